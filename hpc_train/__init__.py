@@ -1,0 +1,36 @@
+"""Train PyTorch models on HPC clusters over MPI and Horovod.
+
+Importing this package loads neither torch nor MPI; its names do so when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_train.config import RunConfig as RunConfig
+    from hpc_train.config import load as load_config
+    from hpc_train.mpi.runtime import Runtime as Runtime
+    from hpc_train.training.loop import Loop as Loop
+    from hpc_train.training.program import run as run
+    from hpc_train.training.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Loop", "RunConfig", "Runtime", "Trainer", "load_config", "run"]
+
+_HOMES = {
+    "Loop": ("hpc_train.training.loop", "Loop"),
+    "RunConfig": ("hpc_train.config", "RunConfig"),
+    "Runtime": ("hpc_train.mpi.runtime", "Runtime"),
+    "Trainer": ("hpc_train.training.trainer", "Trainer"),
+    "load_config": ("hpc_train.config", "load"),
+    "run": ("hpc_train.training.program", "run"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,99 @@
+"""The exception tree: every error that this package raises on purpose.
+
+    HpcTrainError               exit code 1
+    ├── UserError               exit code 2: something the user can mend
+    │   ├── ConfigError         a key, a value, or values that do not fit together
+    │   ├── DataError           shards, manifests, input files
+    │   ├── CheckpointMismatch  a sound checkpoint that belongs to another model or run
+    │   └── SetupError          a program, a library or a build that is missing or unfit
+    ├── CheckpointError         a checkpoint that could not be written or read
+    └── RankError               an unexpected exception on one rank, raised on all of them
+
+`Stopped` is not an error: the run ended early with a checkpoint (exit code 75, EX_TEMPFAIL of
+BSD's sysexits.h) and goes on when it is started again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+EXIT_FAILURE = 1
+EXIT_USER = 2
+EXIT_STOPPED = os.EX_TEMPFAIL  # 75
+
+
+class HpcTrainError(Exception):
+    """An error with a cause and, where there is one, the line that mends it.
+
+    Args:
+        cause: what is wrong, with the values concerned.
+        remedy: what the user can do about it.
+
+    `agreed` is true once all ranks have raised it (see `mpi/agreement.py`).
+    """
+
+    exit_code = EXIT_FAILURE
+    agreed = False
+
+    def __init__(self, cause: str, remedy: str = "") -> None:
+        super().__init__(cause, remedy)
+        self.cause = cause
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.remedy}" if self.remedy else self.cause
+
+
+class UserError(HpcTrainError):
+    """Something the user can mend."""
+
+    exit_code = EXIT_USER
+
+
+class ConfigError(UserError):
+    """A configuration key or value is wrong, or two of them do not fit together."""
+
+
+class DataError(UserError):
+    """Input files, shards or manifests are missing, damaged or do not match."""
+
+
+class CheckpointMismatch(UserError):
+    """A sound checkpoint belongs to another model, data set or run."""
+
+
+class SetupError(UserError):
+    """A program, a library or a build is missing or does not fit."""
+
+
+class CheckpointError(HpcTrainError):
+    """A checkpoint could not be written or read."""
+
+
+class RankError(HpcTrainError):
+    """An unexpected exception on one rank; its traceback is in that rank's log."""
+
+
+class Stopped(Exception):
+    """The run stopped early, on a signal or before its time limit, with a checkpoint.
+
+    Args:
+        step: the last finished step, which the checkpoint holds.
+        reason: what asked for the stop, such as "SIGTERM".
+    """
+
+    exit_code = EXIT_STOPPED
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(step, reason)
+        self.step = step
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"stopped by {self.reason} after step {self.step}, checkpoint written"
+
+
+def print_error(error: HpcTrainError) -> None:
+    """Print an error as one line on standard error."""
+    print(f"hpc-train: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

