@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_train import config
+from hpc_train.config import RunSection, load
+from hpc_train.errors import ConfigError
+
+
+def write(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_options_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    path = write(tmp_path, "run: {steps: 5, seed: 3}\nmodel: {layers: 2}")
+    made = load(path, ["--run.steps", "7", "--optimizer.lr=0.5"])
+    assert (made.run.steps, made.run.seed, made.model.layers) == (7, 3, 2)
+    assert made.optimizer.lr == 0.5
+    assert made.data == config.DataSection()
+
+
+def test_a_written_configuration_reads_back_equal(tmp_path):
+    made = load(None, ["--run.time_limit", "01:30:00", "--data.path", "x", "--run.epochs", "2"])
+    assert load(write(tmp_path, made.to_yaml())) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {setps: 3}", "unknown key run.setps: did you mean run.steps?"),
+        ("steps: 3", "unknown key steps: did you mean run.steps?"),
+        ("runn: {steps: 3}", "unknown key runn.steps: did you mean run.steps?"),
+        ("optimizer: {epochs: 3}", "unknown key optimizer.epochs: did you mean run.epochs?"),
+        ("foo: {bar: 3}", "the sections are run, model"),
+        ("model: {layers: many}", "model.layers is 'many': it takes int"),
+        ("run: {steps: 0}", "run.steps is 0: give 1 or more"),
+        ("run: {steps: 1, epochs: 1}", "run.steps and run.epochs are both given"),
+        ("model: {hidden: 64, heads: 3}", "does not divide model.hidden 64: nearest that do: 2, 4"),
+        ("model: {dropout: 1.0}", "model.dropout is 1.0"),
+        ("gradients: {engine: nccl}", "it takes one of auto, horovod, mpi"),
+        ("run: {time_limit: soon}", "give seconds or HH:MM:SS"),
+        ("run: 5", "section run is 5: write its keys below it"),
+        ("[1, 2]", "is not a configuration"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_right(tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", sorted(config.NOT_BUILT))
+def test_a_key_of_a_part_that_is_not_built_is_refused_by_name(tmp_path, key):
+    section, name = key.split(".")
+    for make in (
+        lambda: load(write(tmp_path, f"{section}: {{{name}: 1}}")),
+        lambda: load(None, [f"--{key}", "1"]),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}: .*not built"):
+            make()
+
+
+@pytest.mark.parametrize("option", [("run.time_limit", "auto"), ("precision.dtype", "bfloat16")])
+def test_a_value_of_a_part_that_is_not_built_is_refused_by_name(option):
+    key, value = option
+    with pytest.raises(ConfigError, match=f"{key}: {value} is not built yet"):
+        load(None, [f"--{key}={value}"])
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"/no/such.yaml: No such file"):
+        load("/no/such.yaml")
+
+
+@given(st.integers(0, 10**6))
+def test_time_limits_mean_the_same_as_seconds_and_as_hours(seconds):
+    hours = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+    for written in (seconds, str(seconds), hours):
+        assert RunSection(time_limit=written).time_limit_seconds() == seconds
+
+
+def test_every_key_is_documented():
+    text = config.parser().format_help()
+    for key in config.KEYS:
+        documented = text.split(f"--{key} ")[-1].split("--")[0]
+        assert len(documented.split("(type")[0].split()) > 2, key
