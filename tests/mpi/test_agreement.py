@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from hpc_train.errors import ConfigError, DataError, RankError, UserError
+from hpc_train.mpi.agreement import agreed, from_first, same
+from hpc_train.mpi.group import Group
+
+pytestmark = pytest.mark.mpi
+
+
+def test_nothing_happens_where_nobody_fails(group):
+    if group:
+        with agreed(group):
+            pass
+
+
+def test_an_error_of_the_last_rank_is_raised_on_all_with_rank_and_host(group):
+    if not group:
+        return
+    last = group.size - 1
+    with pytest.raises(DataError) as caught, agreed(group):
+        if group.rank == last:
+            raise DataError("shard 3 is gone", "prepare again")
+    where = f"rank {last} ({socket.gethostname()}): " if group.comm else ""
+    assert str(caught.value) == f"{where}shard 3 is gone: prepare again"
+
+
+def test_of_several_errors_the_lowest_rank_speaks(group):
+    if not group or group.size < 3:
+        return
+    with pytest.raises(ConfigError, match=r"^rank 1 \("), agreed(group):
+        if group.rank > 0:
+            raise ConfigError(f"mistake {group.rank}")
+
+
+def test_an_unexpected_exception_becomes_a_rank_error_on_all(group):
+    if not group or group.size == 1:
+        return
+    with pytest.raises(RankError, match=r"rank 0 .*ZeroDivisionError") as caught, agreed(group):
+        if group.rank == 0:
+            raise ZeroDivisionError("x")
+    assert caught.value.agreed
+
+
+def test_the_group_works_on_after_an_error(group):
+    if not group:
+        return
+    with pytest.raises(UserError), agreed(group):
+        raise UserError("no")
+    assert from_first(group, lambda: "still here") == "still here"
+
+
+def test_from_first_runs_on_rank_0_only_and_its_failure_is_everybodys(group):
+    if not group:
+        return
+    assert from_first(group, lambda: group.rank) == 0
+    with pytest.raises(DataError):
+        from_first(group, lambda: (_ for _ in ()).throw(DataError("gone")))
+
+
+def test_same_names_the_first_rank_that_differs(group):
+    if not group:
+        return
+    same(group, "the data", "equal everywhere", "copy it")
+    if group.size > 2:
+        with pytest.raises(UserError, match=r"rank 2 .*the data differs from that of rank 0"):
+            same(group, "the data", f"{group.rank == 2}", "copy it")
+
+
+def test_largest(group):
+    if group:
+        assert group.largest(group.rank * 10) == (group.size - 1) * 10
+
+
+def test_a_process_alone_raises_what_it_was():
+    with pytest.raises(ZeroDivisionError), agreed(Group()):
+        raise ZeroDivisionError

@@ -1,0 +1,91 @@
+"""Run the program as a user does: through its command line, under a launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.mpi import environment
+
+ENVIRON = environment.for_launcher(os.environ, os.geteuid()) | {
+    "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    # Programs are found as in an activated environment.
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+}
+LAUNCHERS = {
+    "alone": [],
+    "mpirun": ["mpirun", "-np"],
+    "horovodrun": ["horovodrun", "-np"],
+}
+
+
+def command(launcher: str, ranks: int, *arguments: str) -> list[str]:
+    """The command line that runs hpc-train on ranks."""
+    start = LAUNCHERS[launcher]
+    hosts = ["-H", f"localhost:{ranks}"] if launcher == "horovodrun" else []
+    return [*start, *([str(ranks)] if start else []), *hosts, *hpc_train(*arguments)]
+
+
+def hpc_train(*arguments: str) -> list[str]:
+    """The command line that runs hpc-train in one process."""
+    return [sys.executable, "-m", "hpc_train", *arguments]
+
+
+def run(
+    *words: str, timeout: float = 180, environ: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; its output is text."""
+    return subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=ENVIRON | (environ or {}),
+        cwd=cwd,
+        check=False,
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training configuration and the folder that its runs are written to."""
+
+    config: Path
+    root: Path
+
+    def command(self, name: str, *options: str, launcher: str = "alone", ranks: int = 1):
+        """The command line that trains into the run directory `name`."""
+        train = ("train", str(self.config), "--run.dir", str(self.root / name), *options)
+        return command(launcher, ranks, *train)
+
+    def train(self, name: str, *options: str, launcher: str = "alone", ranks: int = 1, **how):
+        """Train to the end; returns the finished process."""
+        return run(*self.command(name, *options, launcher=launcher, ranks=ranks), **how)
+
+    def metrics(self, name: str) -> list[dict]:
+        """A run's records."""
+        lines = (self.root / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def losses(self, name: str) -> list[float]:
+        """A run's losses, in the order of its steps."""
+        found = self.metrics(name)
+        assert [record["step"] for record in found] == list(range(1, len(found) + 1))
+        return [record["loss"] for record in found]
+
+    def checkpoint(self, name: str, step: int) -> Path:
+        """A checkpoint of a run."""
+        return self.root / name / "checkpoints" / f"step-{step:09d}.safetensors"
+
+
+def only_line(text: str) -> str:
+    """The one line that hpc-train printed as an error; launchers add lines of their own."""
+    lines = [line for line in text.splitlines() if "hpc-train: error:" in line]
+    assert len(lines) == 1, text
+    return lines[0].split("hpc-train: error:")[1].strip()
