@@ -1,0 +1,60 @@
+"""Dropout whose masks belong to the samples, not to the process that computes them.
+
+PyTorch's dropout draws from one stream per process: cut a batch over other ranks or micro-batches
+and every mask changes. Here each sample brings a seed, so its masks, and the loss, are the same on
+every layout and after every resume, and no generator state has to be saved. The idea of keys in
+place of streams: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+MASK_64 = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """Hash integers to 63 bits, well enough that neighbours give unrelated generators.
+
+    SplitMix64's finalizer over each number in turn; Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators" (OOPSLA 2014).
+    """
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & MASK_64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK_64
+        state ^= state >> 31
+    return state >> 1
+
+
+class SampleDropout(nn.Module):
+    """Dropout for tensors whose first dimension runs over samples.
+
+    Args:
+        share: probability that an element is dropped.
+        place: distinguishes the dropouts of one model from each other.
+    """
+
+    def __init__(self, share: float, place: int) -> None:
+        super().__init__()
+        self.share = share
+        self.place = place
+        self.seeds: Sequence[int] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop elements of x, of shape (B, ...), in training; B seeds must have been set."""
+        if not self.training or self.share == 0:
+            return x
+        if len(self.seeds) != len(x):
+            raise ValueError(f"{len(x)} samples but {len(self.seeds)} seeds: call seed_samples")
+        masks = torch.stack([self._mask(x[0], seed) for seed in self.seeds])
+        return x * masks
+
+    def _mask(self, like: Tensor, seed: int) -> Tensor:
+        generator = torch.Generator(like.device).manual_seed(mix(seed, self.place))
+        kept = torch.rand(like.shape, generator=generator, device=like.device) >= self.share
+        return kept.to(like.dtype) / (1 - self.share)

@@ -1,0 +1,144 @@
+"""GPT: a decoder-only transformer language model with pre-norm blocks.
+
+Radford et al., "Language models are unsupervised multitask learners" (GPT-2, 2019), for the
+architecture and initialisation; Press and Wolf, https://arxiv.org/abs/1608.05859, for the tied
+embeddings. Letters in shape comments: B samples, T tokens, C channels, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.linear import Linear
+
+INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = Linear(hidden, 3 * hidden)
+        self.out = Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend within x of shape (B, T, C); returns the same shape."""
+        B, T, C = x.shape
+        qkv = self.qkv(x).view(B, T, 3, self.heads, C // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # (B, H, T, C/H) each
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        joined: Tensor = self.out(y.transpose(1, 2).reshape(B, T, C))
+        return joined
+
+
+class Mlp(nn.Module):
+    """The position-wise layer: four times as wide, with a GELU."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = Linear(hidden, 4 * hidden)
+        self.down = Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform x of shape (B, T, C); returns the same shape."""
+        transformed: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return transformed
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a layer norm and added to the residual stream."""
+
+    def __init__(self, hidden: int, heads: int, dropout: float, index: int) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(hidden)
+        self.attention = Attention(hidden, heads)
+        self.dropout_attention = SampleDropout(dropout, 2 * index + 1)
+        self.norm_mlp = nn.LayerNorm(hidden)
+        self.mlp = Mlp(hidden)
+        self.dropout_mlp = SampleDropout(dropout, 2 * index + 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform x of shape (B, T, C); returns the same shape."""
+        x = x + self.dropout_attention(self.attention(self.norm_attention(x)))
+        added: Tensor = self.dropout_mlp(self.mlp(self.norm_mlp(x)))
+        return x + added
+
+
+class GPT(nn.Module):
+    """A GPT language model.
+
+    Args:
+        vocab: vocabulary size V.
+        sequence: largest number of tokens T that it attends over.
+        layers: number of blocks.
+        hidden: channels C of the residual stream.
+        heads: attention heads; they divide `hidden`.
+        dropout: share dropped after the embedding and in each residual branch.
+        tie_embeddings: share the token embedding with the output layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        sequence: int,
+        layers: int,
+        hidden: int,
+        heads: int,
+        dropout: float = 0.0,
+        tie_embeddings: bool = True,
+    ) -> None:
+        super().__init__()
+        self.sequence = sequence
+        self.token_embedding = nn.Embedding(vocab, hidden)
+        self.position_embedding = nn.Embedding(sequence, hidden)
+        self.dropout = SampleDropout(dropout, 0)
+        self.blocks = nn.ModuleList(Block(hidden, heads, dropout, i) for i in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.output = Linear(hidden, vocab, bias=False)
+        self._initialise(layers)
+        if tie_embeddings:
+            self.output.weight = self.token_embedding.weight
+
+    def _initialise(self, layers: int) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                # Layers that end in the residual stream start smaller, by the root of their number.
+                ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                std = INIT_STD / math.sqrt(2 * layers) if ends else INIT_STD
+                nn.init.normal_(parameter, std=std)
+
+    def seed_samples(self, seeds: Sequence[int]) -> None:
+        """Set the seeds of the next forward pass's dropout, one for each sample."""
+        for module in self.modules():
+            if isinstance(module, SampleDropout):
+                module.seeds = seeds
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Compute logits, or with targets the mean cross-entropy.
+
+        Args:
+            tokens: int64 of shape (B, T).
+            targets: int64 of shape (B, T), the token that follows each one.
+
+        Returns:
+            Logits of shape (B, T, V), or the loss in nats per token, a scalar.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.output(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

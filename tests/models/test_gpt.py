@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hpc_train.models import GPT
+from hpc_train.models import linear as linears
+from hpc_train.models.dropout import SampleDropout, mix
+from hpc_train.models.linear import Linear, linear
+
+SHAPE = {"vocab": 11, "sequence": 8, "layers": 2, "hidden": 16, "heads": 2}
+
+
+def gpt(**changes):
+    torch.manual_seed(0)
+    return GPT(**{**SHAPE, **changes}).double()
+
+
+def tokens(samples=3, length=8):
+    return torch.randint(11, (samples, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_token_sees_only_those_before_it():
+    model, text = gpt(), tokens()
+    changed = text.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 11
+    before, after = model(text), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_shapes_and_a_shorter_text():
+    assert gpt()(tokens(2, 5)).shape == (2, 5, 11)
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
+    model, text = gpt(), tokens()
+    targets = text.roll(-1, 1)
+    expected = F.cross_entropy(model(text).reshape(-1, 11), targets.reshape(-1))
+    assert torch.allclose(model(text, targets), expected)
+    assert model(text, targets).item() == pytest.approx(math.log(11), rel=0.05)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_tied_embeddings_are_one_parameter(tie):
+    model = gpt(tie_embeddings=tie)
+    assert (model.output.weight is model.token_embedding.weight) == tie
+    assert ("output.weight" in dict(model.named_parameters())) != tie
+
+
+def test_initial_weights_are_those_of_gpt2():
+    model = GPT(vocab=500, sequence=64, layers=4, hidden=128, heads=4)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            expected = 0.02 / math.sqrt(8) if ends else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
+
+
+def test_masks_belong_to_samples_and_not_to_batches():
+    model, text = gpt(dropout=0.3), tokens(4)
+    seeds = [mix(7, i) for i in range(4)]
+    model.seed_samples(seeds)
+    whole = model(text)
+    model.seed_samples(seeds[2:])
+    assert torch.allclose(model(text[2:]), whole[2:], atol=1e-12)
+    model.seed_samples([mix(8, i) for i in range(4)])
+    assert not torch.allclose(model(text), whole)
+
+
+def test_no_masks_without_training():
+    model, text = gpt(dropout=0.3).eval(), tokens()
+    assert torch.equal(model(text), model(text))
+
+
+def test_dropout_keeps_the_mean_and_drops_the_share():
+    dropout = SampleDropout(0.25, place=1)
+    dropout.seeds = [3]
+    out = dropout(torch.ones(1, 400, 500))
+    assert (out == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
+    assert out.mean().item() == pytest.approx(1, abs=0.01)
+
+
+def test_forgotten_seeds_are_an_error():
+    with pytest.raises(ValueError, match="call seed_samples"):
+        gpt(dropout=0.1)(tokens())
+
+
+def test_mix_gives_unrelated_seeds():
+    seeds = {mix(a, b) for a in range(100) for b in range(100)}
+    assert len(seeds) == 10_000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("better", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6)])
+def test_linear_equals_torchs_with_either_library(monkeypatch, better, bias, shape):
+    if better and not linears._onednn_works():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(linears, "onednn_is_better", lambda: better)
+    torch.manual_seed(0)
+    mine, theirs = Linear(6, 5, bias=bias), nn.Linear(6, 5, bias=bias)
+    theirs.load_state_dict(mine.state_dict())
+    x = torch.randn(shape).requires_grad_()
+    results = []
+    for layer in (mine, theirs):
+        x.grad = None
+        layer(x).square().sum().backward()
+        results.append([x.grad.clone(), *(p.grad for p in layer.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_leaves_float64_to_torch():
+    x, weight = torch.randn(2, 3).double(), torch.randn(4, 3).double()
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
