@@ -1,0 +1,1 @@
+"""HDF5 shards, sample order and the loader; ranks appear only as two integers."""

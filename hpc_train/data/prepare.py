@@ -1,0 +1,227 @@
+"""`hpc-train prepare`: turn files into shards with a manifest.
+
+The folder is built under a temporary name, each shard is read back after it is written, and the
+folder takes its final name last: one that has that name is complete.
+"""
+
+from __future__ import annotations
+
+import codecs
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from hpc_train import files
+from hpc_train.data.manifest import FILE_NAME, Manifest, Shard
+from hpc_train.data.shards import write_shard
+from hpc_train.data.tokenizer import BYTES, Tokenizer, describe, loads
+from hpc_train.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 8 << 20
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A part of a text file: the bytes from `begin` to `end`."""
+
+    path: Path
+    begin: int
+    end: int
+
+
+def prepare_text(
+    paths: Sequence[str | Path],
+    out: str | Path,
+    *,
+    tokenizer: str = BYTES,
+    shard_mb: float = 256,
+    validation: float = 0.01,
+) -> Manifest:
+    """Turn text files into token shards.
+
+    Args:
+        paths: files, or folders that are searched through; files that are not UTF-8 text are
+            passed over and counted.
+        out: the data folder to make.
+        tokenizer: "bytes", or a file of the `tokenizers` library, which is copied to `out`.
+        shard_mb: size of a shard in MiB, about.
+        validation: share of the text that is held out, by bytes. Texts are put in the order of a
+            hash of their names, so that both splits hold a mixture; the one at the border is cut.
+
+    Returns:
+        The manifest of the new folder.
+
+    Raises:
+        DataError: no text, or `out` exists already.
+        SetupError: the `tokenizers` library is needed and missing.
+    """
+    target = Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(f"{target} exists already", "give another --out, or delete it first")
+    if not 0 <= validation < 1:
+        raise DataError(f"--validation is {validation}", "give a share from 0 to below 1")
+    if shard_mb <= 0:
+        raise DataError(f"--shard_mb is {shard_mb}", "give a size above 0")
+    texts = find_texts(paths)
+    description = describe(tokenizer)
+    codec = loads(description)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        manifest = _write_splits(texts, partial, codec, shard_mb, validation)
+        if description != BYTES:
+            files.write_text(partial / TOKENIZER_FILE, description)
+            manifest = replace(manifest, tokenizer=TOKENIZER_FILE)
+        _publish(partial, target, manifest)
+    except OSError as error:
+        raise DataError(
+            f"cannot write {target}: {error.strerror or error}", "free space or mend access"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+def find_texts(paths: Sequence[str | Path]) -> list[Path]:
+    """The text files among files and folders, in the order of a hash of their names.
+
+    Raises:
+        DataError: a path does not exist, or there is no text in them.
+    """
+    found: dict[Path, str] = {}
+    for given in map(Path, paths):
+        if not given.exists():
+            raise DataError(f"{given} does not exist", "give files or folders of text")
+        inside = [given] if given.is_file() else given.rglob("*")
+        found.update((path, str(path.relative_to(given))) for path in inside if path.is_file())
+    texts = [path for path in found if is_text(path)]
+    if not texts:
+        raise DataError(
+            f"no text in {', '.join(map(str, paths))} ({len(found)} files)",
+            "give files or folders of UTF-8 text",
+        )
+    if len(texts) < len(found):
+        logger.info("passed over %d files that are not UTF-8 text", len(found) - len(texts))
+    return sorted(
+        texts, key=lambda path: (xxhash.xxh3_64_intdigest(os.fsencode(found[path])), path)
+    )
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file is non-empty UTF-8 without zero bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    size = 0
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                decoder.decode(piece)
+                size += len(piece)
+                if b"\0" in piece:
+                    return False
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    except OSError as error:
+        logger.warning("%s cannot be read (%s)", path, error.strerror)
+        return False
+    return size > 0
+
+
+def split_texts(paths: Sequence[Path], validation: float) -> dict[str, list[Text]]:
+    """Give the first part of the texts to validation, the rest to training; cut at a newline."""
+    sizes = [path.stat().st_size for path in paths]
+    held_out = int(sum(sizes) * validation)
+    splits: dict[str, list[Text]] = {"train": [], "validation": []}
+    for path, size in zip(paths, sizes, strict=True):
+        border = min(size, max(0, held_out))
+        if 0 < border < size:
+            border = _line_start(path, border)
+        held_out -= size
+        for split, begin, end in (("validation", 0, border), ("train", border, size)):
+            if begin < end:
+                splits[split].append(Text(path, begin, end))
+    return splits
+
+
+def _line_start(path: Path, position: int) -> int:
+    """The first line start at or after a position."""
+    with path.open("rb") as file:
+        file.seek(position - 1)
+        file.readline()
+        return file.tell()
+
+
+def _write_splits(
+    paths: list[Path], directory: Path, codec: Tokenizer, shard_mb: float, validation: float
+) -> Manifest:
+    dtype = np.dtype(np.min_scalar_type(codec.vocab - 1))
+    tokens_per_shard = max(1, int(shard_mb * (1 << 20)) // dtype.itemsize)
+    splits = {
+        split: tuple(_write_shards(texts, directory, split, codec, dtype, tokens_per_shard))
+        for split, texts in split_texts(paths, validation).items()
+    }
+    return Manifest(
+        vocab=codec.vocab,
+        dtype=str(dtype),
+        tokenizer=BYTES,
+        documents=len(paths),
+        splits={split: shards for split, shards in splits.items() if shards},
+    )
+
+
+def _write_shards(
+    texts: list[Text], directory: Path, split: str, codec: Tokenizer, dtype: np.dtype, size: int
+) -> Iterator[Shard]:
+    number = 0
+    pending: list[np.ndarray] = []
+    count = 0
+    for tokens in _encoded(texts, codec, dtype):
+        pending.append(tokens)
+        count += len(tokens)
+        while count >= size:
+            joined = np.concatenate(pending)
+            yield write_shard(directory / f"{split}-{number:05d}.h5", joined[:size])
+            pending, count, number = [joined[size:]], count - size, number + 1
+    if count:
+        yield write_shard(directory / f"{split}-{number:05d}.h5", np.concatenate(pending))
+
+
+def _encoded(texts: list[Text], codec: Tokenizer, dtype: np.dtype) -> Iterator[np.ndarray]:
+    for text in texts:
+        for piece in _pieces(text):
+            encoded = codec.encode(piece)
+            made = np.frombuffer(encoded, np.uint8) if isinstance(encoded, bytes) else encoded
+            yield np.asarray(made).astype(dtype)
+        if codec.separator is not None:
+            yield np.array([codec.separator], dtype)
+
+
+def _pieces(text: Text) -> Iterator[bytes]:
+    """A text in pieces of some MiB that end at line ends."""
+    with text.path.open("rb") as file:
+        file.seek(text.begin)
+        while (position := file.tell()) < text.end:
+            piece = file.read(min(PIECE_BYTES, text.end - position))
+            if not piece:
+                raise DataError(f"{text.path} has become shorter", "prepare files at rest")
+            if position + len(piece) < text.end:
+                piece += file.readline()
+            yield piece
+
+
+def _publish(partial: Path, target: Path, manifest: Manifest) -> None:
+    """Write the manifest and give the folder its name."""
+    files.write_text(partial / FILE_NAME, manifest.to_json())
+    with suppress(FileNotFoundError):
+        target.rmdir()  # an empty folder of that name is fine
+    files.rename(partial, target)

@@ -1,0 +1,110 @@
+"""Tokenizers: bytes, or a file of the `tokenizers` library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hpc_train.errors import DataError, SetupError
+
+BYTES = "bytes"
+END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """Text to token numbers and back.
+
+    `vocab` is the number of different tokens; `separator` is put behind each text, or None.
+    """
+
+    vocab: int
+    separator: int | None
+
+    def encode(self, text: bytes) -> Sequence[int] | bytes:
+        """Token numbers of UTF-8 text."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token numbers; what is no UTF-8 becomes a replacement character."""
+
+
+class ByteTokenizer:
+    """Each byte is a token; a zero byte, which text does not have, separates texts."""
+
+    vocab = 256
+    separator: int | None = 0
+
+    def encode(self, text: bytes) -> bytes:
+        """The bytes themselves."""
+        return text
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Bytes as UTF-8 text."""
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+class LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library (tokenizer.json of many models).
+
+    Args:
+        description: the JSON that the library saves.
+
+    Raises:
+        SetupError: the library is missing.
+        DataError: it is no tokenizer.
+    """
+
+    def __init__(self, description: str) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise SetupError(
+                "the tokenizers library is missing", "`pip install 'hpc_train[tokenizers]'`"
+            ) from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(description)
+        except Exception as error:  # noqa: BLE001  # it raises nothing more specific
+            raise DataError(
+                f"not a tokenizer file ({error})", "give another one, or bytes"
+            ) from None
+        self.vocab = self._tokenizer.get_vocab_size()
+        numbers = (self._tokenizer.token_to_id(token) for token in END_OF_TEXT)
+        self.separator = next((number for number in numbers if number is not None), None)
+
+    def encode(self, text: bytes) -> Sequence[int]:
+        """Token numbers, without the special tokens that a template would add."""
+        encoding = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False)
+        numbers: Sequence[int] = encoding.ids
+        return numbers
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token numbers."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+
+def describe(name: str, directory: Path = Path()) -> str:
+    """What makes a tokenizer again: "bytes", or the text of its file.
+
+    Args:
+        name: "bytes" or a file's path.
+        directory: where the path starts.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if name == BYTES:
+        return BYTES
+    try:
+        return (directory / name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"tokenizer {name}: {error}", "give a tokenizer file, or bytes") from None
+
+
+def loads(description: str) -> Tokenizer:
+    """The tokenizer of a description.
+
+    Raises:
+        SetupError, DataError: as `LibraryTokenizer`.
+    """
+    return ByteTokenizer() if description == BYTES else LibraryTokenizer(description)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from hpc_train.data.loader import Loader, Part, cut
+from hpc_train.data.order import SampleOrder
+from hpc_train.errors import ConfigError
+
+
+class Numbers:
+    """Sample i is the number i."""
+
+    def __init__(self, size=100, broken_at=None):
+        self.size, self.broken_at, self.fetched = size, broken_at, 0
+
+    def __len__(self):
+        return self.size
+
+    def fetch(self, indices):
+        self.fetched += 1
+        if self.fetched == self.broken_at:
+            raise OSError("disk gone")
+        return torch.tensor(indices)
+
+
+def deliver(dataset=None, *, rank=0, ranks=1, micro_batch=None, first=1, last=12, prefetch=2):
+    order = SampleOrder(100, 12, seed=3)
+    parts = cut(12, ranks, rank, micro_batch)
+    loader = Loader(
+        dataset or Numbers(), order, parts, first_step=first, last_step=last, prefetch=prefetch
+    )
+    try:
+        return [
+            (step.number, torch.cat([micro.data for micro in step.micro_batches]))
+            for step in loader
+        ]
+    finally:
+        loader.close()
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
+def test_parts_of_all_ranks_make_up_the_batch(ranks, micro_batch, count):
+    batch = ranks * micro_batch * count
+    parts = [part for rank in range(ranks) for part in cut(batch, ranks, rank, micro_batch)]
+    places = [place for part in parts for place in range(part.first, part.first + part.count)]
+    assert places == list(range(batch))
+    assert {part.count for part in parts} == {micro_batch}
+
+
+def test_without_a_micro_batch_a_rank_computes_its_share_at_once():
+    assert cut(12, 3, 1) == [Part(4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "micro_batch", "message"),
+    [
+        (30, 4, None, "data.batch 30 is not divisible by 4 ranks: nearest that are: 28, 32"),
+        (30, 4, 2, "not divisible by 4 ranks x data.micro_batch 2: nearest that are: 24, 32"),
+        (3, 4, None, "nearest that are: 4"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_names_those_that_can(batch, ranks, micro_batch, message):
+    with pytest.raises(ConfigError) as caught:
+        cut(batch, ranks, 0, micro_batch)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+@pytest.mark.parametrize("micro_batch", [None, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_samples_of_a_step_are_the_same_on_every_layout(ranks, micro_batch, prefetch):
+    expected = deliver()
+    shares = [
+        deliver(rank=rank, ranks=ranks, micro_batch=micro_batch, prefetch=prefetch)
+        for rank in range(ranks)
+    ]
+    for number, whole in expected:
+        steps = [share[number - 1] for share in shares]
+        assert {step[0] for step in steps} == {number}
+        assert torch.equal(torch.cat([step[1] for step in steps]), whole)
+
+
+def test_resuming_in_the_middle_of_an_epoch_goes_on_with_the_same_samples():
+    whole, rest = deliver(), deliver(first=6)
+    assert [number for number, _ in rest] == list(range(6, 13))
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(whole[5:], rest, strict=True))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_reading_error_comes_where_the_step_is_asked_for(prefetch):
+    dataset = Numbers(broken_at=3)
+    loader = Loader(
+        dataset, SampleOrder(100, 12), cut(12, 1, 0), first_step=1, last_step=9, prefetch=prefetch
+    )
+    steps = iter(loader)
+    assert [next(steps).number, next(steps).number] == [1, 2]
+    with pytest.raises(OSError, match="disk gone"):
+        next(steps)
+    loader.close()
+
+
+def test_closing_ends_the_thread_though_nobody_took_its_steps():
+    before = threading.active_count()
+    loader = Loader(Numbers(), SampleOrder(100, 12), cut(12, 1, 0), first_step=1, last_step=500)
+    loader.close()
+    assert threading.active_count() == before
+
+
+def test_a_data_set_of_torch_is_put_together_by_torch():
+    dataset = TensorDataset(torch.arange(100), torch.arange(100) * 2.0)
+    order = SampleOrder(100, 4, shuffle=False)
+    loader = Loader(dataset, order, cut(4, 1, 0), first_step=2, last_step=2)
+    x, y = next(iter(loader)).micro_batches[0].data
+    assert x.tolist() == [4, 5, 6, 7]
+    assert y.tolist() == [8, 10, 12, 14]
+    loader.close()

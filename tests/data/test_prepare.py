@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+
+import h5py
+import numpy as np
+import pytest
+
+from hpc_train.data import manifest as manifests
+from hpc_train.data import prepare
+from hpc_train.data.manifest import read
+from hpc_train.data.prepare import is_text, prepare_text
+from hpc_train.data.shards import TokenDataset, check_shards
+from hpc_train.errors import DataError
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder of texts of many lengths, and some files that are none."""
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    generator = random.Random(0)
+    for number in range(20):
+        lines = [f"text {number} line {line} äöü€𝄞\n" for line in range(generator.randint(1, 60))]
+        (folder / ("sub" if number % 2 else "") / f"{number}.txt").write_text("".join(lines))
+    (folder / "binary").write_bytes(b"\x00\x01")
+    (folder / "latin1").write_bytes("äöü".encode("latin-1"))
+    (folder / "cut").write_bytes("€".encode()[:2])
+    (folder / "empty").write_bytes(b"")
+    return folder
+
+
+def all_tokens(out, split):
+    tokens = []
+    for shard in read(out).splits.get(split, ()):
+        with h5py.File(out / shard.name) as file:
+            tokens.append(file["tokens"][:])
+    return np.concatenate(tokens) if tokens else np.array([], np.uint8)
+
+
+@pytest.mark.parametrize("shard_mb", [256, 0.001])
+@pytest.mark.parametrize("validation", [0.0, 0.2])
+def test_all_text_is_in_the_shards_once_and_nothing_else(texts, tmp_path, shard_mb, validation):
+    out = tmp_path / "out"
+    made = prepare_text([texts], out, shard_mb=shard_mb, validation=validation)
+    assert made.documents == 20
+    tokens = bytes(all_tokens(out, "validation")) + bytes(all_tokens(out, "train"))
+    lines = [line for text in tokens.split(b"\0") for line in text.splitlines()]
+    expected = [line for path in texts.rglob("*.txt") for line in path.read_bytes().splitlines()]
+    assert sorted(lines) == sorted(expected)
+    share = made.tokens("validation") / len(tokens)
+    assert share == pytest.approx(validation, abs=0.02)
+    assert (len(made.splits["train"]) > 1) == (shard_mb < 1)
+    check_shards(out, read(out))
+
+
+def test_one_long_text_is_cut_at_a_line(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"line {n}\n" for n in range(1000)))
+    prepare_text([tmp_path / "a.txt"], tmp_path / "out", validation=0.1)
+    held_out = bytes(all_tokens(tmp_path / "out", "validation")).rstrip(b"\0")
+    assert held_out.startswith(b"line 0\n")
+    assert held_out.endswith(b"\n")
+    assert 800 < len(held_out) < 1100
+
+
+def test_the_same_texts_give_the_same_shards(texts, tmp_path):
+    for name in ("a", "b"):
+        prepare_text([texts], tmp_path / name, validation=0.1)
+    assert read(tmp_path / "a").digest == read(tmp_path / "b").digest
+
+
+def test_samples_are_consecutive_tokens_and_targets_follow_them(texts, tmp_path):
+    out = tmp_path / "out"
+    made = prepare_text([texts], out, shard_mb=0.001, validation=0)
+    dataset = TokenDataset(out, made, "train", 16)
+    expected = []
+    for shard in made.splits["train"]:
+        with h5py.File(out / shard.name) as file:
+            tokens = file["tokens"][:]
+        starts = range(0, len(tokens) - 16, 16)
+        expected += [tokens[start : start + 17].tolist() for start in starts]
+    assert len(dataset) == len(expected)
+    order = np.random.default_rng(0).permutation(len(dataset))
+    inputs, targets = dataset.fetch(order)
+    for row, index in enumerate(order):
+        assert inputs[row].tolist() == expected[index][:-1]
+        assert targets[row].tolist() == expected[index][1:]
+    dataset.close()
+
+
+def test_more_shards_than_open_files(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("hpc_train.data.shards.MAX_OPEN_FILES", 2)
+    made = prepare_text([texts], tmp_path / "out", shard_mb=0.001)
+    dataset = TokenDataset(tmp_path / "out", made, "train", 16)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        dataset.fetch(range(len(dataset)))
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_a_tokenizer_of_the_library(texts, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(path) for path in texts.rglob("*.txt")], trainer)
+    tokenizer.save(str(tmp_path / "mine.json"))
+    out = tmp_path / "out"
+    made = prepare_text([texts], out, tokenizer=str(tmp_path / "mine.json"), validation=0)
+    assert (made.vocab, made.dtype, made.tokenizer) == (300, "uint16", "tokenizer.json")
+    from hpc_train.data.tokenizer import describe, loads
+
+    codec = loads(describe(made.tokenizer, out))
+    text = codec.decode(all_tokens(out, "train").tolist())
+    parts = [part for part in text.split("<|endoftext|>") if part]
+    assert sorted(parts) == sorted(path.read_text() for path in texts.rglob("*.txt"))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"paths": ["/no/such/folder"]}, "/no/such/folder does not exist"),
+        ({"validation": 1.0}, "--validation is 1.0"),
+        ({"shard_mb": 0}, "--shard_mb is 0"),
+        ({"tokenizer": "/no/tokenizer.json"}, "tokenizer /no/tokenizer.json"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(texts, tmp_path, how, message):
+    arguments = {"paths": [texts], "out": tmp_path / "out", **how}
+    with pytest.raises(DataError) as caught:
+        prepare_text(**arguments)
+    assert message in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+def test_a_folder_without_text(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\0")
+    with pytest.raises(DataError, match="no text in"):
+        prepare_text([tmp_path], tmp_path / "out")
+
+
+def test_an_existing_folder_is_not_touched(texts, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    prepare_text([texts], out)  # an empty one may be there
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    with pytest.raises(DataError, match="exists already"):
+        prepare_text([texts], out)
+    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+
+
+def test_a_disk_that_loses_data_is_noticed_before_anything_is_published(
+    texts, tmp_path, monkeypatch
+):
+    real = h5py.File
+
+    class Forgetful(real):
+        def close(self):
+            name = self.filename
+            super().close()
+            with open(name, "r+b") as file:  # noqa: PTH123
+                file.seek(-9000, os.SEEK_END)
+                file.write(b"\0" * 100)
+
+        __exit__ = lambda self, *_: self.close()  # noqa: E731
+
+    monkeypatch.setattr("hpc_train.data.shards.h5py.File", Forgetful)
+    with pytest.raises(DataError, match="did not keep what was written"):
+        prepare_text([texts], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda shard: shard.unlink(), "is missing"),
+        (lambda shard: os.truncate(shard, shard.stat().st_size - 1), "its manifest says"),
+        (lambda shard: shard.write_bytes(b"\0" * shard.stat().st_size), "is damaged"),
+    ],
+)
+def test_damaged_shards_are_named(texts, tmp_path, damage, message):
+    out = tmp_path / "out"
+    made = prepare_text([texts], out)
+    damage(out / "train-00000.h5")
+    with pytest.raises(DataError, match=f"train-00000.h5 .*{message}"):
+        check_shards(out, made)
+
+
+def test_a_shard_of_another_preparation_is_named(texts, tmp_path):
+    prepare_text([texts], tmp_path / "a")
+    text = (texts / "0.txt").read_text()
+    (texts / "0.txt").write_text(text.swapcase())
+    made = prepare_text([texts], tmp_path / "b")
+    (tmp_path / "a" / "train-00000.h5").rename(tmp_path / "b" / "train-00000.h5")
+    with pytest.raises(DataError, match="not the one its manifest describes"):
+        check_shards(tmp_path / "b", made)
+
+
+def test_a_shard_that_shrinks_while_it_is_read(texts, tmp_path):
+    made = prepare_text([texts], tmp_path / "out", validation=0)
+    dataset = TokenDataset(tmp_path / "out", made, "train", 16)
+    shard = tmp_path / "out" / "train-00000.h5"
+    os.truncate(shard, 5000)
+    with pytest.raises(DataError, match="ends early"):
+        dataset.fetch([len(dataset) - 1])
+    dataset.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "{}", "[]", '{"format": "other/1"}', '{"format": "hpc_train.tokens/1"}']
+)
+def test_a_damaged_manifest_is_named(tmp_path, text):
+    (tmp_path / manifests.FILE_NAME).write_text(text)
+    with pytest.raises(DataError, match=r"manifest.json is damaged .*run `hpc-train prepare`"):
+        read(tmp_path)
+
+
+def test_a_folder_without_a_manifest_says_how_to_make_one(tmp_path):
+    with pytest.raises(DataError, match="holds no prepared data"):
+        read(tmp_path)
+
+
+def test_a_manifest_reads_back_equal(texts, tmp_path):
+    made = prepare_text([texts], tmp_path / "out")
+    assert manifests.parse(json.loads(made.to_json())) == made
+
+
+def test_a_split_of_less_than_one_sample_is_an_error(texts, tmp_path):
+    made = prepare_text([texts], tmp_path / "out")
+    with pytest.raises(DataError, match="not one sample of 1000000"):
+        TokenDataset(tmp_path / "out", made, "train", 1_000_000)
+
+
+def test_characters_at_the_border_of_two_pieces_are_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 3)
+    path = tmp_path / "a"
+    path.write_text("a€äb𝄞")
+    assert is_text(path)
