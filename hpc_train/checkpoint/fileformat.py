@@ -1,0 +1,226 @@
+"""The layout of a checkpoint file: pure arithmetic, no files and no ranks.
+
+A checkpoint is a safetensors file (https://github.com/huggingface/safetensors, "Format"):
+
+    0            u64 N, little endian: length of the header. Zero until all else is on the disk,
+                 and safetensors refuses a file with zero: N is the commit record.
+    8            JSON header, padded with spaces up to data_start, a multiple of 1 MiB
+    data_start   the tensors, row-major, little endian, ordered by (element size descending, name)
+                 `__hpc_train__.state`, U8: JSON of what is no tensor
+                 `__hpc_train__.hash`, U8: 16 bytes for each extent of all that stands before it
+
+Extents are pieces of 16 MiB from data_start on; each has an xxh3-128 hash. The header's
+`__metadata__` has hashes of the hash table and of the header itself, so every byte is covered.
+Nothing in the file speaks of ranks: the same state gives the same bytes on any layout.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from hpc_train.errors import CheckpointError
+
+VERSION = "1"
+ALIGNMENT = 1 << 20
+EXTENT_BYTES = 16 << 20
+HASH_BYTES = 16
+MAX_HEADER_BYTES = 100_000_000  # safetensors refuses larger ones
+STATE = "__hpc_train__.state"
+HASHES = "__hpc_train__.hash"
+NO_HASH = "0" * 2 * HASH_BYTES
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies: bytes `begin` to `end` after data_start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole file's layout.
+
+    Args:
+        entries: in file order: the tensors, the state, the hashes.
+        data_start: byte of the file at which the first tensor lies.
+    """
+
+    entries: tuple[Entry, ...]
+    data_start: int
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes that extents cover: tensors and state."""
+        return self.entries[-1].begin
+
+    @property
+    def extents(self) -> int:
+        """Number of extents."""
+        return -(-self.content_bytes // EXTENT_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file."""
+        return self.data_start + self.entries[-1].end
+
+    def extent(self, number: int) -> tuple[int, int]:
+        """First byte of an extent and the byte behind it, counted from data_start."""
+        begin = number * EXTENT_BYTES
+        return begin, min(begin + EXTENT_BYTES, self.content_bytes)
+
+
+def hash_of(data: Any) -> bytes:
+    """xxh3-128 of a bytes-like object."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def plan(tensors: Mapping[str, Tensor], state: bytes) -> Layout:
+    """Lay out tensors and state.
+
+    Raises:
+        CheckpointError: a tensor's dtype has no name in the format, or there are too many tensors.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{name} has dtype {tensor.dtype}, which checkpoints cannot hold")
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    sizes = [(name, DTYPES[t.dtype], tuple(t.shape), t.nbytes) for name, t in ordered]
+    sizes.append((STATE, "U8", (len(state),), len(state)))
+    content = sum(size for *_, size in sizes)
+    hashes = -(-content // EXTENT_BYTES) * HASH_BYTES
+    sizes.append((HASHES, "U8", (hashes,), hashes))
+    entries, position = [], 0
+    for name, dtype, shape, size in sizes:
+        entries.append(Entry(name, dtype, shape, position, position + size))
+        position += size
+    text = len(_header_json(tuple(entries), NO_HASH, NO_HASH))
+    if text > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{len(tensors)} tensors need a header of {text} bytes, too large")
+    return Layout(tuple(entries), -(-(8 + text) // ALIGNMENT) * ALIGNMENT)
+
+
+def header(layout: Layout, hash_table: bytes) -> bytes:
+    """The header's bytes, from byte 8 of the file up to data_start."""
+    return _header(layout, hash_of(hash_table).hex())
+
+
+def _header(layout: Layout, table_hash: str) -> bytes:
+    without = _header_json(layout.entries, table_hash, NO_HASH)
+    text = _header_json(layout.entries, table_hash, hash_of(without).hex())
+    return text.ljust(layout.data_start - 8)
+
+
+def _header_json(entries: tuple[Entry, ...], table_hash: str, header_hash: str) -> bytes:
+    tree: dict[str, Any] = {
+        "__metadata__": {
+            "format": "pt",
+            "hpc_train.version": VERSION,
+            "hpc_train.extent_bytes": str(EXTENT_BYTES),
+            "hpc_train.table_hash": table_hash,
+            "hpc_train.header_hash": header_hash,
+        }
+    }
+    for e in entries:
+        tree[e.name] = {"dtype": e.dtype, "shape": e.shape, "data_offsets": [e.begin, e.end]}
+    return json.dumps(tree, separators=(",", ":")).encode()
+
+
+def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
+    """Read a header back.
+
+    Args:
+        header_bytes: all from byte 8 up to data_start.
+        file_bytes: the file's size.
+
+    Returns:
+        The layout, and the hash that the hash table must have, hexadecimal.
+
+    Raises:
+        CheckpointError: it is no header of ours, is damaged, or the file's size does not fit it.
+    """
+    try:
+        tree = json.loads(header_bytes)
+        metadata = tree.pop("__metadata__")
+        version = metadata["hpc_train.version"]
+        table_hash = metadata["hpc_train.table_hash"]
+        entries = tuple(
+            Entry(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"])
+            for name, e in tree.items()
+        )
+        layout = Layout(entries, 8 + len(header_bytes))
+        whole = layout.file_bytes == file_bytes and _header(layout, table_hash) == header_bytes
+        ours = [entry.name for entry in entries[-2:]] == [STATE, HASHES]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"its header is not one of hpc_train ({error!r})") from None
+    if version != VERSION:
+        raise CheckpointError(f"its format version is {version}, this program reads {VERSION}")
+    if not (whole and ours):
+        raise CheckpointError("its header is damaged or its size is wrong")
+    return layout, table_hash
+
+
+def read_bytes(tensors: Mapping[str, Tensor], layout: Layout, begin: int, end: int) -> bytearray:
+    """Gather the content's bytes from `begin` to `end` out of the tensors they belong to."""
+    gathered = bytearray(end - begin)
+    target = torch.frombuffer(gathered, dtype=torch.uint8)
+    for tensor, piece, place in _overlaps(tensors, layout, begin, end):
+        target[place] = tensor[piece].cpu()
+    return gathered
+
+
+def has_bytes(tensors: Mapping[str, Tensor], layout: Layout, begin: int, end: int) -> bool:
+    """Whether any of the tensors lies, at least in part, between `begin` and `end`."""
+    return bool(_overlaps(tensors, layout, begin, end))
+
+
+def write_bytes(
+    tensors: Mapping[str, Tensor], layout: Layout, begin: int, end: int, data: bytes
+) -> None:
+    """Scatter the content's bytes from `begin` to `end` into the tensors they belong to."""
+    source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    for tensor, piece, place in _overlaps(tensors, layout, begin, end):
+        tensor[piece] = source[place].to(tensor.device)
+
+
+def _overlaps(
+    tensors: Mapping[str, Tensor], layout: Layout, begin: int, end: int
+) -> list[tuple[Tensor, slice, slice]]:
+    """Tensors that have bytes in a range: as bytes, which of them, and where in the range."""
+    found = []
+    start = bisect.bisect_right(layout.entries, begin, key=lambda entry: entry.end)
+    for entry in layout.entries[start:]:
+        if entry.begin >= end:
+            break
+        first, last = max(begin, entry.begin), min(end, entry.end)
+        if first < last and entry.name in tensors:
+            flat = tensors[entry.name].detach().view(-1).view(torch.uint8)
+            piece = slice(first - entry.begin, last - entry.begin)
+            found.append((flat, piece, slice(first - begin, last - begin)))
+    return found

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_train.checkpoint import fileformat, restore
+from hpc_train.checkpoint.restore import Reader
+from hpc_train.checkpoint.save import owned, save
+from hpc_train.errors import CheckpointError
+from hpc_train.mpi.group import Group
+
+ALONE = Group()
+
+
+@pytest.fixture(autouse=True)
+def small_extents(monkeypatch):
+    """Extents of 1 KiB, so that small states have many."""
+    monkeypatch.setattr(fileformat, "EXTENT_BYTES", 1024)
+
+
+@st.composite
+def tensors(draw):
+    """Named tensors of all types and many shapes, empty and scalar ones among them."""
+    made = {}
+    for name in draw(st.sets(st.text("abc.0", min_size=1, max_size=6), max_size=6)):
+        dtype = draw(st.sampled_from(list(fileformat.DTYPES)))
+        shape = draw(st.lists(st.integers(0, 20), max_size=3))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+        made[name] = torch.randint(0, 2, shape, generator=generator).to(dtype)
+    return made
+
+
+@settings(max_examples=50, deadline=None)
+@given(tensors(), st.binary(min_size=1, max_size=3000))
+def test_what_is_saved_is_loaded_and_safetensors_reads_it_too(tmp_path_factory, named, state):
+    path = tmp_path_factory.mktemp("c") / "c.safetensors"
+    save(path, named, b'"' + state.hex().encode() + b'"', ALONE)
+    reader = Reader.open(path)
+    empty = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+    restore.load(reader, empty, ALONE)
+    assert restore.load_state(reader, ALONE) == state.hex()
+    theirs = safetensors.torch.load_file(path)
+    for name, tensor in named.items():
+        assert reader.entries[name].shape == tuple(tensor.shape)
+        assert torch.equal(empty[name], tensor)
+        assert torch.equal(theirs[name], tensor)
+        assert theirs[name].dtype == tensor.dtype
+    assert set(theirs) == {*named, fileformat.STATE, fileformat.HASHES}
+
+
+@given(st.integers(0, 200), st.integers(1, 20))
+def test_every_extent_has_one_writer(extents, ranks):
+    runs = [owned(extents, rank, ranks) for rank in range(ranks)]
+    assert [number for run in runs for number in run] == list(range(extents))
+    assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "c.safetensors"
+    named = {"a": torch.arange(900.0), "b": torch.ones(3, 5, dtype=torch.bfloat16)}
+    save(path, named, b'{"step": 1}', ALONE)
+    return path, named
+
+
+def opened_and_loaded(path, named):
+    reader = Reader.open(path)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+    restore.load(reader, loaded, ALONE)
+    assert restore.load_state(reader, ALONE) == {"step": 1}
+    return loaded
+
+
+def test_every_flipped_bit_is_noticed(saved):
+    path, named = saved
+    sound = path.read_bytes()
+    start = int.from_bytes(sound[:8], "little") + 8
+    text = len(sound[8:start].rstrip())
+    places = [*range(0, 8 + text, 7), start - 5, *range(start, len(sound), 11)]
+    for place in places:
+        damaged = bytearray(sound)
+        damaged[place] ^= 1 << (place % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"c.safetensors"):
+            opened_and_loaded(path, named)
+    path.write_bytes(sound)
+    assert torch.equal(opened_and_loaded(path, named)["a"], named["a"])
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 1000, 1 << 20, (1 << 20) + 100, -1])
+def test_a_truncated_file_is_noticed(saved, size):
+    path, named = saved
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+    with pytest.raises(CheckpointError):
+        opened_and_loaded(path, named)
+
+
+def test_bytes_behind_the_end_are_noticed(saved):
+    path, named = saved
+    with path.open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(CheckpointError):
+        opened_and_loaded(path, named)
+
+
+def test_a_file_without_its_commit_record_is_refused_by_us_and_by_safetensors(saved):
+    path, _ = saved
+    with path.open("r+b") as file:
+        file.write(bytes(8))
+    with pytest.raises(CheckpointError, match="was never completed"):
+        Reader.open(path)
+    with pytest.raises(Exception, match="[Hh]eader"):
+        safetensors.torch.load_file(path)
+
+
+def test_a_safetensors_file_of_others_is_not_taken_for_ours(tmp_path):
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="not one of hpc_train"):
+        Reader.open(tmp_path / "theirs")
+
+
+def test_a_type_that_has_no_name_in_the_format_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"x has dtype torch.complex64"):
+        save(tmp_path / "c", {"x": torch.ones(1, dtype=torch.complex64)}, b"{}", ALONE)
+    assert list(tmp_path.iterdir()) == []

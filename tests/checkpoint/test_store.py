@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.checkpoint import Checkpoints
+from hpc_train.collectives import connect
+from hpc_train.errors import CheckpointError, CheckpointMismatch
+from hpc_train.mpi.group import Group
+
+
+class Model(nn.Module):
+    """With a tied weight, a buffer, and a weight that is not contiguous."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.a = nn.Linear(width, width)
+        self.tied = nn.Linear(width, width)
+        self.tied.weight = self.a.weight
+        self.norm = nn.BatchNorm1d(width)
+        self.image = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        image = self.image(x[:, None, :, None].expand(-1, 1, -1, 3)).mean((1, 2, 3))
+        return self.norm(self.tied(self.a(x))).sum(1) + image
+
+
+def make(width=4, optimizer_class=torch.optim.AdamW, seed=0, **options):
+    torch.manual_seed(seed)
+    model = Model(width).double()
+    return model, optimizer_class(model.parameters(), lr=0.01, **options)
+
+
+def train(model, optimizer, steps, first=1):
+    losses = []
+    for step in range(first, first + steps):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).double()
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def store(directory, model, optimizer, **options):
+    return Checkpoints(directory, connect(Group()), model, optimizer, **options)
+
+
+OPTIMIZERS = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.RMSprop, {"centered": True}),
+]
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS)
+def test_training_goes_on_bit_for_bit(tmp_path, optimizer_class, options):
+    model, optimizer = make(4, optimizer_class, **options)
+    train(model, optimizer, 3)
+    store(tmp_path, model, optimizer).save(3)
+    expected = train(model, optimizer, 4, first=4)
+    other, other_optimizer = make(4, optimizer_class, seed=9, **options)
+    assert store(tmp_path, other, other_optimizer).resume() == 3
+    assert train(other, other_optimizer, 4, first=4) == expected
+    assert other.image.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_newest_is_taken_and_the_oldest_are_dropped(tmp_path):
+    model, optimizer = make()
+    checkpoints = store(tmp_path, model, optimizer, keep=2)
+    for step in (5, 10, 15):
+        checkpoints.save(step)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["LATEST", "step-000000010.safetensors", "step-000000015.safetensors"]
+    assert (tmp_path / "LATEST").read_text() == "step-000000015.safetensors\n"
+    assert store(tmp_path, *make()).resume() == 15
+
+
+def test_none_and_a_file_and_nothing_there(tmp_path):
+    model, optimizer = make()
+    path = store(tmp_path, model, optimizer).save(7)
+    assert store(tmp_path, *make()).resume("none") == 0
+    assert store(tmp_path / "elsewhere", *make()).resume(str(path)) == 7
+    assert store(tmp_path / "elsewhere", *make()).resume() == 0
+    with pytest.raises(CheckpointMismatch, match="no such checkpoint: /no/file"):
+        store(tmp_path, *make()).resume("/no/file")
+
+
+def test_a_damaged_newest_one_is_passed_over_with_a_warning(tmp_path, caplog):
+    model, optimizer = make()
+    checkpoints = store(tmp_path, model, optimizer)
+    checkpoints.save(1)
+    newest = checkpoints.save(2)
+    newest.write_bytes(newest.read_bytes()[:-3])
+    assert store(tmp_path, *make()).resume() == 1
+    assert "step-000000002.safetensors" in caplog.text
+    (tmp_path / "step-000000001.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="step-000000001"):
+        store(tmp_path, *make()).resume()
+
+
+def test_what_a_killed_job_left_is_no_checkpoint(tmp_path):
+    model, optimizer = make()
+    store(tmp_path, model, optimizer).save(1)
+    partial = tmp_path / ".step-000000002.safetensors.partial"
+    partial.write_bytes(b"half")
+    again = store(tmp_path, *make())
+    assert again.resume() == 1
+    again.save(2)
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: make(5), r"its model.a.bias is F64 \[4\], the model's is float64 \[5\]"),
+        (lambda: make(4, torch.optim.SGD), "made with optimizer.name adamw, this run has sgd"),
+        (lambda: (nn.Linear(2, 2), torch.optim.AdamW(nn.Linear(2, 2).parameters())), "only the"),
+    ],
+)
+def test_another_model_or_optimizer_is_refused_by_name(tmp_path, other, message):
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    store(tmp_path, model, optimizer).save(1)
+    with pytest.raises(CheckpointMismatch, match=message):
+        store(tmp_path, *other()).resume()
+
+
+def test_another_number_format_is_refused(tmp_path):
+    store(tmp_path, *make()).save(1)
+    model, _ = make()
+    model.float()
+    with pytest.raises(CheckpointMismatch, match="is F64 .*the model's is float32"):
+        store(tmp_path, model, torch.optim.AdamW(model.parameters())).resume()
+
+
+def test_what_the_samples_depend_on_is_compared(tmp_path):
+    store(tmp_path, *make(), identity={"data.batch": 8}).save(1)
+    assert store(tmp_path, *make(), identity={"data.batch": 8}).resume() == 1
+    with pytest.raises(CheckpointMismatch, match="made with data.batch 8, this run has 16: set"):
+        store(tmp_path, *make(), identity={"data.batch": 16}).resume()
+
+
+def test_the_same_step_is_not_written_twice(tmp_path):
+    checkpoints = store(tmp_path, *make())
+    written = checkpoints.save(3).stat().st_mtime_ns
+    assert checkpoints.save(3).stat().st_mtime_ns == written
