@@ -1,0 +1,87 @@
+"""Rank 0's console: a live line on a terminal, plain lines in a batch log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Protocol
+
+import rich.progress
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+logger = logging.getLogger(__name__)
+
+
+def describe(record: Mapping[str, float]) -> str:
+    """One record of metrics as a short line; what it does not have is left out."""
+    shown = [f"step {record['step']:.0f}"]
+    for key, text in (
+        ("loss", "loss {:.4f}"),
+        ("validation_loss", "validation {:.4f}"),
+        ("lr", "lr {:.2e}"),
+        ("grad_norm", "grad norm {:.3f}"),
+        ("tokens_per_second", "{:.0f} tokens/s"),
+        ("samples_per_second", "{:.1f} samples/s"),
+    ):
+        if key in record and not (key == "samples_per_second" and "tokens_per_second" in record):
+            shown.append(text.format(record[key]))
+    return "  ".join(shown)
+
+
+class Progress(Protocol):
+    """Shows the records of a run as they come."""
+
+    def show(self, record: Mapping[str, float]) -> None:
+        """Show a record."""
+
+    def close(self) -> None:
+        """Leave the console as it was."""
+
+
+class PlainProgress:
+    """A line in the log for each record."""
+
+    def show(self, record: Mapping[str, float]) -> None:
+        """Log a record."""
+        logger.info(describe(record))
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class LiveProgress:
+    """A bar that is redrawn in place; what is printed meanwhile appears above it.
+
+    Args:
+        last_step: the run's last step.
+    """
+
+    def __init__(self, last_step: int) -> None:
+        self._bar = rich.progress.Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self._task = self._bar.add_task("starting", total=last_step)
+        self._bar.start()
+
+    def show(self, record: Mapping[str, float]) -> None:
+        """Redraw the bar with a record."""
+        self._bar.update(self._task, completed=record["step"], description=describe(record))
+
+    def close(self) -> None:
+        """Leave the last state standing."""
+        self._bar.stop()
+
+
+def progress(last_step: int, *, alone: bool) -> Progress:
+    """The fitting one: live on a terminal, plain where output goes to a file or a pipe.
+
+    Args:
+        last_step: the run's last step.
+        alone: no launcher stands between this process and its console. Open MPI gives ranks a
+            pseudo-terminal and forwards what they write there, to a batch log as well.
+    """
+    return LiveProgress(last_step) if alone and sys.stdout.isatty() else PlainProgress()

@@ -1,0 +1,48 @@
+"""The processor or GPU that this rank computes on."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.mpi.runtime import Runtime
+
+
+def choose_device() -> torch.device:
+    """The GPU that `runtime.start` left visible to this rank, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def use_cores(runtime: Runtime) -> None:
+    """Let torch use this rank's share of the node's cores, unless OMP_NUM_THREADS says otherwise.
+
+    Without a limit every rank of a node starts as many threads as the node has cores.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(runtime.cores)
+
+
+def make_deterministic() -> None:
+    """Make repeated runs of one layout give the same bits. Call it before Horovod starts.
+
+    Horovod fuses whichever tensors are ready at the same moment, and where a tensor lies in the
+    fused buffer decides in which order MPI adds its parts: without fusion the order is fixed.
+    """
+    os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def move(data: Any, device: torch.device) -> Any:
+    """A batch on a device: tensors inside lists, tuples and dicts are moved."""
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {key: move(value, device) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(move(value, device) for value in data)
+    return data

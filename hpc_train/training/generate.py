@@ -1,0 +1,88 @@
+"""`hpc-train generate`: text from a checkpoint, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_train.checkpoint import restore, state
+from hpc_train.checkpoint.store import find
+from hpc_train.data import tokenizer
+from hpc_train.errors import CheckpointMismatch, ConfigError
+from hpc_train.models import GPT
+from hpc_train.mpi.group import Group
+from hpc_train.training.device import choose_device
+
+
+def load_gpt(checkpoint: str | Path) -> tuple[GPT, tokenizer.Tokenizer]:
+    """The model of a checkpoint, and the tokenizer that its text was cut with.
+
+    Args:
+        checkpoint: a file, or a run directory, of which the newest checkpoint is taken.
+
+    Raises:
+        CheckpointError: it is damaged.
+        CheckpointMismatch: there is none, or it is not of a GPT.
+    """
+    path = Path(checkpoint)
+    found = find(path / "checkpoints", "auto") if path.is_dir() else find(path, str(path))
+    if not found:
+        raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
+    group = Group()
+    reader = restore.open_together(found[0], group)
+    about: dict[str, Any] = restore.load_state(reader, group)["about"]
+    if about.get("kind") != "gpt":
+        raise CheckpointMismatch(f"{found[0]} is not of a GPT", "give one of `hpc-train train`")
+    model = GPT(**about["shape"]).to(choose_device(), getattr(torch, about["dtype"]))
+    restore.load(reader, state.model_tensors(model), group)
+    return model.eval(), tokenizer.loads(about["tokenizer"])
+
+
+def generate(
+    checkpoint: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 256,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Go on from a prompt, token by token.
+
+    Args:
+        checkpoint: see `load_gpt`.
+        prompt: at least one token of text.
+        tokens: how many to write.
+        temperature: divides the logits; 0 always takes the likeliest token.
+        seed: of the random choice.
+
+    Yields:
+        The prompt, then the text as it grows.
+    """
+    if temperature < 0:
+        raise ConfigError(f"--temperature is {temperature}", "give 0 or more")
+    model, codec = load_gpt(checkpoint)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    written = list(codec.encode(prompt.encode()))
+    if not written:
+        raise ConfigError("--prompt is empty", "give at least one character")
+    shown = prompt
+    yield prompt
+    for _ in range(tokens):
+        context = torch.tensor([written[-model.sequence :]], device=device)
+        with torch.no_grad():
+            logits = model(context)[0, -1]
+        if temperature == 0:
+            chosen = int(logits.argmax())
+        else:
+            weights = torch.softmax(logits / temperature, dim=-1)
+            chosen = int(torch.multinomial(weights, 1, generator=generator))
+        written.append(chosen)
+        # A token may be a part of a character: show text only once it no longer changes.
+        text = codec.decode(written)
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text

@@ -1,0 +1,108 @@
+"""The parts of the Trainer for a loop of your own: averaging, batches, checkpoints, stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hpc_train.checkpoint import Checkpoints
+from hpc_train.collectives import connect
+from hpc_train.data.loader import Loader, cut
+from hpc_train.data.order import SampleOrder
+from hpc_train.gradients import average_gradients
+from hpc_train.gradients.averager import Engine
+from hpc_train.models.dropout import mix
+from hpc_train.monitoring.meter import Waiting
+from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.preemption import StopRequests
+from hpc_train.training.steps import guarded_steps
+
+
+class Loop:
+    """Takes an ordinary training loop to all ranks of a job.
+
+    In place of the data loader iterate over `batches`, in place of `optimizer.step()` call `step`;
+    run the program with `hpc_train.run`. Started again after a stop, the loop goes on where the
+    newest checkpoint stands.
+
+    Args:
+        runtime: what `hpc_train.run` gives the program.
+        directory: for the checkpoints.
+        model, optimizer: as in a single process; all ranks get rank 0's weights.
+        engine: how gradients are averaged: auto, horovod or mpi.
+        every: steps between two checkpoints; one more is written at the end and at a stop.
+        keep: newest checkpoints that are kept.
+        time_limit: seconds after which it stops with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        directory: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        engine: Engine = "auto",
+        every: int = 1000,
+        keep: int = 3,
+        time_limit: float | None = None,
+    ) -> None:
+        self.group = runtime.world
+        self.every = every
+        self.time_limit = time_limit
+        self.collectives = connect(self.group)
+        self.averager = average_gradients(model, optimizer, self.group, engine=engine)
+        self.checkpoints = Checkpoints(
+            Path(directory), self.collectives, model, optimizer, keep=keep
+        )
+
+    def batches(
+        self, dataset: Any, *, batch: int, steps: int, seed: int = 0, shuffle: bool = True
+    ) -> Iterator[tuple[int, Any]]:
+        """Deliver (step, this rank's part of its batch) up to the last step. Collective.
+
+        torch's random generator is seeded for each step, so a resumed loop draws what an
+        uninterrupted one would.
+
+        Args:
+            dataset: map-style, as torch's DataLoader takes it; the same on all ranks.
+            batch: samples per step over the whole job; divisible by the number of ranks.
+            steps: optimizer steps in all.
+            seed: of the sample order, which does not depend on the number of ranks.
+            shuffle: a new order in each epoch, or the data set's own in all.
+
+        Raises:
+            ConfigError: the batch does not fit the ranks or the data.
+            Stopped: on SIGTERM, SIGUSR1, SIGUSR2 or at the time limit, with a checkpoint.
+        """
+        self.checkpoints.identity |= {"batch": batch, "seed": seed, "shuffle": shuffle}
+        with agreed(self.group):
+            parts = cut(batch, self.group.size, self.group.rank)
+            order = SampleOrder(len(dataset), batch, seed=seed, shuffle=shuffle)
+        after = self.checkpoints.resume()
+        with (
+            closing(StopRequests(self.time_limit)) as stop,
+            closing(
+                Loader(dataset, order, parts, first_step=after + 1, last_step=steps, prefetch=0)
+            ) as loader,
+        ):
+            for step in guarded_steps(loader, self.checkpoints, stop, self.every, Waiting()):
+                torch.manual_seed(mix(seed, step.number, self.group.rank))
+                yield step.number, step.micro_batches[0].data
+
+    def step(self) -> None:
+        """Average the gradients and take the optimizer's step. Collective."""
+        self.averager.step()
+
+    def mean(self, value: torch.Tensor | float) -> float:
+        """The mean of a number over the ranks. Collective."""
+        total = torch.as_tensor(value, dtype=torch.float64).detach().cpu().clone()
+        self.collectives.sum_(total)
+        return float(total) / self.group.size

@@ -1,0 +1,36 @@
+"""The learning rate of each step: a pure function of the step's number."""
+
+from __future__ import annotations
+
+import math
+
+from hpc_train.config import OptimizerSection
+
+
+def scaling(section: OptimizerSection, ranks: int) -> float:
+    """The factor that `lr_scaling` gives for a data-parallel size.
+
+    linear: Goyal et al., https://arxiv.org/abs/1706.02677; sqrt: Krizhevsky,
+    https://arxiv.org/abs/1404.5997.
+    """
+    return {"none": 1.0, "linear": float(ranks), "sqrt": math.sqrt(ranks)}[section.lr_scaling]
+
+
+def learning_rate(section: OptimizerSection, step: int, last_step: int, ranks: int) -> float:
+    """The learning rate of a step.
+
+    Args:
+        section: peak rate, warm-up and schedule.
+        step: from 1.
+        last_step: the run's last one, at which linear and cosine schedules reach zero.
+        ranks: data-parallel size, for `lr_scaling`.
+    """
+    peak = section.lr * scaling(section, ranks)
+    if step <= section.warmup_steps:
+        return peak * step / section.warmup_steps
+    passed = (step - section.warmup_steps) / max(1, last_step - section.warmup_steps)
+    if section.schedule == "linear":
+        return peak * (1 - passed)
+    if section.schedule == "cosine":
+        return peak * (1 + math.cos(math.pi * passed)) / 2
+    return peak

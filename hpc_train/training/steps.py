@@ -1,0 +1,47 @@
+"""The boundary between two steps: fetch, agree, stop, save. Every training loop runs over it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from hpc_train.checkpoint import Checkpoints
+from hpc_train.data.loader import Loader, Step
+from hpc_train.errors import Stopped
+from hpc_train.monitoring.meter import Waiting
+from hpc_train.mpi.agreement import agreed
+from hpc_train.training.preemption import StopRequests
+
+
+def guarded_steps(
+    loader: Loader, checkpoints: Checkpoints, stop: StopRequests, every: int, waiting: Waiting
+) -> Iterator[Step]:
+    """Deliver the loader's steps, each of which the caller computes before the next. Collective.
+
+    A batch that one rank cannot read is an error on all. A stop request of any rank makes all save
+    the last finished step and raise. Checkpoints are written every so many steps and at the end.
+
+    Raises:
+        Stopped: a signal or the time limit.
+        HpcTrainError: reading or saving failed.
+    """
+    group = checkpoints.group
+    steps = iter(loader)
+    longest = 0.0
+    begin = time.monotonic()
+    for done in range(loader.steps.start - 1, loader.steps.stop - 1):
+        asked = time.monotonic()
+        with agreed(group):
+            step = next(steps)
+            fetched = time.monotonic()
+        reason = stop.agree(group, needed_seconds=longest + 2 * checkpoints.save_seconds)
+        waiting.data += fetched - asked
+        waiting.communication += time.monotonic() - fetched
+        if reason:
+            checkpoints.save(done)
+            raise Stopped(done, reason)
+        yield step
+        longest = max(longest, time.monotonic() - begin)
+        if step.number % every == 0 or step.number == loader.steps[-1]:
+            checkpoints.save(step.number)
+        begin = time.monotonic()

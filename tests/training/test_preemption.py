@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from hpc_train.mpi.group import Group
+from hpc_train.training.preemption import StopRequests
+
+
+@pytest.fixture
+def requests():
+    made = []
+
+    def make(time_limit=None):
+        made.append(StopRequests(time_limit))
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_asks_to_stop_and_does_not_end_the_process(requests, number):
+    stop = requests()
+    assert stop.agree(Group()) is None
+    os.kill(os.getpid(), number)
+    assert stop.agree(Group()) == number.name
+
+
+def test_the_time_limit_counts_from_the_start_of_the_process(requests):
+    age = time.time() - psutil.Process().create_time()
+    stop = requests(time_limit=age + 100)
+    assert stop.agree(Group()) is None
+    assert stop.agree(Group(), needed_seconds=90) is None
+    assert "run.time_limit" in stop.agree(Group(), needed_seconds=110)
+
+
+def test_former_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    StopRequests().close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.mpi
+def test_one_ranks_signal_stops_all(job, requests):
+    stop = requests()
+    if job.world.rank == job.world.size - 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.agree(job.world) == "SIGUSR1"

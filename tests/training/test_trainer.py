@@ -1,0 +1,178 @@
+"""The Trainer on several ranks, against one rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from hpc_train.config import RunConfig, load
+from hpc_train.errors import ConfigError, Stopped
+from hpc_train.models import GPT
+from hpc_train.mpi import runtime
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.training import trainer as trainers
+from hpc_train.training.trainer import Trainer
+
+needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
+STEPS = 7
+
+
+def config(directory, *options) -> RunConfig:
+    fixed = ["--run.dir", str(directory), "--run.steps", str(STEPS), "--run.log_every", "1"]
+    fixed += ["--data.batch", "24", "--data.validation_every", "3", "--precision.dtype", "float64"]
+    fixed += ["--optimizer.lr", "0.01", "--optimizer.clip_norm", "0.8", "--checkpoint.every", "3"]
+    return load(None, [*fixed, "--run.deterministic", "true", *options])
+
+
+def text(samples, seed):
+    tokens = torch.randint(13, (samples, 9), generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def make(settings, started) -> Trainer:
+    torch.manual_seed(started.world.rank)
+    model = GPT(vocab=13, sequence=8, layers=1, hidden=8, heads=2, dropout=0.2)
+    return Trainer(
+        settings, model, text(60, 1), lambda gpt, batch: gpt(*batch), started, validation=text(11, 2)
+    )
+
+
+def records(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_equal(directory, reference):
+    mine, theirs = records(directory), records(reference)
+    assert [record["step"] for record in mine] == list(range(1, STEPS + 1))
+    for a, b in zip(mine, theirs, strict=True):
+        for key in ("loss", "lr", "grad_norm", "epoch", "validation_loss"):
+            assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-10), key
+
+
+@pytest.fixture
+def reference(together, job):
+    if job.world.rank == 0:
+        make(config(together / "reference"), Runtime(Group(), Group())).train()
+    job.world.barrier()
+    return together / "reference"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("cut", [[], ["--data.micro_batch", "1"], ["--data.micro_batch", "2"]])
+def test_losses_are_those_of_one_rank(group, together, reference, cut):
+    if group:
+        make(config(together / "run", *cut), Runtime(group, group)).train()
+        if group.rank == 0:
+            check_equal(together / "run", reference)
+
+
+@needs_horovod
+@pytest.mark.mpi
+def test_engine_horovod_too(job, together, reference):
+    settings = config(together / "run", "--gradients.engine", "horovod", "--data.micro_batch", "2")
+    make(settings, job).train()
+    if job.world.rank == 0:
+        check_equal(together / "run", reference)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=needs_horovod)])
+def test_a_stopped_run_goes_on_bit_for_bit_though_another_engine_saved_it(job, together, engine):
+    options = ["--gradients.engine", engine]
+    make(config(together / "whole", *options), job).train()
+    trainer = make(config(together / "cut", *options), job)
+    original = trainer._train_step
+
+    def stop_after_the_fourth(step, report):
+        original(step, report)
+        if step.number == 4 and job.world.rank == job.world.size - 1:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer._train_step = stop_after_the_fourth
+    with pytest.raises(Stopped) as caught:
+        trainer.train()
+    assert caught.value.step == 4
+    make(config(together / "cut", *options), job).train()
+    if job.world.rank == 0:
+        whole, cut = records(together / "whole"), records(together / "cut")
+        for key in ("step", "loss", "grad_norm", "validation_loss"):
+            assert [r.get(key) for r in whole] == [r.get(key) for r in cut]
+        last = f"checkpoints/step-{STEPS:09d}.safetensors"
+        assert (together / "whole" / last).read_bytes() == (together / "cut" / last).read_bytes()
+
+
+@pytest.mark.mpi
+def test_a_batch_that_the_ranks_cannot_share_is_refused_on_all(job, together):
+    with pytest.raises(ConfigError, match="data.batch 13 is not divisible by") as caught:
+        make(config(together / "run", "--data.batch", "13"), job)
+    assert job.world.size == 1 or caught.value.agreed
+
+
+def alone():
+    return Runtime(Group(), Group())
+
+
+def test_other_sizes_than_the_jobs_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="parallel.dp is 3, the job has 1 ranks"):
+        make(config(tmp_path, "--parallel.dp", "3"), alone())
+
+
+def test_steps_or_epochs_are_needed(tmp_path):
+    settings = load(None, ["--run.dir", str(tmp_path), "--data.batch", "24"])
+    with pytest.raises(ConfigError, match="neither run.steps nor run.epochs"):
+        make(settings, alone())
+
+
+def test_epochs_are_counted_in_whole_batches(tmp_path):
+    settings = load(None, ["--run.dir", str(tmp_path), "--data.batch", "24", "--run.epochs", "3"])
+    assert make(settings, alone()).last_step == 6
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path):
+    make(config(tmp_path), alone()).train()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    make(config(tmp_path), alone()).train()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_same_run_can_be_made_longer(tmp_path):
+    make(config(tmp_path), alone()).train()
+    make(config(tmp_path, "--run.steps", "9"), alone()).train()
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 10))
+
+
+def test_records_say_what_the_design_promises(tmp_path):
+    make(config(tmp_path), alone()).train()
+    promised = {"step", "epoch", "loss", "lr", "grad_norm", "samples_per_second"}
+    promised |= {"step_seconds", "data_seconds", "comm_seconds"}
+    for record in records(tmp_path):
+        assert promised <= record.keys()
+        assert ("validation_loss" in record) == (record["step"] in (3, 6, 7))
+    assert load(tmp_path / "config.yaml") == config(tmp_path)
+    assert "step 3: checkpoint" in (tmp_path / "logs" / "rank-000.log").read_text()
+
+
+def test_an_infinite_loss_is_null_in_the_metrics_and_a_warning(tmp_path, caplog):
+    model = torch.nn.Linear(1, 1)
+    data = TensorDataset(torch.full((24, 1), 1e30), torch.zeros(24, 1))
+
+    def loss(module, batch):
+        return ((module(batch[0]) - batch[1]) * 1e30).square().mean()
+
+    settings = config(tmp_path, "--precision.dtype", "float32")
+    Trainer(settings, model, data, loss, alone()).train()
+    assert records(tmp_path)[0]["loss"] is None
+    assert "the loss is inf" in caplog.text
+
+
+def test_a_loader_thread_does_not_disturb_a_users_generators(tmp_path):
+    trainer = make(config(tmp_path), alone())
+    assert trainer._loader(0)._threaded is False
+    assert trainers.sample_order_identity(trainer.config, 60)["number of samples"] == 60
