@@ -1,0 +1,162 @@
+"""The command line: verbs to functions. What a verb needs is imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentError
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser, Namespace
+
+from hpc_train import __version__, config
+from hpc_train.errors import EXIT_FAILURE, EXIT_USER, HpcTrainError, UserError, print_error
+
+if TYPE_CHECKING:
+    from hpc_train.mpi.runtime import Runtime
+
+EXIT_CODES = (
+    "exit codes: 0 finished; 75 stopped early with a checkpoint, run it again; "
+    "2 the user's mistake; 1 anything else"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `hpc-train`; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        if arguments[:1] == ["train"]:  # its options come from the configuration's dataclasses
+            return train(arguments[1:])
+        parsed = parser().parse_args(arguments)
+        return VERBS[parsed.verb](parsed[parsed.verb])
+    except ArgumentError as error:
+        print_error(UserError(str(error), "`hpc-train --help` lists the verbs"))
+        return EXIT_USER
+    except HpcTrainError as error:
+        print_error(error)
+        return error.exit_code
+
+
+def parser() -> ArgumentParser:
+    """The parser of all verbs; `train` is in it for the list only."""
+    made = ArgumentParser(
+        prog="hpc-train",
+        description="Train PyTorch models on HPC clusters over MPI and Horovod.",
+        epilog=EXIT_CODES,
+        version=__version__,
+        exit_on_error=False,
+    )
+    verbs = made.add_subcommands(title="verbs", dest="verb", metavar="VERB")
+    doctor_parser = ArgumentParser(description="Tell what works here and what mends the rest.")
+    doctor_parser.add_argument("--json", action="store_true", help="machine-readable")
+    verbs.add_subcommand("doctor", doctor_parser, help="what works here, and what mends the rest")
+    prepare_parser = ArgumentParser(description="Turn files into HDF5 shards with a manifest.")
+    verbs.add_subcommand("prepare", prepare_parser, help="turn files into shards to train on")
+    verbs.add_subcommand(
+        "train",
+        ArgumentParser(),
+        help="train CONFIG.yaml: alone, or under horovodrun, mpirun, srun or mpiexec",
+    )
+    verbs.add_subcommand("generate", _generate_parser(), help="write text from a checkpoint")
+    kinds = prepare_parser.add_subcommands(title="kinds", dest="kind", metavar="KIND")
+    kinds.add_subcommand("text", _prepare_text_parser(), help="files or folders of text")
+    return made
+
+
+def _prepare_text_parser() -> ArgumentParser:
+    made = ArgumentParser(description="Turn files or folders of UTF-8 text into token shards.")
+    made.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders to search")
+    made.add_argument("--out", required=True, metavar="DIR", help="the data folder to make")
+    made.add_argument(
+        "--tokenizer", default="bytes", help="bytes, or a file of the tokenizers library"
+    )
+    made.add_argument("--shard_mb", type=float, default=256.0, help="MiB per shard, about")
+    made.add_argument("--validation", type=float, default=0.01, help="share of text held out")
+    return made
+
+
+def _generate_parser() -> ArgumentParser:
+    made = ArgumentParser(description="Write text from a checkpoint of a GPT.")
+    made.add_argument("checkpoint", help="a checkpoint file, or a run directory for its newest")
+    made.add_argument("--prompt", default="\n", help="the text to go on from")
+    made.add_argument("--tokens", type=int, default=256, help="how many tokens to write")
+    made.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    made.add_argument("--seed", type=int, default=0, help="of the random choice")
+    return made
+
+
+def doctor(options: Namespace) -> int:
+    """`hpc-train doctor [--json]`."""
+    from hpc_train import doctor as doctors
+
+    findings, ranks = doctors.examine()
+    if ranks or not doctors.runs(findings):
+        print(doctors.report(findings, ranks, as_json=options.json))
+    return 0 if doctors.runs(findings) else EXIT_FAILURE
+
+
+def prepare(options: Namespace) -> int:
+    """`hpc-train prepare text PATH... --out DIR`."""
+    from hpc_train import log
+    from hpc_train.data.prepare import prepare_text
+
+    text = options.text
+    log.to_console(rank=0)
+    manifest = prepare_text(
+        text.paths,
+        text.out,
+        tokenizer=text.tokenizer,
+        shard_mb=text.shard_mb,
+        validation=text.validation,
+    )
+    print(
+        f"{text.out}: {manifest.documents} texts, vocabulary of {manifest.vocab}, "
+        f"{manifest.tokens('train')} tokens to train on, {manifest.tokens('validation')} held out"
+    )
+    return 0
+
+
+def train(arguments: Sequence[str]) -> int:
+    """`hpc-train train CONFIG.yaml [--section.key VALUE ...]`, on every rank of the job."""
+    given = bool(arguments) and not arguments[0].startswith("-")
+    path, options = (arguments[0], arguments[1:]) if given else (None, arguments)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        config.parser().print_help()
+        return 0 if arguments else EXIT_USER
+    if any(option.startswith("--print_config") for option in options):
+        config.load(path, options)  # the parser prints it and leaves
+    from hpc_train.training.program import run
+
+    return run(lambda runtime: _train(path, options, runtime))
+
+
+def _train(path: str | None, options: Sequence[str], runtime: Runtime) -> None:
+    from hpc_train.mpi.agreement import agreed
+
+    with agreed(runtime.world):
+        settings = config.load(path, options)
+        from hpc_train.training.gpt import train_gpt  # torch is loaded once all else is right
+    train_gpt(settings, runtime)
+
+
+def generate(options: Namespace) -> int:
+    """`hpc-train generate CHECKPOINT --prompt TEXT`."""
+    from hpc_train.training.generate import generate as write
+
+    for piece in write(
+        options.checkpoint,
+        options.prompt,
+        tokens=options.tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    ):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+VERBS: dict[str, Callable[[Namespace], int]] = {
+    "doctor": doctor,
+    "prepare": prepare,
+    "generate": generate,
+}

@@ -1,0 +1,306 @@
+"""`hpc-train doctor`: what works here, what does not, and the line that mends it.
+
+A process that no launcher started must not touch MPI, which may end it; it starts one rank of its
+own as a probe. Under a launcher every rank looks at itself, and rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import HpcTrainError
+from hpc_train.mpi import environment, runtime
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+LAUNCHERS = ("mpirun", "mpiexec", "srun", "horovodrun")
+PROBE_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+        topic: what it is about.
+        status: "ok"; "warning": the main job runs, but not as it should; "error": it cannot run.
+        text: what was found.
+        remedy: for warnings and errors, what to do.
+    """
+
+    topic: str
+    status: str
+    text: str
+    remedy: str = ""
+
+
+def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
+    """Look at everything. Under a launcher all ranks must call.
+
+    Returns:
+        The findings, and what each rank says of itself (empty on ranks other than 0).
+    """
+    findings = [python(), torch(), hdf5(), *launchers()]
+    component = mpi_io_component()  # programs are run before MPI is: no fork after MPI_Init
+    alone = environment.read(os.environ) is None
+    probed = probe_in_a_rank() if alone else probe()
+    ranks = [rank for rank in probed if "error" not in rank]
+    if not ranks:
+        return [*findings, Finding("MPI", ERROR, probed[0]["error"], probed[0]["remedy"])], []
+    findings += [mpi(ranks[0]), horovod(ranks[0]), *one_libmpi(ranks[0])]
+    findings += [mpi_io(ranks[0]["mpi"], component), nodes(ranks), binding(ranks), devices(ranks)]
+    return findings, ranks
+
+
+def python() -> Finding:
+    """Which interpreter this is."""
+    return Finding("Python", OK, f"{platform.python_version()} ({sys.executable})")
+
+
+def torch() -> Finding:
+    """Whether torch is installed."""
+    try:
+        return Finding("torch", OK, importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            "torch", ERROR, "not installed", "load the site's module or `pip install torch`"
+        )
+
+
+def hdf5() -> Finding:
+    """Whether shards can be read: any h5py will do, parallel HDF5 is not needed."""
+    try:
+        import h5py
+    except ImportError as error:
+        return Finding("HDF5", ERROR, f"h5py does not load: {error}", "`pip install h5py`")
+    kind = "parallel" if h5py.get_config().mpi else "serial, which is enough"
+    text = f"{h5py.version.hdf5_version} (h5py {h5py.version.version}, {kind})"
+    return Finding("HDF5", OK, text)
+
+
+def launchers() -> list[Finding]:
+    """Which programs can start ranks here, and what started this one."""
+    found = [name for name in LAUNCHERS if shutil.which(name)]
+    launch = environment.read(os.environ)
+    started = f"; started by {launch.launcher}" if launch else ""
+    if not found and not launch:
+        remedy = "load the site's MPI module, or activate the environment that has mpirun"
+        return [Finding("launcher", ERROR, "no mpirun, mpiexec or srun on the PATH", remedy)]
+    findings = [Finding("launcher", OK, ", ".join(found) + started)]
+    version = _output(["mpirun", "--version"])
+    if "horovodrun" in found and not re.search(r"Open MPI\) [1-4]\.", version):
+        text = f"horovodrun does not work with this mpirun ({version.splitlines()[0]})"
+        findings.append(Finding("horovodrun", WARNING, text, "start jobs with mpirun or srun"))
+    return findings
+
+
+def _output(command: Sequence[str]) -> str:
+    """What a program prints; "nothing" if it does not run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "nothing"
+    return done.stdout.strip() or "nothing"
+
+
+def mpi_io_component() -> str:
+    """Open MPI's choice of an MPI-IO component, as `ompi_info` knows it; "" if it is not there."""
+    text = _output(["ompi_info", "--parsable", "--level", "9", "--param", "all", "all"])
+    chosen = re.search(r"^mca:io:base:param:io:value:(.*)$", text, re.MULTILINE)
+    return chosen[1] if chosen else os.environ.get("OMPI_MCA_io", "")
+
+
+def probe() -> list[dict[str, Any]]:
+    """Start MPI in this process and ask it; what all ranks say, on rank 0. Collective."""
+    try:
+        started = runtime.start()
+        MPI = runtime.import_mpi()
+    except HpcTrainError as error:
+        return [{"error": error.cause, "remedy": error.remedy}]
+    with_horovod, horovod_error = _horovod()
+    mine = {
+        "rank": started.world.rank,
+        "local_rank": started.node.rank,
+        "host": socket.gethostname(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "mpi": runtime.library_version(MPI),
+        "mpi4py": importlib.metadata.version("mpi4py"),
+        "thread_multiple": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+        "horovod": with_horovod,
+        "horovod_error": horovod_error,
+        "libmpi": _loaded_libmpi(),
+        "devices": _devices(),
+    }
+    everyone = started.world.comm.gather(mine) if started.world.comm else [mine]
+    started.close()
+    return everyone or [mine]
+
+
+def _horovod() -> tuple[dict[str, Any] | None, str]:
+    if not runtime.horovod_built():
+        return None, ""
+    try:
+        import horovod
+        import horovod.torch as hvd
+    except Exception as error:  # noqa: BLE001  # a library that does not fit fails in many ways
+        return None, " ".join(str(error).split())
+    metadata = json.loads(Path(horovod.__file__).with_name("metadata.json").read_text())
+    return {
+        "version": horovod.__version__,
+        "mpi": bool(hvd.mpi_built()),
+        "nccl": bool(hvd.nccl_built()),
+        "torch": metadata.get("pytorch", "?"),
+    }, ""
+
+
+def _loaded_libmpi() -> list[str]:
+    """The MPI libraries that this process has loaded."""
+    maps = Path("/proc/self/maps").read_text()
+    return sorted(set(re.findall(r"\S*/libmpi(?:_abi)?\.so\S*", maps)))
+
+
+def _devices() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def probe_in_a_rank() -> list[dict[str, Any]]:
+    """Start one rank that probes MPI and prints what it found."""
+    program = [sys.executable, "-m", "hpc_train.doctor"]
+    launcher = next((name for name in ("mpirun", "mpiexec") if shutil.which(name)), None)
+    command = [launcher, "-n", "1", *program] if launcher else program
+    environ = environment.for_launcher(os.environ, os.geteuid())
+    said = "nothing"
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_SECONDS, env=environ, check=False
+        )
+        said = (done.stderr.strip().splitlines() or [said])[-1]
+        found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+        remedy = "load the site's MPI module; where login nodes refuse MPI, run this inside a job"
+        return [{"error": f"MPI does not start here: {said}", "remedy": remedy}]
+    return found
+
+
+def mpi(rank: dict[str, Any]) -> Finding:
+    """Which MPI library, and whether threads may call it."""
+    text = f"{rank['mpi']}, mpi4py {rank['mpi4py']}"
+    if not rank["thread_multiple"]:
+        remedy = "unset MPI4PY_RC_THREAD_LEVEL, or use an MPI that is built with thread support"
+        return Finding("MPI", ERROR, f"{text}, without MPI_THREAD_MULTIPLE", remedy)
+    version = _numbers(_output(["mpirun", "--version"]))
+    if version and version != _numbers(rank["mpi"]):
+        remedy = "put the mpirun of that library first on the PATH, or load its module"
+        return Finding("MPI", WARNING, f"{text}, but mpirun is of {version}", remedy)
+    return Finding("MPI", OK, f"{text}, MPI_THREAD_MULTIPLE")
+
+
+def _numbers(text: str) -> str:
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found[0] if found else ""
+
+
+def horovod(rank: dict[str, Any]) -> Finding:
+    """Whether Horovod is built, and against this torch and MPI."""
+    built, error = rank["horovod"], rank["horovod_error"]
+    build = f"`{runtime.BUILD_HOROVOD}`"
+    if built is None and not error:
+        remedy = f"build it with {build}; engine mpi trains without it"
+        return Finding("Horovod", WARNING, "not installed", remedy)
+    if built is None:
+        remedy = f"build it again with {build} --rebuild; engine mpi trains without it"
+        return Finding("Horovod", WARNING, f"does not load: {error}", remedy)
+    text = f"{built['version']} for torch {built['torch']}"
+    text += ", MPI" if built["mpi"] else ", without MPI"
+    text += ", NCCL" if built["nccl"] else ""
+    if not built["mpi"] or built["torch"] != importlib.metadata.version("torch"):
+        return Finding("Horovod", WARNING, text, f"build it for what is here: {build} --rebuild")
+    return Finding("Horovod", OK, text)
+
+
+def one_libmpi(rank: dict[str, Any]) -> list[Finding]:
+    """Whether mpi4py and Horovod share one MPI library: two in a process corrupt each other."""
+    libraries = rank["libmpi"]
+    if not libraries:
+        return []
+    if len({os.path.realpath(library) for library in libraries}) > 1:
+        remedy = f"build Horovod against mpi4py's MPI: `{runtime.BUILD_HOROVOD} --rebuild`"
+        text = f"mpi4py and Horovod load different ones: {', '.join(libraries)}"
+        return [Finding("libmpi", ERROR, text, remedy)]
+    users = "mpi4py and Horovod" if rank["horovod"] else "mpi4py"
+    return [Finding("libmpi", OK, f"{libraries[0]}, for {users}")]
+
+
+def mpi_io(library: str, component: str) -> Finding:
+    """Which implementation of MPI-IO checkpoints go through."""
+    if not library.startswith("Open MPI"):
+        return Finding("MPI-IO", OK, f"that of {library} (ROMIO in MPICH and its relatives)")
+    if "romio" in component or "^ompio" in component:
+        return Finding("MPI-IO", OK, f"ROMIO (component {component})")
+    text = "OMPIO, which reports success when the disk is full; checkpoints are read back anyway"
+    return Finding("MPI-IO", WARNING, text, "export OMPI_MCA_io=^ompio to use ROMIO")
+
+
+def nodes(ranks: list[dict[str, Any]]) -> Finding:
+    """How the ranks lie on hosts."""
+    hosts = [rank["host"] for rank in ranks]
+    each = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
+    return Finding("nodes and ranks", OK, f"{len(set(hosts))} x {len(hosts)} ({each})")
+
+
+def binding(ranks: list[dict[str, Any]]) -> Finding:
+    """Whether the ranks of a node have cores of their own."""
+    of_first_host = [rank for rank in ranks if rank["host"] == ranks[0]["host"]]
+    cores = {core for rank in of_first_host for core in rank["cores"]}
+    text = f"{len(of_first_host)} ranks on {len(cores)} cores of {ranks[0]['host']}"
+    if len(cores) < len(of_first_host):
+        free = os.cpu_count() or 0
+        remedy = "fewer ranks per node" if free <= len(cores) else "bind each rank to its own core"
+        return Finding("binding", WARNING, f"{text}: they share cores", remedy)
+    return Finding("binding", OK, text)
+
+
+def devices(ranks: list[dict[str, Any]]) -> Finding:
+    """Which devices each rank sees."""
+    names = sorted({name for rank in ranks for name in rank["devices"]})
+    return Finding("devices", OK, ", ".join(names) or "CPU only")
+
+
+def report(findings: list[Finding], ranks: list[dict[str, Any]], *, as_json: bool) -> str:
+    """The findings as text or as JSON."""
+    if as_json:
+        tree = {
+            "ok": runs(findings),
+            "findings": [asdict(finding) for finding in findings],
+            "ranks": ranks,
+        }
+        return json.dumps(tree, indent=1)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:8}{finding.topic:16}{finding.text}")
+        if finding.remedy:
+            lines.append(f"{'':8}{'':16}-> {finding.remedy}")
+    lines.append("the main job runs here" if runs(findings) else "the main job cannot run here")
+    return "\n".join(lines)
+
+
+def runs(findings: list[Finding]) -> bool:
+    """Whether the main job can run."""
+    return all(finding.status != ERROR for finding in findings)
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe()))

@@ -1,0 +1,201 @@
+"""Bad input: one clear line, exit code 2 on every rank, no hang, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import hpc_train
+from hpc_train.mpi import runtime
+from tests.programs import hpc_train as command
+from tests.programs import only_line, run
+
+RANKS = {"launcher": "mpirun", "ranks": 2}
+
+
+def refused(done) -> str:
+    """Check that a job ended as it should on a mistake; returns its one line."""
+    assert done.returncode == 2, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return only_line(done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("launcher", ["alone", "mpirun", "horovodrun"])
+def test_a_misspelt_key(program, launcher):
+    ranks = 1 if launcher == "alone" else 2
+    line = refused(program.train("run", "--run.stepps", "3", launcher=launcher, ranks=ranks))
+    assert "unknown key run.stepps: did you mean run.steps?" in line
+    assert not (program.root / "run").exists()
+
+
+def test_a_batch_that_the_ranks_cannot_share(program):
+    line = refused(program.train("run", "--data.batch", "30", "--data.micro_batch", "4", **RANKS))
+    assert "data.batch 30 is not divisible by 2 ranks x data.micro_batch 4" in line
+    assert "nearest that are: 24, 32" in line
+
+
+@pytest.fixture
+def own_data(program, text_data):
+    """A copy of the data that a test may damage, as options."""
+    copy = program.root / "data"
+    shutil.copytree(text_data, copy)
+    return copy, ["--data.path", str(copy)]
+
+
+def test_a_missing_shard(program, own_data):
+    copy, options = own_data
+    (copy / "train-00001.h5").unlink()
+    assert "train-00001.h5 is missing" in refused(program.train("run", *options, **RANKS))
+
+
+def test_a_truncated_shard(program, own_data):
+    copy, options = own_data
+    os.truncate(copy / "train-00000.h5", 1000)
+    line = refused(program.train("run", *options, **RANKS))
+    assert "train-00000.h5 has 1000 bytes, its manifest says" in line
+
+
+def test_a_manifest_of_other_shards(program, own_data):
+    copy, options = own_data
+    tree = json.loads((copy / "manifest.json").read_text())
+    tree["splits"]["train"][0]["hash"] = "0" * 32
+    (copy / "manifest.json").write_text(json.dumps(tree))
+    line = refused(program.train("run", *options, **RANKS))
+    assert "is not the one its manifest describes" in line
+
+
+def test_no_data(program):
+    line = refused(program.train("run", "--data.path", "/no/data", **RANKS))
+    assert "/no/data holds no prepared data" in line
+    assert "hpc-train prepare text" in line
+
+
+def test_a_checkpoint_of_another_model(program):
+    assert program.train("run", "--run.steps", "2").returncode == 0
+    before = program.checkpoint("run", 2).read_bytes()
+    line = refused(program.train("run", "--model.hidden", "64", **RANKS))
+    assert "is of another model: its model." in line
+    assert program.checkpoint("run", 2).read_bytes() == before
+
+
+def test_a_checkpoint_of_other_data_or_batches(program, own_data):
+    copy, options = own_data
+    assert program.train("run", "--run.steps", "2").returncode == 0
+    tree = json.loads((copy / "manifest.json").read_text())
+    tree["documents"] += 1
+    (copy / "manifest.json").write_text(json.dumps(tree))
+    assert "was made with data " in refused(program.train("run", *options, **RANKS))
+    assert "was made with data.batch 16" in refused(program.train("run", "--data.batch", "32"))
+
+
+def on_two_ranks(first: list[str], second: list[str], **how):
+    """Start two different commands as the two ranks of one job."""
+    return run("mpirun", "-np", "1", *first, ":", "-np", "1", *second, **how)
+
+
+def test_another_configuration_on_one_rank(program):
+    train = ["train", str(program.config), "--run.dir", str(program.root / "run")]
+    line = refused(on_two_ranks(command(*train), command(*train, "--optimizer.lr", "0.5")))
+    assert "rank 1 (" in line
+    assert "the configuration differs from that of rank 0" in line
+
+
+def test_other_data_on_one_rank(program, text_data):
+    for name in ("a", "b"):
+        shutil.copytree(text_data, program.root / name / "data")
+    tree = json.loads((program.root / "b/data/manifest.json").read_text())
+    tree["documents"] += 1
+    (program.root / "b/data/manifest.json").write_text(json.dumps(tree))
+    train = command("train", str(program.config), "--run.dir", "run", "--data.path", "data")
+    words = [["-wdir", str(program.root / name), *train] for name in ("a", "b")]
+    line = refused(on_two_ranks(*words))
+    assert "the data in data differs from that of rank 0" in line
+
+
+def test_other_code_on_one_rank(program):
+    copy = program.root / "other"
+    shutil.copytree(Path(hpc_train.__file__).parent, copy / "hpc_train")
+    with (copy / "hpc_train" / "errors.py").open("a") as file:
+        file.write("# changed\n")
+    train = command("train", str(program.config), "--run.dir", str(program.root / "run"))
+    line = refused(on_two_ranks(train, ["env", f"PYTHONPATH={copy}", *train]))
+    assert "the code of hpc_train differs from that of rank 0" in line
+
+
+def test_mpi_without_threads(program):
+    done = program.train("run", **RANKS, environ={"MPI4PY_RC_THREAD_LEVEL": "single"})
+    line = refused(done)
+    assert "MPI is not initialised with THREAD_MULTIPLE" in line
+    assert "unset MPI4PY_RC_THREAD_LEVEL" in line
+
+
+@pytest.fixture
+def without_horovod(tmp_path):
+    """An environment in which Horovod is not installed."""
+    (tmp_path / "hide").mkdir()
+    hide = "import sys\nsys.modules['horovod'] = None\n"
+    (tmp_path / "hide" / "sitecustomize.py").write_text(hide)
+    return {"PYTHONPATH": str(tmp_path / "hide")}
+
+
+def test_horovod_missing(program, without_horovod):
+    options = ["--gradients.engine", "horovod"]
+    line = refused(program.train("run", *options, **RANKS, environ=without_horovod))
+    assert f"build it once with `{runtime.BUILD_HOROVOD}`" in line
+    assert "use --gradients.engine mpi, which needs no Horovod" in line
+    done = program.train("run", **RANKS, environ=without_horovod)
+    assert done.returncode == 0, "engine auto needs none"
+
+
+def test_ranks_started_without_mpi(program):
+    done = program.train("run", environ={"TORCHELASTIC_RUN_ID": "1", "RANK": "0"})
+    assert "started by torchrun, which starts no MPI ranks" in refused(done)
+
+
+def test_a_launcher_of_another_mpi_is_noticed(program):
+    """Ranks that each think they are alone would all write to one run directory."""
+    stranger = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
+    done = run("mpirun", "-np", "1", "env", "-u", "OMPI_COMM_WORLD_SIZE",
+               *program.command("run"), environ=stranger)  # fmt: skip
+    assert "started 4 ranks but MPI sees 1: mpi4py uses another MPI" in refused(done)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "verb"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train", "/no/such.yaml"], "/no/such.yaml: No such file"),
+        (["prepare", "text", "--out", "x"], "required"),
+        (["prepare", "text", "/no/text", "--out", "/tmp/never"], "/no/text does not exist"),
+        (["generate", "/no/checkpoint"], "no such checkpoint: /no/checkpoint"),
+        (["doctor", "--jsn"], "unrecognized arguments: --jsn"),
+    ],
+)
+def test_command_lines(words, message):
+    assert message in refused(run(*command(*words)))
+
+
+CRASH = """
+import hpc_train
+
+def main(runtime):
+    if runtime.world.rank == 1:
+        raise ZeroDivisionError("as it happens")
+    runtime.world.barrier()
+
+raise SystemExit(hpc_train.run(main))
+"""
+
+
+def test_a_crash_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
+    (tmp_path / "crash.py").write_text(CRASH)
+    python = command()[0]
+    done = run("mpirun", "-np", "2", python, str(tmp_path / "crash.py"), timeout=60)
+    assert done.returncode == 1
+    assert "rank 1 (" in done.stdout
+    assert "ZeroDivisionError: as it happens" in done.stdout

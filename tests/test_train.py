@@ -1,0 +1,163 @@
+"""The main job as its users run it: launchers, stopping and resuming, what a run leaves behind."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from hpc_train.mpi import runtime
+from tests.programs import ENVIRON, run
+
+ENGINES = ["mpi", "horovod"]
+if not runtime.horovod_built():  # pragma: no cover
+    ENGINES.remove("horovod")
+
+
+def assert_succeeded(done, code=0):
+    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_launcher_runs_the_same_program_with_the_same_result(program, engine):
+    for name, launcher, ranks in (
+        ("alone", "alone", 1),
+        ("mpirun", "mpirun", 2),
+        ("horovodrun", "horovodrun", 2),
+    ):
+        options = ["--gradients.engine", engine] if ranks > 1 else []
+        assert_succeeded(program.train(name, *options, launcher=launcher, ranks=ranks))
+    for name in ("mpirun", "horovodrun"):
+        assert program.losses(name) == pytest.approx(program.losses("alone"), rel=1e-10)
+    both = [program.checkpoint(name, 12).read_bytes() for name in ("mpirun", "horovodrun")]
+    assert both[0] == both[1]
+
+
+def test_a_run_leaves_what_the_design_promises(program):
+    done = program.train("run", launcher="mpirun", ranks=2)
+    assert_succeeded(done)
+    found = {str(path.relative_to(program.root / "run")) for path in program.root.rglob("run/**/*")}
+    assert found == {
+        "config.yaml",
+        "metrics.jsonl",
+        "logs",
+        "logs/rank-000.log",
+        "logs/rank-001.log",
+        "checkpoints",
+        "checkpoints/LATEST",
+        *(f"checkpoints/step-{step:09d}.safetensors" for step in (5, 10, 12)),
+    }
+    lines = done.stdout.splitlines()
+    assert sum("step 7  loss" in line for line in lines) == 1, "rank 0 alone writes to the console"
+    assert "\x1b" not in done.stdout, "plain lines in a batch log"
+    last = program.metrics("run")[-1]
+    assert {"tokens_per_second", "validation_loss", "grad_norm", "comm_seconds"} <= last.keys()
+
+
+LONG = ["--run.steps", "400", "--checkpoint.every", "1000"]
+
+
+def stopped_at_random(program, name, ranks, number, generator):
+    """Start a run, wait for a random step, and signal one of its ranks; returns the process."""
+    command = program.command(name, *LONG, launcher="mpirun", ranks=ranks)
+    process = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wanted = generator.randint(1, 300)
+    metrics = program.root / name / "metrics.jsonl"
+    limit = time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count("\n") < wanted:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    ranks_of = psutil.Process(process.pid).children(recursive=True)
+    generator.choice([p for p in ranks_of if "python" in p.name()]).send_signal(number)
+    process.communicate(timeout=60)
+    return process
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(10))
+def test_a_run_that_is_stopped_at_a_random_step_goes_on_bit_for_bit(program, attempt):
+    generator = random.Random(attempt)
+    number = generator.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+    process = stopped_at_random(program, "cut", 2, number, generator)
+    assert process.returncode == 75
+    stopped_after = len(program.losses("cut"))
+    assert 0 < stopped_after < 400
+    assert program.checkpoint("cut", stopped_after).exists()
+    assert_succeeded(program.train("cut", *LONG, launcher="mpirun", ranks=2))
+    assert_succeeded(program.train("whole", *LONG, launcher="mpirun", ranks=2))
+    assert program.losses("cut") == program.losses("whole")
+    final = [program.checkpoint(name, 400).read_bytes() for name in ("cut", "whole")]
+    assert final[0] == final[1]
+
+
+def test_mpirun_passes_a_signal_on_and_returns_75(program):
+    command = program.command("run", "--run.steps", "100000", launcher="mpirun", ranks=2)
+    process = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "step 3 " in line:
+            process.send_signal(signal.SIGUSR1)
+            break
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 75
+    assert "stopped by SIGUSR1 after step" in rest
+    assert "checkpoint written; the same command goes on" in rest
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_the_time_limit_stops_every_rank_with_75_before_it_is_over(program, launcher):
+    begin = time.monotonic()
+    options = ["--run.steps", "1000000", "--run.time_limit", "12"]
+    done = program.train("run", *options, launcher=launcher, ranks=2)
+    assert_succeeded(done, 75)
+    assert time.monotonic() - begin < 12 + 6  # the launcher's own start is not the run's
+    assert "stopped by run.time_limit (12 s)" in done.stdout
+
+
+def test_losses_and_resumes_do_not_depend_on_the_number_of_ranks(program):
+    assert_succeeded(program.train("whole"))
+    assert_succeeded(program.train("moved", "--run.steps", "5", launcher="mpirun", ranks=4))
+    assert_succeeded(program.train("moved", launcher="mpirun", ranks=2))
+    assert program.losses("moved") != pytest.approx(program.losses("whole"), rel=1e-10), (
+        "the schedule of a run of 5 steps ends at 5"
+    )
+    constant = ["--optimizer.schedule", "constant"]
+    assert_succeeded(program.train("straight", *constant))
+    assert_succeeded(program.train("bent", "--run.steps", "5", *constant, launcher="mpirun", ranks=4))
+    assert_succeeded(program.train("bent", *constant, launcher="mpirun", ranks=2))
+    assert program.losses("bent") == pytest.approx(program.losses("straight"), rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_32_ranks(program, launcher):
+    options = ["--run.steps", "3", "--data.batch", "64", "--data.micro_batch", "1"]
+    if "horovod" in ENGINES:
+        options += ["--gradients.engine", "horovod"]
+    done = program.train("many", *options, launcher=launcher, ranks=32, timeout=280)
+    assert_succeeded(done)
+    assert_succeeded(program.train("one", *options[:-2]))
+    assert program.losses("many") == pytest.approx(program.losses("one"), rel=1e-10)
+    assert len(list((program.root / "many" / "logs").iterdir())) == 32
+
+
+def test_generate_writes_text_from_a_checkpoint_or_a_run(program):
+    assert_succeeded(program.train("run"))
+    texts = []
+    for source in (program.root / "run", program.checkpoint("run", 12)):
+        words = ["generate", str(source), "--prompt", "def ", "--tokens", "40", "--seed", "3"]
+        done = run(*program.command("x")[:3], *words)
+        assert_succeeded(done)
+        texts.append(done.stdout)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("def ")
+    assert len(texts[0]) > 20
