@@ -1,0 +1,1 @@
+"""One module per claim, each beside a peer and the limit: `python -m benchmarks.NAME`."""

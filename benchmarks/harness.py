@@ -1,0 +1,125 @@
+"""What all benchmarks share: run candidates in turn, print a table, end with one line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hpc_train.mpi import environment
+
+Samples = dict[str, list[float]]
+
+
+def in_turn(candidates: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> Samples:
+    """Measure candidates A B C A B C ..., so that drift of the machine falls on all alike.
+
+    Args:
+        candidates: each measures itself once and returns the figure.
+        rounds: measurements that count.
+        warmup: rounds before them that do not.
+    """
+    samples: Samples = {name: [] for name in candidates}
+    for number in range(warmup + rounds):
+        for name, measure in candidates.items():
+            value = measure()
+            if number >= warmup:
+                samples[name].append(value)
+    return samples
+
+
+def on_ranks(ranks: int, module: str, *arguments: str, bind: bool = True) -> Any:
+    """Run `python -m MODULE` on ranks of this machine; returns what rank 0 gave to `hand_back`."""
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory, "result.json")
+        command = ["mpirun", "-np", str(ranks), "--oversubscribe"]
+        command += ["--bind-to", "core" if bind and ranks <= cores else "none"]
+        command += [sys.executable, "-m", module, "--result", str(result), *arguments]
+        environ = environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env=environ, check=True)
+        return json.loads(result.read_text())
+
+
+def hand_back(path: str, value: Any) -> None:
+    """On rank 0: give a result to the process that called `on_ranks`."""
+    Path(path).write_text(json.dumps(value))
+
+
+def arguments(description: str, **defaults: int) -> argparse.Namespace:
+    """Parse --json, --result and integer options."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+def medians(samples: Samples) -> dict[str, float]:
+    """Each candidate's median."""
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def paired_ratio(samples: Samples, name: str, other: str) -> float:
+    """The median over the rounds of one candidate's figure divided by the other's."""
+    pairs = zip(samples[name], samples[other], strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
+def show(title: str, unit: str, samples: Samples, baseline: str) -> None:
+    """Print a table: median, spread, and the ratio to a baseline, paired by round."""
+    table = Table("candidate", f"median {unit}", "min", "max", f"x {baseline}", title=title)
+    for name, values in samples.items():
+        middle = statistics.median(values)
+        ratio = paired_ratio(samples, name, baseline)
+        cells = (f"{value:.4g}" for value in (middle, min(values), max(values)))
+        table.add_row(name, *cells, f"{ratio:.3f}")
+    Console(width=100).print(table)
+
+
+def finish(
+    name: str, ratios: Mapping[str, float], middles: Mapping[str, float], json_file: str | None
+) -> None:
+    """End with one line of JSON."""
+    line = json.dumps(
+        {
+            "benchmark": name,
+            "ratios": {key: round(value, 4) for key, value in ratios.items()},
+            "medians": dict(middles),
+            "machine": machine(),
+        }
+    )
+    print(line)
+    if json_file:
+        Path(json_file).write_text(line + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """Where and when this was measured."""
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "date": date.today().isoformat(),
+        "processor": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30,
+        "python": platform.python_version(),
+        "mpirun": shutil.which("mpirun") is not None,
+    }
