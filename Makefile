@@ -30,8 +30,8 @@ demo: setup
 	@python -m examples.demo
 
 test: setup
-	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -p no:cacheprovider $(PYTEST_OPTIONS)
-	python -m pytest $(PYTEST_OPTIONS)
+	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -m mpi -p no:cacheprovider $(PYTEST_OPTIONS)
+	python -m pytest -m "not mpi" $(PYTEST_OPTIONS)
 
 lint: setup
 	ruff format --check

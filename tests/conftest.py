@@ -95,12 +95,17 @@ checkpoint: {every: 5, keep: 0}
 """
 
 
+def small_program(folder: Path, data: Path) -> Program:
+    """The small training job, writing into a folder."""
+    config = folder / "small.yaml"
+    config.write_text(SMALL.replace("data: {", f"data: {{path: {data}, "))
+    return Program(config, folder)
+
+
 @pytest.fixture
 def program(tmp_path: Path, text_data: Path) -> Program:
     """The small training job, to be run through its command line."""
-    config = tmp_path / "small.yaml"
-    config.write_text(SMALL.replace("data: {", f"data: {{path: {text_data}, "))
-    return Program(config, tmp_path)
+    return small_program(tmp_path, text_data)
 
 
 def records(run: Path) -> list[dict]:

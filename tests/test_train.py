@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from hpc_train.mpi import runtime
+from tests.conftest import small_program
 from tests.programs import ENVIRON, run
 
 ENGINES = ["mpi", "horovod"]
@@ -22,7 +23,7 @@ def assert_succeeded(done, code=0):
     assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES, ids="engine-{}".format)
 def test_every_launcher_runs_the_same_program_with_the_same_result(program, engine):
     for name, launcher, ranks in (
         ("alone", "alone", 1),
@@ -61,54 +62,58 @@ def test_a_run_leaves_what_the_design_promises(program):
 LONG = ["--run.steps", "400", "--checkpoint.every", "1000"]
 
 
-def stopped_at_random(program, name, ranks, number, generator):
-    """Start a run, wait for a random step, and signal one of its ranks; returns the process."""
-    command = program.command(name, *LONG, launcher="mpirun", ranks=ranks)
-    process = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wanted = generator.randint(1, 300)
-    metrics = program.root / name / "metrics.jsonl"
-    limit = time.monotonic() + 60
-    while not metrics.exists() or metrics.read_text().count("\n") < wanted:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    ranks_of = psutil.Process(process.pid).children(recursive=True)
-    generator.choice([p for p in ranks_of if "python" in p.name()]).send_signal(number)
-    process.communicate(timeout=60)
-    return process
-
-
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    return {}
+def uninterrupted(tmp_path_factory, text_data):
+    """The long run in one piece."""
+    program = small_program(tmp_path_factory.mktemp("whole"), text_data)
+    assert_succeeded(program.train("run", *LONG, launcher="mpirun", ranks=2))
+    return program
+
+
+def stop_at_random(program, generator):
+    """Start the long run, wait for a random step, and signal one of its ranks."""
+    command = program.command("run", *LONG, launcher="mpirun", ranks=2)
+    wanted = generator.randint(1, 300)
+    metrics = program.root / "run" / "metrics.jsonl"
+    limit = time.monotonic() + 60
+    with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.DEVNULL) as process:
+        while not metrics.exists() or metrics.read_text().count("\n") < wanted:
+            assert process.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if is_rank(p)]
+        assert len(ranks) == 2
+        number = generator.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+        generator.choice(ranks).send_signal(number)
+    assert process.returncode == 75
+
+
+def is_rank(process):
+    return "python" in process.name()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(10))
-def test_a_run_that_is_stopped_at_a_random_step_goes_on_bit_for_bit(program, attempt):
-    generator = random.Random(attempt)
-    number = generator.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-    process = stopped_at_random(program, "cut", 2, number, generator)
-    assert process.returncode == 75
-    stopped_after = len(program.losses("cut"))
+def test_a_run_stopped_at_a_random_step_goes_on_bit_for_bit(program, uninterrupted, attempt):
+    stop_at_random(program, random.Random(attempt))
+    stopped_after = len(program.losses("run"))
     assert 0 < stopped_after < 400
-    assert program.checkpoint("cut", stopped_after).exists()
-    assert_succeeded(program.train("cut", *LONG, launcher="mpirun", ranks=2))
-    assert_succeeded(program.train("whole", *LONG, launcher="mpirun", ranks=2))
-    assert program.losses("cut") == program.losses("whole")
-    final = [program.checkpoint(name, 400).read_bytes() for name in ("cut", "whole")]
+    assert program.checkpoint("run", stopped_after).exists()
+    assert_succeeded(program.train("run", *LONG, launcher="mpirun", ranks=2))
+    assert program.losses("run") == uninterrupted.losses("run")
+    final = [each.checkpoint("run", 400).read_bytes() for each in (program, uninterrupted)]
     assert final[0] == final[1]
 
 
 def test_mpirun_passes_a_signal_on_and_returns_75(program):
     command = program.command("run", "--run.steps", "100000", launcher="mpirun", ranks=2)
-    process = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if "step 3 " in line:
-            process.send_signal(signal.SIGUSR1)
-            break
-    rest = process.stdout.read()
-    assert process.wait(timeout=60) == 75
+    with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if "step 3 " in line:
+                process.send_signal(signal.SIGUSR1)
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 75
     assert "stopped by SIGUSR1 after step" in rest
     assert "checkpoint written; the same command goes on" in rest
 

@@ -135,6 +135,8 @@ class Loader:
     def _read_ahead(self) -> None:
         try:
             for number in self.steps:
+                if self._stop.is_set():
+                    return
                 self._put(self._read(number))
         except Exception as error:  # noqa: BLE001  # raised where the step is asked for
             self._put(error)
