@@ -142,7 +142,7 @@ def check_cuda() -> None:
     cuda = re.search(r"^cuda[^=]*= '([\d.]+)'", version_file, re.MULTILINE)
     if cuda and not shutil.which("nvcc"):
         raise SetupError(
-            f"torch is built for CUDA {cuda[1]}, but there is no CUDA toolkit (no nvcc on the PATH)",
+            f"torch is built for CUDA {cuda[1]}, but no CUDA toolkit is here (no nvcc on the PATH)",
             "load the site's CUDA module, or, without a GPU, `pip install torch --force-reinstall "
             "--index-url https://download.pytorch.org/whl/cpu`",
         )

@@ -38,7 +38,10 @@ def hpc_train(*arguments: str) -> list[str]:
 
 
 def run(
-    *words: str, timeout: float = 180, environ: dict[str, str] | None = None, cwd: Path | None = None
+    *words: str,
+    timeout: float = 180,
+    environ: dict[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; its output is text."""
     return subprocess.run(

@@ -137,7 +137,9 @@ def test_losses_and_resumes_do_not_depend_on_the_number_of_ranks(program):
     )
     constant = ["--optimizer.schedule", "constant"]
     assert_succeeded(program.train("straight", *constant))
-    assert_succeeded(program.train("bent", "--run.steps", "5", *constant, launcher="mpirun", ranks=4))
+    assert_succeeded(
+        program.train("bent", "--run.steps", "5", *constant, launcher="mpirun", ranks=4)
+    )
     assert_succeeded(program.train("bent", *constant, launcher="mpirun", ranks=2))
     assert program.losses("bent") == pytest.approx(program.losses("straight"), rel=1e-10)
 

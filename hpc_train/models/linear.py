@@ -44,7 +44,7 @@ def _onednn_works() -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (M, K) times the transpose of weight (N, K), plus bias (N): (M, N), by oneDNN."""
+    """Give x (M, K) times the transpose of weight (N, K), plus bias (N): (M, N), by oneDNN."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
 
@@ -70,7 +70,7 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, as torch.nn.functional.linear.
+    """Give x W^T + b, as torch.nn.functional.linear.
 
     Args:
         x: of shape (..., K).

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -100,3 +101,20 @@ def same(group: Group, what: str, value: str, remedy: str) -> None:
     if first[0] != digest:
         differing = UserError(f"{what} differs from that of rank 0 ({first[1]})", remedy)
     settle(group, differing)
+
+
+def all_arrive(group: Group, seconds: float) -> bool:
+    """Whether all ranks of the group call this within so many seconds.
+
+    For a rank that has failed outside `agreed`: if all have, they can leave together; if not, the
+    job has to be ended. After False the communicator is of no further use.
+    """
+    if group.comm is None:
+        return True
+    limit = time.monotonic() + seconds
+    request = group.comm.Ibarrier()
+    while not request.Test():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.01)
+    return True

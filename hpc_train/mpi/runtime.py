@@ -41,6 +41,11 @@ class Runtime:
         everyone = self.node.comm.allgather(mine) if self.node.comm else [mine]
         return max(1, len(mine) // sum(1 for other in everyone if other & mine))
 
+    def print(self, *values: object) -> None:
+        """Print on rank 0 only."""
+        if self.world.rank == 0:
+            print(*values, flush=True)
+
     def close(self) -> None:
         """Shut Horovod down where it runs and free the communicators. Collective."""
         _stop_horovod()
@@ -65,6 +70,10 @@ def start() -> Runtime:
     device = environment.visible_device(os.environ, launch.local_rank, _gpus())
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
+    if (launch.local_size or 1) > (os.cpu_count() or 1):
+        # Ranks that wait would hold the cores of those they wait for. Open MPI notices this only
+        # where the launcher was told of too few slots; horovodrun -H tells it of as many as ranks.
+        os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
     MPI = import_mpi()
     if MPI.COMM_WORLD.size != launch.size:
         raise SetupError(

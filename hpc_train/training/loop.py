@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from hpc_train.training.steps import guarded_steps
 class Loop:
     """Takes an ordinary training loop to all ranks of a job.
 
-    In place of the data loader iterate over `batches`, in place of `optimizer.step()` call `step`;
+    In place of the data loader iterate over `epochs`, in place of `optimizer.step()` call `step`;
     run the program with `hpc_train.run`. Started again after a stop, the loop goes on where the
     newest checkpoint stands.
 
@@ -63,18 +64,19 @@ class Loop:
             Path(directory), self.collectives, model, optimizer, keep=keep
         )
 
-    def batches(
-        self, dataset: Any, *, batch: int, steps: int, seed: int = 0, shuffle: bool = True
-    ) -> Iterator[tuple[int, Any]]:
-        """Deliver (step, this rank's part of its batch) up to the last step. Collective.
+    def epochs(
+        self, dataset: Any, *, batch: int, epochs: int, seed: int = 0, shuffle: bool = True
+    ) -> Iterator[tuple[int, Iterator[Any]]]:
+        """Deliver (epoch from 1, batches of this rank) up to the last epoch. Collective.
 
-        torch's random generator is seeded for each step, so a resumed loop draws what an
-        uninterrupted one would.
+        Iterate over each epoch's batches to their end. Batches are put together by torch's
+        `default_collate`, or by the data set's `fetch` (see `Loader`). torch's random generator is
+        seeded for each step, so that a resumed loop draws what an uninterrupted one would.
 
         Args:
             dataset: map-style, as torch's DataLoader takes it; the same on all ranks.
             batch: samples per step over the whole job; divisible by the number of ranks.
-            steps: optimizer steps in all.
+            epochs: passes over the data set in all; one has as many steps as it has whole batches.
             seed: of the sample order, which does not depend on the number of ranks.
             shuffle: a new order in each epoch, or the data set's own in all.
 
@@ -86,16 +88,21 @@ class Loop:
         with agreed(self.group):
             parts = cut(batch, self.group.size, self.group.rank)
             order = SampleOrder(len(dataset), batch, seed=seed, shuffle=shuffle)
-        after = self.checkpoints.resume()
-        with (
-            closing(StopRequests(self.time_limit)) as stop,
-            closing(
-                Loader(dataset, order, parts, first_step=after + 1, last_step=steps, prefetch=0)
-            ) as loader,
-        ):
+        done = self.checkpoints.resume()
+        last = epochs * order.steps_per_epoch
+        loader = Loader(dataset, order, parts, first_step=done + 1, last_step=last, prefetch=0)
+        with closing(self._batches(loader, seed)) as batches:
+            while done < last:
+                left = order.steps_per_epoch - done % order.steps_per_epoch
+                yield order.epoch(done + 1) + 1, islice(batches, left)
+                done += left
+            next(batches, None)  # the last step is over: this writes its checkpoint
+
+    def _batches(self, loader: Loader, seed: int) -> Generator[Any, None, None]:
+        with closing(StopRequests(self.time_limit)) as stop:
             for step in guarded_steps(loader, self.checkpoints, stop, self.every, Waiting()):
                 torch.manual_seed(mix(seed, step.number, self.group.rank))
-                yield step.number, step.micro_batches[0].data
+                yield step.micro_batches[0].data
 
     def step(self) -> None:
         """Average the gradients and take the optimizer's step. Collective."""

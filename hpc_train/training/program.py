@@ -11,17 +11,21 @@ from collections.abc import Callable
 from hpc_train import log
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, print_error
 from hpc_train.mpi import environment
+from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, start
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 3.0  # seconds in which all ranks meet the same error, if they do
+
 
 def run(program: Callable[[Runtime], None]) -> int:
     """Run a program on all ranks of the job; every rank gets the same exit code.
 
-    An error that the ranks have agreed on is printed once, by rank 0. Any other exception prints
-    its traceback and ends the job at once, because the other ranks may wait for this one.
+    An error that the ranks have agreed on is printed once, by rank 0, and so is one that all of
+    them meet. Any other exception prints its traceback and ends the job, because the other ranks
+    may wait for this one.
 
     Args:
         program: is given the runtime; all ranks run it.
@@ -44,6 +48,7 @@ def run(program: Callable[[Runtime], None]) -> int:
 
 
 def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
+    world = runtime.world
     code = 0
     try:
         program(runtime)
@@ -51,25 +56,35 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
         logger.info("%s; the same command goes on from there", stopped)
         code = stopped.exit_code
     except HpcTrainError as error:
-        if not (error.agreed or runtime.world.comm is None):
-            _abort(runtime.world, error)
-        if runtime.world.rank == 0:
-            print_error(error)
         code = error.exit_code
-    except BaseException as error:
-        if runtime.world.comm is None:
+        if error.agreed or all_arrive(world, PATIENCE):
+            if world.rank == 0:
+                print_error(error)
+        else:
+            print_error(
+                type(error)(f"rank {world.rank} ({world.host}): {error.cause}", error.remedy)
+            )
+            _abort(world, code)
+    except BaseException:
+        if world.comm is None:
             raise
-        _abort(runtime.world, error)
+        code = EXIT_FAILURE
+        text = traceback.format_exc()
+        if all_arrive(world, PATIENCE):  # the first rank's traceback, on the console, is enough
+            logger.info(
+                "all ranks failed, this is of rank %d (%s):\n%s", world.rank, world.host, text
+            )
+        else:
+            logger.error("rank %d (%s) failed:\n%s", world.rank, world.host, text)
+            _abort(world, code)
     runtime.close()
     return code
 
 
-def _abort(world: Group, error: BaseException) -> None:
+def _abort(world: Group, code: int) -> None:
     """End all ranks of the job."""
-    text = "".join(traceback.format_exception(error))
-    logger.error("rank %d (%s) failed:\n%s", world.rank, world.host, text)
     if world.comm is not None:
-        world.comm.Abort(getattr(error, "exit_code", EXIT_FAILURE))
+        world.comm.Abort(code)
 
 
 def _launched_rank() -> int:

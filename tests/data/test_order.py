@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,7 +54,7 @@ def test_the_order_does_not_depend_on_how_a_batch_is_cut(samples, batch, step, s
         return
     order = SampleOrder(samples, batch, seed=1, shuffle=shuffle)
     borders = sorted({0, batch, *(cut for cut in cuts if cut < batch)})
-    pieces = [order.indices(step, a, b - a) for a, b in zip(borders, borders[1:], strict=False)]
+    pieces = [order.indices(step, a, b - a) for a, b in itertools.pairwise(borders)]
     assert (np.concatenate(pieces) == order.indices(step, 0, batch)).all()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -94,10 +95,10 @@ def test_more_shards_than_open_files(texts, tmp_path, monkeypatch):
     monkeypatch.setattr("hpc_train.data.shards.MAX_OPEN_FILES", 2)
     made = prepare_text([texts], tmp_path / "out", shard_mb=0.001)
     dataset = TokenDataset(tmp_path / "out", made, "train", 16)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(2):
         dataset.fetch(range(len(dataset)))
-    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
 
 
 def test_a_tokenizer_of_the_library(texts, tmp_path):

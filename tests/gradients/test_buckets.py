@@ -8,7 +8,9 @@ from torch.nn import Parameter
 from hpc_train.gradients.buckets import make_buckets
 
 SHAPES = st.lists(
-    st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from([torch.float32, torch.float64])),
+    st.tuples(
+        st.lists(st.integers(0, 5), max_size=3), st.sampled_from([torch.float32, torch.float64])
+    ),
     max_size=12,
 )
 

@@ -37,7 +37,12 @@ def make(settings, started) -> Trainer:
     torch.manual_seed(started.world.rank)
     model = GPT(vocab=13, sequence=8, layers=1, hidden=8, heads=2, dropout=0.2)
     return Trainer(
-        settings, model, text(60, 1), lambda gpt, batch: gpt(*batch), started, validation=text(11, 2)
+        settings,
+        model,
+        text(60, 1),
+        lambda gpt, batch: gpt(*batch),
+        started,
+        validation=text(11, 2),
     )
 
 

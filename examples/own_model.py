@@ -1,0 +1,48 @@
+"""Your own module and data set under the Trainer: a small network on scikit-learn's wines.
+
+python examples/own_model.py [--section.key VALUE ...]; or under mpirun, horovodrun, srun.
+"""
+
+import sys
+
+import torch
+from sklearn.datasets import load_wine
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import hpc_train
+
+# Any key of `hpc-train train --help` but those of model and data.path; options win over these.
+DEFAULTS = [
+    *("--run.dir", "runs/wines", "--run.epochs", "30"),
+    *("--data.batch", "24", "--data.validation_every", "50"),
+    *("--optimizer.lr", "0.01", "--optimizer.schedule", "cosine"),
+]
+
+
+def main(runtime):
+    table = load_wine()
+    features = torch.tensor(table.data, dtype=torch.float32)
+    features = (features - features.mean(0)) / features.std(0)
+    wines = TensorDataset(features, torch.tensor(table.target))
+    order = torch.randperm(len(wines), generator=torch.Generator().manual_seed(0)).tolist()
+    training = torch.utils.data.Subset(wines, order[:144])
+    validation = torch.utils.data.Subset(wines, order[144:])
+
+    config = hpc_train.load_config(options=[*DEFAULTS, *sys.argv[1:]])
+    torch.manual_seed(config.run.seed)
+    model = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+    trainer = hpc_train.Trainer(config, model, training, loss, runtime, validation=validation)
+    trainer.train()
+    held_out = trainer.validate()  # every rank takes part
+    runtime.print(f"loss on held-out wines: {held_out:.3f}")
+
+
+def loss(model, batch):
+    features, labels = batch
+    return cross_entropy(model(features), labels)
+
+
+if __name__ == "__main__":
+    sys.exit(hpc_train.run(main))
