@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
@@ -88,9 +89,11 @@ def _generate_parser() -> ArgumentParser:
 def doctor(options: Namespace) -> int:
     """`hpc-train doctor [--json]`."""
     from hpc_train import doctor as doctors
+    from hpc_train.mpi import environment
 
+    launch = environment.read(os.environ)
     findings, ranks = doctors.examine()
-    if ranks or not doctors.runs(findings):
+    if launch is None or launch.rank == 0:
         print(doctors.report(findings, ranks, as_json=options.json))
     return 0 if doctors.runs(findings) else EXIT_FAILURE
 

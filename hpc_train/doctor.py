@@ -49,7 +49,7 @@ def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
     """Look at everything. Under a launcher all ranks must call.
 
     Returns:
-        The findings, and what each rank says of itself (empty on ranks other than 0).
+        The findings, and what each rank says of itself; ranks other than 0 know only of their own.
     """
     findings = [python(), torch(), hdf5(), *launchers()]
     component = mpi_io_component()  # programs are run before MPI is: no fork after MPI_Init

@@ -122,7 +122,9 @@ def test_other_code_on_one_rank(program):
     with (copy / "hpc_train" / "errors.py").open("a") as file:
         file.write("# changed\n")
     train = command("train", str(program.config), "--run.dir", str(program.root / "run"))
-    line = refused(on_two_ranks(train, ["env", f"PYTHONPATH={copy}", *train]))
+    # Elsewhere than in the checkout, which python -m would take the package from.
+    done = on_two_ranks(train, ["env", f"PYTHONPATH={copy}", *train], cwd=program.root)
+    line = refused(done)
     assert "the code of hpc_train differs from that of rank 0" in line
 
 

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+
+from hpc_train.monitoring.console import describe
+from tests.programs import ENVIRON
+
+
+def on_a_terminal(command):
+    """What a program writes when its output is a terminal."""
+    ours, theirs = pty.openpty()
+    environ = ENVIRON | {"TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        pieces = []
+        while True:
+            try:
+                piece = os.read(ours, 4096)
+            except OSError:  # Linux's way to tell that the other end is closed
+                break
+            if not piece:
+                break
+            pieces.append(piece)
+    os.close(ours)
+    return process.returncode, b"".join(pieces).decode()
+
+
+def test_a_line_says_what_the_record_has():
+    record = {"step": 7, "loss": 1.25, "lr": 0.001, "samples_per_second": 12.34}
+    assert describe(record) == "step 7  loss 1.2500  lr 1.00e-03  12.3 samples/s"
+
+
+def test_a_terminal_gets_one_line_that_is_redrawn(program):
+    code, text = on_a_terminal(program.command("run"))
+    assert code == 0
+    assert "\x1b[" in text
+    assert "12/12" in text
+    assert "step 5: checkpoint" in text, "what is logged meanwhile stays visible"
+
+
+def test_a_launchers_terminal_gets_plain_lines(program):
+    """Open MPI gives its ranks pseudo-terminals; batch logs are not to be full of escapes."""
+    words = ["mpirun", "-np", "2", *program.command("run")]
+    code, text = on_a_terminal(words)
+    assert code == 0
+    assert "\x1b[" not in text
+    assert "step 12  loss" in text
+
+
+def test_a_pipe_gets_plain_lines(program):
+    done = subprocess.run(
+        program.command("run"), capture_output=True, text=True, env=ENVIRON, check=False
+    )
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert "step 12  loss" in done.stdout

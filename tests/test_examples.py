@@ -1,0 +1,68 @@
+"""The examples, run as their first lines say."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.programs import run
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def example(name, folder, *options, ranks=1):
+    launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
+    done = run(*launcher, sys.executable, str(EXAMPLES / name), *options, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def code(name):
+    """A script's lines without docstring and blank lines."""
+    text = (EXAMPLES / name).read_text()
+    return [line for line in text.split('"""', 2)[2].splitlines() if line.strip()]
+
+
+def test_many_ranks_take_at_most_ten_changed_lines():
+    changes = list(difflib.ndiff(code("own_loop_single.py"), code("own_loop.py")))
+    assert sum(line.startswith("+ ") for line in changes) <= 10
+    assert sum(line.startswith("- ") for line in changes) <= 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_own_loop_learns_and_when_run_again_has_nothing_left_to_do(tmp_path, ranks):
+    text = example("own_loop.py", tmp_path, ranks=ranks)
+    accuracy = float(text.split("accuracy on held-out digits: ")[1].split()[0])
+    assert accuracy > 0.85
+    assert text.count("epoch 8: ") == 1
+    again = example("own_loop.py", tmp_path, ranks=ranks)
+    assert "epoch" not in again
+    assert f"accuracy on held-out digits: {accuracy:.3f}" in again
+
+
+def test_the_single_script_learns_as_well(tmp_path):
+    text = example("own_loop_single.py", tmp_path)
+    assert float(text.split("accuracy on held-out digits: ")[1]) > 0.85
+
+
+def test_an_own_model_and_data_set_under_the_trainer(tmp_path):
+    losses = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        options = ["--precision.dtype", "float32", "--data.batch", "36"]
+        text = example("own_model.py", folder, *options, ranks=ranks)
+        assert (folder / "runs/wines/metrics.jsonl").exists()
+        losses.append(float(text.split("loss on held-out wines: ")[1]))
+    assert max(losses) < 0.2
+
+
+@pytest.mark.slow
+def test_the_demo_is_exact(tmp_path):
+    done = run(sys.executable, "-m", "examples.demo", cwd=ROOT, timeout=290)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "are the same to the last bit" in done.stdout

@@ -1,0 +1,94 @@
+"""A user's own loop on several ranks, against one rank; stopped and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from hpc_train.errors import ConfigError, Stopped
+from hpc_train.mpi import runtime
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.loop import Loop
+
+EPOCHS, BATCH, SAMPLES = 3, 12, 62  # five steps per epoch, two samples left over
+ENGINES = ["mpi", *(["horovod"] if runtime.horovod_built() else [])]
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs.abs().argmax(1) % 3)
+
+
+def train(started, directory, engine="mpi", stop_at=None, dropout=0.0):
+    """Train; returns the steps' mean losses and the final weights."""
+    torch.manual_seed(started.world.rank)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 8), torch.nn.Dropout(dropout), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+    ).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loop = Loop(started, directory, model, optimizer, engine=engine, every=4, keep=0)
+    seen = []
+    for epoch, batches in loop.epochs(data(), batch=BATCH, epochs=EPOCHS):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            loss.backward()
+            loop.step()
+            seen.append((epoch, loop.mean(loss)))
+            if stop_at == len(seen) and started.world.rank == started.world.size - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        torch.rand(7)  # what a user does between epochs must not change a resumed run
+    return seen, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def alone():
+    return Runtime(Group(), Group())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("engine", ENGINES, ids="engine-{}".format)
+def test_any_number_of_ranks_gives_the_same_losses(job, together, engine, tmp_path):
+    many, weights = train(job, together / engine, engine)
+    one, reference = train(alone(), tmp_path / "one")
+    assert (
+        [epoch for epoch, _ in many] == [epoch for epoch, _ in one] == [1] * 5 + [2] * 5 + [3] * 5
+    )
+    assert [loss for _, loss in many] == pytest.approx([loss for _, loss in one], rel=1e-12)
+    for mine, other in zip(weights, reference, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("stop_at", [3, 5, 10, 14])
+def test_a_stopped_loop_goes_on_bit_for_bit(job, together, stop_at):
+    whole, weights = train(job, together / "whole", dropout=0.3)
+    with pytest.raises(Stopped, match=f"by SIGUSR1 after step {stop_at}"):
+        train(job, together / "cut", stop_at=stop_at, dropout=0.3)
+    rest, resumed = train(job, together / "cut", dropout=0.3)
+    assert rest == whole[stop_at:]
+    assert all(torch.equal(mine, other) for mine, other in zip(resumed, weights, strict=True))
+
+
+def test_the_last_step_has_a_checkpoint_and_a_finished_loop_nothing_to_do(tmp_path):
+    seen, weights = train(alone(), tmp_path)
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert [int(name[5:14]) for name in names] == [4, 8, 12, 15]
+    again, resumed = train(alone(), tmp_path)
+    assert (len(seen), len(again)) == (15, 0)
+    assert all(torch.equal(mine, other) for mine, other in zip(resumed, weights, strict=True))
+
+
+@pytest.mark.mpi
+def test_a_batch_that_the_ranks_cannot_share_is_refused(job, together):
+    model = torch.nn.Linear(5, 3).double()
+    loop = Loop(job, together, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if job.world.size > 1:
+        with pytest.raises(ConfigError, match="is not divisible by"):
+            next(iter(loop.epochs(data(), batch=13, epochs=1)))
