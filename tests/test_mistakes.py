@@ -201,3 +201,22 @@ def test_a_crash_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
     assert done.returncode == 1
     assert "rank 1 (" in done.stdout
     assert "ZeroDivisionError: as it happens" in done.stdout
+
+
+EVERYWHERE = """
+import hpc_train
+
+def main(runtime):
+    hpc_train.load_config(options=["--run.stepps", "3"]) if "mistake" == KIND else 1 / 0
+
+raise SystemExit(hpc_train.run(main))
+"""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("mistake", 2), ("bug", 1)])
+def test_what_goes_wrong_on_all_ranks_is_told_once(tmp_path, kind, code):
+    (tmp_path / "wrong.py").write_text(EVERYWHERE.replace("KIND", f'"{kind}"'))
+    done = run("mpirun", "-np", "3", command()[0], str(tmp_path / "wrong.py"), timeout=60)
+    assert done.returncode == code
+    told = "did you mean run.steps?" if kind == "mistake" else "ZeroDivisionError: "
+    assert (done.stdout + done.stderr).count(told) == 1
