@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hpc_train.collectives import connect
-from hpc_train.collectives import mpi as mpi_collectives
 
 pytestmark = pytest.mark.mpi
 SHAPES = [(), (0,), (1,), (7, 3), (5000,)]
@@ -12,7 +11,8 @@ SHAPES = [(), (0,), (1,), (7, 3), (5000,)]
 
 @pytest.fixture(params=[1 << 30, 64], ids=["one piece", "pieces"])
 def pieces(request, monkeypatch):
-    monkeypatch.setattr(mpi_collectives, "PIECE_BYTES", request.param)
+    # By name: this module is read in one process too, and importing mpi4py.MPI would start MPI.
+    monkeypatch.setattr("hpc_train.collectives.mpi.PIECE_BYTES", request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.int32])
