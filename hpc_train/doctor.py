@@ -100,7 +100,7 @@ def launchers() -> list[Finding]:
     findings = [Finding("launcher", OK, ", ".join(found) + started)]
     version = _output(["mpirun", "--version"])
     if "horovodrun" in found and not re.search(r"Open MPI\) [1-4]\.", version):
-        text = f"horovodrun does not work with this mpirun ({version.splitlines()[0]})"
+        text = "it works with the mpirun of Open MPI up to version 4 only, and this is another"
         findings.append(Finding("horovodrun", WARNING, text, "start jobs with mpirun or srun"))
     return findings
 

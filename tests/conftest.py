@@ -29,6 +29,13 @@ def pytest_configure(config):
         config.pluginmanager.unregister(name="terminalreporter")
 
 
+def pytest_collection_modifyitems(items):
+    """Refuse what pytest-mpi would skip in silence: it takes any name `mpi` for its marker."""
+    for item in items:
+        if "mpi" in item.keywords and item.get_closest_marker("mpi") is None:
+            raise pytest.UsageError(f"{item.nodeid}: no folder or parameter may be named mpi")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
     if "mpi" not in pyfuncitem.keywords:

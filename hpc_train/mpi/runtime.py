@@ -116,7 +116,8 @@ def import_mpi() -> Any:
 def library_version(MPI: Any) -> str:
     """The MPI library's name and version in a few words."""
     text = MPI.Get_library_version().strip("\0 \n")
-    return str(text.split(",")[0].split("\n")[0].strip())
+    first = text.split(",")[0].split("\n")[0].replace("Version:", "")
+    return " ".join(first.split())
 
 
 def horovod_built() -> bool:
