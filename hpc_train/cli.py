@@ -128,6 +128,9 @@ def train(arguments: Sequence[str]) -> int:
         return 0 if arguments else EXIT_USER
     if any(option.startswith("--print_config") for option in options):
         config.load(path, options)  # the parser prints it and leaves
+    from hpc_train.training.preemption import hold_signals
+
+    hold_signals()  # loading MPI and torch takes seconds, in which a scheduler may want to stop us
     from hpc_train.training.program import run
 
     return run(lambda runtime: _train(path, options, runtime))

@@ -8,6 +8,7 @@ is checked by the part that knows them.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from argparse import ArgumentError
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ VALUES_NOT_BUILT = {
 def _at_least(section: object, name: str, **limits: float | None) -> None:
     for key, limit in limits.items():
         value = getattr(section, key)
-        if value is not None and limit is not None and value < limit:
+        if value is not None and limit is not None and not limit <= value < math.inf:
             raise ConfigError(f"{name}.{key} is {value}", f"give {limit} or more")
 
 
@@ -77,6 +78,8 @@ class RunSection:
 
     def __post_init__(self) -> None:
         _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
+        if self.seed >= 1 << 63:
+            raise ConfigError(f"run.seed is {self.seed}", "give one below 2**63")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError("run.steps and run.epochs are both given", "give one of them")
         self.time_limit_seconds()
@@ -172,7 +175,7 @@ class GradientsSection:
     """Size of the flat buckets of engine mpi, in MiB."""
 
     def __post_init__(self) -> None:
-        if self.bucket_mb <= 0:
+        if not 0 < self.bucket_mb < math.inf:
             raise ConfigError(f"gradients.bucket_mb is {self.bucket_mb}", "give a size above 0")
 
 
@@ -218,7 +221,7 @@ class CheckpointSection:
     engine: Literal["auto", "mpiio", "posix"] = "auto"
     """How ranks write the one file; auto: mpiio under MPI, posix in a process alone."""
     resume: str = "auto"
-    """auto: the newest checkpoint of run.dir; none: from the beginning; or a checkpoint file."""
+    """auto: the newest checkpoint of run.dir; none: from the beginning; or a file to start from."""
 
     def __post_init__(self) -> None:
         _at_least(self, "checkpoint", every=1, keep=0)

@@ -53,7 +53,8 @@ def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
     """
     findings = [python(), torch(), hdf5(), *launchers()]
     component = mpi_io_component()  # programs are run before MPI is: no fork after MPI_Init
-    alone = environment.read(os.environ) is None
+    launch = environment.read(os.environ)
+    alone = launch is None or launch.size == 1
     probed = probe_in_a_rank() if alone else probe()
     ranks = [rank for rank in probed if "error" not in rank]
     if not ranks:

@@ -91,6 +91,8 @@ class Stopped(Exception):
         self.reason = reason
 
     def __str__(self) -> str:
+        if not self.step:
+            return f"stopped by {self.reason} before the first step"
         return f"stopped by {self.reason} after step {self.step}, checkpoint written"
 
 

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 import hpc_train
 from hpc_train.mpi import runtime
@@ -77,6 +79,8 @@ def test_no_data(program):
 def test_a_checkpoint_of_another_model(program):
     assert program.train("run", "--run.steps", "2").returncode == 0
     before = program.checkpoint("run", 2).read_bytes()
+    heads = refused(program.train("run", "--model.heads", "4"))  # the shapes are the same
+    assert "was made with model.heads 2" in heads
     line = refused(program.train("run", "--model.hidden", "64", **RANKS))
     assert "is of another model: its model." in line
     assert program.checkpoint("run", 2).read_bytes() == before
@@ -90,6 +94,46 @@ def test_a_checkpoint_of_other_data_or_batches(program, own_data):
     (copy / "manifest.json").write_text(json.dumps(tree))
     assert "was made with data " in refused(program.train("run", *options, **RANKS))
     assert "was made with data.batch 16" in refused(program.train("run", "--data.batch", "32"))
+
+
+def test_a_start_behind_the_folders_checkpoints(program):
+    assert program.train("run", "--run.steps", "2").returncode == 0
+    line = refused(program.train("run", "--checkpoint.resume", "none", **RANKS))
+    assert "has checkpoints beyond this start, up to step-000000002" in line
+
+
+def test_a_run_directory_that_cannot_be(program):
+    (program.root / "run").write_text("a file")
+    assert "run.dir " in (line := refused(program.train("run", **RANKS)))
+    assert "cannot be written" in line
+
+
+def test_a_time_limit_that_leaves_no_step(program):
+    line = refused(program.train("run", "--run.time_limit", "0", **RANKS))
+    assert "run.time_limit (0 s) is over before the first step" in line
+
+
+def test_nothing_to_validate_on(program, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("words " * 1000)
+    none = ["--out", str(tmp_path / "bare"), "--validation", "0"]
+    assert run(*command("prepare", "text", str(text), *none)).returncode == 0
+    options = ["--data.path", str(tmp_path / "bare"), "--data.validation_every", "5"]
+    assert "but nothing is held out" in refused(program.train("run", *options))
+
+
+def test_a_vocabulary_that_the_data_exceeds(program, own_data):
+    copy, options = own_data
+    tree = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps(tree | {"vocab": 50}))
+    assert "beyond its manifest's vocabulary of 50" in refused(program.train("run", *options))
+
+
+def test_a_foreign_safetensors_file(tmp_path):
+    safetensors.torch.save_file({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
+    line = refused(run(*command("generate", str(tmp_path / "a.safetensors"))))
+    assert "it is not of hpc_train" in line
+    assert "delete" not in line
 
 
 def on_two_ranks(first: list[str], second: list[str], **how):
@@ -220,3 +264,8 @@ def test_what_goes_wrong_on_all_ranks_is_told_once(tmp_path, kind, code):
     assert done.returncode == code
     told = "did you mean run.steps?" if kind == "mistake" else "ZeroDivisionError: "
     assert (done.stdout + done.stderr).count(told) == 1
+
+
+def test_leaving_with_a_code_of_ones_own(tmp_path):
+    program = "import hpc_train, sys; hpc_train.run(lambda runtime: sys.exit(4))"
+    assert run("mpirun", "-np", "2", command()[0], "-c", program, timeout=60).returncode == 4

@@ -118,6 +118,30 @@ def test_mpirun_passes_a_signal_on_and_returns_75(program):
     assert "checkpoint written; the same command goes on" in rest
 
 
+def test_signals_while_starting_and_while_ending_do_not_lose_the_exit_code(program):
+    command = program.command("run", "--run.steps", "100000", launcher="mpirun", ranks=2)
+    with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, text=True) as process:
+        time.sleep(1.0)  # the ranks are loading torch
+        process.send_signal(signal.SIGUSR1)
+        for line in process.stdout:
+            if "stopped by SIGUSR1" in line:
+                process.send_signal(signal.SIGUSR2)
+    assert process.returncode == 75
+
+
+def test_a_run_may_start_from_another_runs_checkpoint_and_goes_on_from_its_own(program):
+    constant = ["--optimizer.schedule", "constant"]
+    assert_succeeded(program.train("first", "--run.steps", "5", *constant))
+    start = ["--checkpoint.resume", str(program.checkpoint("first", 5)), *constant]
+    assert_succeeded(program.train("second", "--run.steps", "8", *start))
+    done = program.train("second", "--run.steps", "12", *start)
+    assert_succeeded(done)
+    assert "step-000000008.safetensors, after step 8" in done.stdout
+    assert_succeeded(program.train("whole", *constant))
+    losses = [record["loss"] for record in program.metrics("second")]
+    assert losses == program.losses("whole")[5:]
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
 def test_the_time_limit_stops_every_rank_with_75_before_it_is_over(program, launcher):
     begin = time.monotonic()
@@ -149,6 +173,12 @@ def test_32_ranks(program, launcher):
     assert_succeeded(program.train("one", *options[:-2]))
     assert program.losses("many") == pytest.approx(program.losses("one"), rel=1e-10)
     assert len(list((program.root / "many" / "logs").iterdir())) == 32
+
+
+def test_generate_knows_only_the_tokens_of_the_text(program):
+    assert_succeeded(program.train("run", "--run.steps", "1", "--model.vocab", "4096"))
+    words = ["generate", str(program.root / "run"), "--tokens", "50", "--temperature", "5"]
+    assert_succeeded(run(*program.command("x")[:3], *words))
 
 
 def test_generate_writes_text_from_a_checkpoint_or_a_run(program):

@@ -26,7 +26,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hpc_train.errors import CheckpointError
+from hpc_train.errors import CheckpointError, CheckpointMismatch
 
 VERSION = "1"
 ALIGNMENT = 1 << 20
@@ -163,8 +163,11 @@ def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
         The layout, and the hash that the hash table must have, hexadecimal.
 
     Raises:
-        CheckpointError: it is no header of ours, is damaged, or the file's size does not fit it.
+        CheckpointMismatch: it is a safetensors file of somebody else.
+        CheckpointError: it is no header, is damaged, or the file's size does not fit it.
     """
+    if b"hpc_train" not in header_bytes:
+        raise CheckpointMismatch("it is not of hpc_train", "give one of `hpc-train train`")
     try:
         tree = json.loads(header_bytes)
         metadata = tree.pop("__metadata__")

@@ -26,7 +26,7 @@ from hpc_train.checkpoint.fileformat import (
     Entry,
     Layout,
 )
-from hpc_train.errors import CheckpointError
+from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.agreement import from_first
 from hpc_train.mpi.group import Group
 
@@ -52,6 +52,7 @@ class Reader:
         """Read and check header and hash table.
 
         Raises:
+            CheckpointMismatch: it is a safetensors file of somebody else.
             CheckpointError: the file is missing, was never committed, or is damaged.
         """
         try:
@@ -65,6 +66,8 @@ class Reader:
                 table = file.read()
         except OSError as error:
             raise CheckpointError(f"checkpoint {path}: {error.strerror}") from None
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{path}: {error.cause}", error.remedy) from None
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {path}: {error.cause}", BROKEN) from None
         if fileformat.hash_of(table).hex() != table_hash:

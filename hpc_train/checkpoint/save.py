@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -60,7 +60,8 @@ def save(
                 _commit(partial, path, layout, table, group, engine)
     except HpcTrainError:
         if group.rank == 0:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # the error that is being raised says more
+                partial.unlink(missing_ok=True)
         raise
 
 

@@ -95,15 +95,15 @@ class Checkpoints:
         """Restore the state, and return the step after which training goes on; 0: none was found.
 
         Args:
-            source: "auto", the newest sound checkpoint of the folder; "none"; or a file.
+            source: "auto", the newest sound checkpoint of the folder; "none"; or a file to start
+                from while the folder is empty, so that the same call goes on after a stop.
 
         Raises:
             CheckpointError: the given file, or every one in the folder, is damaged.
-            CheckpointMismatch: it is of another model, optimizer, data set or sample order.
+            CheckpointMismatch: it is of another model, optimizer, data set or sample order; or the
+                folder has newer checkpoints than the start that was asked for.
         """
-        if source == "none":
-            return 0
-        found = from_first(self.group, lambda: find(self.directory, source))
+        found = from_first(self.group, lambda: self._candidates(source))
         for number, path in enumerate(found):
             try:
                 return self._restore(path)
@@ -112,6 +112,23 @@ class Checkpoints:
                     raise
                 logger.warning("%s; trying the one before", error)
         return 0
+
+    def _candidates(self, source: str) -> list[Path]:
+        """Where to resume from, in the order to try; unfinished files of dead jobs are removed."""
+        if self.directory.is_dir():
+            for partial in self.directory.glob(".step-*.partial"):
+                partial.unlink(missing_ok=True)
+        own = find(self.directory, "auto")
+        if source == "auto":
+            return own
+        given = [] if source == "none" else find(self.directory, source)
+        inside = any(path.resolve().parent == self.directory.resolve() for path in given)
+        if own and (source == "none" or (inside and not own[0].samefile(given[0]))):
+            raise CheckpointMismatch(
+                f"{self.directory} has checkpoints beyond this start, up to {own[0].name}",
+                "give another run.dir, or move them away",
+            )
+        return own or given
 
     def _restore(self, path: Path) -> int:
         reader = restore.open_together(path, self.group)

@@ -36,14 +36,14 @@ class MpiCollectives:
         """Replace the tensor by its sum over the ranks."""
         if tensor.dtype not in SUMMABLE:
             raise TypeError(f"MPI cannot add {tensor.dtype}: convert to float32 or float64")
-        host = tensor.detach().cpu()
+        host = tensor.detach().cpu().contiguous()
         for piece in _pieces(host):
             self.comm.Allreduce(MPI.IN_PLACE, [piece, SUMMABLE[tensor.dtype]], op=MPI.SUM)
         _bring_back(tensor, host)
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root`."""
-        host = tensor.detach().cpu()
+        host = tensor.detach().cpu().contiguous()
         for piece in _pieces(host.view(-1).view(torch.uint8)):
             self.comm.Bcast([piece, MPI.BYTE], root=root)
         _bring_back(tensor, host)

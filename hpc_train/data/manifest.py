@@ -103,4 +103,7 @@ def parse(tree: dict[str, Any]) -> Manifest:
         split: tuple(Shard(**shard) for shard in shards)
         for split, shards in tree.pop("splits").items()
     }
-    return Manifest(**tree, splits=splits)
+    manifest = Manifest(**tree, splits=splits)
+    if not (isinstance(manifest.vocab, int) and manifest.vocab > 0):
+        raise ValueError(f"vocab is {manifest.vocab!r}")
+    return manifest

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -27,6 +28,7 @@ from hpc_train.errors import DataError
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 << 20
+LINE_BYTES = 4096
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -138,14 +140,19 @@ def is_text(path: Path) -> bool:
 
 
 def split_texts(paths: Sequence[Path], validation: float) -> dict[str, list[Text]]:
-    """Give the first part of the texts to validation, the rest to training; cut at a newline."""
+    """Give the first part of the texts to validation, the rest to training.
+
+    The text at the border is cut at a line's end, or within a line that has none for a while.
+    """
     sizes = [path.stat().st_size for path in paths]
     held_out = int(sum(sizes) * validation)
     splits: dict[str, list[Text]] = {"train": [], "validation": []}
     for path, size in zip(paths, sizes, strict=True):
         border = min(size, max(0, held_out))
         if 0 < border < size:
-            border = _line_start(path, border)
+            with path.open("rb") as file:
+                file.seek(border)
+                border += len(_rest_of_line(file))
         held_out -= size
         for split, begin, end in (("validation", 0, border), ("train", border, size)):
             if begin < end:
@@ -153,12 +160,15 @@ def split_texts(paths: Sequence[Path], validation: float) -> dict[str, list[Text
     return splits
 
 
-def _line_start(path: Path, position: int) -> int:
-    """The first line start at or after a position."""
-    with path.open("rb") as file:
-        file.seek(position - 1)
-        file.readline()
-        return file.tell()
+def _rest_of_line(file: BinaryIO) -> bytes:
+    """What is left of a line; of one longer than that, LINE_BYTES up to the end of a character."""
+    rest = file.readline(LINE_BYTES)
+    if len(rest) == LINE_BYTES and not rest.endswith(b"\n"):
+        while (following := file.read(1)) and following[0] & 0xC0 == 0x80:
+            rest += following
+        if following:
+            file.seek(-1, os.SEEK_CUR)
+    return rest
 
 
 def _write_splits(
@@ -207,7 +217,7 @@ def _encoded(texts: list[Text], codec: Tokenizer, dtype: np.dtype) -> Iterator[n
 
 
 def _pieces(text: Text) -> Iterator[bytes]:
-    """A text in pieces of some MiB that end at line ends."""
+    """A text in pieces of some MiB that end with a line, or within a very long one."""
     with text.path.open("rb") as file:
         file.seek(text.begin)
         while (position := file.tell()) < text.end:
@@ -215,7 +225,7 @@ def _pieces(text: Text) -> Iterator[bytes]:
             if not piece:
                 raise DataError(f"{text.path} has become shorter", "prepare files at rest")
             if position + len(piece) < text.end:
-                piece += file.readline()
+                piece += _rest_of_line(file)
             yield piece
 
 

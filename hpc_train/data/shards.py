@@ -97,6 +97,7 @@ class TokenDataset:
         self.directory = directory
         self.shards = manifest.splits.get(split, ())
         self.dtype = np.dtype(manifest.dtype)
+        self.vocab = manifest.vocab
         self.sequence = sequence
         counts = [(shard.tokens - 1) // sequence for shard in self.shards]
         self.ends = np.cumsum(counts, dtype=np.int64)
@@ -123,6 +124,12 @@ class TokenDataset:
         rows = np.empty((len(indices), self.sequence + 1), self.dtype)
         for row, index in zip(rows, indices, strict=True):
             self._read(int(index), row)
+        if rows.size and (largest := int(rows.max())) >= self.vocab:
+            raise DataError(
+                f"token {largest} in {self.directory} is beyond its manifest's vocabulary of "
+                f"{self.vocab}",
+                PREPARE_AGAIN,
+            )
         wide = torch.from_numpy(rows.astype(np.int64))
         return wide[:, :-1], wide[:, 1:]
 

@@ -67,7 +67,7 @@ class LibraryTokenizer:
             raise DataError(
                 f"not a tokenizer file ({error})", "give another one, or bytes"
             ) from None
-        self.vocab = self._tokenizer.get_vocab_size()
+        self.vocab = 1 + max(self._tokenizer.get_vocab().values(), default=0)  # ids may have gaps
         numbers = (self._tokenizer.token_to_id(token) for token in END_OF_TEXT)
         self.separator = next((number for number in numbers if number is not None), None)
 

@@ -39,11 +39,17 @@ class MpiAverager:
         self._views = {p: view for bucket in self.buckets for p, view in bucket.views.items()}
         self._filled: set[Parameter] = set()
         self._averaged = False
+        # A user's own zero_grad has to reach the buckets, too: what they hold is not in `grad`.
+        self._zero_optimizer = optimizer.zero_grad
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._hooks = [p.register_post_accumulate_grad_hook(self._move) for p in self._views]
 
     def zero_grad(self) -> None:
         """Forget the gradients; the buckets are written anew."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_grad()
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._zero_optimizer(set_to_none=set_to_none)
         self._filled.clear()
         self._averaged = False
 
@@ -71,6 +77,7 @@ class MpiAverager:
 
     def close(self) -> None:
         """Remove the hooks and give the buckets' memory back."""
+        self.optimizer.zero_grad = self._zero_optimizer  # type: ignore[method-assign]
         for hook in self._hooks:
             hook.remove()
         for parameter in self._views:

@@ -21,7 +21,11 @@ class MetricsFile:
 
     def __init__(self, path: Path, after_step: int) -> None:
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _is_up_to(line, after_step)]
+            kept = [
+                line
+                for line in path.read_text(errors="replace").splitlines()
+                if _is_up_to(line, after_step)
+            ]
             files.write_text(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a")
 

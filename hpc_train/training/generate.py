@@ -74,7 +74,7 @@ def generate(
     for _ in range(tokens):
         context = torch.tensor([written[-model.sequence :]], device=device)
         with torch.no_grad():
-            logits = model(context)[0, -1]
+            logits = model(context)[0, -1, : codec.vocab]  # model.vocab may be larger
         if temperature == 0:
             chosen = int(logits.argmax())
         else:

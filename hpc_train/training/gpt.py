@@ -63,7 +63,11 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         lambda gpt, batch: gpt(*batch),
         runtime,
         validation=held_out,
-        identity={"data": manifest.digest, "model.sequence": sequence},
+        identity={
+            "data": manifest.digest,
+            "model.sequence": sequence,
+            "model.heads": config.model.heads,  # no tensor's shape tells
+        },
         about=about,
         tokens_per_sample=sequence,
     )

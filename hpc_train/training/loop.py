@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -16,11 +16,12 @@ from hpc_train.checkpoint import Checkpoints
 from hpc_train.collectives import connect
 from hpc_train.data.loader import Loader, cut
 from hpc_train.data.order import SampleOrder
+from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.averager import Engine
 from hpc_train.models.dropout import mix
 from hpc_train.monitoring.meter import Waiting
-from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.steps import guarded_steps
@@ -82,27 +83,39 @@ class Loop:
 
         Raises:
             ConfigError: the batch does not fit the ranks or the data.
+            UserError: the ranks were given different things, or an epoch was not run to its end.
             Stopped: on SIGTERM, SIGUSR1, SIGUSR2 or at the time limit, with a checkpoint.
         """
-        self.checkpoints.identity |= {"batch": batch, "seed": seed, "shuffle": shuffle}
+        self.checkpoints.identity |= {
+            "batch": batch,
+            "seed": seed,
+            "shuffle": shuffle,
+            "number of samples": len(dataset),
+        }
         with agreed(self.group):
             parts = cut(batch, self.group.size, self.group.rank)
             order = SampleOrder(len(dataset), batch, seed=seed, shuffle=shuffle)
-        done = self.checkpoints.resume()
+        what = "what the loop was given (size of the data set, batch, epochs, seed or shuffle)"
+        given = repr((len(dataset), batch, epochs, seed, shuffle))
+        same(self.group, what, given, "give all ranks the same")
         last = epochs * order.steps_per_epoch
-        loader = Loader(dataset, order, parts, first_step=done + 1, last_step=last, prefetch=0)
-        with closing(self._batches(loader, seed)) as batches:
+        with closing(StopRequests(self.time_limit)) as stop:
+            done = self.checkpoints.resume()
+            loader = Loader(dataset, order, parts, first_step=done + 1, last_step=last, prefetch=0)
+            batches = self._batches(loader, stop, seed)
             while done < last:
                 left = order.steps_per_epoch - done % order.steps_per_epoch
-                yield order.epoch(done + 1) + 1, islice(batches, left)
+                epoch = islice(batches, left)
+                yield order.epoch(done + 1) + 1, epoch
+                if any(True for _ in epoch):
+                    raise UserError("an epoch was left before its end", "iterate over all batches")
                 done += left
             next(batches, None)  # the last step is over: this writes its checkpoint
 
-    def _batches(self, loader: Loader, seed: int) -> Generator[Any, None, None]:
-        with closing(StopRequests(self.time_limit)) as stop:
-            for step in guarded_steps(loader, self.checkpoints, stop, self.every, Waiting()):
-                torch.manual_seed(mix(seed, step.number, self.group.rank))
-                yield step.micro_batches[0].data
+    def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
+        for step in guarded_steps(loader, self.checkpoints, stop, self.every, Waiting()):
+            torch.manual_seed(mix(seed, step.number, self.group.rank))
+            yield step.micro_batches[0].data
 
     def step(self) -> None:
         """Average the gradients and take the optimizer's step. Collective."""

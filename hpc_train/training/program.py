@@ -65,6 +65,11 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
                 type(error)(f"rank {world.rank} ({world.host}): {error.cause}", error.remedy)
             )
             _abort(world, code)
+    except SystemExit as leaving:
+        if not all_arrive(world, PATIENCE):
+            _abort(world, EXIT_FAILURE)
+        runtime.close()
+        raise leaving
     except BaseException:
         if world.comm is None:
             raise

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.loader import Loader, Step
-from hpc_train.errors import Stopped
+from hpc_train.errors import ConfigError, Stopped
 from hpc_train.monitoring.meter import Waiting
 from hpc_train.mpi.agreement import agreed
 from hpc_train.training.preemption import StopRequests
@@ -23,6 +23,7 @@ def guarded_steps(
 
     Raises:
         Stopped: a signal or the time limit.
+        ConfigError: the time limit leaves no time for a single step.
         HpcTrainError: reading or saving failed.
     """
     group = checkpoints.group
@@ -38,7 +39,10 @@ def guarded_steps(
         waiting.data += fetched - asked
         waiting.communication += time.monotonic() - fetched
         if reason:
-            checkpoints.save(done)
+            if done == loader.steps.start - 1 and reason.startswith("run.time_limit"):
+                raise ConfigError(f"{reason} is over before the first step", "give more time")
+            if done:
+                checkpoints.save(done)
             raise Stopped(done, reason)
         yield step
         longest = max(longest, time.monotonic() - begin)

@@ -25,7 +25,7 @@ from hpc_train.models.dropout import mix
 from hpc_train.monitoring.console import progress
 from hpc_train.monitoring.meter import Meter
 from hpc_train.monitoring.metrics import MetricsFile
-from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
 from hpc_train.training.optimizers import build_optimizer
@@ -84,6 +84,13 @@ class Trainer:
             self.parts = cut(data.batch, self.group.size, self.group.rank, data.micro_batch)
             self.order = SampleOrder(len(dataset), data.batch, seed=run.seed, shuffle=data.shuffle)
             self.last_step = last_step(config, self.order)
+            if data.validation_every and validation is None:
+                raise ConfigError(
+                    f"data.validation_every is {data.validation_every}, but nothing is held out",
+                    "prepare the data with more --validation, or leave the key out",
+                )
+        sizes = f"{len(dataset)} {len(validation) if validation is not None else 0}"
+        same(self.group, "the size of the data set", sizes, "give all ranks the same data")
         if run.deterministic:
             make_deterministic()
         use_cores(runtime)
@@ -240,11 +247,11 @@ class Trainer:
     def _run_directory(self) -> Iterator[Path]:
         """Make the run directory, with the configuration in it, and log to it."""
         directory = Path(self.config.run.dir)
-        with agreed(self.group):
+        with agreed(self.group), _usable(directory):
             if self.group.rank == 0:
-                directory.mkdir(parents=True, exist_ok=True)
+                (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
                 files.write_text(directory / "config.yaml", self.config.to_yaml())
-        with agreed(self.group):
+        with agreed(self.group), _usable(directory):
             handler = log.to_file(directory / "logs", self.group.rank, self.group.size)
         try:
             yield directory
@@ -271,6 +278,17 @@ class Trainer:
                 shown.show(record)
 
             yield report
+
+
+@contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir {directory} cannot be written ({error.strerror}: {error.filename})",
+            "give a folder that you may write to, or free space",
+        ) from None
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpc_train.checkpoint import fileformat, restore
 from hpc_train.checkpoint.restore import Reader
 from hpc_train.checkpoint.save import owned, save
-from hpc_train.errors import CheckpointError
+from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
 
 ALONE = Group()
@@ -120,7 +120,7 @@ def test_a_file_without_its_commit_record_is_refused_by_us_and_by_safetensors(sa
 
 def test_a_safetensors_file_of_others_is_not_taken_for_ours(tmp_path):
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "theirs")
-    with pytest.raises(CheckpointError, match="not one of hpc_train"):
+    with pytest.raises(CheckpointMismatch, match="theirs: it is not of hpc_train"):
         Reader.open(tmp_path / "theirs")
 
 

@@ -83,11 +83,30 @@ def test_the_newest_is_taken_and_the_oldest_are_dropped(tmp_path):
 def test_none_and_a_file_and_nothing_there(tmp_path):
     model, optimizer = make()
     path = store(tmp_path, model, optimizer).save(7)
-    assert store(tmp_path, *make()).resume("none") == 0
+    assert store(tmp_path / "elsewhere", *make()).resume("none") == 0
     assert store(tmp_path / "elsewhere", *make()).resume(str(path)) == 7
     assert store(tmp_path / "elsewhere", *make()).resume() == 0
     with pytest.raises(CheckpointMismatch, match="no such checkpoint: /no/file"):
         store(tmp_path, *make()).resume("/no/file")
+
+
+def test_a_start_behind_the_folders_own_checkpoints_is_refused(tmp_path):
+    """What it would save is older than what is there, and would be dropped as the oldest."""
+    model, optimizer = make()
+    old = store(tmp_path, model, optimizer).save(3)
+    store(tmp_path, model, optimizer).save(7)
+    for source in ("none", str(old)):
+        with pytest.raises(CheckpointMismatch, match=r"beyond this start, up to step-000000007"):
+            store(tmp_path, *make()).resume(source)
+    other = store(tmp_path / "other", model, optimizer).save(1)
+    assert store(tmp_path, *make()).resume(str(other)) == 7, "the same line goes on"
+
+
+def test_what_a_killed_job_left_unfinished_is_removed(tmp_path):
+    store(tmp_path, *make()).save(1)
+    (tmp_path / ".step-000000002.safetensors.partial").write_bytes(b"x" * 100)
+    assert store(tmp_path, *make()).resume() == 1
+    assert not list(tmp_path.glob(".step-*"))
 
 
 def test_a_damaged_newest_one_is_passed_over_with_a_warning(tmp_path, caplog):

@@ -36,6 +36,16 @@ def test_broadcast_takes_any_type(group, pieces, shape, dtype):
     assert torch.equal(tensor, torch.ones(shape).to(dtype))
 
 
+def test_tensors_may_lie_in_any_order(group):
+    if not group:
+        return
+    tensor = torch.full((2, 3, 4, 5), float(group.rank)).to(memory_format=torch.channels_last)
+    connect(group).broadcast_(tensor, group.size - 1)
+    assert torch.equal(tensor, torch.full((2, 3, 4, 5), group.size - 1.0))
+    connect(group).sum_(tensor)
+    assert torch.equal(tensor, torch.full((2, 3, 4, 5), group.size * (group.size - 1.0)))
+
+
 def test_16_bit_floats_are_refused_and_not_added_as_integers(group):
     if group and group.size > 1:
         with pytest.raises(TypeError, match="cannot add torch.bfloat16"):

@@ -242,6 +242,14 @@ def test_a_split_of_less_than_one_sample_is_an_error(texts, tmp_path):
         TokenDataset(tmp_path / "out", made, "train", 1_000_000)
 
 
+def test_one_long_line_is_cut_like_any_text(tmp_path):
+    (tmp_path / "line").write_text("\u00e9" * 50_000)
+    made = prepare_text([tmp_path / "line"], tmp_path / "out", validation=0.1)
+    assert 10_000 <= made.tokens("validation") <= 10_000 + 2 * prepare.LINE_BYTES
+    assert made.tokens("validation") % 2 == 1, "no character is cut; a separator ends each part"
+    assert made.tokens("train") + made.tokens("validation") == 100_002
+
+
 def test_characters_at_the_border_of_two_pieces_are_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "PIECE_BYTES", 3)
     path = tmp_path / "a"

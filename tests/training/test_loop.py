@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from hpc_train.errors import ConfigError, Stopped
+from hpc_train.errors import ConfigError, Stopped, UserError
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -83,6 +83,34 @@ def test_the_last_step_has_a_checkpoint_and_a_finished_loop_nothing_to_do(tmp_pa
     again, resumed = train(alone(), tmp_path)
     assert (len(seen), len(again)) == (15, 0)
     assert all(torch.equal(mine, other) for mine, other in zip(resumed, weights, strict=True))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["data", "break"])
+def test_ranks_that_go_different_ways_are_told_and_not_left_waiting(job, together, kind):
+    model = torch.nn.Linear(5, 3).double()
+    loop = Loop(job, together, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    samples = 48 + 12 * job.world.rank if kind == "data" else 48
+    dataset = torch.utils.data.Subset(data(), range(min(samples, SAMPLES)))
+    message = "differs from that of rank 0" if kind == "data" else "left before its end"
+    if kind == "data" and job.world.size == 1:
+        return
+    with pytest.raises(UserError, match=message):
+        for _, batches in loop.epochs(dataset, batch=12, epochs=2):
+            next(batches)
+
+
+@pytest.mark.mpi
+def test_a_gradient_that_the_user_throws_away_is_gone(job, together):
+    model = torch.nn.Linear(5, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loop = Loop(job, together, model, optimizer)
+    before = model.weight.detach().clone()
+    model(torch.full((1, 5), 1e6, dtype=torch.float64)).sum().backward()
+    optimizer.zero_grad()
+    model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+    loop.step()
+    torch.testing.assert_close(model.weight.detach(), before - 1)
 
 
 @pytest.mark.mpi
