@@ -75,7 +75,7 @@ class Checkpoints:
         if step == self.saved_step:
             return path
         begin = time.monotonic()
-        self._unify_buffers()
+        self.unify_buffers()
         tensors = {
             **state.model_tensors(self.model),
             **state.optimizer_tensors(self.model, self.optimizer),
@@ -85,7 +85,7 @@ class Checkpoints:
         with agreed(self.group):
             if self.group.rank == 0:
                 files.write_text(self.directory / LATEST, path.name + "\n")
-                self._drop_old()
+                self._drop_old(step)
         self.saved_step = step
         self.save_seconds = time.monotonic() - begin
         logger.info("step %d: checkpoint %s (%.1f s)", step, path, self.save_seconds)
@@ -112,6 +112,11 @@ class Checkpoints:
                     raise
                 logger.warning("%s; trying the one before", error)
         return 0
+
+    def unify_buffers(self) -> None:
+        """Give all ranks rank 0's buffers: running statistics differ from rank to rank."""
+        for buffer in self.model.buffers():
+            self.collectives.broadcast_(buffer)
 
     def _candidates(self, source: str) -> list[Path]:
         """Where to resume from, in the order to try; unfinished files of dead jobs are removed."""
@@ -171,14 +176,11 @@ class Checkpoints:
         }
         return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
-    def _unify_buffers(self) -> None:
-        """Give all ranks rank 0's buffers: running statistics differ from rank to rank."""
-        for buffer in self.model.buffers():
-            self.collectives.broadcast_(buffer)
-
-    def _drop_old(self) -> None:
+    def _drop_old(self, step: int) -> None:
+        """Retention; a later checkpoint, which was damaged, counts for nothing."""
         if self.keep:
-            for path in find(self.directory, "auto")[self.keep :]:
+            done = [path for path in find(self.directory, "auto") if path.name <= name_of(step)]
+            for path in done[self.keep :]:
                 path.unlink()
 
 

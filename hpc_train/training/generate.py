@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,11 @@ def generate(
     Yields:
         The prompt, then the text as it grows.
     """
-    if temperature < 0:
+    if not 0 <= temperature < math.inf:
         raise ConfigError(f"--temperature is {temperature}", "give 0 or more")
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"--seed is {seed}", "give one from 0 to below 2**63")
+    prompt = prompt.encode(errors="replace").decode()  # a shell may pass bytes that are no text
     model, codec = load_gpt(checkpoint)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -75,7 +79,7 @@ def generate(
         context = torch.tensor([written[-model.sequence :]], device=device)
         with torch.no_grad():
             logits = model(context)[0, -1, : codec.vocab]  # model.vocab may be larger
-        if temperature == 0:
+        if temperature < 1e-6:
             chosen = int(logits.argmax())
         else:
             weights = torch.softmax(logits / temperature, dim=-1)

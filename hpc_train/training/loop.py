@@ -23,6 +23,7 @@ from hpc_train.models.dropout import mix
 from hpc_train.monitoring.meter import Waiting
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.device import use_cores
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.steps import guarded_steps
 
@@ -39,6 +40,7 @@ class Loop:
         directory: for the checkpoints.
         model, optimizer: as in a single process; all ranks get rank 0's weights.
         engine: how gradients are averaged: auto, horovod or mpi.
+        backward_passes: calls of `backward` in each step, each of a loss divided by their number.
         every: steps between two checkpoints; one more is written at the end and at a stop.
         keep: newest checkpoints that are kept.
         time_limit: seconds after which it stops with a checkpoint.
@@ -52,6 +54,7 @@ class Loop:
         optimizer: Optimizer,
         *,
         engine: Engine = "auto",
+        backward_passes: int = 1,
         every: int = 1000,
         keep: int = 3,
         time_limit: float | None = None,
@@ -60,7 +63,10 @@ class Loop:
         self.every = every
         self.time_limit = time_limit
         self.collectives = connect(self.group)
-        self.averager = average_gradients(model, optimizer, self.group, engine=engine)
+        use_cores(runtime)
+        self.averager = average_gradients(
+            model, optimizer, self.group, engine=engine, backward_passes=backward_passes
+        )
         self.checkpoints = Checkpoints(
             Path(directory), self.collectives, model, optimizer, keep=keep
         )

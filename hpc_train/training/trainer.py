@@ -144,6 +144,7 @@ class Trainer:
 
     def validate(self) -> float:
         """The mean loss over the held-out data set. Collective."""
+        self.checkpoints.unify_buffers()
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64)
         size = self.parts[0].count

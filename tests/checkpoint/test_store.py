@@ -102,6 +102,16 @@ def test_a_start_behind_the_folders_own_checkpoints_is_refused(tmp_path):
     assert store(tmp_path, *make()).resume(str(other)) == 7, "the same line goes on"
 
 
+def test_retention_never_drops_what_was_just_saved(tmp_path):
+    checkpoints = store(tmp_path, *make(), keep=1)
+    checkpoints.save(3)
+    (tmp_path / "step-000000009.safetensors").write_bytes(b"damaged")
+    again = store(tmp_path, *make(), keep=1)
+    assert again.resume() == 3
+    again.save(5)
+    assert store(tmp_path, *make()).resume() == 5
+
+
 def test_what_a_killed_job_left_unfinished_is_removed(tmp_path):
     store(tmp_path, *make()).save(1)
     (tmp_path / ".step-000000002.safetensors.partial").write_bytes(b"x" * 100)

@@ -101,6 +101,21 @@ def test_ranks_that_go_different_ways_are_told_and_not_left_waiting(job, togethe
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("engine", ENGINES, ids="engine-{}".format)
+def test_two_backward_passes_give_the_mean_of_both(job, together, engine):
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loop = Loop(job, together, model, optimizer, engine=engine, backward_passes=2)
+    before = model.weight.detach().clone()
+    for value in (1.0, 3.0):
+        inputs = torch.full((1, 2), value + job.world.rank, dtype=torch.float64)
+        (model(inputs).sum() / 2).backward()
+    loop.step()
+    mean = 2 + (job.world.size - 1) / 2
+    torch.testing.assert_close(model.weight.detach(), before - mean)
+
+
+@pytest.mark.mpi
 def test_a_gradient_that_the_user_throws_away_is_gone(job, together):
     model = torch.nn.Linear(5, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
