@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -75,21 +76,32 @@ def stop_at_random(program, generator):
     command = program.command("run", *LONG, launcher="mpirun", ranks=2)
     wanted = generator.randint(1, 300)
     metrics = program.root / "run" / "metrics.jsonl"
-    limit = time.monotonic() + 60
     with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.DEVNULL) as process:
-        while not metrics.exists() or metrics.read_text().count("\n") < wanted:
-            assert process.poll() is None
-            assert time.monotonic() < limit
-            time.sleep(0.01)
-        ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if is_rank(p)]
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= wanted)
+        ranks = ranks_of(process)
         assert len(ranks) == 2
         number = generator.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
         generator.choice(ranks).send_signal(number)
     assert process.returncode == 75
 
 
-def is_rank(process):
-    return "python" in process.name()
+def ranks_of(launcher):
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    return [process for process in children if "python" in process.name()]
+
+
+def holds(process, number):
+    """Whether a process blocks a signal, which it does while it starts."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    mask = next(line for line in status.splitlines() if line.startswith("SigBlk:"))
+    return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
+
+
+def wait_until(condition):
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -121,8 +133,8 @@ def test_mpirun_passes_a_signal_on_and_returns_75(program):
 def test_signals_while_starting_and_while_ending_do_not_lose_the_exit_code(program):
     command = program.command("run", "--run.steps", "100000", launcher="mpirun", ranks=2)
     with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, text=True) as process:
-        time.sleep(1.0)  # the ranks are loading torch
-        process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: any(holds(rank, signal.SIGUSR1) for rank in ranks_of(process)))
+        next(r for r in ranks_of(process) if holds(r, signal.SIGUSR1)).send_signal(signal.SIGUSR1)
         for line in process.stdout:
             if "stopped by SIGUSR1" in line:
                 process.send_signal(signal.SIGUSR2)
