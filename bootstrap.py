@@ -24,7 +24,7 @@ if sys.version_info < (3, 11):
     )
 
 from hpc_train.errors import HpcTrainError, SetupError
-from hpc_train.horovod_build import check_compiler, check_disk, check_headers, last_line
+from hpc_train.toolchain import check_compiler, check_disk, check_headers, last_line, run
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -34,7 +34,13 @@ CONSTRAINTS = ROOT / "constraints.txt"
 FREE_BYTES = 4 << 30
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # What decides the environment's content: a change of any of these sets it up again.
-INPUTS = ("bootstrap.py", "constraints.txt", "setup.cfg", "hpc_train/horovod_build.py")
+INPUTS = (
+    "bootstrap.py",
+    "constraints.txt",
+    "setup.cfg",
+    "hpc_train/horovod_build.py",
+    "hpc_train/toolchain.py",
+)
 
 
 def main() -> int:
@@ -101,8 +107,7 @@ def make_venv() -> None:
     Raises:
         SetupError: this Python cannot.
     """
-    command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run([sys.executable, "-m", "venv", "--clear", str(VENV)])
     if done.returncode:
         shutil.rmtree(VENV, ignore_errors=True)
         raise SetupError(

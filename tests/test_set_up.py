@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train import horovod_build
+from hpc_train import horovod_build, toolchain
 from hpc_train.errors import SetupError
 
 ROOT = Path(__file__).parent.parent
@@ -83,13 +83,13 @@ def test_a_second_set_up_does_nothing():
 
 def test_no_disk(tmp_path):
     with pytest.raises(SetupError, match=r"MiB free, \d+ MiB are needed: free some space"):
-        horovod_build.check_disk(tmp_path, 1 << 62)
+        toolchain.check_disk(tmp_path, 1 << 62)
 
 
 def test_no_python_headers(monkeypatch):
-    monkeypatch.setattr(horovod_build.sysconfig, "get_path", lambda name: "/no/include")
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: "/no/include")
     with pytest.raises(SetupError, match=r"no Python.h.*: install them .*-dev"):
-        horovod_build.check_headers()
+        toolchain.check_headers()
 
 
 @pytest.fixture

@@ -1,0 +1,79 @@
+"""What a machine needs to have before anything is compiled: told in one line with its remedy.
+
+Standard library only: the set-up of a bare machine asks here before it installs the first package.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from hpc_train.errors import SetupError
+
+
+def check_compiler() -> None:
+    """Compile and link a line of C++17.
+
+    Raises:
+        SetupError: there is no C++ compiler, or it does not do that.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(compiler[0]) is None:
+        raise SetupError(
+            f"no C++ compiler ({compiler[0]})",
+            "install g++ (Debian: apt install g++) or load a compiler module, then run this again",
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        program = [*compiler, "-std=c++17", "-x", "c++", "-", "-o", f"{scratch}/a.out"]
+        tried = run(program, "#include <optional>\nint main() { return *std::optional<int>(0); }\n")
+    if tried.returncode:
+        raise SetupError(
+            f"{compiler[0]} does not compile C++17: {last_line(tried.stderr)}",
+            "use g++ 9 or newer with its standard library (set CXX), then run this again",
+        )
+
+
+def check_headers() -> None:
+    """Check that C++ programs can include Python.h.
+
+    Raises:
+        SetupError: they cannot.
+    """
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        python = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        raise SetupError(
+            f"the headers of {sys.executable} are missing (no Python.h)",
+            f"install them (Debian: apt install {python}) or load a Python module, then retry",
+        )
+
+
+def check_disk(directory: Path, need: int) -> None:
+    """Check that a directory's file system has so many bytes free.
+
+    Raises:
+        SetupError: it has less.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < need:
+        raise SetupError(
+            f"{directory} has {free >> 20} MiB free, {need >> 20} MiB are needed",
+            "free some space, or set TMPDIR and XDG_CACHE_HOME to a larger disk",
+        )
+
+
+def run(command: list[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program to its end and keep what it prints."""
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+
+
+def last_line(text: str) -> str:
+    """The last line of a program's output that says something, preferring one with an error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["no output"])[-1]
