@@ -108,6 +108,12 @@ def test_a_run_directory_that_cannot_be(program):
     assert "cannot be written" in line
 
 
+def test_mpi_io_without_mpi(program):
+    line = refused(program.train("run", "--checkpoint.engine", "mpiio"))
+    assert "checkpoint.engine is mpiio, but this process runs without MPI" in line
+    assert not (program.root / "run").exists(), "it is told before anything trains"
+
+
 def test_a_time_limit_that_leaves_no_step(program):
     line = refused(program.train("run", "--run.time_limit", "0", **RANKS))
     assert "run.time_limit (0 s) is over before the first step" in line

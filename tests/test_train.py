@@ -117,6 +117,22 @@ def test_a_run_stopped_at_a_random_step_goes_on_bit_for_bit(program, uninterrupt
     assert final[0] == final[1]
 
 
+def test_a_rank_that_is_killed_ends_the_job_and_nothing_before_its_checkpoint_is_lost(
+    program, uninterrupted
+):
+    often = [*LONG[:2], "--checkpoint.every", "20", "--checkpoint.keep", "2"]
+    command = program.command("run", *often, launcher="mpirun", ranks=2)
+    newest = program.root / "run" / "checkpoints" / "LATEST"
+    with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.DEVNULL) as process:
+        wait_until(newest.exists)
+        ranks_of(process)[-1].kill()
+    assert process.returncode not in (0, 75)
+    done = program.train("run", *often, launcher="mpirun", ranks=2)
+    assert_succeeded(done)
+    assert "resumed from" in done.stdout
+    assert program.losses("run") == uninterrupted.losses("run")
+
+
 def test_mpirun_passes_a_signal_on_and_returns_75(program):
     command = program.command("run", "--run.steps", "100000", launcher="mpirun", ranks=2)
     with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, text=True) as process:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from hpc_train.errors import CheckpointError
+from hpc_train.errors import ConfigError
 from hpc_train.mpi.group import Group
 
 Engine = Literal["auto", "mpiio", "posix"]
@@ -91,17 +91,21 @@ class MpiWriter:
             raise OSError(f"MPI-IO: {error.Get_error_string()}") from None
 
 
-def open_writer(engine: Engine, path: Path, group: Group) -> Writer:
-    """Open an existing file for writing; `auto` is MPI-IO under MPI, else POSIX.
+def check_engine(engine: Engine, group: Group) -> None:
+    """Check that the ranks can write in this way.
 
     Raises:
-        CheckpointError: engine mpiio in a process that runs without MPI.
+        ConfigError: engine mpiio in a process that runs without MPI.
     """
     if engine == "mpiio" and group.comm is None:
-        raise CheckpointError(
+        raise ConfigError(
             "checkpoint.engine is mpiio, but this process runs without MPI",
-            "start it with mpirun, or use engine auto",
+            "start several ranks, or use engine auto",
         )
+
+
+def open_writer(engine: Engine, path: Path, group: Group) -> Writer:
+    """Open an existing file for writing; `auto` is MPI-IO under MPI, else POSIX."""
     if engine == "posix" or group.comm is None:
         return PosixWriter(path)
     return MpiWriter(path)

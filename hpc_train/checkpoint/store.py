@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hpc_train import files
 from hpc_train.checkpoint import restore, state
-from hpc_train.checkpoint.engines import Engine
+from hpc_train.checkpoint.engines import Engine, check_engine
 from hpc_train.checkpoint.save import save
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointError, CheckpointMismatch
@@ -39,6 +39,9 @@ class Checkpoints:
         engine: how ranks write.
         identity: what a checkpoint must have been made with to be continued, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
+
+    Raises:
+        ConfigError: engine mpiio in a process that runs without MPI.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Checkpoints:
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
+        check_engine(engine, collectives.group)
         self.directory = directory
         self.collectives = collectives
         self.group = collectives.group

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
 from hpc_train.mpi import runtime
+from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
 
 Engine = Literal["auto", "horovod", "mpi"]
@@ -56,8 +57,14 @@ def average_gradients(
         backward_passes: backward passes in each step.
 
     Raises:
+        UserError: the ranks have built different models.
         SetupError: engine horovod, and Horovod is missing or does not load.
     """
+    plan = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
+    same(group, "the model (its parameters' names, shapes and types)", repr(plan), "build the same")
     collectives = connect(group)
     for tensor in [*model.parameters(), *model.buffers()]:
         collectives.broadcast_(tensor.data)

@@ -264,7 +264,7 @@ class Trainer:
         self, directory: Path, after: int
     ) -> Iterator[Callable[[dict[str, float]], None]]:
         """Where records go: on rank 0 to metrics.jsonl and the console, elsewhere nowhere."""
-        with agreed(self.group):
+        with agreed(self.group), _usable(directory):
             metrics = (
                 MetricsFile(directory / "metrics.jsonl", after) if self.group.rank == 0 else None
             )

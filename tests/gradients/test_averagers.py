@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
@@ -105,6 +106,13 @@ def test_the_plain_optimizer_keeps_the_state(job, engine):
     averager.step()
     assert all("exp_avg" in optimizer.state[parameter] for parameter in model.parameters())
     averager.close()
+
+
+def test_ranks_with_different_models_are_told_and_not_left_waiting(job):
+    model = nn.Linear(2, 2 + job.world.rank)
+    if job.world.size > 1:
+        with pytest.raises(UserError, match="the model .* differs from that of rank 0"):
+            average_gradients(model, torch.optim.SGD(model.parameters()), job.world)
 
 
 def test_gradients_are_views_of_the_buckets_after_averaging(job):
