@@ -28,11 +28,6 @@ DESCRIPTION = "Train a model; a YAML file, then --section.key options, which win
 # Keys and values of the design whose parts do not exist yet: refused by name, never ignored.
 NOT_BUILT = frozenset(
     [
-        "parallel.tp",
-        "parallel.pp",
-        "parallel.schedule",
-        "parallel.virtual_stages",
-        "parallel.sequence_parallel",
         "gradients.two_level",
         "gradients.compression",
         "gradients.average_every",
@@ -75,9 +70,11 @@ class RunSection:
     """The same layout gives the same bits."""
     time_limit: str | int | None = None
     """Stop with a checkpoint before so much time: seconds or HH:MM:SS since the program's start."""
+    hang_timeout: float = 1800.0
+    """Seconds that a rank waits for another before the job ends with an error; 0: for ever."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
+        _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1, hang_timeout=0)
         if self.seed >= 1 << 63:
             raise ConfigError(f"run.seed is {self.seed}", "give one below 2**63")
         if self.steps is not None and self.epochs is not None:
@@ -156,13 +153,38 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """How the ranks are laid out."""
+    """How the ranks are laid out: data x tensor x pipeline parallel."""
 
     dp: int | None = None
-    """Data-parallel size; by default all ranks."""
+    """Data-parallel size; by default what tp and pp leave of the ranks."""
+    tp: int = 1
+    """Tensor-parallel size: ranks that share each layer; it divides heads and vocabulary."""
+    pp: int = 1
+    """Pipeline-parallel size: ranks that the layers are divided over."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """In which order a pipeline's stages compute their micro-batches."""
+    virtual_stages: int | None = None
+    """Runs of layers per rank for schedule interleaved; by default 2 there, else 1."""
+    sequence_parallel: bool = False
+    """Between the layers that tp shares, each of its ranks holds its part of the tokens only."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "parallel", dp=1)
+        _at_least(self, "parallel", dp=1, tp=1, pp=1, virtual_stages=1)
+        if self.schedule != "interleaved" and (self.virtual_stages or 1) > 1:
+            raise ConfigError(
+                f"parallel.virtual_stages is {self.virtual_stages}, the schedule {self.schedule}",
+                "use --parallel.schedule interleaved, or leave virtual_stages out",
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise ConfigError(
+                "parallel.sequence_parallel is on, but parallel.tp is 1",
+                "set parallel.tp, or leave it off",
+            )
+
+    @property
+    def chunks(self) -> int:
+        """Runs of layers that each pipeline rank has."""
+        return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
+
+from hpc_train.mpi.watch import Watch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,16 +25,32 @@ class Group:
         size: number of ranks.
         comm: a duplicated communicator, owned by this group; None for a process alone, for which
             MPI is never started.
+        waiting: `with group.waiting("the sum of a bucket"):` around every call that waits for
+            other ranks.
     """
 
     rank: int = 0
     size: int = 1
     comm: MPI.Intracomm | None = None
+    waiting: Watch = field(default_factory=Watch, repr=False, compare=False)
 
     @classmethod
     def of(cls, comm: MPI.Intracomm) -> Group:
         """The group of a communicator's ranks, on a duplicate of it. Collective."""
         return cls(comm.rank, comm.size, comm.Dup())
+
+    def split(self, color: int, key: int) -> Group:
+        """The ranks that give the same color, ordered by key. Collective over this group.
+
+        Colors are 0 or larger. A group of one rank has no communicator.
+        """
+        if self.comm is None:
+            return Group(waiting=self.waiting)
+        comm = self.comm.Split(color, key)
+        if comm.size > 1:
+            return Group(comm.rank, comm.size, comm, self.waiting)
+        comm.Free()
+        return Group(waiting=self.waiting)
 
     @property
     def host(self) -> str:
@@ -45,7 +63,8 @@ class Group:
         `make` must not raise: wrap what can fail in `agreement.from_first`.
         """
         value = make() if self.rank == 0 else None
-        return self.comm.bcast(value) if self.comm else value  # type: ignore[return-value]
+        with self.waiting("a broadcast from rank 0"):
+            return self.comm.bcast(value) if self.comm else value  # type: ignore[return-value]
 
     def largest(self, number: int) -> int:
         """The largest of the ranks' integers. Collective."""
@@ -54,13 +73,15 @@ class Group:
         from mpi4py import MPI  # a group with a communicator has MPI
 
         result = array("q", [number])
-        self.comm.Allreduce(MPI.IN_PLACE, result, op=MPI.MAX)
+        with self.waiting("an agreement"):
+            self.comm.Allreduce(MPI.IN_PLACE, result, op=MPI.MAX)
         return result[0]
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         if self.comm:
-            self.comm.Barrier()
+            with self.waiting("a barrier"):
+                self.comm.Barrier()
 
     def close(self) -> None:
         """Free the communicator. Collective."""
