@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `hpc-train`; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if arguments[:1] == ["train"]:  # its options come from the configuration's dataclasses
-            return train(arguments[1:])
+        if arguments and arguments[0] in CONFIGURED:
+            return CONFIGURED[arguments[0]](arguments[1:])
         parsed = parser().parse_args(arguments)
         return VERBS[parsed.verb](parsed[parsed.verb])
     except ArgumentError as error:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> ArgumentParser:
-    """The parser of all verbs; `train` is in it for the list only."""
+    """The parser of all verbs; those of CONFIGURED are in it for the list only."""
     made = ArgumentParser(
         prog="hpc-train",
         description="Train PyTorch models on HPC clusters over MPI and Horovod.",
@@ -58,6 +58,14 @@ def parser() -> ArgumentParser:
         ArgumentParser(),
         help="train CONFIG.yaml: alone, or under horovodrun, mpirun, srun or mpiexec",
     )
+    verbs.add_subcommand(
+        "plan", ArgumentParser(), help="plan CONFIG.yaml: bubble and memory per pipeline schedule"
+    )
+    verbs.add_subcommand(
+        "topology",
+        _topology_parser(),
+        help="draw nodes, sockets, and where each rank and group of a layout lies",
+    )
     verbs.add_subcommand("generate", _generate_parser(), help="write text from a checkpoint")
     kinds = prepare_parser.add_subcommands(title="kinds", dest="kind", metavar="KIND")
     kinds.add_subcommand("text", _prepare_text_parser(), help="files or folders of text")
@@ -73,6 +81,19 @@ def _prepare_text_parser() -> ArgumentParser:
     )
     made.add_argument("--shard_mb", type=float, default=256.0, help="MiB per shard, about")
     made.add_argument("--validation", type=float, default=0.01, help="share of text held out")
+    return made
+
+
+def _topology_parser() -> ArgumentParser:
+    made = ArgumentParser(
+        prog="hpc-train topology",
+        description="Draw nodes, sockets, and where each rank of the job and each group lies.",
+        exit_on_error=False,
+    )
+    made.add_argument("--dp", type=int, help="data-parallel size; by default what tp and pp leave")
+    made.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
+    made.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
+    made.add_argument("--json", action="store_true", help="machine-readable")
     return made
 
 
@@ -119,10 +140,15 @@ def prepare(options: Namespace) -> int:
     return 0
 
 
+def _configuration(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """The path of CONFIG.yaml, if it is given, and the options behind it."""
+    given = bool(arguments) and not arguments[0].startswith("-")
+    return (arguments[0], arguments[1:]) if given else (None, arguments)
+
+
 def train(arguments: Sequence[str]) -> int:
     """`hpc-train train CONFIG.yaml [--section.key VALUE ...]`, on every rank of the job."""
-    given = bool(arguments) and not arguments[0].startswith("-")
-    path, options = (arguments[0], arguments[1:]) if given else (None, arguments)
+    path, options = _configuration(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
         config.parser().print_help()
         return 0 if arguments else EXIT_USER
@@ -145,6 +171,42 @@ def _train(path: str | None, options: Sequence[str], runtime: Runtime) -> None:
     train_gpt(settings, runtime)
 
 
+def plan(arguments: Sequence[str]) -> int:
+    """`hpc-train plan CONFIG.yaml [--section.key VALUE ...] [--json]`."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        made = config.parser()
+        made.prog = "hpc-train plan"
+        made.description = "Tell bubble and memory of each pipeline schedule, without training."
+        made.add_argument("--json", action="store_true", help="machine-readable")
+        made.print_help()
+        return 0 if arguments else EXIT_USER
+    from hpc_train import plan as plans
+
+    path, options = _configuration([word for word in arguments if word != "--json"])
+    plans.show(plans.plan(config.load(path, options)), as_json="--json" in arguments)
+    return 0
+
+
+def topology(arguments: Sequence[str]) -> int:
+    """`hpc-train topology [--dp N] [--tp N] [--pp N] [--json]`, on every rank of the job."""
+    if {"-h", "--help"} & set(arguments):
+        _topology_parser().print_help()
+        return 0
+    from hpc_train.training.program import run
+
+    return run(lambda runtime: _topology(arguments, runtime))
+
+
+def _topology(arguments: Sequence[str], runtime: Runtime) -> None:
+    from hpc_train.topology import show
+
+    try:
+        options = _topology_parser().parse_args(arguments)
+    except ArgumentError as error:
+        raise UserError(str(error), "`hpc-train topology --help` lists the options") from None
+    show(runtime, dp=options.dp, tp=options.tp, pp=options.pp, as_json=options.json)
+
+
 def generate(options: Namespace) -> int:
     """`hpc-train generate CHECKPOINT --prompt TEXT`."""
     from hpc_train.training.generate import generate as write
@@ -161,6 +223,12 @@ def generate(options: Namespace) -> int:
     return 0
 
 
+# Verbs whose options come from the configuration's dataclasses, or are read on all ranks together.
+CONFIGURED: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "plan": plan,
+    "topology": topology,
+}
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "doctor": doctor,
     "prepare": prepare,

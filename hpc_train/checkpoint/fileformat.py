@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ import xxhash
 from torch import Tensor
 
 from hpc_train.errors import CheckpointError, CheckpointMismatch
+from hpc_train.sharding import Block, ShardSpec
 
 VERSION = "1"
 ALIGNMENT = 1 << 20
@@ -50,6 +52,35 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a whole tensor."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rank's part of a tensor.
+
+    Args:
+        tensor: contiguous, of the part's shape.
+        spec: which part of the whole.
+        owned: whether this rank writes it: of the ranks of one replica that hold a part, one does.
+    """
+
+    tensor: Tensor
+    spec: ShardSpec
+    owned: bool = True
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Held:
+        """All of a tensor."""
+        return cls(tensor, ShardSpec.whole(tuple(tensor.shape)))
+
+    @property
+    def form(self) -> Form:
+        """Type and shape of the whole tensor."""
+        return self.tensor.dtype, self.spec.shape
 
 
 @dataclass(frozen=True)
@@ -101,28 +132,31 @@ def hash_of(data: Any) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def plan(tensors: Mapping[str, Tensor], state: bytes) -> Layout:
+def plan(forms: Mapping[str, Form], state: bytes) -> Layout:
     """Lay out tensors and state.
 
     Raises:
         CheckpointError: a tensor's dtype has no name in the format, or there are too many tensors.
     """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{name} has dtype {tensor.dtype}, which checkpoints cannot hold")
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    sizes = [(name, DTYPES[t.dtype], tuple(t.shape), t.nbytes) for name, t in ordered]
+    for name, (dtype, _) in forms.items():
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name} has dtype {dtype}, which checkpoints cannot hold")
+    ordered = sorted(forms.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
+    sizes = [
+        (name, DTYPES[dtype], shape, math.prod(shape) * dtype.itemsize)
+        for name, (dtype, shape) in ordered
+    ]
     sizes.append((STATE, "U8", (len(state),), len(state)))
     content = sum(size for *_, size in sizes)
     hashes = -(-content // EXTENT_BYTES) * HASH_BYTES
     sizes.append((HASHES, "U8", (hashes,), hashes))
     entries, position = [], 0
-    for name, dtype, shape, size in sizes:
-        entries.append(Entry(name, dtype, shape, position, position + size))
+    for name, word, shape, size in sizes:
+        entries.append(Entry(name, word, shape, position, position + size))
         position += size
     text = len(_header_json(tuple(entries), NO_HASH, NO_HASH))
     if text > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{len(tensors)} tensors need a header of {text} bytes, too large")
+        raise CheckpointError(f"{len(forms)} tensors need a header of {text} bytes, too large")
     return Layout(tuple(entries), -(-(8 + text) // ALIGNMENT) * ALIGNMENT)
 
 
@@ -189,41 +223,58 @@ def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
     return layout, table_hash
 
 
-def read_bytes(tensors: Mapping[str, Tensor], layout: Layout, begin: int, end: int) -> bytearray:
-    """Gather the content's bytes from `begin` to `end` out of the tensors they belong to."""
+def read_bytes(held: Mapping[str, Held], layout: Layout, begin: int, end: int) -> bytearray:
+    """Gather the content's bytes from `begin` to `end` out of this rank's own parts.
+
+    Where they are other ranks', the result is zero.
+    """
     gathered = bytearray(end - begin)
     target = torch.frombuffer(gathered, dtype=torch.uint8)
-    for tensor, piece, place in _overlaps(tensors, layout, begin, end):
-        target[place] = tensor[piece].cpu()
+    for part, place, block in _overlaps(held, layout, begin, end):
+        if part.owned:
+            _strided(target, place, block)[:] = _rows(part.tensor, block).cpu()
     return gathered
 
 
-def has_bytes(tensors: Mapping[str, Tensor], layout: Layout, begin: int, end: int) -> bool:
-    """Whether any of the tensors lies, at least in part, between `begin` and `end`."""
-    return bool(_overlaps(tensors, layout, begin, end))
-
-
 def write_bytes(
-    tensors: Mapping[str, Tensor], layout: Layout, begin: int, end: int, data: bytes
+    held: Mapping[str, Held], layout: Layout, begin: int, end: int, data: bytes
 ) -> None:
-    """Scatter the content's bytes from `begin` to `end` into the tensors they belong to."""
+    """Scatter the content's bytes from `begin` to `end` into this rank's parts."""
     source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    for tensor, piece, place in _overlaps(tensors, layout, begin, end):
-        tensor[piece] = source[place].to(tensor.device)
+    for part, place, block in _overlaps(held, layout, begin, end):
+        _rows(part.tensor, block)[:] = _strided(source, place, block).to(part.tensor.device)
 
 
-def _overlaps(
-    tensors: Mapping[str, Tensor], layout: Layout, begin: int, end: int
-) -> list[tuple[Tensor, slice, slice]]:
-    """Tensors that have bytes in a range: as bytes, which of them, and where in the range."""
-    found = []
+def names_between(layout: Layout, begin: int, end: int) -> Iterator[Entry]:
+    """The tensors that have bytes between `begin` and `end`."""
     start = bisect.bisect_right(layout.entries, begin, key=lambda entry: entry.end)
     for entry in layout.entries[start:]:
         if entry.begin >= end:
-            break
-        first, last = max(begin, entry.begin), min(end, entry.end)
-        if first < last and entry.name in tensors:
-            flat = tensors[entry.name].detach().view(-1).view(torch.uint8)
-            piece = slice(first - entry.begin, last - entry.begin)
-            found.append((flat, piece, slice(first - begin, last - begin)))
-    return found
+            return
+        if entry.begin < entry.end:
+            yield entry
+
+
+def _overlaps(
+    held: Mapping[str, Held], layout: Layout, begin: int, end: int
+) -> Iterator[tuple[Held, int, Block]]:
+    """The parts that have bytes in a range, piece by piece, and where the pieces count from."""
+    for entry in names_between(layout, begin, end):
+        part = held.get(entry.name)
+        if part is not None:
+            first, last = max(begin, entry.begin), min(end, entry.end)
+            itemsize = part.tensor.element_size()
+            for block in part.spec.overlap(first - entry.begin, last - entry.begin, itemsize):
+                yield part, first - begin, block
+
+
+def _rows(tensor: Tensor, block: Block) -> Tensor:
+    """A block's bytes in the part, (rows, length)."""
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    return flat[block.local : block.local + block.rows * block.length].view(block.rows, -1)
+
+
+def _strided(data: Tensor, place: int, block: Block) -> Tensor:
+    """A block's bytes in a range of the whole, (rows, length)."""
+    size = (block.rows, block.length)
+    return data.as_strided(size, (block.stride, 1), place + block.place)

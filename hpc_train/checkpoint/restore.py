@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpc_train.checkpoint import fileformat
 from hpc_train.checkpoint.fileformat import (
@@ -24,6 +23,7 @@ from hpc_train.checkpoint.fileformat import (
     MAX_HEADER_BYTES,
     STATE,
     Entry,
+    Held,
     Layout,
 )
 from hpc_train.errors import CheckpointError, CheckpointMismatch
@@ -108,23 +108,26 @@ def open_together(path: Path, group: Group) -> Reader:
     return from_first(group, lambda: Reader.open(path))
 
 
-def load(reader: Reader, tensors: Mapping[str, Tensor], group: Group) -> None:
+def load(
+    reader: Reader, held: Mapping[str, Held], group: Group, names: Collection[str] | None = None
+) -> None:
     """Fill tensors from a checkpoint, reading only the extents that they lie in. Collective.
 
     Args:
         reader: from `open_together`.
-        tensors: contiguous, by name, of the dtypes and shapes that the checkpoint has.
+        held: this rank's parts, by name, of the dtypes and whole shapes that the checkpoint has.
         group: the ranks that receive.
+        names: what all ranks together hold; by default what this one does.
 
     Raises:
         CheckpointError: an extent is damaged; some tensors may have been filled.
     """
-    layout = reader.layout
+    layout, names = reader.layout, held.keys() if names is None else names
     for number in range(layout.extents):
         begin, end = layout.extent(number)
-        if fileformat.has_bytes(tensors, layout, begin, end):
+        if any(entry.name in names for entry in fileformat.names_between(layout, begin, end)):
             data = from_first(group, functools.partial(reader.extent, number))
-            fileformat.write_bytes(tensors, layout, begin, end, data)
+            fileformat.write_bytes(held, layout, begin, end, data)
 
 
 def load_state(reader: Reader, group: Group) -> Any:
@@ -134,5 +137,5 @@ def load_state(reader: Reader, group: Group) -> Any:
         CheckpointError: the extent that it lies in is damaged.
     """
     state = torch.empty(reader.layout.entries[-2].shape, dtype=torch.uint8)
-    load(reader, {STATE: state}, group)
+    load(reader, {STATE: Held.whole(state)}, group)
     return json.loads(state.numpy().tobytes())

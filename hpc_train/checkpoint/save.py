@@ -1,9 +1,10 @@
 """Write one checkpoint with all ranks, so that it exists complete or not at all.
 
-Every rank holds the whole state. The ranks write a run of extents each, every extent is read back
-by another rank and compared with the hash of what was in memory (MPI-IO of some libraries reports
-success on a full disk), then rank 0 writes the header, its length, and renames the file. Each phase
-ends in an agreement: what fails on one rank is raised on all, and older checkpoints stay.
+The ranks of a replica hold the whole state together, and every replica holds it. The ranks write a
+run of extents each, put together by their replica; every extent is read back by another rank and
+compared with the hash of what was in memory (MPI-IO of some libraries reports success on a full
+disk), then rank 0 writes the header, its length, and renames the file. Each phase ends in an
+agreement: what fails on one rank is raised on all, and older checkpoints stay.
 """
 
 from __future__ import annotations
@@ -11,47 +12,57 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from hpc_train import files
 from hpc_train.checkpoint import fileformat
-from hpc_train.checkpoint.engines import Engine, open_writer
-from hpc_train.checkpoint.fileformat import HASH_BYTES, STATE, Layout
+from hpc_train.checkpoint.engines import Engine, Writer, open_writer
+from hpc_train.checkpoint.fileformat import HASH_BYTES, STATE, Held, Layout
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 
+T = TypeVar("T")
+
 
 def save(
-    path: Path, tensors: Mapping[str, Tensor], state: bytes, group: Group, engine: Engine = "auto"
+    path: Path,
+    held: Mapping[str, Held],
+    state: bytes,
+    group: Group,
+    engine: Engine = "auto",
+    replica: Group | None = None,
 ) -> None:
     """Write a checkpoint. Collective.
 
     Args:
         path: the file to make; one that exists is replaced when the new one is complete.
-        tensors: by name, contiguous, the same on all ranks.
+        held: this rank's parts of tensors, by the tensors' names.
         state: what is no tensor, as JSON, the same on all ranks.
         group: the ranks that write.
         engine: how they write.
+        replica: the ranks that hold the state together; by default each rank holds all of it.
 
     Raises:
         CheckpointError: it could not be written; nothing is left of it.
         UserError: the ranks do not have the same tensors or state.
     """
+    replica = replica or Group()
+    forms = together(replica, {name: part.form for name, part in held.items()})
     with agreed(group):
-        layout = fileformat.plan(tensors, state)
+        layout = fileformat.plan(forms, state)
     same(group, "the plan of the checkpoint", f"{layout}{state!r}", "build the same model on all")
-    content = {**tensors, STATE: torch.frombuffer(bytearray(state), dtype=torch.uint8)}
+    content = {**held, STATE: _state_part(state, replica)}
     partial = path.with_name(f".{path.name}.partial")
     try:
         with agreed(group), _explained(path):
             if group.rank == 0:
                 _reserve(partial, layout.file_bytes)
-        with agreed(group), _explained(path):
-            mine = _write_extents(partial, content, layout, group, engine)
+        mine = _write_extents(partial, path, content, layout, group, replica, engine)
         table = b"".join(_gathered(group, mine))
         with agreed(group), _explained(path):
             _read_back(partial, layout, table, group)
@@ -63,6 +74,16 @@ def save(
             with suppress(OSError):  # the error that is being raised says more
                 partial.unlink(missing_ok=True)
         raise
+
+
+def together(replica: Group, mine: Mapping[str, T]) -> dict[str, T]:
+    """What the ranks of a replica have by name, all together. Collective over the replica."""
+    return {name: value for part in _gathered(replica, mine) for name, value in part.items()}
+
+
+def _state_part(state: bytes, replica: Group) -> Held:
+    held = Held.whole(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return replace(held, owned=replica.rank == 0)
 
 
 def owned(extents: int, rank: int, size: int) -> range:
@@ -93,25 +114,69 @@ def _reserve(partial: Path, size: int) -> None:
 
 
 def _write_extents(
-    partial: Path, content: Mapping[str, Tensor], layout: Layout, group: Group, engine: Engine
+    partial: Path,
+    path: Path,
+    content: Mapping[str, Held],
+    layout: Layout,
+    group: Group,
+    replica: Group,
+    engine: Engine,
 ) -> bytes:
-    """Write this rank's extents; returns their hashes."""
-    hashes = []
-    writer = open_writer(engine, partial, group)
-    try:
-        for number in owned(layout.extents, group.rank, group.size):
-            begin, end = layout.extent(number)
-            data = fileformat.read_bytes(content, layout, begin, end)
-            hashes.append(fileformat.hash_of(data))
-            writer.write_at(layout.data_start + begin, data)
-        writer.sync()
-    finally:
-        writer.close()
+    """Write this rank's extents; returns their hashes. Collective."""
+    hashes: list[bytes] = []
+    writer: Writer | None = None
+    failure: Exception | None = None
+    for number, data in _my_extents(content, layout, group, replica):
+        if failure is None:
+            try:  # no agreement here: the other ranks of the replica go on to the next extent
+                writer = writer or open_writer(engine, partial, group)
+                hashes.append(fileformat.hash_of(data))
+                writer.write_at(layout.data_start + layout.extent(number)[0], data)
+            except Exception as error:  # noqa: BLE001  # raised below, on all ranks
+                failure = error
+    with agreed(group), _explained(path):
+        try:
+            if failure is not None:
+                raise failure
+            if writer is not None:
+                writer.sync()
+        finally:
+            if writer is not None:
+                writer.close()
     return b"".join(hashes)
 
 
-def _gathered(group: Group, value: bytes) -> list[bytes]:
-    return group.comm.allgather(value) if group.comm else [value]
+def _my_extents(
+    content: Mapping[str, Held], layout: Layout, group: Group, replica: Group
+) -> Iterator[tuple[int, bytearray]]:
+    """The extents that this rank writes, put together by its replica. Collective over it.
+
+    Parts of different ranks never overlap, so their union is a bitwise or with zeros in between.
+    """
+    for root, writer in enumerate(_gathered(replica, group.rank)):
+        for number in owned(layout.extents, writer, group.size):
+            data = fileformat.read_bytes(content, layout, *layout.extent(number))
+            if replica.comm is not None:
+                data = _united(data, replica, root)
+            if root == replica.rank:
+                yield number, data
+
+
+def _united(data: bytearray, replica: Group, root: int) -> bytearray:
+    from mpi4py import MPI  # a group with a communicator has MPI
+
+    assert replica.comm is not None
+    whole = bytearray(len(data) if replica.rank == root else 0)
+    with replica.waiting("an extent of a checkpoint"):
+        replica.comm.Reduce([data, MPI.BYTE], [whole, MPI.BYTE], op=MPI.BOR, root=root)
+    return whole
+
+
+def _gathered(group: Group, value: T) -> list[T]:
+    if group.comm is None:
+        return [value]
+    with group.waiting("what all ranks hold"):
+        return group.comm.allgather(value)
 
 
 def _read_back(partial: Path, layout: Layout, table: bytes, group: Group) -> None:

@@ -2,91 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint.fileformat import TORCH_DTYPES, Entry
+from hpc_train.checkpoint.fileformat import TORCH_DTYPES, Entry, Form, Held
 from hpc_train.errors import CheckpointMismatch
+from hpc_train.sharding import Shard, ShardSpec
 
 MODEL = "model."
 OPTIMIZER = "optim."
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+Shards = Mapping[str, Shard]
+"""What a rank holds, by the names of its own module's tensors; those not named it holds whole."""
+
+
+def model_tensors(model: nn.Module, shards: Shards) -> dict[str, Held]:
     """A model's parameters and persistent buffers; a tensor with two names has the first."""
-    named: dict[str, Tensor] = {}
+    named: dict[str, Held] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
-            named[MODEL + name] = tensor.detach()
+            shard = shards.get(name) or _whole(name, tensor)
+            named[MODEL + shard.name] = Held(tensor.detach(), shard.spec, shard.owned)
     return named
 
 
-def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+def _whole(name: str, tensor: Tensor) -> Shard:
+    return Shard(name, ShardSpec.whole(tuple(tensor.shape)))
+
+
+def _parameters(model: nn.Module, shards: Shards) -> dict[Parameter, Shard]:
+    return {p: shards.get(name) or _whole(name, p) for name, p in model.named_parameters()}
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: Optimizer, shards: Shards
+) -> Iterator[tuple[str, Shard, Parameter, Any]]:
+    known = _parameters(model, shards)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            shard = known[parameter]
             for slot, value in optimizer.state.get(parameter, {}).items():
-                yield f"{OPTIMIZER}{names[parameter]}.{slot}", value
+                yield f"{OPTIMIZER}{shard.name}.{slot}", shard, parameter, value
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors, named by parameter and slot: optim.blocks.0.weight.exp_avg."""
-    return {
-        name: value.detach()
-        for name, value in _optimizer_state(model, optimizer)
-        if isinstance(value, Tensor)
-    }
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer, shards: Shards) -> dict[str, Held]:
+    """The optimizer's tensors, named by parameter and slot: optim.blocks.0.weight.exp_avg.
+
+    What has a parameter's shape is cut as the parameter is; anything else each rank has whole.
+    """
+    found = {}
+    for name, shard, parameter, value in _optimizer_state(model, optimizer, shards):
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            found[name] = Held(value.detach(), shard.spec, shard.owned)
+        elif isinstance(value, Tensor):
+            found[name] = replace(
+                Held.whole(value.detach()), owned=shard.owned and shard.spec.start == 0
+            )
+    return found
 
 
-def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_values(model: nn.Module, optimizer: Optimizer, shards: Shards) -> dict[str, Any]:
     """What the optimizer remembers that is no tensor; must be plain JSON values."""
     return {
         name: value
-        for name, value in _optimizer_state(model, optimizer)
+        for name, _, _, value in _optimizer_state(model, optimizer, shards)
         if not isinstance(value, Tensor)
     }
 
 
-def make_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, entries: Mapping[str, Entry], values: Mapping[str, Any]
-) -> None:
-    """Give a fresh optimizer the slots that a checkpoint has, their tensors yet to be filled.
+def trained_names(model: nn.Module, optimizer: Optimizer, shards: Shards) -> dict[str, bool]:
+    """The names of the parameters that this rank's optimizer has."""
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return {shard.name: True for p, shard in _parameters(model, shards).items() if p in trained}
 
-    Raises:
-        CheckpointMismatch: the checkpoint has slots of a parameter that the optimizer lacks.
-    """
-    parameters = dict(model.named_parameters())
+
+def make_optimizer_state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    shards: Shards,
+    entries: Mapping[str, Entry],
+    values: Mapping[str, Any],
+) -> None:
+    """Give a fresh optimizer the slots that a checkpoint has, their tensors yet to be filled."""
+    parameters = {shard.name: (p, shard) for p, shard in _parameters(model, shards).items()}
     fused = {
         parameter: bool(group.get("fused") or group.get("capturable"))
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
     optimizer.state.clear()
-    for name in [name for name in entries if name.startswith(OPTIMIZER)] + list(values):
-        parameter_name, _, slot = name.removeprefix(OPTIMIZER).rpartition(".")
-        parameter = parameters.get(parameter_name)
-        if parameter is None or parameter not in fused:
-            raise CheckpointMismatch(f"the checkpoint has {name}, which this optimizer has not")
+    for name, parameter_name, slot in slots([*entries, *values]):
+        parameter, shard = parameters.get(parameter_name, (None, None))
+        if parameter is None or shard is None or parameter not in fused:
+            continue  # another rank's
         if name in values:
             optimizer.state[parameter][slot] = values[name]
             continue
         entry = entries[name]
         # Step counters stay on the host, where plain optimizers expect them.
-        on_device = entry.shape == tuple(parameter.shape) or fused[parameter]
+        alike = entry.shape == shard.spec.shape
         optimizer.state[parameter][slot] = torch.empty(
-            entry.shape,
+            shard.spec.local_shape if alike else entry.shape,
             dtype=TORCH_DTYPES[entry.dtype],
-            device=parameter.device if on_device else "cpu",
+            device=parameter.device if alike or fused[parameter] else "cpu",
         )
 
 
-def check_model(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], path: object) -> None:
+def slots(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Of the names of the optimizer's state: the name, its parameter's name, its slot."""
+    for name in names:
+        if name.startswith(OPTIMIZER):
+            parameter, _, slot = name.removeprefix(OPTIMIZER).rpartition(".")
+            yield name, parameter, slot
+
+
+def check_optimizer(names: Iterable[str], trained: Container[str]) -> None:
+    """Check that what a checkpoint remembers of parameters is of those that are trained.
+
+    Raises:
+        CheckpointMismatch: the checkpoint has slots of a parameter that the optimizer lacks.
+    """
+    for name, parameter, _ in slots(names):
+        if parameter not in trained:
+            raise CheckpointMismatch(f"the checkpoint has {name}, which this optimizer has not")
+
+
+def check_model(entries: Mapping[str, Entry], forms: Mapping[str, Form], path: object) -> None:
     """Check that a checkpoint's model tensors are those of this model.
 
     Raises:
@@ -94,14 +144,14 @@ def check_model(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], pat
     """
     remedy = "use the configuration it was made with, or another run.dir"
     saved = {name: entry for name, entry in entries.items() if name.startswith(MODEL)}
-    for name in sorted(saved.keys() | tensors.keys()):
-        if name not in saved or name not in tensors:
-            where = "the model" if name in tensors else "the checkpoint"
+    for name in sorted(saved.keys() | forms.keys()):
+        if name not in saved or name not in forms:
+            where = "the model" if name in forms else "the checkpoint"
             raise CheckpointMismatch(f"{path} is of another model: only {where} has {name}", remedy)
-        have, want = saved[name], tensors[name]
-        if have.shape != tuple(want.shape) or TORCH_DTYPES.get(have.dtype) != want.dtype:
+        have, (dtype, shape) = saved[name], forms[name]
+        if have.shape != shape or TORCH_DTYPES.get(have.dtype) != dtype:
             raise CheckpointMismatch(
                 f"{path} is of another model: its {name} is {have.dtype} {list(have.shape)}, "
-                f"the model's is {str(want.dtype).removeprefix('torch.')} {list(want.shape)}",
+                f"the model's is {str(dtype).removeprefix('torch.')} {list(shape)}",
                 remedy,
             )

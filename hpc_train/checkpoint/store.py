@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from torch.optim import Optimizer
 from hpc_train import files
 from hpc_train.checkpoint import restore, state
 from hpc_train.checkpoint.engines import Engine, check_engine
-from hpc_train.checkpoint.save import save
+from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.save import save, together
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.agreement import agreed, from_first
+from hpc_train.mpi.group import Group
+from hpc_train.sharding import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +37,15 @@ class Checkpoints:
 
     Args:
         directory: the folder, made with the first checkpoint.
-        collectives: of the ranks that train; each of them holds the whole state.
+        collectives: of all ranks that train.
         model, optimizer: what is saved; restored in place.
         keep: newest checkpoints that are kept; 0 keeps all.
         engine: how ranks write.
         identity: what a checkpoint must have been made with to be continued, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
+        shards: which part of the model's tensors this rank has; by default all.
+        replica: the ranks that hold the model together; by default each holds all of it.
+        alike: the ranks that hold the same as this one; by default all.
 
     Raises:
         ConfigError: engine mpiio in a process that runs without MPI.
@@ -55,11 +62,16 @@ class Checkpoints:
         engine: Engine = "auto",
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
+        shards: Mapping[str, Shard] | None = None,
+        replica: Group | None = None,
+        alike: Collectives | None = None,
     ) -> None:
         check_engine(engine, collectives.group)
         self.directory = directory
-        self.collectives = collectives
         self.group = collectives.group
+        self.shards = shards or {}
+        self.replica = replica or Group()
+        self.alike = alike or collectives
         self.model = model
         self.optimizer = optimizer
         self.keep = keep
@@ -80,12 +92,12 @@ class Checkpoints:
             return path
         begin = time.monotonic()
         self.unify_buffers()
-        tensors = {
-            **state.model_tensors(self.model),
-            **state.optimizer_tensors(self.model, self.optimizer),
+        held = {
+            **state.model_tensors(self.model, self.shards),
+            **state.optimizer_tensors(self.model, self.optimizer, self.shards),
         }
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save(path, contiguous, self._state(step), self.group, self.engine)
+        content = self._state(step)
+        save(path, _contiguous(held), content, self.group, self.engine, self.replica)
         with agreed(self.group):
             if self.group.rank == 0:
                 files.write_text(self.directory / LATEST, path.name + "\n")
@@ -118,9 +130,9 @@ class Checkpoints:
         return 0
 
     def unify_buffers(self) -> None:
-        """Give all ranks rank 0's buffers: running statistics differ from rank to rank."""
+        """Give all replicas the first one's buffers: running statistics differ."""
         for buffer in self.model.buffers():
-            self.collectives.broadcast_(buffer)
+            self.alike.broadcast_(buffer)
 
     def _candidates(self, source: str) -> list[Path]:
         """Where to resume from, in the order to try; unfinished files of dead jobs are removed."""
@@ -142,20 +154,22 @@ class Checkpoints:
     def _restore(self, path: Path) -> int:
         reader = restore.open_together(path, self.group)
         saved = restore.load_state(reader, self.group)
+        of_model = state.model_tensors(self.model, self.shards)
+        forms = together(self.replica, {name: part.form for name, part in of_model.items()})
+        trained = state.trained_names(self.model, self.optimizer, self.shards)
+        trained = together(self.replica, trained)
+        entries, values = reader.entries, saved["optimizer"]
         with agreed(self.group):
-            model_tensors = state.model_tensors(self.model)
-            state.check_model(reader.entries, model_tensors, path)
+            state.check_model(entries, forms, path)
             self._check_identity(saved["identity"], path)
-            state.make_optimizer_state(
-                self.model, self.optimizer, reader.entries, saved["optimizer"]
-            )
-        optimizer_tensors = state.optimizer_tensors(self.model, self.optimizer)
-        tensors = {**model_tensors, **optimizer_tensors}
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        restore.load(reader, contiguous, self.group)
-        for name, tensor in tensors.items():
-            if contiguous[name] is not tensor:
-                tensor.copy_(contiguous[name])
+            state.check_optimizer([*entries, *values], trained)
+            state.make_optimizer_state(self.model, self.optimizer, self.shards, entries, values)
+        held = of_model | state.optimizer_tensors(self.model, self.optimizer, self.shards)
+        contiguous = _contiguous(held)
+        restore.load(reader, contiguous, self.group, names=entries.keys())
+        for name, part in held.items():
+            if contiguous[name].tensor is not part.tensor:
+                part.tensor.copy_(contiguous[name].tensor)
         step = int(saved["step"])
         self.saved_step = step if path.parent == self.directory else 0
         logger.info("resumed from %s, after step %d", path, step)
@@ -171,7 +185,8 @@ class Checkpoints:
                 )
 
     def _state(self, step: int) -> bytes:
-        values = state.optimizer_values(self.model, self.optimizer)
+        values = state.optimizer_values(self.model, self.optimizer, self.shards)
+        values = together(self.replica, values)
         tree = {
             "step": step,
             "identity": self.identity,
@@ -186,6 +201,10 @@ class Checkpoints:
             done = [path for path in find(self.directory, "auto") if path.name <= name_of(step)]
             for path in done[self.keep :]:
                 path.unlink()
+
+
+def _contiguous(held: Mapping[str, Held]) -> dict[str, Held]:
+    return {name: replace(part, tensor=part.tensor.contiguous()) for name, part in held.items()}
 
 
 def name_of(step: int) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpc_train.collectives.protocol import Done, Pending
 from hpc_train.mpi.group import Group
 
 # MPI's own sum knows no 16-bit floats: passing their bits as integers would add the bit patterns.
@@ -20,10 +25,37 @@ SUMMABLE = {
 PIECE_BYTES = 1 << 30  # MPI-3 counts are C ints, and some transports fail near 2 GiB
 
 
+@functools.cache
+def reads_gpu_memory() -> bool:
+    """Whether this MPI library takes pointers to GPU memory, as far as it can be asked.
+
+    Open MPI and its kin have MPIX_Query_cuda_support; Cray MPICH is told by a variable.
+    """
+    if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
+        return True
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return bool(query and query())
+
+
+class Sent:
+    """Implements `Pending` for a nonblocking MPI call."""
+
+    def __init__(self, group: Group, request: MPI.Request, finish: Callable[[], Tensor]) -> None:
+        self.group = group
+        self.request = request
+        self.finish = finish
+
+    def wait(self) -> Tensor:
+        """Wait for the request and bring the result into its form."""
+        with self.group.waiting(f"a collective over {self.group.size} ranks"):
+            self.request.Wait()
+        return self.finish()
+
+
 class MpiCollectives:
     """Implements `Collectives` on the group's communicator.
 
-    Tensors on a device are staged through host memory.
+    Tensors on a device are given to an MPI that can read them, else staged through host memory.
     """
 
     def __init__(self, group: Group) -> None:
@@ -34,28 +66,110 @@ class MpiCollectives:
 
     def sum_(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over the ranks."""
-        if tensor.dtype not in SUMMABLE:
-            raise TypeError(f"MPI cannot add {tensor.dtype}: convert to float32 or float64")
-        host = tensor.detach().cpu().contiguous()
-        for piece in _pieces(host):
-            self.comm.Allreduce(MPI.IN_PLACE, [piece, SUMMABLE[tensor.dtype]], op=MPI.SUM)
-        _bring_back(tensor, host)
+        self._reduce(tensor, MPI.SUM, f"a sum over {self.group.size} ranks")
+
+    def max_(self, tensor: Tensor) -> None:
+        """Replace the tensor by the largest of the ranks' elements."""
+        self._reduce(tensor, MPI.MAX, f"a maximum over {self.group.size} ranks")
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root`."""
-        host = tensor.detach().cpu().contiguous()
-        for piece in _pieces(host.view(-1).view(torch.uint8)):
-            self.comm.Bcast([piece, MPI.BYTE], root=root)
-        _bring_back(tensor, host)
+        near = _reachable(tensor)
+        with self.group.waiting(f"a broadcast over {self.group.size} ranks"):
+            for piece in _pieces(near.view(-1).view(torch.uint8)):
+                self.comm.Bcast([piece, MPI.BYTE], root=root)
+        _bring_back(tensor, near)
+
+    def start_sum_(self, tensor: Tensor) -> Pending:
+        """Begin `sum_` of a contiguous tensor."""
+        near = _reachable(tensor)
+        pieces = _pieces(near)
+        if len(pieces) != 1:
+            self.sum_(tensor)
+            return Done(tensor)
+        request = self.comm.Iallreduce(MPI.IN_PLACE, [pieces[0], _type(tensor)], op=MPI.SUM)
+
+        def finish() -> Tensor:
+            _bring_back(tensor, near)
+            return tensor
+
+        return Sent(self.group, request, finish)
+
+    def start_gather(self, tensor: Tensor, dim: int) -> Pending:
+        """Begin to put the ranks' tensors together along a dimension."""
+        near = _reachable(tensor)
+        whole = near.new_empty((self.group.size, *near.shape))
+        count = near.nbytes
+        sent, received = _bytes(near), _bytes(whole)
+        request = self.comm.Iallgather([sent, count, MPI.BYTE], [received, count, MPI.BYTE])
+        return Sent(self.group, request, lambda: _joined(whole, dim).to(tensor.device))
+
+    def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
+        """Begin to sum over the ranks and keep this rank's part along a dimension."""
+        near = _split(_reachable(tensor), dim, self.group.size)
+        mine = torch.empty_like(near[0])
+        datatype = _type(tensor)
+        request = self.comm.Ireduce_scatter_block(
+            [_buffer(near), datatype], [_buffer(mine), datatype], op=MPI.SUM
+        )
+        # The call reads `near` until the end: the function keeps it alive.
+        return Sent(self.group, request, lambda: (near, mine)[1].to(tensor.device))
+
+    def _reduce(self, tensor: Tensor, operation: MPI.Op, what: str) -> None:
+        datatype = _type(tensor)
+        near = _reachable(tensor)
+        with self.group.waiting(what):
+            for piece in _pieces(near):
+                self.comm.Allreduce(MPI.IN_PLACE, [piece, datatype], op=operation)
+        _bring_back(tensor, near)
 
 
-def _pieces(host: Tensor) -> list[Any]:
-    """NumPy views that cover a contiguous host tensor, each of 1 GiB at most."""
-    flat = host.view(-1).numpy()
-    count = PIECE_BYTES // flat.itemsize
-    return [flat[first : first + count] for first in range(0, flat.size, count)]
+def _type(tensor: Tensor) -> MPI.Datatype:
+    if tensor.dtype not in SUMMABLE:
+        raise TypeError(f"MPI cannot add {tensor.dtype}: convert to float32 or float64")
+    return SUMMABLE[tensor.dtype]
 
 
-def _bring_back(tensor: Tensor, host: Tensor) -> None:
-    if host.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(host)
+def _reachable(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous, where MPI can read it."""
+    if tensor.is_cuda and reads_gpu_memory():
+        torch.cuda.current_stream().synchronize()  # MPI knows nothing of streams
+        return tensor.detach().contiguous()
+    return tensor.detach().cpu().contiguous()
+
+
+def _buffer(tensor: Tensor) -> Any:
+    """What mpi4py takes: NumPy's view is quicker to make than torch's DLPack capsule."""
+    return tensor if tensor.is_cuda else tensor.numpy()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return _buffer(tensor.view(-1).view(torch.uint8))
+
+
+def _pieces(near: Tensor) -> list[Any]:
+    """Views that cover a contiguous tensor, each of 1 GiB at most."""
+    flat = near.view(-1)
+    count = PIECE_BYTES // flat.element_size()
+    return [_buffer(flat[first : first + count]) for first in range(0, flat.numel(), count)]
+
+
+def _bring_back(tensor: Tensor, near: Tensor) -> None:
+    if near.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(near)
+
+
+def _joined(pieces: Tensor, dim: int) -> Tensor:
+    """Pieces along the first dimension, (P, ...), joined along another one: no copy if it may."""
+    shape = list(pieces.shape[1:])
+    dim %= len(shape)
+    shape[dim] *= len(pieces)
+    return pieces.movedim(0, dim).reshape(shape)
+
+
+def _split(tensor: Tensor, dim: int, parts: int) -> Tensor:
+    """The inverse of `_joined`, contiguous."""
+    dim %= tensor.dim()
+    shape = tensor.shape
+    cut = tensor.view(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
+    return cut.movedim(dim, 0).contiguous()

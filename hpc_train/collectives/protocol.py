@@ -4,32 +4,77 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
+
+
+class Pending(Protocol):
+    """An operation that goes on while the rank computes."""
+
+    def wait(self) -> Tensor:
+        """Wait for the end; returns the result. All ranks wait in the same order."""
 
 
 class Collectives(Protocol):
     """Operations over the ranks of one group; every rank of it must call each of them.
 
-    Tensors are contiguous; all ranks pass the same shapes and dtypes in the same order.
+    All ranks pass the same shapes and dtypes in the same order. Sums are of float32, float64, int32
+    or int64.
     """
 
     group: Group
 
     def sum_(self, tensor: Tensor) -> None:
-        """Replace a float32, float64, int32 or int64 tensor by its sum over the ranks."""
+        """Replace a tensor by its sum over the ranks."""
+
+    def max_(self, tensor: Tensor) -> None:
+        """Replace a tensor by the largest of the ranks' elements."""
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root` of the group; any dtype."""
 
+    def start_sum_(self, tensor: Tensor) -> Pending:
+        """Begin `sum_`; the tensor is contiguous and must be left alone until the end."""
 
-def connect(group: Group) -> Collectives:
-    """The fitting implementation: nothing to do in a process alone, else MPI."""
+    def start_gather(self, tensor: Tensor, dim: int) -> Pending:
+        """Begin to put the ranks' tensors together along a dimension, in the order of ranks."""
+
+    def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
+        """Begin to sum over the ranks and keep this rank's part along a dimension (divisible)."""
+
+
+class Done:
+    """Implements `Pending` for a result that is already there."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+
+    def wait(self) -> Tensor:
+        """The result."""
+        return self.result
+
+
+def connect(group: Group, device: torch.device | None = None) -> Collectives:
+    """The fitting implementation: nothing to do in a process alone, else MPI or Horovod.
+
+    Args:
+        group: the ranks.
+        device: where the tensors will lie. Of a GPU's, MPI takes those that it can read; if it can
+            not and Horovod runs with NCCL, Horovod does; else they go through host memory.
+    """
     if group.comm is None:
         from hpc_train.collectives.alone import AloneCollectives
 
         return AloneCollectives(group)
-    from hpc_train.collectives.mpi import MpiCollectives
+    from hpc_train.collectives.mpi import MpiCollectives, reads_gpu_memory
 
+    if device is not None and device.type == "cuda" and not reads_gpu_memory():
+        hvd = runtime.running_horovod()
+        if hvd is not None and hvd.nccl_built():
+            from hpc_train.collectives.horovod import HorovodCollectives
+
+            return HorovodCollectives(group, hvd)
     return MpiCollectives(group)

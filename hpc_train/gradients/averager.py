@@ -50,7 +50,8 @@ def average_gradients(
     Args:
         model: its parameters that require gradients are averaged; all ranks build the same one.
         optimizer: over the model's parameters; stays usable, also to save its state.
-        group: the ranks to average over.
+        group: the ranks to average over. For engine horovod all ranks of the job, or one of the
+            process sets that Horovod was started with (`runtime.start_horovod`).
         engine: "horovod", "mpi", or "auto", which takes mpi: it was the faster of the two wherever
             we measured (benchmarks/RESULTS.md).
         bucket_bytes: size of the flat buckets of engine mpi.
@@ -71,8 +72,10 @@ def average_gradients(
     if engine == "horovod":
         from hpc_train.gradients.horovod import HorovodAverager
 
-        hvd = runtime.start_horovod(group)
-        return HorovodAverager(hvd, model, optimizer, backward_passes)
+        hvd = runtime.running_horovod() or runtime.start_horovod(group)
+        ranks = group.comm.allgather(hvd.rank()) if group.comm else [0]
+        ours = runtime.process_set(hvd, ranks)
+        return HorovodAverager(hvd, model, optimizer, backward_passes, ours, group.waiting)
     from hpc_train.gradients.mpi import MpiAverager
 
     return MpiAverager(model, optimizer, collectives, bucket_bytes)

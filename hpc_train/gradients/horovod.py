@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hpc_train.mpi.watch import Watch
+
 
 class HorovodAverager:
     """Implements `GradientAverager` with `hvd.DistributedOptimizer`.
@@ -22,6 +24,7 @@ class HorovodAverager:
             that saving, restoring and learning rates work on either.
         backward_passes: backward passes in each step; Horovod communicates after the last.
         process_set: the ranks to average over; by default all.
+        waiting: the group's, to tell what this rank waits for.
     """
 
     def __init__(
@@ -31,7 +34,9 @@ class HorovodAverager:
         optimizer: Optimizer,
         backward_passes: int = 1,
         process_set: Any = None,
+        waiting: Watch | None = None,
     ) -> None:
+        self.waiting = waiting or Watch()
         self.distributed = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
@@ -48,7 +53,8 @@ class HorovodAverager:
 
     def average(self) -> None:
         """Wait for the averages that the backward pass has begun. Collective."""
-        self.distributed.synchronize()
+        with self.waiting("the sums of the gradients by Horovod"):
+            self.distributed.synchronize()
         self._averaged = True
 
     def step(self) -> None:

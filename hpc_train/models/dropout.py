@@ -44,6 +44,8 @@ class SampleDropout(nn.Module):
         self.share = share
         self.place = place
         self.seeds: Sequence[int] = ()
+        self.section: tuple[int, int, int] | None = None
+        """(dim, index, parts): x is but the index-th of so many equal parts along a dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of x, of shape (B, ...), in training; B seeds must have been set."""
@@ -51,10 +53,19 @@ class SampleDropout(nn.Module):
             return x
         if len(self.seeds) != len(x):
             raise ValueError(f"{len(x)} samples but {len(self.seeds)} seeds: call seed_samples")
-        masks = torch.stack([self._mask(x[0], seed) for seed in self.seeds])
+        masks = torch.stack([self._mask(x, seed) for seed in self.seeds])
         return x * masks
 
-    def _mask(self, like: Tensor, seed: int) -> Tensor:
-        generator = torch.Generator(like.device).manual_seed(mix(seed, self.place))
-        kept = torch.rand(like.shape, generator=generator, device=like.device) >= self.share
-        return kept.to(like.dtype) / (1 - self.share)
+    def _mask(self, x: Tensor, seed: int) -> Tensor:
+        """One sample's mask: of the whole sample, or the part that x is."""
+        generator = torch.Generator(x.device).manual_seed(mix(seed, self.place))
+        shape = list(x.shape[1:])
+        if self.section is None:
+            drawn = torch.rand(shape, generator=generator, device=x.device)
+        else:
+            dim, index, parts = self.section
+            dim = dim % x.dim() - 1
+            shape[dim] *= parts
+            drawn = torch.rand(shape, generator=generator, device=x.device)
+            drawn = drawn.chunk(parts, dim)[index]
+        return (drawn >= self.share).to(x.dtype) / (1 - self.share)

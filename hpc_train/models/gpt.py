@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +26,18 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = hidden // heads
         self.qkv = Linear(hidden, 3 * hidden)
         self.out = Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend within x of shape (B, T, C); returns the same shape."""
-        B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.heads, C // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # (B, H, T, C/H) each
+        # Head by head, so that consecutive rows of the matrix make up whole heads. The sizes are
+        # those of the product: where ranks share the heads, each sees its own.
+        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))  # (B, T, H, 3, C/H)
+        query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind()  # (B, H, T, C/H) each
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        joined: Tensor = self.out(y.transpose(1, 2).reshape(B, T, C))
+        joined: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return joined
 
 
@@ -72,8 +74,40 @@ class Block(nn.Module):
         return x + added
 
 
+class Embedding(nn.Module):
+    """Token and position embeddings, added."""
+
+    def __init__(self, vocab: int, sequence: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, hidden)
+        self.position = nn.Embedding(sequence, hidden)
+        self.dropout = SampleDropout(dropout, 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed int64 tokens of shape (B, T) in (B, T, C)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        embedded: Tensor = self.dropout(self.token(tokens) + self.position(positions))
+        return embedded
+
+
+class Head(nn.Module):
+    """The last norm and the product with the output embedding."""
+
+    def __init__(self, hidden: int, vocab: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.output = Linear(hidden, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn x of shape (B, T, C) into logits of shape (B, T, V)."""
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
 class GPT(nn.Module):
     """A GPT language model.
+
+    `stages` and `tensor_plan` say how it may be spread over ranks (see docs/reference/parallel.md).
 
     Args:
         vocab: vocabulary size V.
@@ -84,6 +118,18 @@ class GPT(nn.Module):
         dropout: share dropped after the embedding and in each residual branch.
         tie_embeddings: share the token embedding with the output layer.
     """
+
+    stages = ("embedding", "blocks.*", "head")
+    tensor_plan: ClassVar[dict[str, str]] = {
+        "embedding.token": "vocab",
+        "embedding.position": "sequence",
+        "blocks.*.attention.qkv": "colwise",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.mlp.up": "colwise",
+        "blocks.*.mlp.down": "rowwise",
+        "head.output": "vocab",
+        "loss": "vocab",
+    }
 
     def __init__(
         self,
@@ -98,15 +144,13 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.sequence = sequence
-        self.token_embedding = nn.Embedding(vocab, hidden)
-        self.position_embedding = nn.Embedding(sequence, hidden)
-        self.dropout = SampleDropout(dropout, 0)
+        self.embedding = Embedding(vocab, sequence, hidden, dropout)
         self.blocks = nn.ModuleList(Block(hidden, heads, dropout, i) for i in range(layers))
-        self.norm = nn.LayerNorm(hidden)
-        self.output = Linear(hidden, vocab, bias=False)
+        self.head = Head(hidden, vocab)
+        self.loss = nn.CrossEntropyLoss()
         self._initialise(layers)
         if tie_embeddings:
-            self.output.weight = self.token_embedding.weight
+            self.head.output.weight = self.embedding.token.weight
 
     def _initialise(self, layers: int) -> None:
         for name, parameter in self.named_parameters():
@@ -134,11 +178,11 @@ class GPT(nn.Module):
         Returns:
             Logits of shape (B, T, V), or the loss in nats per token, a scalar.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.output(self.norm(x))
+        logits: Tensor = self.head(x)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
+        return loss

@@ -38,15 +38,24 @@ def _onednn_works() -> bool:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(3, 4, generator=generator) for _ in range(2))
     try:
-        return torch.allclose(_product(x, weight, None), x @ weight.t(), atol=1e-5)
+        return torch.allclose(_onednn(x, weight, None), x @ weight.t(), atol=1e-5)
     except (AttributeError, RuntimeError, TypeError):
         return False
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Give x (M, K) times the transpose of weight (N, K), plus bias (N): (M, N), by oneDNN."""
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Give x (M, K) times the transpose of weight (N, K), plus bias (N): (M, N).
+
+    It leaves no trace for autograd: for functions that bring a backward pass of their own.
+    """
+    if x.dtype is torch.float32 and x.device.type == "cpu" and onednn_is_better():
+        return _onednn(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 class _OneDnnLinear(torch.autograd.Function):
@@ -56,15 +65,15 @@ class _OneDnnLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _product(x, weight, bias)
+        return _onednn(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dx = _product(dy, weight.t(), None) if needs_x else None
-        dweight = _product(dy.t(), x.t(), None) if needs_weight else None
+        dx = _onednn(dy, weight.t(), None) if needs_x else None
+        dweight = _onednn(dy.t(), x.t(), None) if needs_weight else None
         dbias = dy.sum(0) if ctx.has_bias and needs_bias else None
         return dx, dweight, dbias
 

@@ -55,7 +55,9 @@ def settle(group: Group, failure: Exception | None) -> None:
         return
     if failure is not None and not isinstance(failure, HpcTrainError):
         logger.error("failed on this rank", exc_info=failure)
-    told = group.comm.bcast(_described(group, failure) if group.rank == first else None, root=first)
+    mine = _described(group, failure) if group.rank == first else None
+    with group.waiting(f"the error of rank {first}"):
+        told = group.comm.bcast(mine, root=first)
     told.agreed = True
     raise told from failure
 
@@ -96,7 +98,8 @@ def same(group: Group, what: str, value: str, remedy: str) -> None:
     if group.comm is None:
         return
     digest = hashlib.blake2b(value.encode(), digest_size=16).digest()
-    first = group.comm.bcast((digest, group.host))
+    with group.waiting(f"a comparison of {what}"):
+        first = group.comm.bcast((digest, group.host))
     differing: Exception | None = None
     if first[0] != digest:
         differing = UserError(f"{what} differs from that of rank 0 ({first[1]})", remedy)

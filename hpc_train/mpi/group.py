@@ -46,7 +46,7 @@ class Group:
         """
         if self.comm is None:
             return Group(waiting=self.waiting)
-        comm = self.comm.Split(color, key)
+        comm: MPI.Intracomm = self.comm.Split(color, key)  # type: ignore[assignment]
         if comm.size > 1:
             return Group(comm.rank, comm.size, comm, self.waiting)
         comm.Free()

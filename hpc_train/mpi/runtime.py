@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ class Runtime:
         Collective over the node.
         """
         mine = os.sched_getaffinity(0)
-        everyone = self.node.comm.allgather(mine) if self.node.comm else [mine]
+        with self.node.waiting("the cores of the ranks of its node"):
+            everyone = self.node.comm.allgather(mine) if self.node.comm else [mine]
         return max(1, len(mine) // sum(1 for other in everyone if other & mine))
 
     def print(self, *values: object) -> None:
@@ -88,7 +90,7 @@ def start() -> Runtime:
         )
     world = Group.of(MPI.COMM_WORLD)
     shared = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    return Runtime(world, Group(shared.rank, shared.size, shared), launch.launcher)
+    return Runtime(world, Group(shared.rank, shared.size, shared, world.waiting), launch.launcher)
 
 
 def _gpus() -> int:
@@ -125,8 +127,16 @@ def horovod_built() -> bool:
     return importlib.util.find_spec("horovod") is not None
 
 
-def start_horovod(world: Group) -> Any:
+def start_horovod(world: Group, process_sets: Sequence[Sequence[int]] = ()) -> Any:
     """Import horovod.torch and initialise it on the ranks of the job. Collective.
+
+    Where it runs without some of the process sets it is started again with them; nothing may be
+    pending then. Process sets of before stay, under the same numbers.
+
+    Args:
+        world: all ranks of the job.
+        process_sets: world ranks of each, ascending; the same on all ranks, without duplicates, and
+            without the set of all.
 
     Returns:
         The module horovod.torch.
@@ -136,9 +146,38 @@ def start_horovod(world: Group) -> Any:
     """
     with agreed(world):
         hvd = _import_horovod()
-    if not hvd.is_initialized():
-        hvd.init()
+    running = hvd.is_initialized()
+    known = _process_sets(hvd) if running else {}
+    missing = [list(ranks) for ranks in process_sets if tuple(ranks) not in known]
+    if running and not missing:
+        return hvd
+    if running:
+        world.barrier()  # the first rank that shuts Horovod down takes it from the others
+        hvd.shutdown()
+    earlier = [list(ranks) for ranks, number in known.items() if number > 0]
+    hvd.init(process_sets=[hvd.ProcessSet(ranks) for ranks in [*earlier, *missing]])
     return hvd
+
+
+def process_set(hvd: Any, ranks: Sequence[int]) -> Any:
+    """Horovod's process set of these world ranks, its global one if they are all.
+
+    Raises:
+        ValueError: `start_horovod` was not given these ranks.
+    """
+    if len(ranks) == hvd.size():
+        return hvd.global_process_set
+    found = hvd.ProcessSet(list(ranks))
+    found.process_set_id = _process_sets(hvd).get(tuple(found.ranks))
+    if found.process_set_id is None:
+        raise ValueError(f"Horovod has no process set of ranks {found.ranks}: start it with them")
+    return found
+
+
+def _process_sets(hvd: Any) -> dict[tuple[int, ...], int]:
+    """Horovod's number of each process set; 0 is the global one. It has no public way to ask."""
+    numbered = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
+    return {tuple(numbered[number]): number for number in sorted(numbered)}
 
 
 def _import_horovod() -> Any:
@@ -157,7 +196,13 @@ def _import_horovod() -> Any:
     return hvd
 
 
-def _stop_horovod() -> None:
+def running_horovod() -> Any:
+    """The module horovod.torch if Horovod has been started, else None."""
     hvd = sys.modules.get("horovod.torch")
-    if hvd is not None and hvd.is_initialized():
+    return hvd if hvd is not None and hvd.is_initialized() else None
+
+
+def _stop_horovod() -> None:
+    hvd = running_horovod()
+    if hvd is not None:
         hvd.shutdown()

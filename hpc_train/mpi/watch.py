@@ -1,4 +1,4 @@
-"""What this rank waits for, so that a rank that never comes can be named."""
+"""What this rank waits for, so that a rank that never comes can be named (see `watchdog.py`)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from types import TracebackType
 
 
 class Watch:
-    """Records the operation that this rank's main thread waits in; entered as a context.
+    """Records what this process's main thread waits for; entered as a context, by that thread only.
 
-    One object serves all groups of a job; `operation` is "" while the rank waits for nobody.
+    One object serves all groups of a job. `now` is the operation and since when (by
+    `time.monotonic`); the operation is "" while the rank waits for nobody. It is one tuple, never
+    changed, so another thread may read it at any moment. The end of a wait inside of another one is
+    progress: the outer wait then counts from there.
     """
 
     def __init__(self) -> None:
-        self.operation = ""
-        self.since = 0.0
+        self.now = ("", time.monotonic())
+        self._next = ""
+        self._outer: list[str] = []
 
     def __call__(self, operation: str) -> Watch:
         """Name the operation, such as "the sum of a bucket over 4 ranks", and enter the result."""
@@ -22,8 +26,8 @@ class Watch:
         return self
 
     def __enter__(self) -> None:
-        self.since = time.monotonic()
-        self.operation = self._next
+        self._outer.append(self.now[0])
+        self.now = (self._next, time.monotonic())
 
     def __exit__(
         self,
@@ -31,4 +35,4 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.operation = ""
+        self.now = (self._outer.pop(), time.monotonic())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 import hpc_train
-from hpc_train.config import ModelSection, RunConfig
+from hpc_train.config import ModelSection, ParallelSection, RunConfig
 from hpc_train.data import manifest as manifests
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.shards import TokenDataset, check_shards
@@ -43,6 +44,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             check_shards(directory, manifest)
     with agreed(group):
         shape = gpt_shape(config.model, manifest)
+        check_layout(config.parallel, shape)
         torch.manual_seed(config.run.seed)
         model = GPT(**shape)
         sequence = config.model.sequence
@@ -89,6 +91,37 @@ def gpt_shape(section: ModelSection, manifest: Manifest) -> dict[str, Any]:
     shape = asdict(section) | {"vocab": vocab}
     del shape["kind"]
     return shape
+
+
+def check_layout(section: ParallelSection, shape: Mapping[str, Any]) -> None:
+    """Check that tensor and pipeline parallelism can divide a GPT.
+
+    Args:
+        section: the layout.
+        shape: from `gpt_shape`.
+
+    Raises:
+        ConfigError: they cannot; the message has the nearest sizes that can.
+    """
+    divided = {"heads": shape["heads"], "vocab": shape["vocab"]}
+    if section.sequence_parallel:
+        divided["sequence"] = shape["sequence"]
+    for key, size in divided.items():
+        if size % section.tp:
+            below, above = size // section.tp * section.tp, -(-size // section.tp) * section.tp
+            near = [str(above)] if key == "vocab" or not below else [str(below), str(above)]
+            raise ConfigError(
+                f"parallel.tp {section.tp} does not divide model.{key} {size}",
+                f"nearest that it divides: model.{key} {' or '.join(near)}",
+            )
+    parts, most = section.pp * section.chunks, shape["layers"] + 2
+    if section.pp > 1 and parts > most:
+        virtual = f" x parallel.virtual_stages {section.chunks}" if section.chunks > 1 else ""
+        raise ConfigError(
+            f"parallel.pp {section.pp}{virtual} is more than the {most} parts of the model "
+            f"({shape['layers']} layers, embedding and head)",
+            f"nearest that fits: model.layers {parts - 2}, or parallel.pp {most // section.chunks}",
+        )
 
 
 def check_same_program(config: RunConfig, group: Group) -> None:

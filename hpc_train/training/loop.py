@@ -23,6 +23,7 @@ from hpc_train.models.dropout import mix
 from hpc_train.monitoring.meter import Waiting
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.mpi.watchdog import watch_over
 from hpc_train.training.device import use_cores
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.steps import guarded_steps
@@ -44,6 +45,8 @@ class Loop:
         every: steps between two checkpoints; one more is written at the end and at a stop.
         keep: newest checkpoints that are kept.
         time_limit: seconds after which it stops with a checkpoint.
+        hang_timeout: seconds that a rank in `epochs` waits for another before the job ends with an
+            error; 0: for ever.
     """
 
     def __init__(
@@ -58,10 +61,12 @@ class Loop:
         every: int = 1000,
         keep: int = 3,
         time_limit: float | None = None,
+        hang_timeout: float = 1800.0,
     ) -> None:
         self.group = runtime.world
         self.every = every
         self.time_limit = time_limit
+        self.hang_timeout = hang_timeout
         self.collectives = connect(self.group)
         use_cores(runtime)
         self.averager = average_gradients(
@@ -105,7 +110,10 @@ class Loop:
         given = repr((len(dataset), batch, epochs, seed, shuffle))
         same(self.group, what, given, "give all ranks the same")
         last = epochs * order.steps_per_epoch
-        with closing(StopRequests(self.time_limit)) as stop:
+        with (
+            watch_over(self.group, self.hang_timeout),
+            closing(StopRequests(self.time_limit)) as stop,
+        ):
             done = self.checkpoints.resume()
             loader = Loader(dataset, order, parts, first_step=done + 1, last_step=last, prefetch=0)
             batches = self._batches(loader, stop, seed)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from hpc_train import files, log
 from hpc_train.checkpoint import Checkpoints
@@ -26,7 +26,11 @@ from hpc_train.monitoring.console import progress
 from hpc_train.monitoring.meter import Meter
 from hpc_train.monitoring.metrics import MetricsFile
 from hpc_train.mpi.agreement import agreed, same
-from hpc_train.mpi.runtime import Runtime
+from hpc_train.mpi.grid import ParallelGrid
+from hpc_train.mpi.runtime import Runtime, start_horovod
+from hpc_train.mpi.topology import discover
+from hpc_train.mpi.watchdog import watch_over
+from hpc_train.parallel.apply import apply
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
@@ -79,9 +83,17 @@ class Trainer:
         self.config, self.dataset, self.loss, self.validation = config, dataset, loss, validation
         self.group = runtime.world
         run, data = config.run, config.data
+        layout = config.parallel
+        self.grid = ParallelGrid.build(
+            self.group,
+            discover(self.group, runtime.node),
+            dp=layout.dp,
+            tp=layout.tp,
+            pp=layout.pp,
+        )
+        replica = self.grid.coordinate.dp
         with agreed(self.group):
-            check_ranks(config, self.group.size)
-            self.parts = cut(data.batch, self.group.size, self.group.rank, data.micro_batch)
+            self.parts = cut(data.batch, self.grid.dp, replica, data.micro_batch)
             self.order = SampleOrder(len(dataset), data.batch, seed=run.seed, shuffle=data.shuffle)
             self.last_step = last_step(config, self.order)
             if data.validation_every and validation is None:
@@ -95,13 +107,19 @@ class Trainer:
             make_deterministic()
         use_cores(runtime)
         self.device = choose_device()
-        self.model = model.to(self.device, getattr(torch, config.precision.dtype))
+        shared = self.grid.dp > 1 or self.group.size == 1
+        engine = config.gradients.engine if shared else "mpi"  # one replica averages with nobody
+        if engine == "horovod":
+            start_horovod(self.group, self.grid.process_sets())
+        self.model = model.to(getattr(torch, config.precision.dtype))
+        self.layout = apply(self.model, self.grid, config.parallel, self.device)
+        self.model.to(self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.averager = average_gradients(
             self.model,
             self.optimizer,
-            self.group,
-            engine=config.gradients.engine,
+            self.grid.data,
+            engine=engine,
             bucket_bytes=int(config.gradients.bucket_mb * (1 << 20)),
             backward_passes=len(self.parts),
         )
@@ -115,6 +133,9 @@ class Trainer:
             engine=config.checkpoint.engine,
             identity={**sample_order_identity(config, len(dataset)), **(identity or {})},
             about=about,
+            shards=self.layout.shards,
+            replica=self.grid.model,
+            alike=connect(self.grid.data),
         )
         self.meter = Meter(data.batch, tokens_per_sample)
 
@@ -127,6 +148,7 @@ class Trainer:
         """
         with (
             self._run_directory() as directory,
+            watch_over(self.group, self.config.run.hang_timeout),
             closing(StopRequests(self.config.run.time_limit_seconds())) as stop,
         ):
             after = self.checkpoints.resume(self.config.checkpoint.resume)
@@ -147,23 +169,45 @@ class Trainer:
         self.checkpoints.unify_buffers()
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64)
-        size = self.parts[0].count
-        mine = range(self.group.rank, len(self.validation), self.group.size)
-        with agreed(self.group), torch.no_grad():
-            for first in range(0, len(mine), size):
-                indices = mine[first : first + size]
-                batch = move(fetch(self.validation, indices), self.device)
-                loss = self.loss(self.model, batch).item()
-                totals += torch.tensor([loss * len(indices), len(indices)], dtype=torch.float64)
+        for indices in self._validation_rounds():
+            with agreed(self.group):
+                batches = [move(fetch(self.validation, some), self.device) for some in indices]
+            with torch.no_grad():
+                losses = self._evaluate(batches, [len(some) for some in indices])
+            for loss, some in zip(losses, indices, strict=False):  # none where nothing ends
+                totals += torch.tensor([loss.item() * len(some), len(some)], dtype=torch.float64)
         self.model.train()
         self.collectives.sum_(totals)
         return float(totals[0] / totals[1])
+
+    def _validation_rounds(self) -> Iterator[list[range]]:
+        """Which samples this replica evaluates; all replicas go as many rounds."""
+        total, replicas = len(self.validation), self.grid.dp
+        size, at_once = self.parts[0].count, 2 * self.grid.pp - 1
+        mine = range(self.grid.coordinate.dp, total, replicas)
+        for first in range(0, -(-total // replicas), size * at_once):
+            cuts = range(first, min(first + size * at_once, len(mine)), size)
+            yield [mine[begin : begin + size] for begin in cuts]
+
+    def _evaluate(self, batches: list[Any], samples: list[int]) -> list[Tensor]:
+        if not batches:
+            return []
+        losses = self.layout.pipeline.evaluate(
+            lambda number, chunk: self.loss(self.model, batches[number]), samples
+        )
+        return losses if self._speaks else []
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank's losses count: of the ranks of a replica one does."""
+        return self.layout.pipeline.is_last and self.grid.coordinate.tp == 0
 
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
         due = self._due(step.number)
         loss = self._backward(step)
         with self.meter.communicating():
             self.averager.average()
+            self.layout.gradients.complete()
         norm = self._clip(needed=due)
         rate = self._set_learning_rate(step.number)
         self.averager.step()
@@ -178,21 +222,30 @@ class Trainer:
             report(record)
 
     def _backward(self, step: Step) -> Tensor:
-        """Accumulate the step's gradients; returns the mean loss over this rank's samples."""
+        """Accumulate the step's gradients; returns the mean loss over the replica's samples.
+
+        On ranks that do not speak for their replica the loss is 0.
+        """
         self.averager.zero_grad()
         self.model.train()
+        micro_batches = step.micro_batches
+        batches = [move(micro_batch.data, self.device) for micro_batch in micro_batches]
+
+        def forward(number: int, chunk: int) -> Tensor:
+            self._seed(step.number, micro_batches[number], chunk)
+            return self.loss(self.model, batches[number])
+
+        samples = [micro_batch.part.count for micro_batch in micro_batches]
+        losses = self.layout.pipeline.train(forward, samples)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for micro_batch in step.micro_batches:
-            self._seed(step.number, micro_batch)
-            loss = self.loss(self.model, move(micro_batch.data, self.device))
-            loss = loss / len(step.micro_batches)
-            loss.backward()
-            total += loss.detach()
+        for loss in losses if self._speaks else []:
+            total += loss / len(micro_batches)
         return total
 
-    def _seed(self, step: int, micro_batch: MicroBatch) -> None:
+    def _seed(self, step: int, micro_batch: MicroBatch, chunk: int) -> None:
         seed, part = self.config.run.seed, micro_batch.part
-        torch.manual_seed(mix(seed, step, part.first))
+        stage = chunk * self.grid.pp + self.grid.coordinate.pp  # unlike draws in unlike layers
+        torch.manual_seed(mix(seed, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:
             places = range(part.first, part.first + part.count)
@@ -203,14 +256,13 @@ class Trainer:
         limit = self.config.optimizer.clip_norm
         if not limit and not needed:
             return math.nan
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = self.layout.gradients.norm()
         if limit:
-            clip_grads_with_norm_(parameters, limit, norm)
+            clip_grads_with_norm_(self.model.parameters(), limit, norm)
         return float(norm)
 
     def _set_learning_rate(self, step: int) -> float:
-        rate = learning_rate(self.config.optimizer, step, self.last_step, self.group.size)
+        rate = learning_rate(self.config.optimizer, step, self.last_step, self.grid.dp)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
@@ -218,7 +270,7 @@ class Trainer:
     def _mean(self, local: Tensor) -> float:
         total = local.detach().clone()
         self.collectives.sum_(total)
-        mean = float(total) / self.group.size
+        mean = float(total) / self.grid.dp
         if not math.isfinite(mean):
             logger.warning("the loss is %s", mean)
         return mean
@@ -290,19 +342,6 @@ def _usable(directory: Path) -> Iterator[None]:
             f"run.dir {directory} cannot be written ({error.strerror}: {error.filename})",
             "give a folder that you may write to, or free space",
         ) from None
-
-
-def check_ranks(config: RunConfig, ranks: int) -> None:
-    """Check that the data-parallel size is what the job has.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if config.parallel.dp not in (None, ranks):
-        raise ConfigError(
-            f"parallel.dp is {config.parallel.dp}, the job has {ranks} ranks",
-            f"start {config.parallel.dp} ranks, or leave parallel.dp out",
-        )
 
 
 def last_step(config: RunConfig, order: SampleOrder) -> int:

@@ -23,6 +23,10 @@ def small_extents(monkeypatch):
     monkeypatch.setattr(fileformat, "EXTENT_BYTES", 1024)
 
 
+def held(tensors):
+    return {name: fileformat.Held.whole(tensor) for name, tensor in tensors.items()}
+
+
 @st.composite
 def tensors(draw):
     """Named tensors of all types and many shapes, empty and scalar ones among them."""
@@ -39,10 +43,10 @@ def tensors(draw):
 @given(tensors(), st.binary(min_size=1, max_size=3000))
 def test_what_is_saved_is_loaded_and_safetensors_reads_it_too(tmp_path_factory, named, state):
     path = tmp_path_factory.mktemp("c") / "c.safetensors"
-    save(path, named, b'"' + state.hex().encode() + b'"', ALONE)
+    save(path, held(named), b'"' + state.hex().encode() + b'"', ALONE)
     reader = Reader.open(path)
     empty = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
-    restore.load(reader, empty, ALONE)
+    restore.load(reader, held(empty), ALONE)
     assert restore.load_state(reader, ALONE) == state.hex()
     theirs = safetensors.torch.load_file(path)
     for name, tensor in named.items():
@@ -64,14 +68,14 @@ def test_every_extent_has_one_writer(extents, ranks):
 def saved(tmp_path):
     path = tmp_path / "c.safetensors"
     named = {"a": torch.arange(900.0), "b": torch.ones(3, 5, dtype=torch.bfloat16)}
-    save(path, named, b'{"step": 1}', ALONE)
+    save(path, held(named), b'{"step": 1}', ALONE)
     return path, named
 
 
 def opened_and_loaded(path, named):
     reader = Reader.open(path)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
-    restore.load(reader, loaded, ALONE)
+    restore.load(reader, held(loaded), ALONE)
     assert restore.load_state(reader, ALONE) == {"step": 1}
     return loaded
 
@@ -126,5 +130,5 @@ def test_a_safetensors_file_of_others_is_not_taken_for_ours(tmp_path):
 
 def test_a_type_that_has_no_name_in_the_format_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"x has dtype torch.complex64"):
-        save(tmp_path / "c", {"x": torch.ones(1, dtype=torch.complex64)}, b"{}", ALONE)
+        save(tmp_path / "c", held({"x": torch.ones(1, dtype=torch.complex64)}), b"{}", ALONE)
     assert list(tmp_path.iterdir()) == []

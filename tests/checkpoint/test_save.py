@@ -26,19 +26,23 @@ def state_of(seed=0):
     return {name: torch.randn(s, generator=generator).double() for name, s in sizes.items()}
 
 
+def held(tensors):
+    return {name: fileformat.Held.whole(tensor) for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize("engine", ["mpiio", "posix"])
 def test_any_number_of_ranks_and_any_engine_write_the_same_bytes(group, together, engine):
     if not group:
         return
     path = together / f"{group.size}-{engine}"
-    save(path, state_of(), b'{"x": 1}', group, engine)
+    save(path, held(state_of()), b'{"x": 1}', group, engine)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state_of().items()}
     reader = restore.open_together(path, group)
-    restore.load(reader, loaded, group)
+    restore.load(reader, held(loaded), group)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state_of().items())
     assert restore.load_state(reader, group) == {"x": 1}
     if group.rank == 0:
-        save(together / "alone", state_of(), b'{"x": 1}', Group())
+        save(together / "alone", held(state_of()), b'{"x": 1}', Group())
         assert path.read_bytes() == (together / "alone").read_bytes()
 
 
@@ -70,7 +74,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_older_checkpoints_stay(
     if group.size < 4:
         pytest.skip("needs 4 ranks")
     path = together / "checkpoint"
-    save(path, state_of(), b"{}", group)
+    save(path, held(state_of()), b"{}", group)
     before = path.read_bytes()
     counter = [call if group.rank == rank else -1]
     real = engines.open_writer
@@ -80,7 +84,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_older_checkpoints_stay(
     changed = state_of(seed=1)
     silent_sync = False
     try:
-        save(path, changed, b"{}", group)
+        save(path, held(changed), b"{}", group)
         silent_sync = True
     except CheckpointError as error:
         assert error.agreed
@@ -89,7 +93,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_older_checkpoints_stay(
     if silent_sync:  # a sync that did nothing cannot be noticed, and the data are there
         assert how == "silent"
         loaded = {name: torch.zeros_like(tensor) for name, tensor in changed.items()}
-        restore.load(restore.open_together(path, group), loaded, group)
+        restore.load(restore.open_together(path, group), held(loaded), group)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in changed.items())
     if group.rank == 0:  # which has cleaned up
         assert [entry.name for entry in together.iterdir()] == ["checkpoint"]
@@ -101,7 +105,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(job, together, monkey
 
     monkeypatch.setattr(saving.os, "posix_fallocate", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*free space or quota"):
-        save(together / "checkpoint", state_of(), b"{}", job.world)
+        save(together / "checkpoint", held(state_of()), b"{}", job.world)
     job.world.barrier()
     assert list(together.iterdir()) == []
 
@@ -113,12 +117,12 @@ def test_ranks_with_different_tensors_are_named(job, together):
     if job.world.rank == 1:
         tensors["d"] = torch.zeros(5)
     with pytest.raises(UserError, match=r"rank 1 .*the plan of the checkpoint differs"):
-        save(together / "checkpoint", tensors, b"{}", job.world)
+        save(together / "checkpoint", held(tensors), b"{}", job.world)
 
 
 def test_a_damaged_file_is_an_error_on_all_ranks(job, together):
     path = together / "checkpoint"
-    save(path, state_of(), b"{}", job.world)
+    save(path, held(state_of()), b"{}", job.world)
     if job.world.rank == 0:
         with path.open("r+b") as file:
             file.seek((1 << 20) + 5000)
@@ -126,4 +130,4 @@ def test_a_damaged_file_is_an_error_on_all_ranks(job, together):
     job.world.barrier()
     reader = restore.open_together(path, job.world)
     with pytest.raises(CheckpointError, match="are not what was saved"):
-        restore.load(reader, state_of(), job.world)
+        restore.load(reader, held(state_of()), job.world)

@@ -48,8 +48,8 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
 @pytest.mark.parametrize("tie", [True, False])
 def test_tied_embeddings_are_one_parameter(tie):
     model = gpt(tie_embeddings=tie)
-    assert (model.output.weight is model.token_embedding.weight) == tie
-    assert ("output.weight" in dict(model.named_parameters())) != tie
+    assert (model.head.output.weight is model.embedding.token.weight) == tie
+    assert ("head.output.weight" in dict(model.named_parameters())) != tie
 
 
 def test_initial_weights_are_those_of_gpt2():

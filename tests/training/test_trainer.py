@@ -125,7 +125,7 @@ def alone():
 
 
 def test_other_sizes_than_the_jobs_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="parallel.dp is 3, the job has 1 ranks"):
+    with pytest.raises(ConfigError, match="dp 3 x tp 1 x pp 1 is 3, the job has 1 rank"):
         make(config(tmp_path, "--parallel.dp", "3"), alone())
 
 

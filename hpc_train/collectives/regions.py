@@ -1,0 +1,56 @@
+"""Collectives as steps of a differentiable computation: where tensor parallelism begins and ends.
+
+Between the layers that a tensor-parallel group shares, its ranks hold either all the same tensor
+("whole"), or each its part of the tokens ("cut": sequence parallelism). Each function carries a
+tensor over one border, and its backward pass carries the gradient back over it. Shoeybi et al.,
+"Megatron-LM", https://arxiv.org/abs/1909.08053; Korthikanti et al., "Reducing activation
+recomputation in large transformer models", https://arxiv.org/abs/2205.05198, figure 5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.collectives.protocol import Collectives
+
+
+class _SumForward(torch.autograd.Function):
+    """Partial sums to their sum, whole on all ranks; the gradient is whole already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, over: Collectives) -> Tensor:
+        over.sum_(x.detach())
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class _SumScatterForward(torch.autograd.Function):
+    """Partial sums of the whole to this rank's part of their sum; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, over: Collectives, dim: int) -> Tensor:
+        ctx.over, ctx.dim = over, dim
+        return over.start_sum_scatter(x, dim).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.over.start_gather(dy.contiguous(), ctx.dim).wait(), None, None
+
+
+def summed(x: Tensor, over: Collectives) -> Tensor:
+    """The sum over the ranks, in place of x; all of them go on with the same. Collective."""
+    result: Tensor = _SumForward.apply(x, over)
+    return result
+
+
+def summed_and_cut(x: Tensor, over: Collectives, dim: int) -> Tensor:
+    """This rank's part, along a dimension, of the sum over the ranks. Collective."""
+    result: Tensor = _SumScatterForward.apply(x, over, dim)
+    return result

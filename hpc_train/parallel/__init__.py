@@ -1,0 +1,1 @@
+"""Tensor, sequence and pipeline parallelism: how a model is spread over ranks."""

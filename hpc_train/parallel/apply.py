@@ -1,0 +1,166 @@
+"""Put a layout on a model: its stages, its tensor-parallel layers, what each rank then holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from hpc_train.collectives import connect
+from hpc_train.errors import UserError
+from hpc_train.mpi.grid import ParallelGrid
+from hpc_train.parallel.gradients import LayoutGradients
+from hpc_train.parallel.linear import Deferred
+from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.parallel.stages import Stages, runs_of, stage_names
+from hpc_train.parallel.tensor import parallelize
+from hpc_train.sharding import Shard, ShardSpec
+
+if TYPE_CHECKING:
+    from hpc_train.parallel.schedule import Name
+
+
+class Layout(Protocol):
+    """What `apply` reads of the configuration's section `parallel`."""
+
+    @property
+    def schedule(self) -> Name:
+        """The pipeline's schedule."""
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages of each pipeline rank."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tokens are cut between the tensor-parallel layers."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A model that a layout was put on, for one rank.
+
+    Args:
+        pipeline: runs micro-batches through it.
+        gradients: completes its gradients.
+        shards: what this rank holds, by the names of the local module's parameters and buffers.
+    """
+
+    pipeline: Pipeline
+    gradients: LayoutGradients
+    shards: Mapping[str, Shard]
+
+
+def apply(model: nn.Module, grid: ParallelGrid, layout: Layout, device: torch.device) -> Applied:
+    """Leave of a model, in place, what this rank computes. Collective over all ranks.
+
+    All ranks build the same whole model. For tp above 1 it has an attribute `tensor_plan`
+    (see `parallelize`), for pp above 1 an attribute `stages` (see `stages.stage_names`).
+
+    Raises:
+        UserError: the model lacks what the layout needs, or its sizes do not fit.
+    """
+    everyone = connect(grid.world)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        everyone.broadcast_(tensor.data)
+    whole = _Whole.of(model)
+    tensor_group = connect(grid.tensor, device)
+    if grid.tp > 1 and not getattr(model, "tensor_plan", None):
+        raise UserError(
+            f"parallel.tp is {grid.tp}, but {type(model).__name__} has no attribute `tensor_plan`",
+            "say there how its layers are shared: docs/how-to/parallel.md",
+        )
+    names = stage_names(model) if grid.pp > 1 else []
+    chunks = layout.chunks if grid.pp > 1 else 1
+    runs = runs_of(model, names, grid.pp, chunks) if names else []
+    deferred = Deferred() if names and layout.schedule == "zero_bubble" else None
+    cut = layout.sequence_parallel and grid.tp > 1
+    specs = parallelize(
+        model,
+        getattr(model, "tensor_plan", {}) if grid.tp > 1 else {},
+        tensor_group,
+        sequence_parallel=cut,
+        deferred=deferred,
+    )
+    stages = Stages(model, names, runs[grid.coordinate.pp]) if names else None
+    tied = whole.tied(names, runs)
+    shards = whole.shards(model, specs, speaks=grid.coordinate.tp == 0)
+    parameters = dict(model.named_parameters())
+    gradients = LayoutGradients(
+        [p for name, p in parameters.items() if cut and name not in specs],
+        [p for name, p in parameters.items() if shards[name].name in tied],
+        [p for name, p in parameters.items() if shards[name].owned],
+        tensor=tensor_group,
+        embedding=connect(grid.embedding, device),
+        model=connect(grid.model, device),
+    )
+    name = "1f1b" if layout.schedule == "zero_bubble" and not names else layout.schedule
+    pipeline = Pipeline(grid.pipe, device, name, chunks, stages, deferred)
+    return Applied(pipeline, gradients, shards)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The names and shapes of the whole model, before anything is taken from it.
+
+    Args:
+        first: the name that stands for a tensor, for each of the names that it has.
+        shapes: by any name.
+    """
+
+    first: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Whole:
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        names: dict[int, str] = {}
+        first = {name: names.setdefault(id(tensor), name) for name, tensor in named}
+        return cls(first, {name: tuple(tensor.shape) for name, tensor in named})
+
+    def tied(self, names: list[str], runs: list[list[range]]) -> set[str]:
+        """First names of the parameters that the first and the last pipeline rank share.
+
+        Raises:
+            UserError: other ranks share one.
+        """
+        home = {
+            names[position]: rank
+            for rank, mine in enumerate(runs)
+            for run in mine
+            for position in run
+        }
+        holders: dict[str, set[int]] = {}
+        for name, first in self.first.items():
+            ranks = {r for stage, r in home.items() if name.startswith(f"{stage}.")}
+            holders.setdefault(first, set()).update(ranks)
+        shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
+        for name, ranks in shared.items():
+            if ranks != {0, len(runs) - 1}:
+                raise UserError(
+                    f"{name} is shared by pipeline ranks {sorted(ranks)}",
+                    "only the first and the last may share parameters: use fewer ranks",
+                )
+        return set(shared)
+
+    def shards(
+        self, model: nn.Module, specs: Mapping[str, ShardSpec], *, speaks: bool
+    ) -> dict[str, Shard]:
+        """What this rank has; `speaks`: whether for what all of its tensor group have."""
+        found = {}
+        local: list[tuple[str, torch.Tensor | Parameter]] = [
+            *model.named_parameters(),
+            *model.named_buffers(),
+        ]
+        for name, _ in local:
+            spec = specs.get(name, ShardSpec.whole(self.shapes[name]))
+            first = self.first[name] == name
+            found[name] = Shard(self.first[name], spec, first and (name in specs or speaks))
+        return found

@@ -1,0 +1,69 @@
+"""What a layout leaves to do for the gradients after they were averaged over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hpc_train.collectives import Collectives
+
+
+class LayoutGradients:
+    """Completes gradients of parameters that several ranks of one replica hold, and their norm.
+
+    Args:
+        partial: parameters outside of the layers that a tensor-parallel group shares, where each
+            rank saw its part of the tokens only.
+        tied: parameters that the first and the last stage share.
+        counted: parameters whose part on this rank counts for the norm.
+        tensor, embedding, model: the tensor-parallel group, first and last stage, and all ranks of
+            the replica.
+    """
+
+    def __init__(
+        self,
+        partial: Sequence[Parameter],
+        tied: Sequence[Parameter],
+        counted: Sequence[Parameter],
+        *,
+        tensor: Collectives,
+        embedding: Collectives,
+        model: Collectives,
+    ) -> None:
+        self.partial, self.tied, self.counted = partial, tied, counted
+        self.tensor, self.embedding, self.model = tensor, embedding, model
+
+    def complete(self) -> None:
+        """Sum what is partial. Collective over the replica's ranks."""
+        _sum_gradients(self.partial, self.tensor)
+        _sum_gradients(self.tied, self.embedding)
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients of the whole model, float64. Collective over the replica."""
+        squares = [g.grad.double().square().sum() for g in self.counted if g.grad is not None]
+        device = self.counted[0].device if self.counted else torch.device("cpu")
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        total = total.to(device)
+        self.model.sum_(total)
+        return total.sqrt()
+
+
+def _sum_gradients(parameters: Iterable[Parameter], over: Collectives) -> None:
+    """Sum the gradients over ranks in one call for each type."""
+    if over.group.size == 1:
+        return
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_type.setdefault(parameter.dtype, []).append(parameter.grad)
+    for gradients in by_type.values():
+        flat = torch.cat([gradient.view(-1) for gradient in gradients])
+        over.sum_(flat)
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, total in zip(gradients, flat.split(sizes), strict=True):
+            gradient.copy_(total.view_as(gradient))  # in place: it may be part of a bucket

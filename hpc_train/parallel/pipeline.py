@@ -1,0 +1,193 @@
+"""Carry out a pipeline schedule: a short loop over its actions.
+
+A rank alone is a pipeline of one stage: the same loop accumulates its micro-batches' gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hpc_train.mpi.group import Group
+from hpc_train.parallel import schedule as schedules
+from hpc_train.parallel.linear import Deferred, compute
+from hpc_train.parallel.schedule import Action, Kind, Name, Schedule
+from hpc_train.parallel.stages import Stages
+from hpc_train.parallel.transport import TAGS, Message, Transport
+
+Forward = Callable[[int, int], Tensor]
+"""The model's whole forward pass and loss, of a micro-batch, for one of this rank's chunks."""
+
+
+@dataclass
+class Live:
+    """What is kept of a micro-batch in a chunk from its forward to the end of its backward pass."""
+
+    output: Tensor
+    input: Tensor | None = None
+    gradient: Tensor | None = None
+    deferred: list[tuple[Parameter, Callable[[], Tensor]]] = field(default_factory=list)
+
+
+class Pipeline:
+    """Runs micro-batches through the stages of a model; every rank of the pipeline calls it.
+
+    Args:
+        group: the ranks of the pipeline.
+        device: where the tensors lie.
+        name: the schedule.
+        chunks: virtual stages of each rank.
+        stages: this rank's; None for a pipeline of one rank.
+        deferred: where its linear layers leave their weights' gradients, for zero_bubble.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        name: Name = "1f1b",
+        chunks: int = 1,
+        stages: Stages | None = None,
+        deferred: Deferred | None = None,
+    ) -> None:
+        self.group, self.name, self.chunks = group, name, chunks
+        self.stages, self.deferred = stages, deferred
+        self.virtual = group.size * chunks
+        self.transport = Transport(group, device) if group.size > 1 else None
+        self.peak_live = 0
+        """Most micro-batches, times chunks, whose activations this rank has held at once."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed on this rank."""
+        return self.group.rank == self.group.size - 1
+
+    def train(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
+        """Compute the gradients of the mean of the micro-batches' losses.
+
+        Args:
+            forward: see `Forward`; errors that it raises are this rank's own.
+            samples: number of samples of each micro-batch; equal ones have tensors of one shape.
+
+        Returns:
+            The micro-batches' losses on the last rank, elsewhere nothing.
+        """
+        made = schedules.build(self.name, self.group.size, len(samples), self.chunks)
+        return self._run(made, forward, samples)
+
+    def evaluate(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
+        """Compute the losses only; call it under `torch.no_grad`. As `train` otherwise."""
+        made = schedules.forward_only(self.group.size, len(samples), self.chunks)
+        return self._run(made, forward, samples)
+
+    def _run(self, schedule: Schedule, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
+        actions = schedule[self.group.rank]
+        if self.transport is not None:
+            received = (self._received(action, samples) for action in actions)
+            self.transport.expect(message for message in received if message is not None)
+        live: dict[tuple[int, int], Live] = {}
+        losses = []
+        for action in actions:
+            key = (action.micro_batch, action.chunk)
+            if action.kind is Kind.FORWARD:
+                live[key] = self._forward(action, forward, samples)
+                if self._stage(action) == self.virtual - 1:
+                    losses.append(live[key].output.detach())
+                if not torch.is_grad_enabled():
+                    self._release(live.pop(key))
+            elif action.kind is Kind.WEIGHT:
+                compute(live[key].deferred)
+                self._release(live.pop(key))
+            else:
+                self._backward(action, live[key], samples)
+                if action.kind is Kind.BACKWARD:
+                    self._release(live.pop(key))
+            self.peak_live = max(self.peak_live, len(live))
+        if self.transport is not None:
+            self.transport.flush()
+        return losses
+
+    def _stage(self, action: Action) -> int:
+        return action.chunk * self.group.size + self.group.rank
+
+    def _forward(self, action: Action, forward: Forward, samples: Sequence[int]) -> Live:
+        if self.stages is None:
+            return Live(forward(action.micro_batch, action.chunk))
+        assert self.transport is not None
+        given = None
+        if self._stage(action) > 0:
+            given = self.transport.receive().detach()
+            given.requires_grad_(torch.is_grad_enabled() and given.is_floating_point())
+        output = self.stages.compute(
+            action.chunk, given, lambda: forward(action.micro_batch, action.chunk)
+        )
+        if self._stage(action) < self.virtual - 1:
+            message = self._activation(action.micro_batch, self._stage(action) + 1, samples, +1)
+            # A received buffer may be filled again before what shares its memory is sent.
+            shared = given is not None and _share(output, given)
+            self.transport.send(message, output.clone() if shared else output)
+            back = self._gradient(action.micro_batch, self._stage(action), samples, +1)
+            self.transport.learn(back.kind, output)
+        return Live(output, given)
+
+    def _backward(self, action: Action, live: Live, samples: Sequence[int]) -> None:
+        if self._stage(action) < self.virtual - 1:
+            assert self.transport is not None
+            live.gradient = self.transport.receive()
+            if live.output.requires_grad:
+                torch.autograd.backward(live.output, live.gradient)
+        else:
+            (live.output / len(samples)).backward()
+        if live.input is not None and self.transport is not None:
+            gradient = live.input.grad
+            if gradient is None:  # the output does not depend on it
+                gradient = torch.zeros_like(live.input)
+            if live.gradient is not None and _share(gradient, live.gradient):
+                gradient = gradient.clone()
+            message = self._gradient(action.micro_batch, self._stage(action) - 1, samples, -1)
+            self.transport.send(message, gradient)
+        if self.deferred is not None:
+            live.deferred = self.deferred.take()
+
+    def _release(self, live: Live) -> None:
+        for tensor in (live.input, live.gradient):
+            if tensor is not None and self.transport is not None:
+                self.transport.release(tensor.detach())
+
+    def _received(self, action: Action, samples: Sequence[int]) -> Message | None:
+        """The message that an action starts with."""
+        stage = self._stage(action)
+        if action.kind is Kind.FORWARD and stage > 0:
+            return self._activation(action.micro_batch, stage, samples, -1)
+        if action.kind in (Kind.BACKWARD, Kind.INPUT) and stage < self.virtual - 1:
+            return self._gradient(action.micro_batch, stage, samples, +1)
+        return None
+
+    def _activation(
+        self, micro_batch: int, stage: int, samples: Sequence[int], peer: int
+    ) -> Message:
+        """The input of a virtual stage; the peer is the rank before or after this one."""
+        return Message(
+            (self.group.rank + peer) % self.group.size,
+            (micro_batch * self.virtual + stage) * 2 % TAGS,
+            ("activation", stage, samples[micro_batch]),
+            f"the activation of micro-batch {micro_batch + 1}",
+        )
+
+    def _gradient(self, micro_batch: int, stage: int, samples: Sequence[int], peer: int) -> Message:
+        """The gradient of a virtual stage's output."""
+        return Message(
+            (self.group.rank + peer) % self.group.size,
+            ((micro_batch * self.virtual + stage) * 2 + 1) % TAGS,
+            ("gradient", stage, samples[micro_batch]),
+            f"the gradient of micro-batch {micro_batch + 1}",
+            told=False,
+        )
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -1,0 +1,162 @@
+"""A pipeline schedule is data: for each rank, the list of actions that it takes one after another.
+
+`build` writes the lists; `simulate.py` plays them and refuses those that would not end.
+
+Rank r of p has `chunks` runs of layers; its chunk c is virtual stage c * p + r of the model. Every
+schedule runs a chunk's backward passes in the order of the micro-batches, so gradients are summed
+in the same order whatever the schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain, pairwise
+from typing import Literal, get_args
+
+Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+class Kind(Enum):
+    """What an action computes of one chunk for one micro-batch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"  # the whole backward pass
+    INPUT = "input"  # the gradient of the chunk's input only
+    WEIGHT = "weight"  # the weight gradients that INPUT left
+
+
+@dataclass(frozen=True)
+class Action:
+    """One step of a rank.
+
+    Args:
+        kind: what is computed.
+        micro_batch: counted from 0.
+        chunk: which of the rank's virtual stages, counted from 0.
+    """
+
+    kind: Kind
+    micro_batch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} of micro-batch {self.micro_batch}, chunk {self.chunk}"
+
+
+Schedule = tuple[tuple[Action, ...], ...]  # one list per pipeline rank
+
+
+@functools.cache
+def build(name: Name, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """Write a schedule, for any number of micro-batches from 1 on.
+
+    gpipe: all forward passes, then all backward passes (Huang et al., "GPipe",
+    https://arxiv.org/abs/1811.06965).
+
+    1f1b: as soon as a rank has its first backward pass, one forward and one backward in turn
+    (Narayanan et al., "Memory-efficient pipeline-parallel DNN training", PipeDream-flush,
+    https://arxiv.org/abs/2006.09503).
+
+    interleaved: the same over several chunks per rank, in groups of p micro-batches (Narayanan et
+    al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
+    https://arxiv.org/abs/2104.04473). Where p does not divide their number, the groups are as many
+    and a little larger.
+
+    zero_bubble: ZB-H1, 1f1b with the backward pass split in two; rank r is r weight gradients
+    behind, so that it passes the gradient of the input on sooner and has work left for the end
+    (Qi et al., "Zero bubble pipeline parallelism", https://arxiv.org/abs/2401.10241).
+
+    Raises:
+        ValueError: an unknown name, a number below 1, or chunks with a schedule that has none.
+    """
+    _check_sizes(name, stages, micro_batches, chunks)
+    groups = _groups(stages, micro_batches)
+    forwards = tuple(_ordered(Kind.FORWARD, groups, range(chunks)))
+    backwards = tuple(_ordered(Kind.BACKWARD, groups, range(chunks)[::-1]))
+    steps = [(action,) for action in backwards]
+    return tuple(
+        _one_forward_one_backward(
+            forwards,
+            _split_backwards(micro_batches, rank) if name == "zero_bubble" else steps,
+            _warm_up(name, stages, micro_batches, chunks, rank),
+        )
+        for rank in range(stages)
+    )
+
+
+@functools.cache
+def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """Write a schedule of forward passes, for validation; raises as `build`."""
+    _check_sizes("interleaved", stages, micro_batches, chunks)
+    return (tuple(_ordered(Kind.FORWARD, _groups(stages, micro_batches), range(chunks))),) * stages
+
+
+def _check_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None:
+    if name not in get_args(Name):
+        raise ValueError(f"unknown schedule {name!r}: it is one of {', '.join(get_args(Name))}")
+    if min(stages, micro_batches, chunks) < 1:
+        raise ValueError(f"{stages} stages, {micro_batches} micro-batches, {chunks} chunks")
+    if chunks > 1 and name != "interleaved":
+        raise ValueError(f"schedule {name} has one chunk per rank, not {chunks}")
+
+
+def _groups(stages: int, micro_batches: int) -> list[range]:
+    """Micro-batches that go through all chunks of a rank together: p each, or some more.
+
+    A smaller group at the end would make ranks wait for it, with some sizes for ever.
+    """
+    number = max(1, micro_batches // stages)
+    borders = [i * micro_batches // number for i in range(number + 1)]
+    return [range(*pair) for pair in pairwise(borders)]
+
+
+def _ordered(kind: Kind, groups: list[range], chunks: Sequence[int]) -> Iterator[Action]:
+    return (Action(kind, m, chunk) for group in groups for chunk in chunks for m in group)
+
+
+def _split_backwards(micro_batches: int, delay: int) -> list[tuple[Action, ...]]:
+    """Backward steps of ZB-H1: a gradient of the input, and the weight gradient `delay` before."""
+    inputs, weights = (
+        {m: (Action(kind, m, 0),) for m in range(micro_batches)}
+        for kind in (Kind.INPUT, Kind.WEIGHT)
+    )
+    turns = range(micro_batches + delay)
+    return [(*inputs.get(turn, ()), *weights.get(turn - delay, ())) for turn in turns]
+
+
+def _warm_up(name: Name, stages: int, micro_batches: int, chunks: int, rank: int) -> int:
+    """Forward passes of a rank before it alternates."""
+    every = micro_batches * chunks
+    if name == "gpipe":
+        return every
+    if chunks == 1:
+        return min(every, stages - rank - 1)
+    group = max(map(len, _groups(stages, micro_batches)))
+    return min(every, (chunks - 1) * group + 2 * (stages - rank - 1))
+
+
+def _one_forward_one_backward(
+    forwards: Sequence[Action], backwards: Sequence[tuple[Action, ...]], warm_up: int
+) -> tuple[Action, ...]:
+    steady = zip(forwards[warm_up:], backwards, strict=False)
+    alternating = chain.from_iterable((forward, *step) for forward, step in steady)
+    rest = chain.from_iterable(backwards[len(forwards) - warm_up :])
+    return (*forwards[:warm_up], *alternating, *rest)
+
+
+def peak_live_formula(
+    name: Name, stages: int, micro_batches: int, chunks: int = 1
+) -> tuple[int, ...]:
+    """For each rank, how many (micro-batch, chunk) pairs `build`'s schedule holds at most.
+
+    With n micro-batches on p ranks: gpipe n; 1f1b min(n, p - rank); interleaved one more than the
+    forward passes before its first backward; zero_bubble min(n, p), the most that 1f1b has.
+    """
+    if name == "zero_bubble":
+        return (min(micro_batches, stages),) * stages
+    every = micro_batches * chunks
+    warm_ups = (_warm_up(name, stages, micro_batches, chunks, rank) for rank in range(stages))
+    return tuple(min(every, warm_up + 1) for warm_up in warm_ups)

@@ -1,0 +1,165 @@
+"""Divide a model into pipeline stages without taking its forward pass apart.
+
+The model names its stages: modules that its forward pass calls one after the other, each with the
+last one's result as its first argument. A rank keeps its own modules. The model's forward pass runs
+on every rank as it is written: modules before this rank's hand on the activation that came from
+the rank before, and where a module behind them is called, the pass is left with what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpc_train.errors import UserError
+from hpc_train.parallel.divide import divide
+from hpc_train.parallel.tensor import matching
+
+
+class _Leave(Exception):
+    """Carries an activation out of the forward pass at the end of a run of modules."""
+
+    def __init__(self, activation: Tensor) -> None:
+        super().__init__()
+        self.activation = activation
+
+
+class _Absent(nn.Module):
+    """Stands where a module of another rank was."""
+
+
+@dataclass
+class Cursor:
+    """Where a forward pass begins and ends: positions of modules, and the activation to start with.
+
+    Args:
+        run: the modules that are computed.
+        activation: the result of the module before the first of them; None at the model's begin.
+    """
+
+    run: range
+    activation: Tensor | None = None
+
+
+class Stages:
+    """The virtual stages of a model that one rank has: runs of its modules.
+
+    Args:
+        model: loses the modules of other ranks, in place.
+        names: its stage modules, from `stage_names`.
+        mine: this rank's runs of them.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], mine: Sequence[range]) -> None:
+        self.runs = list(mine)
+        self.names = list(names)
+        self._cursor = Cursor(range(len(names)))
+        kept = {position for run in mine for position in run}
+        for position, name in enumerate(names):
+            if position not in kept:
+                model.set_submodule(name, _Absent())
+            module = model.get_submodule(name)
+            original = module.forward if position in kept else None
+            module.forward = _Visit(self, position, original)
+
+    def compute(
+        self, chunk: int, activation: Tensor | None, forward: Callable[[], Tensor]
+    ) -> Tensor:
+        """Compute one of this rank's runs.
+
+        Args:
+            chunk: which.
+            activation: what the run before gave; None for the model's first.
+            forward: runs the whole model and its loss.
+
+        Returns:
+            The run's last activation; what `forward` returns, for the model's last.
+
+        Raises:
+            UserError: the forward pass did not call the modules in the order of the stages.
+        """
+        run = self.runs[chunk]
+        self._cursor = Cursor(run, activation)
+        try:
+            result = forward()
+        except _Leave as leave:
+            return leave.activation
+        if run[-1] + 1 < len(self.names):
+            name = self.names[run[-1] + 1]
+            raise UserError(f"the forward pass did not come to {name}", "see its `stages`")
+        return result
+
+    def visit(self, position: int, original: Callable[..., Any] | None, args: Any, how: Any) -> Any:
+        """A stage module is called: compute it, skip it, or leave."""
+        cursor = self._cursor
+        if position > cursor.run[-1]:
+            raise _Leave(args[0])
+        if position < cursor.run[0]:
+            return cursor.activation
+        if position == cursor.run[0] and cursor.activation is not None:
+            args = (cursor.activation, *args[1:])
+        assert original is not None  # a run has modules of this rank only
+        return original(*args, **how)
+
+
+@dataclass
+class _Visit:
+    """Takes the place of a stage module's `forward`."""
+
+    stages: Stages
+    position: int
+    original: Callable[..., Any] | None
+
+    def __call__(self, *args: Any, **how: Any) -> Any:
+        return self.stages.visit(self.position, self.original, args, how)
+
+
+def stage_names(model: nn.Module) -> list[str]:
+    """The modules that a model names as its stages, in the order of its forward pass.
+
+    Raises:
+        UserError: it names none, or some parameter is in none of them.
+    """
+    patterns = getattr(model, "stages", None)
+    if not patterns:
+        raise UserError(
+            f"parallel.pp is above 1, but {type(model).__name__} has no attribute `stages`",
+            "name its modules in the order of its forward pass: docs/how-to/parallel.md",
+        )
+    names = [name for pattern in patterns for name in matching(model, pattern, "stages")]
+    for name, _ in model.named_parameters():
+        if not any(name.startswith(f"{stage}.") for stage in names):
+            raise UserError(f"parameter {name} is in none of the model's stages", "add its module")
+    return names
+
+
+def costs(model: nn.Module, names: Sequence[str]) -> list[float]:
+    """What each stage module costs, by its matrix products: elements of its linear weights."""
+    found = []
+    for name in names:
+        layers = [m for m in model.get_submodule(name).modules() if isinstance(m, nn.Linear)]
+        found.append(float(sum(layer.weight.numel() for layer in layers)))
+    return found if any(found) else [1.0] * len(found)
+
+
+def runs_of(model: nn.Module, names: Sequence[str], ranks: int, chunks: int) -> list[list[range]]:
+    """Divide the stage modules by cost; for each pipeline rank its runs, the first chunk first.
+
+    Virtual stage c * ranks + r is chunk c of rank r, as in Narayanan et al., "Efficient large-scale
+    language model training on GPU clusters using Megatron-LM", https://arxiv.org/abs/2104.04473.
+
+    Raises:
+        UserError: there are fewer modules than virtual stages.
+    """
+    parts = ranks * chunks
+    if len(names) < parts:
+        of = f"{ranks} ranks" + (f" x {chunks} virtual stages" if chunks > 1 else "")
+        raise UserError(
+            f"the model has {len(names)} stage modules, too few for {of} of a pipeline",
+            f"parallel.pp x parallel.virtual_stages can be up to {len(names)}",
+        )
+    divided = divide(costs(model, names), parts)
+    return [[divided[c * ranks + r] for c in range(chunks)] for r in range(ranks)]

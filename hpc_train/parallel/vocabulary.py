@@ -1,0 +1,94 @@
+"""Layers over a vocabulary of which each rank of a tensor-parallel group holds a part.
+
+Neither the whole embedding table nor the whole logits exist anywhere. Shoeybi et al.,
+"Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from hpc_train.collectives import Collectives
+from hpc_train.collectives.regions import summed, summed_and_cut
+from hpc_train.parallel.linear import TOKENS
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding of which this rank holds rows `rank * V / tp` on.
+
+    Args:
+        weight: this rank's rows, (V / tp, C).
+        over: the ranks that hold the others.
+        cut_output: whether the embedded tokens are cut along the tokens.
+    """
+
+    def __init__(self, weight: Parameter, over: Collectives, *, cut_output: bool) -> None:
+        super().__init__()
+        self.weight = weight
+        self.over, self.cut_output = over, cut_output
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed int64 tokens of shape (B, T) in (B, T, C). Collective over the tensor group."""
+        local = tokens - self.over.group.rank * len(self.weight)
+        outside = (local < 0) | (local >= len(self.weight))
+        x = F.embedding(local.masked_fill(outside, 0), self.weight)
+        x = x.masked_fill(outside.unsqueeze(-1), 0)
+        return summed_and_cut(x, self.over, TOKENS) if self.cut_output else summed(x, self.over)
+
+
+class VocabParallelCrossEntropy(nn.Module):
+    """The mean cross-entropy of logits of which each rank holds its part of the vocabulary.
+
+    Args:
+        over: the ranks that hold the others.
+        ignore_index: the target of tokens that do not count.
+    """
+
+    def __init__(self, over: Collectives, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.over, self.ignore_index = over, ignore_index
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss in nats, a scalar, the same on all ranks. Collective over the tensor group.
+
+        Args:
+            logits: of shape (N, V / tp).
+            targets: int64 of shape (N).
+        """
+        counted = targets != self.ignore_index
+        losses: Tensor = _CrossEntropy.apply(logits, targets, self.over)
+        return losses.masked_fill(~counted, 0).sum() / counted.sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """log(sum(exp(logits))) - logits[target] of each row, from two small sums over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, over: Collectives) -> Tensor:
+        largest = logits.max(dim=-1).values
+        over.max_(largest)
+        shifted = logits - largest.unsqueeze(-1)
+        local = targets - over.group.rank * logits.shape[-1]
+        inside = (local >= 0) & (local < logits.shape[-1])
+        index = local.masked_fill(~inside, 0).unsqueeze(-1)
+        picked = shifted.gather(-1, index).squeeze(-1).masked_fill(~inside, 0)
+        share = shifted.exp_()
+        sums = torch.stack([share.sum(-1), picked])
+        over.sum_(sums)
+        share /= sums[0].unsqueeze(-1)
+        ctx.save_for_backward(share, index, inside)
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        share, index, inside = ctx.saved_tensors
+        dlogits = share * dy.unsqueeze(-1)
+        dlogits.scatter_add_(-1, index, -(dy * inside).unsqueeze(-1))
+        return dlogits, None, None

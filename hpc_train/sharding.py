@@ -1,0 +1,114 @@
+"""Which part of a global tensor a rank holds: pure arithmetic, no tensors and no ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Block:
+    """Equal pieces of memory, at regular distances in the global tensor, in a row in the shard.
+
+    Args:
+        place: first element, counted from the begin of the range that was asked for.
+        local: the same element's place in the shard.
+        rows: number of pieces.
+        length: elements of each.
+        stride: elements from one piece's begin to the next one's in the global tensor.
+    """
+
+    place: int
+    local: int
+    rows: int
+    length: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The slice `start` to `stop` of a global tensor along one dimension; row-major.
+
+    Args:
+        shape: of the global tensor.
+        dim: the dimension that is cut.
+        start, stop: the part of it.
+    """
+
+    shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+    stop: int = 1
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> ShardSpec:
+        """All of a tensor."""
+        return cls(shape, 0, 0, shape[0] if shape else 1)
+
+    @classmethod
+    def part(cls, shape: tuple[int, ...], dim: int, index: int, parts: int) -> ShardSpec:
+        """The index-th of equal parts along a dimension, which may be counted from the end.
+
+        Raises:
+            ValueError: the dimension is not divisible.
+        """
+        dim %= len(shape)
+        size, rest = divmod(shape[dim], parts)
+        if rest:
+            raise ValueError(f"dimension {dim} of {list(shape)} is not divisible by {parts}")
+        return cls(shape, dim, index * size, (index + 1) * size)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shard's shape."""
+        if not self.shape:
+            return ()
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    def overlap(self, begin: int, end: int, itemsize: int = 1) -> list[Block]:
+        """The shard's pieces in a range of the global tensor's memory: at most three blocks.
+
+        Args:
+            begin: the range's first place, in elements, or in bytes if `itemsize` is given.
+            end: the place behind it.
+            itemsize: of an element; the blocks are counted in the same unit as the range.
+        """
+        rows, stride, offset, length = self._rows(itemsize)
+        if not length:
+            return []
+        first = max(0, (begin - offset - length) // stride + 1)
+        last = min(rows, -((offset - end) // stride))
+
+        def block(row: int, count: int) -> Block:
+            start = row * stride + offset
+            low, high = max(begin, start), min(end, start + length)
+            return Block(low - begin, row * length + low - start, count, high - low, stride)
+
+        if last - first <= 2:
+            return [block(row, 1) for row in range(first, last)]
+        return [block(first, 1), block(first + 1, last - first - 2), block(last - 1, 1)]
+
+    def _rows(self, itemsize: int) -> tuple[int, int, int, int]:
+        """Number of contiguous pieces, distance, first one's begin, and length of each."""
+        cut = self.shape[self.dim] if self.shape else 1
+        outer = prod(self.shape[: self.dim])
+        inner = prod(self.shape[self.dim + 1 :]) * itemsize
+        if self.stop - self.start == cut:
+            return 1, outer * cut * inner, 0, outer * cut * inner
+        return outer, cut * inner, self.start * inner, (self.stop - self.start) * inner
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank holds of one of the model's tensors.
+
+    Args:
+        name: the tensor's name in the whole model.
+        spec: which part.
+        owned: whether this rank speaks for the part: of the ranks of one replica that hold the
+            same, one does.
+    """
+
+    name: str
+    spec: ShardSpec
+    owned: bool = True
