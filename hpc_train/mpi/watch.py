@@ -12,11 +12,12 @@ class Watch:
     One object serves all groups of a job. `now` is the operation and since when (by
     `time.monotonic`); the operation is "" while the rank waits for nobody. It is one tuple, never
     changed, so another thread may read it at any moment. The end of a wait inside of another one is
-    progress: the outer wait then counts from there.
+    progress: the outer wait then counts from there. `seconds` is the time of all waits together.
     """
 
     def __init__(self) -> None:
         self.now = ("", time.monotonic())
+        self.seconds = 0.0
         self._next = ""
         self._outer: list[str] = []
 
@@ -26,8 +27,11 @@ class Watch:
         return self
 
     def __enter__(self) -> None:
+        now = time.monotonic()
+        if self.now[0]:  # inside of another wait
+            self.seconds += now - self.now[1]
         self._outer.append(self.now[0])
-        self.now = (self._next, time.monotonic())
+        self.now = (self._next, now)
 
     def __exit__(
         self,
@@ -35,4 +39,6 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.now = (self._outer.pop(), time.monotonic())
+        now = time.monotonic()
+        self.seconds += now - self.now[1]
+        self.now = (self._outer.pop(), now)

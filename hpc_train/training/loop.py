@@ -20,7 +20,6 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.averager import Engine
 from hpc_train.models.dropout import mix
-from hpc_train.monitoring.meter import Waiting
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
@@ -127,7 +126,7 @@ class Loop:
             next(batches, None)  # the last step is over: this writes its checkpoint
 
     def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
-        for step in guarded_steps(loader, self.checkpoints, stop, self.every, Waiting()):
+        for step in guarded_steps(loader, self.checkpoints, stop, self.every):
             torch.manual_seed(mix(seed, step.number, self.group.rank))
             yield step.micro_batches[0].data
 

@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.loader import Loader, Step
 from hpc_train.errors import ConfigError, Stopped
-from hpc_train.monitoring.meter import Waiting
+from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.agreement import agreed
 from hpc_train.training.preemption import StopRequests
 
 
 def guarded_steps(
-    loader: Loader, checkpoints: Checkpoints, stop: StopRequests, every: int, waiting: Waiting
+    loader: Loader,
+    checkpoints: Checkpoints,
+    stop: StopRequests,
+    every: int,
+    meter: Meter | None = None,
 ) -> Iterator[Step]:
     """Deliver the loader's steps, each of which the caller computes before the next. Collective.
 
@@ -34,10 +38,9 @@ def guarded_steps(
         asked = time.monotonic()
         with agreed(group):
             step = next(steps)
-            fetched = time.monotonic()
+            if meter is not None:
+                meter.data_seconds += time.monotonic() - asked
         reason = stop.agree(group, needed_seconds=longest + 2 * checkpoints.save_seconds)
-        waiting.data += fetched - asked
-        waiting.communication += time.monotonic() - fetched
         if reason:
             if done == loader.steps.start - 1 and reason.startswith("run.time_limit"):
                 raise ConfigError(f"{reason} is over before the first step", "give more time")

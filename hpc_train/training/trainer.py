@@ -137,7 +137,7 @@ class Trainer:
             replica=self.grid.model,
             alike=connect(self.grid.data),
         )
-        self.meter = Meter(data.batch, tokens_per_sample)
+        self.meter = Meter(data.batch, self.group.waiting, tokens_per_sample)
 
     def train(self) -> None:
         """Train until the last step. Collective.
@@ -160,8 +160,8 @@ class Trainer:
                 self._reporting(directory, after) as report,
             ):
                 every = self.config.checkpoint.every
-                waiting = self.meter.start()
-                for step in guarded_steps(loader, self.checkpoints, stop, every, waiting):
+                self.meter.start()
+                for step in guarded_steps(loader, self.checkpoints, stop, every, self.meter):
                     self._train_step(step, report)
 
     def validate(self) -> float:
@@ -205,16 +205,14 @@ class Trainer:
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
         due = self._due(step.number)
         loss = self._backward(step)
-        with self.meter.communicating():
-            self.averager.average()
-            self.layout.gradients.complete()
+        self.averager.average()
+        self.layout.gradients.complete()
         norm = self._clip(needed=due)
         rate = self._set_learning_rate(step.number)
         self.averager.step()
         self.meter.count_step()
         if due:
-            with self.meter.communicating():
-                mean = self._mean(loss)
+            mean = self._mean(loss)
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
             record |= {"grad_norm": norm, **self.meter.take()}
             if self._validation_due(step.number):

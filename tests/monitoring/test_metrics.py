@@ -8,6 +8,7 @@ import pytest
 
 from hpc_train.monitoring.meter import Meter
 from hpc_train.monitoring.metrics import MetricsFile
+from hpc_train.mpi.watch import Watch
 
 
 def test_a_resumed_run_drops_what_it_will_write_again(tmp_path):
@@ -29,11 +30,11 @@ def test_floats_keep_all_their_digits_and_what_json_lacks_is_null(tmp_path):
 
 
 def test_the_meter_averages_over_the_steps_since_the_last_record():
-    meter = Meter(batch=8, tokens_per_sample=100)
-    waiting = meter.start()
+    watch = Watch()
+    meter = Meter(8, watch, tokens_per_sample=100)
     for _ in range(2):
-        waiting.data += 0.01
-        with meter.communicating():
+        meter.data_seconds += 0.01
+        with watch("a sum"), watch("a part of it"):
             time.sleep(0.02)
         meter.count_step()
     record = meter.take()

@@ -1,0 +1,162 @@
+"""The bubble of each pipeline schedule, beside its formula, and the activations that it holds.
+
+    python -m benchmarks.pipeline
+
+Stages sleep in place of computing, so that eight of them fit a machine of two cores: what is
+measured is how the executor and MPI carry out a schedule. Bubble: the part of all ranks' time, from
+a common start to the last one's end, that is not the nominal time of the stages' work.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks import harness
+from hpc_train.mpi import runtime
+from hpc_train.parallel.linear import Deferred
+from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.parallel.schedule import Name, peak_live_formula
+from hpc_train.parallel.simulate import Costs, bubble_formula
+from hpc_train.parallel.stages import Stages
+
+SECONDS = 0.02  # of a stage's forward pass, of its input's and of its weights' gradients
+CHUNKS: dict[Name, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+STAGES, MICRO_BATCHES = (4, 8), (8, 32)
+
+
+class _Sleep(torch.autograd.Function):
+    """y = x + w, and naps where a layer would compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Layer) -> Tensor:
+        ctx.layer = layer
+        time.sleep(layer.seconds)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        layer: Layer = ctx.layer
+
+        def dweight() -> Tensor:
+            time.sleep(layer.seconds)
+            return dy.sum()
+
+        time.sleep(layer.seconds)
+        if layer.deferred is None:
+            return dy.clone(), dweight(), None
+        layer.deferred.waiting.append((layer.weight, dweight))
+        return dy.clone(), None, None
+
+
+class Layer(nn.Module):
+    """A layer that takes a known time."""
+
+    def __init__(self, seconds: float, deferred: Deferred | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seconds, self.deferred = seconds, deferred
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of shape (samples, 1000)."""
+        weight = self.weight if self.deferred is None else self.weight.detach()
+        y: Tensor = _Sleep.apply(x, weight, self)
+        return y
+
+
+class Model(nn.Module):
+    """As many layers as virtual stages; all stages of a rank together take the same time."""
+
+    def __init__(self, stages: int, chunks: int, deferred: Deferred | None) -> None:
+        super().__init__()
+        made = (Layer(SECONDS / chunks, deferred) for _ in range(stages * chunks))
+        self.layers = nn.ModuleList(made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of the last layer's output."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def measure(group: Any, name: Name, micro_batches: int) -> dict[str, float]:
+    """One step under a schedule: its bubble, and the most activations that a rank held."""
+    p, chunks = group.size, CHUNKS[name]
+    deferred = Deferred() if name == "zero_bubble" else None
+    model = Model(p, chunks, deferred)
+    runs = [range(chunk * p + group.rank, chunk * p + group.rank + 1) for chunk in range(chunks)]
+    stages = Stages(model, [f"layers.{i}" for i in range(p * chunks)], runs)
+    pipeline = Pipeline(group, torch.device("cpu"), name, chunks, stages, deferred)
+    x = torch.ones(2, 1000, requires_grad=True)
+
+    def step() -> None:
+        pipeline.train(lambda number, chunk: model(x), [2] * micro_batches)
+
+    step()  # tells shapes, makes buffers
+    group.barrier()
+    begin = time.perf_counter()
+    step()
+    group.barrier()
+    seconds = time.perf_counter() - begin
+    for parameter in model.parameters():
+        if not torch.allclose(parameter.grad, torch.tensor(2.0)):  # 1 for each of two steps
+            raise RuntimeError(f"{name}: the gradient is {parameter.grad}")
+    held = pipeline.peak_live
+    promised = peak_live_formula(name, p, micro_batches, chunks)
+    return {
+        "bubble": 1 - micro_batches * 3 * SECONDS / seconds,
+        "over": group.largest(max(0, held - promised[group.rank])),
+        "peak": group.largest(held),
+        "promised": max(promised),
+    }
+
+
+def on_rank(options: Any) -> None:
+    """Measure all schedules, in turn, with as many stages as there are ranks."""
+    started = runtime.start()
+    found: dict[str, list[dict[str, float]]] = {}
+    for _ in range(options.rounds):
+        for micro_batches in MICRO_BATCHES:
+            for name in CHUNKS:
+                figures = measure(started.world, name, micro_batches)
+                found.setdefault(f"{name} n={micro_batches}", []).append(figures)
+    if started.world.rank == 0:
+        harness.hand_back(options.result, found)
+    started.close()
+
+
+def main() -> None:
+    """Run four and eight stages."""
+    options = harness.arguments("pipeline schedules with stages that sleep", rounds=5)
+    if options.result:
+        on_rank(options)
+        return
+    table = Table(
+        "stages", "schedule", "bubble", "formula", "difference", "activations", "promised"
+    )
+    ratios, middles = {}, {}
+    for p in STAGES:
+        rounds = ["--rounds", str(options.rounds)]
+        found = harness.on_ranks(p, "benchmarks.pipeline", *rounds, bind=False)
+        for key, runs in found.items():
+            name, n = key.split(" n=")
+            if any(run["over"] for run in runs):
+                sys.exit(f"{key}: a rank held more activations than the schedule promises")
+            bubble = harness.medians({"": [run["bubble"] for run in runs]})[""]
+            formula = bubble_formula(name, p, int(n), CHUNKS[name], Costs())
+            cells = f"{bubble:.3f}", f"{formula:.3f}", f"{bubble - formula:+.3f}"
+            table.add_row(f"{p}", key, *cells, f"{runs[0]['peak']}", f"{runs[0]['promised']}")
+            ratios[f"{p} stages {key}"] = bubble / formula
+            middles[f"{p} stages {key}"] = bubble
+    Console(width=100).print(table)
+    harness.finish("pipeline", ratios, middles, options.json)
+
+
+if __name__ == "__main__":
+    main()

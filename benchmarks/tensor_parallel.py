@@ -1,0 +1,181 @@
+"""What tensor parallelism loses to communication, beside the bare MPI collectives it needs.
+
+    python -m benchmarks.tensor_parallel
+
+Two ranks, one core each, share a GPT of 11 M parameters; forward and backward pass, light: 1 x 128
+tokens, heavy: 8 x 128. Lost: a step's time less that of the same step whose collectives return at
+once. Bare: the same MPI calls on buffers of the same sizes, one after another, without anything in
+between. With sequence parallelism the sums become reduce-scatters and gathers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness
+from benchmarks.gpt_step import SHAPE
+from hpc_train.collectives import connect
+from hpc_train.collectives.protocol import Collectives, Done
+from hpc_train.models import GPT
+from hpc_train.mpi import runtime
+from hpc_train.parallel.tensor import parallelize
+
+LOADS = {"light": 1, "heavy": 8}
+Call = tuple[str, tuple[int, ...], torch.dtype, int]
+
+
+class Switched:
+    """Passes collectives on, or writes them down, or returns at once with something of the form."""
+
+    def __init__(self, real: Collectives) -> None:
+        self.group, self.real, self.on = real.group, real, True
+        self.calls: list[Call] = []
+        self._made: dict[Call, Tensor] = {}
+
+    def sum_(self, tensor: Tensor) -> None:
+        """See `Collectives`."""
+        if self._real("sum", tensor):
+            self.real.sum_(tensor)
+
+    def max_(self, tensor: Tensor) -> None:
+        """See `Collectives`."""
+        if self._real("max", tensor):
+            self.real.max_(tensor)
+
+    def start_sum_(self, tensor: Tensor) -> Any:
+        """See `Collectives`."""
+        return self.real.start_sum_(tensor) if self._real("start_sum", tensor) else Done(tensor)
+
+    def start_gather(self, tensor: Tensor, dim: int) -> Any:
+        """See `Collectives`."""
+        if self._real("gather", tensor, dim):
+            return self.real.start_gather(tensor, dim)
+        return Done(self._like("gather", tensor, dim, self.group.size, 1))
+
+    def start_sum_scatter(self, tensor: Tensor, dim: int) -> Any:
+        """See `Collectives`."""
+        if self._real("scatter", tensor, dim):
+            return self.real.start_sum_scatter(tensor, dim)
+        return Done(self._like("scatter", tensor, dim, 1, self.group.size))
+
+    def _real(self, name: str, tensor: Tensor, dim: int = 0) -> bool:
+        if self.on:
+            self.calls.append((name, tuple(tensor.shape), tensor.dtype, dim))
+        return self.on
+
+    def _like(self, name: str, tensor: Tensor, dim: int, times: int, parts: int) -> Tensor:
+        key = (name, tuple(tensor.shape), tensor.dtype, dim)
+        if key not in self._made:
+            shape = list(tensor.shape)
+            shape[dim] = shape[dim] * times // parts
+            self._made[key] = torch.full(shape, 0.01, dtype=tensor.dtype)
+        return self._made[key]
+
+
+def bare(comm: Any, calls: list[Call]) -> Callable[[], None]:
+    """The same collectives by mpi4py alone."""
+    from mpi4py import MPI  # on the ranks only
+
+    size = comm.size
+    numbers = [torch.ones(shape, dtype=dtype).numpy() for _, shape, dtype, _ in calls]
+    others = [torch.ones(size, *shape, dtype=dtype).numpy() for _, shape, dtype, _ in calls]
+
+    def run() -> None:
+        for (name, *_), mine, other in zip(calls, numbers, others, strict=True):
+            if name == "gather":
+                comm.Allgather(mine, other)
+            elif name == "scatter":
+                comm.Reduce_scatter_block(mine, other.reshape(-1)[: mine.size // size], op=MPI.SUM)
+            else:
+                comm.Allreduce(MPI.IN_PLACE, mine, op=MPI.MAX if name == "max" else MPI.SUM)
+
+    return run
+
+
+def steps(switched: Switched, samples: int, cut: bool) -> tuple[Callable[[], None], list[Call]]:
+    """Forward and backward pass of this rank's part; and the collectives of one."""
+    torch.manual_seed(0)
+    model = GPT(**SHAPE)
+    parallelize(model, model.tensor_plan, switched, sequence_parallel=cut)
+    text = torch.randint(SHAPE["vocab"], (samples, SHAPE["sequence"] + 1))
+
+    def step() -> None:
+        loss = model(text[:, :-1], text[:, 1:])
+        loss.backward()
+        model.zero_grad()
+        if switched.on and not 4 < float(loss.detach()) < 8:
+            raise RuntimeError(f"the loss is {float(loss.detach())}")
+
+    switched.calls.clear()
+    step()
+    return step, list(switched.calls)
+
+
+def on_rank(options: Any) -> None:
+    """Measure the three in turn, by rounds."""
+    torch.set_num_threads(1)
+    started = runtime.start()
+    group = started.world
+    found: dict[str, list[float]] = {}
+
+    def timed(run: Callable[[], None], repeat: int) -> float:
+        group.barrier()
+        begin = time.perf_counter()
+        for _ in range(repeat):
+            run()
+        group.barrier()
+        return (time.perf_counter() - begin) / repeat
+
+    for load, samples in LOADS.items():
+        for cut in (False, True):
+            switched = Switched(connect(group))
+            step, calls = steps(switched, samples, cut)
+            collectives = bare(group.comm, calls)
+
+            def without(step: Any = step, switched: Any = switched) -> None:
+                switched.on = False
+                step()
+                switched.on = True
+
+            key = f"{load}{', sequence parallel' if cut else ''}"
+            candidates = {
+                f"{key}: tp 2": lambda step=step: timed(step, 32 // samples),
+                f"{key}: without": lambda run=without: timed(run, 32 // samples),
+                f"{key}: bare": lambda run=collectives: timed(run, 32 // samples),
+            }
+            found |= harness.in_turn(candidates, options.rounds)
+    if group.rank == 0:
+        harness.hand_back(options.result, found)
+    started.close()
+
+
+def main() -> None:
+    """Start the ranks and report."""
+    options = harness.arguments("communication of tensor parallelism", rounds=21)
+    if options.result:
+        on_rank(options)
+        return
+    rounds = ["--rounds", str(options.rounds)]
+    found = harness.on_ranks(2, "benchmarks.tensor_parallel", *rounds)
+    ratios = {}
+    for key in dict.fromkeys(name.split(":")[0] for name in found):
+        mine = {
+            name: [1000 * s for s in seconds]
+            for name, seconds in found.items()
+            if name.startswith(f"{key}:")
+        }
+        harness.show(key, "ms", mine, f"{key}: without")
+        middle = harness.medians(mine)
+        lost = middle[f"{key}: tp 2"] - middle[f"{key}: without"]
+        ratios[key] = lost / middle[f"{key}: bare"]
+        print(f"{key}: lost {lost:.2f} ms, bare {middle[f'{key}: bare']:.2f} ms: {ratios[key]:.3f}")
+    harness.finish("tensor_parallel", ratios, harness.medians(found), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Ends a job whose ranks wait for one that does not come, with an error that names it.
+
+A thread on every rank looks at what its main thread waits for (`watch.py`). When one wait lasts too
+long, that rank asks all others what they do; their threads answer unless the whole process has been
+stopped or has died. From the answers, and the ranks that give none, follows who is to blame.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from hpc_train.errors import EXIT_FAILURE, HpcTrainError, print_error
+from hpc_train.mpi.agreement import all_arrive
+from hpc_train.mpi.group import Group
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 4  # entries of a list in a message; a job may have ten thousand ranks
+ENDING = 3.0  # seconds, of the timeout, for the job to end in: PARTING and the launcher's part
+PARTING = 1.0  # seconds in which the other ranks hear of the end and write their logs
+LATER = 5.0  # seconds after which these end the job, should the rank that told them not have
+PATIENCE = 3.0  # seconds that ranks wait for each other to stop watching
+
+
+class State(NamedTuple):
+    """What a rank's main thread has waited for, "" for nobody, and for how many seconds."""
+
+    operation: str
+    seconds: float
+
+
+def blame(asker: int, states: Mapping[int, State], hosts: Sequence[str]) -> HpcTrainError:
+    """The error that says why a rank waits in vain.
+
+    Args:
+        asker: the rank that has waited too long.
+        states: what each rank that answered does, the asker's own included.
+        hosts: host name of each rank.
+    """
+    silent = [rank for rank in range(len(hosts)) if rank not in states]
+    busy = [rank for rank in sorted(states) if not states[rank].operation]
+    seconds = f"{states[asker].seconds:.0f} s"
+    waits = f"{named([asker], hosts)} has waited {seconds} for {states[asker].operation}"
+    if silent:
+        return HpcTrainError(
+            f"{_who(silent, hosts)} not answer, stopped, dead or stuck: {waits}",
+            "look at its host, then start the same command again: it goes on from the last "
+            "checkpoint",
+        )
+    if busy:
+        return HpcTrainError(
+            f"{_who(busy, hosts)} not come, busy elsewhere or stuck: {waits}",
+            "the log of the missing rank shows where it is; if it needs so long, raise "
+            "run.hang_timeout",
+        )
+    return HpcTrainError(
+        f"all ranks wait for each other: {_waits(states, hosts)}",
+        "they went different ways through the program; their logs show where each is",
+    )
+
+
+def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Ascending ranks with their hosts, as in "ranks 4-7 (node2), rank 9 (node3)"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1 and hosts[rank - 1] == hosts[rank]:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [
+        f"ranks {run[0]}-{run[-1]} ({hosts[run[0]]})"
+        if len(run) > 1
+        else f"rank {run[0]} ({hosts[run[0]]})"
+        for run in runs[:SHOWN]
+    ]
+    left = sum(len(run) for run in runs[SHOWN:])
+    return ", ".join(texts) + (f" and {left} more" if left else "")
+
+
+def _who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    return f"{named(ranks, hosts)} {'does' if len(ranks) == 1 else 'do'}"
+
+
+def _waits(states: Mapping[int, State], hosts: Sequence[str]) -> str:
+    """Who waits for what, by operation."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(states):
+        ranks.setdefault(states[rank].operation, []).append(rank)
+    texts = [f"{named(some, hosts)} for {operation}" for operation, some in ranks.items()]
+    return "; ".join(texts[:SHOWN]) + ("; and others" if len(texts) > SHOWN else "")
+
+
+@contextmanager
+def watch_over(world: Group, timeout: float) -> Iterator[None]:
+    """Run a block under a `Watchdog`. Collective, but safe for a rank that leaves by an exception.
+
+    Args:
+        world: all ranks of the job; one alone is not watched.
+        timeout: seconds that a rank waits for others before the job ends; 0: for ever.
+    """
+    if world.size == 1 or timeout <= 0:
+        yield
+        return
+    watchdog = Watchdog(world, timeout)
+    watchdog.start()
+    try:
+        yield
+    except BaseException:
+        watchdog.stop()  # the exception may be this rank's alone: the others need not come
+        raise
+    watchdog.close()
+
+
+class Watchdog:
+    """Watches this rank's waits and answers for it when others wait.
+
+    A wait counts only while this process runs: a job that was suspended and goes on is not blamed.
+    To ask is the part of the lowest rank that waits, so that one rank speaks and ten thousand do
+    not ask ten thousand each: a rank begins the later the higher it is, and not at all soon after
+    another has asked it.
+
+    Args:
+        world: all ranks of the job, with a communicator, of which a duplicate is made. Collective.
+        timeout: seconds, above 0, from the beginning of a wait to the end of the job.
+    """
+
+    def __init__(self, world: Group, timeout: float) -> None:
+        assert world.comm is not None
+        self.rank, self.watch = world.rank, world.waiting
+        self.limit = timeout - min(ENDING, timeout / 6)  # seconds of a wait
+        self.period = min(1.0, timeout / 12)  # seconds between two looks
+        self.grace = min(30.0, timeout / 2)  # seconds for an answer, the last ones of the limit
+        with world.waiting("the watchdogs of all ranks"):
+            self.group = Group.of(world.comm)
+            self.hosts: list[str] = world.comm.allgather(world.host)
+        self.comm: Any = self.group.comm
+        self._sent: list[Any] = []
+        self._clock = 0.0  # seconds that this process has run
+        self._seen = self.watch.now
+        self._since = 0.0  # the clock when that was first seen
+        self._asked: float | None = None  # the clock when this rank asked
+        self._silent_until = 0.0  # another one asks
+        self._number = 0  # of the question
+        self._answers: dict[int, State] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        logger.setLevel(logging.DEBUG)  # for the rank's log file; consoles start at INFO
+        atexit.register(self.stop)  # a thread must not be in MPI when MPI is finalized
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, on this rank alone."""
+        self._over.set()
+        self._thread.join()
+        atexit.unregister(self.stop)
+
+    def close(self) -> None:
+        """End the thread and free the communicator, if all ranks come for it. Collective."""
+        self.stop()
+        if all_arrive(self.group, PATIENCE):
+            while self.comm.iprobe():
+                self.comm.recv()
+            self.group.close()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(self.period):
+            now = time.monotonic()
+            # A process that was stopped in between has slept longer than it wanted.
+            self._count(min(now - last, 2 * self.period))
+            last = now
+            self._progress()
+            self._receive()
+            self._look()
+
+    def _count(self, passed: float) -> None:
+        self._clock += passed
+        now = self.watch.now
+        if now != self._seen:
+            self._seen, self._since, self._asked = now, self._clock, None
+
+    def _state(self) -> State:
+        return State(self._seen[0], self._clock - self._since)
+
+    def _receive(self) -> None:
+        while self.comm.iprobe():
+            match self.comm.recv():
+                case ("ask", asker, number):
+                    self._send(asker, ("answer", self.rank, number, self._state()))
+                    if self._asked is None or asker < self.rank:
+                        self._asked = None
+                        self._silent_until = self._clock + 2 * self.grace
+                case ("answer", rank, number, state) if number == self._number:
+                    self._answers[rank] = state
+                case ("end", error):
+                    self._end(error, LATER)
+
+    def _look(self) -> None:
+        """Ask the other ranks, or draw the conclusion, if it is time for that."""
+        operation, waited = self._state()
+        patience = self.limit - self.grace + self.rank.bit_length() * self.period
+        if not operation or waited < patience or self._clock < self._silent_until:
+            return
+        if self._asked is None:
+            self._ask()
+        elif self._clock - self._asked >= self.grace and waited >= self.limit:
+            self._conclude()
+
+    def _ask(self) -> None:
+        self._asked = self._clock
+        self._number += 1
+        self._answers.clear()
+        self._tell("ask", self.rank, self._number)
+
+    def _conclude(self) -> None:
+        error = blame(self.rank, {**self._answers, self.rank: self._state()}, self.hosts)
+        self._tell("end", error)
+        print_error(error)
+        self._end(error, PARTING)
+
+    def _end(self, error: HpcTrainError, after: float) -> None:
+        """Write to the log what this rank knows, and end the job after so many seconds."""
+        operation, seconds = self._state()
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        logger.debug(
+            "%s\nThis rank has waited for %s for %.0f s. Its main thread is in:\n%s",
+            error,
+            operation or "nobody",
+            seconds,
+            "".join(traceback.format_stack(frame)),
+        )
+        until = time.monotonic() + after
+        while time.monotonic() < until:
+            self._progress()
+            time.sleep(0.05)
+        self.comm.Abort(EXIT_FAILURE)
+
+    def _tell(self, *message: object) -> None:
+        for rank in range(len(self.hosts)):
+            if rank != self.rank:
+                self._send(rank, message)
+
+    def _send(self, rank: int, message: tuple[object, ...]) -> None:
+        self._sent.append(self.comm.isend(message, dest=rank))
+
+    def _progress(self) -> None:
+        self._sent = [request for request in self._sent if not request.Test()]

@@ -1,0 +1,145 @@
+"""A rank that stops answering, or stays away, ends the job with an error that names it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from hpc_train.mpi import runtime
+from tests.programs import ENVIRON, hpc_train, only_line, run
+
+ENGINES = ["mpi", *(["horovod"] if runtime.horovod_built() else [])]
+HOST = socket.gethostname()
+ENDLESS = ("--run.steps", "1000000", "--checkpoint.every", "1000000")
+
+
+def start(program, *options):
+    """The training on 4 ranks, its two outputs in one pipe."""
+    return subprocess.Popen(
+        program.command("run", *options, launcher="mpirun", ranks=4),
+        env=ENVIRON,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_step(process, step):
+    """Read the output up to a step; returns what was read."""
+    read = []
+    for line in process.stdout:
+        read.append(line)
+        if f"step {step} " in line:
+            return "".join(read)
+    raise AssertionError("".join(read))
+
+
+def rank_process(launcher, rank):
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        if process.environ().get("OMPI_COMM_WORLD_RANK") == str(rank):
+            return process
+    raise AssertionError(f"no rank {rank}")
+
+
+def has_ended(process):
+    """Whether a process ends; mpirun does not wait for the last ones."""
+    with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+        process.wait(20)
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("engine", "rank"), [*zip(ENGINES, (0, 2), strict=False)])
+def test_a_stopped_rank_ends_the_job_with_an_error_that_names_it(program, engine, rank):
+    options = ["--run.hang_timeout", "5", "--gradients.engine", engine]
+    with start(program, *ENDLESS, *options) as process:
+        wait_for_step(process, 3)
+        stopped = rank_process(process, rank)
+        stopped.suspend()
+        text = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, text
+    assert has_ended(stopped)
+    line = only_line(text)
+    asker = 1 if rank == 0 else 0
+    assert line.startswith(f"rank {rank} ({HOST}) does not answer")
+    assert f"rank {asker} ({HOST}) has waited " in line
+    assert " s for " in line
+    for other in {0, 1, 2, 3} - {rank}:
+        log = (program.root / f"run/logs/rank-{other:03d}.log").read_text()
+        assert line in log
+        assert "trainer.py" in log, "the stack of its main thread"
+
+
+def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(program):
+    with start(program, "--run.steps", "60", "--run.hang_timeout", "12") as process:
+        text = wait_for_step(process, 3)
+        stopped = rank_process(process, 1)
+        stopped.suspend()
+        time.sleep(6)  # the others have asked by now, and wait for an answer
+        stopped.send_signal(signal.SIGCONT)
+        text += process.communicate(timeout=120)[0]
+    assert process.returncode == 0, text
+    assert program.metrics("run")[-1]["step"] == 60
+    assert "error" not in text
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(program):
+    with start(program, "--run.steps", "60", "--run.hang_timeout", "4") as process:
+        text = wait_for_step(process, 3)
+        ranks = [rank_process(process, rank) for rank in range(4)]
+        for rank in ranks:
+            rank.suspend()
+        time.sleep(6)
+        for rank in ranks:
+            rank.resume()
+        text += process.communicate(timeout=120)[0]
+    assert process.returncode == 0, text
+
+
+ASTRAY = """
+import sys, time, torch, hpc_train
+
+def main(runtime):
+    model = torch.nn.Linear(2, 1)
+    loop = hpc_train.Loop(
+        runtime, sys.argv[1], model, torch.optim.SGD(model.parameters(), lr=0.1),
+        engine=sys.argv[2], hang_timeout=4,
+    )
+    data = torch.utils.data.TensorDataset(torch.ones(64, 2))
+    for _, batches in loop.epochs(data, batch=4, epochs=2):
+        for number, (inputs,) in enumerate(batches):
+            if number == 3 and runtime.world.rank in WHO:
+                DOES
+            model(inputs).sum().backward()
+            loop.step()
+
+raise SystemExit(hpc_train.run(main))
+"""
+
+
+def astray(folder, who, does, engine="mpi"):
+    """A loop of 4 ranks in which some do something else; returns the error line."""
+    (folder / "astray.py").write_text(ASTRAY.replace("WHO", repr(who)).replace("DOES", does))
+    words = [hpc_train()[0], str(folder / "astray.py"), str(folder / "checkpoints"), engine]
+    done = run("mpirun", "-np", "4", *words, timeout=90)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return only_line(done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids="engine-{}".format)
+def test_a_rank_that_stays_away_in_the_users_code_is_named(tmp_path, engine):
+    line = astray(tmp_path, (2,), "time.sleep(1000)", engine)
+    assert line.startswith(f"rank 2 ({HOST}) does not come, busy elsewhere or stuck")
+    assert f"rank 0 ({HOST}) has waited " in line
+    assert (" s for the sums of the gradients by Horovod" in line) == (engine == "horovod")
+
+
+def test_ranks_that_wait_in_different_operations_are_told_apart(tmp_path):
+    line = astray(tmp_path, (1, 2), "runtime.node.barrier()")
+    assert line.startswith("all ranks wait for each other: rank 0 ")
+    assert f"ranks 1-2 ({HOST}) for a barrier" in line
