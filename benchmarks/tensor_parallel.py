@@ -10,6 +10,7 @@ between. With sequence parallelism the sums become reduce-scatters and gathers.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from hpc_train.collectives import connect
 from hpc_train.collectives.protocol import Collectives, Done
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
+from hpc_train.mpi.group import Group
 from hpc_train.parallel.tensor import parallelize
 
 LOADS = {"light": 1, "heavy": 8}
@@ -116,6 +118,19 @@ def steps(switched: Switched, samples: int, cut: bool) -> tuple[Callable[[], Non
     return step, list(switched.calls)
 
 
+def prepared(group: Group, samples: int, cut: bool) -> dict[str, Callable[[], None]]:
+    """The three that are compared."""
+    switched = Switched(connect(group))
+    step, calls = steps(switched, samples, cut)
+
+    def without() -> None:
+        switched.on = False
+        step()
+        switched.on = True
+
+    return {"tp 2": step, "without": without, "bare": bare(group.comm, calls)}
+
+
 def on_rank(options: Any) -> None:
     """Measure the three in turn, by rounds."""
     torch.set_num_threads(1)
@@ -133,20 +148,10 @@ def on_rank(options: Any) -> None:
 
     for load, samples in LOADS.items():
         for cut in (False, True):
-            switched = Switched(connect(group))
-            step, calls = steps(switched, samples, cut)
-            collectives = bare(group.comm, calls)
-
-            def without(step: Any = step, switched: Any = switched) -> None:
-                switched.on = False
-                step()
-                switched.on = True
-
             key = f"{load}{', sequence parallel' if cut else ''}"
             candidates = {
-                f"{key}: tp 2": lambda step=step: timed(step, 32 // samples),
-                f"{key}: without": lambda run=without: timed(run, 32 // samples),
-                f"{key}: bare": lambda run=collectives: timed(run, 32 // samples),
+                f"{key}: {name}": functools.partial(timed, run, 32 // samples)
+                for name, run in prepared(group, samples, cut).items()
             }
             found |= harness.in_turn(candidates, options.rounds)
     if group.rank == 0:

@@ -61,6 +61,20 @@ def test_an_own_model_and_data_set_under_the_trainer(tmp_path):
     assert max(losses) < 0.2
 
 
+def test_an_own_model_learns_the_same_under_any_layout(tmp_path):
+    losses = []
+    layouts = ([1, 1, 1], [2, 2, 1], [1, 2, 2])
+    for dp, tp, pp in layouts:
+        folder = tmp_path / f"{dp}{tp}{pp}"
+        folder.mkdir()
+        sizes = {"dp": dp, "tp": tp, "pp": pp}
+        options = [word for key, n in sizes.items() for word in (f"--parallel.{key}", str(n))]
+        text = example("own_parallel.py", folder, *options, ranks=dp * tp * pp)
+        losses.append(float(text.split("loss on held-out digits: ")[1]))
+    assert losses[0] < 0.6
+    assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-9)
+
+
 @pytest.mark.slow
 def test_the_demo_is_exact(tmp_path):
     done = run(sys.executable, "-m", "examples.demo", cwd=ROOT, timeout=290)

@@ -19,10 +19,10 @@ HOST = socket.gethostname()
 ENDLESS = ("--run.steps", "1000000", "--checkpoint.every", "1000000")
 
 
-def start(program, *options):
-    """The training on 4 ranks, its two outputs in one pipe."""
+def start(program, *options, ranks=4):
+    """The training, its two outputs in one pipe."""
     return subprocess.Popen(
-        program.command("run", *options, launcher="mpirun", ranks=4),
+        program.command("run", *options, launcher="mpirun", ranks=ranks),
         env=ENVIRON,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -73,6 +73,22 @@ def test_a_stopped_rank_ends_the_job_with_an_error_that_names_it(program, engine
         log = (program.root / f"run/logs/rank-{other:03d}.log").read_text()
         assert line in log
         assert "trainer.py" in log, "the stack of its main thread"
+
+
+CUBE = ("--parallel.tp", "2", "--parallel.pp", "2", "--model.vocab", "264")
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_of_2_x_2_x_2_is_named_too(program):
+    with start(program, *ENDLESS, *CUBE, "--run.hang_timeout", "8", ranks=8) as process:
+        wait_for_step(process, 3)
+        rank_process(process, 5).suspend()
+        text = process.communicate(timeout=120)[0]
+    assert process.returncode == 1, text
+    line = only_line(text)
+    assert line.startswith(f"rank 5 ({HOST}) does not answer")
+    assert f"({HOST}) has waited " in line
+    assert " s for " in line
 
 
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(program):

@@ -49,9 +49,12 @@ class Trainer:
 
     Args:
         config: every section but `model`, which whoever built the model has used.
-        model: any module; all ranks get rank 0's weights. If it has a method `seed_samples`, it is
-            given one integer per sample before each forward pass, to make masks from that do not
-            depend on the layout. torch's generator is seeded for each micro-batch too.
+        model: any module, whole and the same on all ranks, which get rank 0's weights; parts of it
+            that are other ranks' are taken from it. For tp above 1 it has an attribute
+            `tensor_plan`, for pp above 1 `stages` (docs/how-to/parallel.md). If it has a method
+            `seed_samples`, it is given one integer per sample before each forward pass, to make
+            masks from that do not depend on the layout. torch's generator is seeded for each
+            micro-batch too.
         dataset: any map-style data set of torch, or one with `fetch` (see `Loader`).
         loss: of the model and a batch as the data set gives it, on the model's device: the mean
             over the batch's samples, a scalar.
@@ -64,6 +67,7 @@ class Trainer:
 
     Raises:
         ConfigError: the values do not fit the ranks or the data.
+        UserError: the model does not say how the layout is put on it.
         SetupError: engine horovod, and Horovod is missing.
     """
 
@@ -103,6 +107,13 @@ class Trainer:
                 )
         sizes = f"{len(dataset)} {len(validation) if validation is not None else 0}"
         same(self.group, "the size of the data set", sizes, "give all ranks the same data")
+        if len(self.parts) < self.grid.pp and self.group.rank == 0:
+            logger.warning(
+                "a step has %d micro-batches, fewer than the %d stages of the pipeline: most ranks "
+                "wait most of the time; a smaller data.micro_batch gives more",
+                len(self.parts),
+                self.grid.pp,
+            )
         if run.deterministic:
             make_deterministic()
         use_cores(runtime)

@@ -1,0 +1,80 @@
+"""Your own module under any layout: tensor- and pipeline-parallel on scikit-learn's digits.
+
+mpirun -np 4 python examples/own_parallel.py --parallel.tp 2 --parallel.pp 2; or any other layout.
+"""
+
+import sys
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import hpc_train
+
+DEFAULTS = [
+    *("--run.dir", "runs/digits", "--run.epochs", "6"),
+    *("--data.batch", "64", "--data.micro_batch", "8"),
+    *("--optimizer.lr", "0.003", "--precision.dtype", "float64"),
+]
+
+
+class Layer(nn.Module):
+    """A wide layer with a shortcut."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        """Of shape (samples, width)."""
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Classifier(nn.Module):
+    """A stack of layers, and what a layout needs to know of it."""
+
+    # The modules that `forward` calls one after the other: a pipeline's ranks share them out.
+    stages = ("first", "layers.*", "last")
+    # Which linear layers the ranks of a tensor-parallel group share: in, then out of the wide part.
+    tensor_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}  # noqa: RUF012
+
+    def __init__(self, width=64, layers=4):
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.last = nn.Linear(width, 10)
+
+    def forward(self, x):
+        """Pixels (samples, 64) to logits (samples, 10)."""
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def main(runtime):
+    digits = load_digits()
+    pixels, labels = torch.tensor(digits.data / 16), torch.tensor(digits.target)
+    training = TensorDataset(pixels[:1500], labels[:1500])
+    validation = TensorDataset(pixels[1500:], labels[1500:])
+
+    config = hpc_train.load_config(options=[*DEFAULTS, *sys.argv[1:]])
+    torch.manual_seed(config.run.seed)
+    trainer = hpc_train.Trainer(
+        config, Classifier(), training, loss, runtime, validation=validation
+    )
+    trainer.train()
+    held_out = trainer.validate()  # every rank takes part
+    runtime.print(f"loss on held-out digits: {held_out:.12f}")
+
+
+def loss(model, batch):
+    pixels, labels = batch
+    return nn.functional.cross_entropy(model(pixels), labels)
+
+
+if __name__ == "__main__":
+    sys.exit(hpc_train.run(main))
