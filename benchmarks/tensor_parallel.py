@@ -3,9 +3,11 @@
     python -m benchmarks.tensor_parallel
 
 Two ranks, one core each, share a GPT of 11 M parameters; forward and backward pass, light: 1 x 128
-tokens, heavy: 8 x 128. Lost: a step's time less that of the same step whose collectives return at
-once. Bare: the same MPI calls on buffers of the same sizes, one after another, without anything in
-between. With sequence parallelism the sums become reduce-scatters and gathers.
+tokens, heavy: 8 x 128. Each step is also run with collectives that return at once ("without") and
+with barriers in their place: ranks wait for each other at any collective, the more so on a noisy
+machine, whoever carries it out. Lost: the step's time less that with barriers. Bare: the same MPI
+calls on buffers of the same sizes, one after another, less as many barriers; nonblocking: the same
+by MPI's nonblocking calls, each waited for at once.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ Call = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 class Switched:
-    """Passes collectives on, or writes them down, or returns at once with something of the form."""
+    """Passes collectives on, or puts barriers or nothing in their place and makes up a result."""
 
     def __init__(self, real: Collectives) -> None:
-        self.group, self.real, self.on = real.group, real, True
+        self.group, self.real, self.mode = real.group, real, "real"
         self.calls: list[Call] = []
         self._made: dict[Call, Tensor] = {}
 
@@ -66,9 +68,11 @@ class Switched:
         return Done(self._like("scatter", tensor, dim, 1, self.group.size))
 
     def _real(self, name: str, tensor: Tensor, dim: int = 0) -> bool:
-        if self.on:
+        if self.mode == "real":
             self.calls.append((name, tuple(tensor.shape), tensor.dtype, dim))
-        return self.on
+        elif self.mode == "barriers":
+            self.group.barrier()
+        return self.mode == "real"
 
     def _like(self, name: str, tensor: Tensor, dim: int, times: int, parts: int) -> Tensor:
         key = (name, tuple(tensor.shape), tensor.dtype, dim)
@@ -79,7 +83,7 @@ class Switched:
         return self._made[key]
 
 
-def bare(comm: Any, calls: list[Call]) -> Callable[[], None]:
+def bare(comm: Any, calls: list[Call], *, nonblocking: bool = False) -> Callable[[], None]:
     """The same collectives by mpi4py alone."""
     from mpi4py import MPI  # on the ranks only
 
@@ -87,14 +91,23 @@ def bare(comm: Any, calls: list[Call]) -> Callable[[], None]:
     numbers = [torch.ones(shape, dtype=dtype).numpy() for _, shape, dtype, _ in calls]
     others = [torch.ones(size, *shape, dtype=dtype).numpy() for _, shape, dtype, _ in calls]
 
+    def begin(name: str, mine: Any, other: Any) -> Any:
+        part = other.reshape(-1)[: mine.size // size]
+        operation = MPI.MAX if name == "max" else MPI.SUM
+        if name == "gather":
+            return (comm.Iallgather if nonblocking else comm.Allgather)(mine, other)
+        if name == "scatter":
+            scatter = comm.Ireduce_scatter_block if nonblocking else comm.Reduce_scatter_block
+            return scatter(mine, part, op=operation)
+        return (comm.Iallreduce if nonblocking else comm.Allreduce)(
+            MPI.IN_PLACE, mine, op=operation
+        )
+
     def run() -> None:
         for (name, *_), mine, other in zip(calls, numbers, others, strict=True):
-            if name == "gather":
-                comm.Allgather(mine, other)
-            elif name == "scatter":
-                comm.Reduce_scatter_block(mine, other.reshape(-1)[: mine.size // size], op=MPI.SUM)
-            else:
-                comm.Allreduce(MPI.IN_PLACE, mine, op=MPI.MAX if name == "max" else MPI.SUM)
+            begun = begin(name, mine, other)
+            if nonblocking:
+                begun.Wait()
 
     return run
 
@@ -110,7 +123,7 @@ def steps(switched: Switched, samples: int, cut: bool) -> tuple[Callable[[], Non
         loss = model(text[:, :-1], text[:, 1:])
         loss.backward()
         model.zero_grad()
-        if switched.on and not 4 < float(loss.detach()) < 8:
+        if switched.mode == "real" and not 4 < float(loss.detach()) < 8:
             raise RuntimeError(f"the loss is {float(loss.detach())}")
 
     switched.calls.clear()
@@ -123,12 +136,23 @@ def prepared(group: Group, samples: int, cut: bool) -> dict[str, Callable[[], No
     switched = Switched(connect(group))
     step, calls = steps(switched, samples, cut)
 
-    def without() -> None:
-        switched.on = False
+    def instead(mode: str) -> None:
+        switched.mode = mode
         step()
-        switched.on = True
+        switched.mode = "real"
 
-    return {"tp 2": step, "without": without, "bare": bare(group.comm, calls)}
+    def barriers() -> None:
+        for _ in calls:
+            group.barrier()
+
+    return {
+        "tp 2": step,
+        "with barriers": functools.partial(instead, "barriers"),
+        "without": functools.partial(instead, "none"),
+        "barriers alone": barriers,
+        "bare": bare(group.comm, calls),
+        "nonblocking": bare(group.comm, calls, nonblocking=True),
+    }
 
 
 def on_rank(options: Any) -> None:
@@ -176,9 +200,14 @@ def main() -> None:
         }
         harness.show(key, "ms", mine, f"{key}: without")
         middle = harness.medians(mine)
-        lost = middle[f"{key}: tp 2"] - middle[f"{key}: without"]
-        ratios[key] = lost / middle[f"{key}: bare"]
-        print(f"{key}: lost {lost:.2f} ms, bare {middle[f'{key}: bare']:.2f} ms: {ratios[key]:.3f}")
+        lost = middle[f"{key}: tp 2"] - middle[f"{key}: with barriers"]
+        needed = middle[f"{key}: bare"] - middle[f"{key}: barriers alone"]
+        waited = middle[f"{key}: with barriers"] - middle[f"{key}: without"]
+        ratios[key] = lost / needed
+        print(
+            f"{key}: lost {lost:.2f} ms, bare {needed:.2f} ms, ratio {ratios[key]:.3f}; "
+            f"ranks waiting for each other at {waited:.2f} ms besides"
+        )
     harness.finish("tensor_parallel", ratios, harness.medians(found), options.json)
 
 

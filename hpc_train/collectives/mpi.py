@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -37,32 +38,42 @@ def reads_gpu_memory() -> bool:
     return bool(query and query())
 
 
-class Sent:
-    """Implements `Pending` for a nonblocking MPI call."""
+class InThread:
+    """Implements `Pending` for an operation that another thread carries out."""
 
-    def __init__(self, group: Group, request: MPI.Request, finish: Callable[[], Tensor]) -> None:
+    def __init__(self, group: Group, future: Future[Tensor]) -> None:
         self.group = group
-        self.request = request
-        self.finish = finish
+        self.future = future
 
     def wait(self) -> Tensor:
-        """Wait for the request and bring the result into its form."""
+        """Wait for the thread."""
         with self.group.waiting(f"a collective over {self.group.size} ranks"):
-            self.request.Wait()
-        return self.finish()
+            return self.future.result()
 
 
 class MpiCollectives:
     """Implements `Collectives` on the group's communicator.
 
     Tensors on a device are given to an MPI that can read them, else staged through host memory.
+
+    MPI makes no progress while a rank computes, and Open MPI's nonblocking sums take about twice as
+    long as its blocking ones (benchmarks/RESULTS.md). What is begun is therefore done at once, or
+    by a thread, which needs a core of its own.
+
+    Args:
+        group: the ranks.
+        overlap: whether a thread carries out what is begun. Collective then.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, *, overlap: bool = False) -> None:
         if group.comm is None:
             raise ValueError("this group has no communicator: use AloneCollectives")
         self.group = group
         self.comm = group.comm
+        self._thread: ThreadPoolExecutor | None = None
+        if overlap:  # on another communicator, so that its calls and ours cannot be mixed up
+            self._begun = MpiCollectives(Group.of(group.comm))
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
 
     def sum_(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over the ranks."""
@@ -82,38 +93,48 @@ class MpiCollectives:
 
     def start_sum_(self, tensor: Tensor) -> Pending:
         """Begin `sum_` of a contiguous tensor."""
-        near = _reachable(tensor)
-        pieces = _pieces(near)
-        if len(pieces) != 1:
-            self.sum_(tensor)
-            return Done(tensor)
-        request = self.comm.Iallreduce(MPI.IN_PLACE, [pieces[0], _type(tensor)], op=MPI.SUM)
-
-        def finish() -> Tensor:
-            _bring_back(tensor, near)
-            return tensor
-
-        return Sent(self.group, request, finish)
+        return self._start(MpiCollectives._summed, tensor)
 
     def start_gather(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to put the ranks' tensors together along a dimension."""
-        near = _reachable(tensor)
-        whole = near.new_empty((self.group.size, *near.shape))
-        count = near.nbytes
-        sent, received = _bytes(near), _bytes(whole)
-        request = self.comm.Iallgather([sent, count, MPI.BYTE], [received, count, MPI.BYTE])
-        return Sent(self.group, request, lambda: _joined(whole, dim).to(tensor.device))
+        return self._start(MpiCollectives._gathered, tensor, dim)
 
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to sum over the ranks and keep this rank's part along a dimension."""
+        _type(tensor)  # refuse it here and not in the thread
+        return self._start(MpiCollectives._scattered, tensor, dim)
+
+    def close(self) -> None:
+        """End the thread, if there is one. Collective then."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._begun.group.close()
+
+    def _start(self, operation: Callable[..., Tensor], *arguments: Any) -> Pending:
+        if self._thread is None:
+            return Done(operation(self, *arguments))
+        return InThread(self.group, self._thread.submit(operation, self._begun, *arguments))
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        self.sum_(tensor)
+        return tensor
+
+    def _gathered(self, tensor: Tensor, dim: int) -> Tensor:
+        near = _reachable(tensor)
+        whole = near.new_empty((self.group.size, *near.shape))
+        with self.group.waiting(f"what {self.group.size} ranks have"):
+            self.comm.Allgather([_bytes(near), MPI.BYTE], [_bytes(whole), MPI.BYTE])
+        return _joined(whole, dim).to(tensor.device)
+
+    def _scattered(self, tensor: Tensor, dim: int) -> Tensor:
         near = _split(_reachable(tensor), dim, self.group.size)
         mine = torch.empty_like(near[0])
         datatype = _type(tensor)
-        request = self.comm.Ireduce_scatter_block(
-            [_buffer(near), datatype], [_buffer(mine), datatype], op=MPI.SUM
-        )
-        # The call reads `near` until the end: the function keeps it alive.
-        return Sent(self.group, request, lambda: (near, mine)[1].to(tensor.device))
+        with self.group.waiting(f"a part of a sum over {self.group.size} ranks"):
+            self.comm.Reduce_scatter_block(
+                [_buffer(near), datatype], [_buffer(mine), datatype], op=MPI.SUM
+            )
+        return mine.to(tensor.device)
 
     def _reduce(self, tensor: Tensor, operation: MPI.Op, what: str) -> None:
         datatype = _type(tensor)

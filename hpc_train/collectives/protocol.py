@@ -57,13 +57,17 @@ class Done:
         return self.result
 
 
-def connect(group: Group, device: torch.device | None = None) -> Collectives:
+def connect(
+    group: Group, device: torch.device | None = None, *, overlap: bool = False
+) -> Collectives:
     """The fitting implementation: nothing to do in a process alone, else MPI or Horovod.
 
     Args:
         group: the ranks.
         device: where the tensors will lie. Of a GPU's, MPI takes those that it can read; if it can
             not and Horovod runs with NCCL, Horovod does; else they go through host memory.
+        overlap: whether a thread carries out what is begun, where the implementation has no way of
+            its own: for ranks with a core to spare. Collective over the group.
     """
     if group.comm is None:
         from hpc_train.collectives.alone import AloneCollectives
@@ -77,4 +81,4 @@ def connect(group: Group, device: torch.device | None = None) -> Collectives:
             from hpc_train.collectives.horovod import HorovodCollectives
 
             return HorovodCollectives(group, hvd)
-    return MpiCollectives(group)
+    return MpiCollectives(group, overlap=overlap)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from hpc_train.collectives import connect
 from hpc_train.errors import UserError
 from hpc_train.mpi.grid import ParallelGrid
+from hpc_train.mpi.placement import Coordinate
 from hpc_train.parallel.gradients import LayoutGradients
 from hpc_train.parallel.linear import Deferred
 from hpc_train.parallel.pipeline import Pipeline
@@ -55,11 +56,26 @@ class Applied:
     shards: Mapping[str, Shard]
 
 
-def apply(model: nn.Module, grid: ParallelGrid, layout: Layout, device: torch.device) -> Applied:
+def apply(
+    model: nn.Module,
+    grid: ParallelGrid,
+    layout: Layout,
+    device: torch.device,
+    *,
+    overlap: bool = False,
+) -> Applied:
     """Leave of a model, in place, what this rank computes. Collective over all ranks.
 
     All ranks build the same whole model. For tp above 1 it has an attribute `tensor_plan`
     (see `parallelize`), for pp above 1 an attribute `stages` (see `stages.stage_names`).
+
+    Args:
+        model: as above.
+        grid: the ranks' places and groups.
+        layout: schedule and sequence parallelism.
+        device: where the model will lie.
+        overlap: whether tensor-parallel sums go on in a thread while this rank computes; it needs a
+            core to itself.
 
     Raises:
         UserError: the model lacks what the layout needs, or its sizes do not fit.
@@ -68,7 +84,7 @@ def apply(model: nn.Module, grid: ParallelGrid, layout: Layout, device: torch.de
     for tensor in [*model.parameters(), *model.buffers()]:
         everyone.broadcast_(tensor.data)
     whole = _Whole.of(model)
-    tensor_group = connect(grid.tensor, device)
+    tensor_group = connect(grid.tensor, device, overlap=overlap)
     if grid.tp > 1 and not getattr(model, "tensor_plan", None):
         raise UserError(
             f"parallel.tp is {grid.tp}, but {type(model).__name__} has no attribute `tensor_plan`",
@@ -88,7 +104,7 @@ def apply(model: nn.Module, grid: ParallelGrid, layout: Layout, device: torch.de
     )
     stages = Stages(model, names, runs[grid.coordinate.pp]) if names else None
     tied = whole.tied(names, runs)
-    shards = whole.shards(model, specs, speaks=grid.coordinate.tp == 0)
+    shards = whole.shards(model, specs, grid.coordinate, names)
     parameters = dict(model.named_parameters())
     gradients = LayoutGradients(
         [p for name, p in parameters.items() if cut and name not in specs],
@@ -110,20 +126,21 @@ class _Whole:
     Args:
         first: the name that stands for a tensor, for each of the names that it has.
         shapes: by any name.
+        parameters: those of the names that are not buffers'.
     """
 
     first: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
+    parameters: Set[str]
 
     @classmethod
     def of(cls, model: nn.Module) -> _Whole:
-        named = [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        named = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
         names: dict[int, str] = {}
-        first = {name: names.setdefault(id(tensor), name) for name, tensor in named}
-        return cls(first, {name: tuple(tensor.shape) for name, tensor in named})
+        first = {name: names.setdefault(id(tensor), name) for name, tensor in named.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        return cls(first, shapes, parameters.keys())
 
     def tied(self, names: list[str], runs: list[list[range]]) -> set[str]:
         """First names of the parameters that the first and the last pipeline rank share.
@@ -138,9 +155,9 @@ class _Whole:
             for position in run
         }
         holders: dict[str, set[int]] = {}
-        for name, first in self.first.items():
+        for name in self.parameters:
             ranks = {r for stage, r in home.items() if name.startswith(f"{stage}.")}
-            holders.setdefault(first, set()).update(ranks)
+            holders.setdefault(self.first[name], set()).update(ranks)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         for name, ranks in shared.items():
             if ranks != {0, len(runs) - 1}:
@@ -151,9 +168,17 @@ class _Whole:
         return set(shared)
 
     def shards(
-        self, model: nn.Module, specs: Mapping[str, ShardSpec], *, speaks: bool
+        self,
+        model: nn.Module,
+        specs: Mapping[str, ShardSpec],
+        place: Coordinate,
+        stages: Sequence[str],
     ) -> dict[str, Shard]:
-        """What this rank has; `speaks`: whether for what all of its tensor group have."""
+        """What this rank has.
+
+        For what all of a tensor group have its first rank speaks, and the first stage for buffers
+        that lie in no stage.
+        """
         found = {}
         local: list[tuple[str, torch.Tensor | Parameter]] = [
             *model.named_parameters(),
@@ -161,6 +186,7 @@ class _Whole:
         ]
         for name, _ in local:
             spec = specs.get(name, ShardSpec.whole(self.shapes[name]))
-            first = self.first[name] == name
-            found[name] = Shard(self.first[name], spec, first and (name in specs or speaks))
+            alone = place.pp == 0 or any(name.startswith(f"{stage}.") for stage in stages)
+            speaks = name in specs or (place.tp == 0 and alone)
+            found[name] = Shard(self.first[name], spec, speaks and self.first[name] == name)
         return found

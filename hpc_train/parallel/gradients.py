@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
 
 from hpc_train.collectives import Collectives
 
@@ -43,11 +44,10 @@ class LayoutGradients:
 
     def norm(self) -> Tensor:
         """The norm of all gradients of the whole model, float64. Collective over the replica."""
-        squares = [g.grad.double().square().sum() for g in self.counted if g.grad is not None]
-        device = self.counted[0].device if self.counted else torch.device("cpu")
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        total = total.to(device)
-        self.model.sum_(total)
+        gradients = [p.grad for p in self.counted if p.grad is not None]
+        total = get_total_norm(gradients).double().square()
+        if self.model.group.size > 1:
+            self.model.sum_(total)
         return total.sqrt()
 
 

@@ -123,7 +123,13 @@ class Trainer:
         if engine == "horovod":
             start_horovod(self.group, self.grid.process_sets())
         self.model = model.to(getattr(torch, config.precision.dtype))
-        self.layout = apply(self.model, self.grid, config.parallel, self.device)
+        self.layout = apply(
+            self.model,
+            self.grid,
+            config.parallel,
+            self.device,
+            overlap=runtime.cores > torch.get_num_threads(),
+        )
         self.model.to(self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.averager = average_gradients(
