@@ -9,8 +9,10 @@ agreement: what fails on one rank is raised on all, and older checkpoints stay.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 from hpc_train import files
 from hpc_train.checkpoint import fileformat
 from hpc_train.checkpoint.engines import Engine, Writer, open_writer
-from hpc_train.checkpoint.fileformat import HASH_BYTES, STATE, Held, Layout
+from hpc_train.checkpoint.fileformat import HASH_BYTES, STATE, Form, Held, Layout
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
@@ -48,12 +50,16 @@ def save(
         replica: the ranks that hold the state together; by default each rank holds all of it.
 
     Raises:
-        CheckpointError: it could not be written; nothing is left of it.
+        CheckpointError: it could not be written, or the ranks of a replica do not own all of a
+            tensor together; nothing is left of it.
         UserError: the ranks do not have the same tensors or state.
     """
     replica = replica or Group()
     forms = together(replica, {name: part.form for name, part in held.items()})
+    mine = {name: part.owned * part.tensor.numel() for name, part in held.items()}
+    elements = _gathered(replica, mine)
     with agreed(group):
+        _check_owned(forms, elements)
         layout = fileformat.plan(forms, state)
     same(group, "the plan of the checkpoint", f"{layout}{state!r}", "build the same model on all")
     content = {**held, STATE: _state_part(state, replica)}
@@ -62,8 +68,8 @@ def save(
         with agreed(group), _explained(path):
             if group.rank == 0:
                 _reserve(partial, layout.file_bytes)
-        mine = _write_extents(partial, path, content, layout, group, replica, engine)
-        table = b"".join(_gathered(group, mine))
+        hashes = _write_extents(partial, path, content, layout, group, replica, engine)
+        table = b"".join(_gathered(group, hashes))
         with agreed(group), _explained(path):
             _read_back(partial, layout, table, group)
         with agreed(group), _explained(path):
@@ -79,6 +85,19 @@ def save(
 def together(replica: Group, mine: Mapping[str, T]) -> dict[str, T]:
     """What the ranks of a replica have by name, all together. Collective over the replica."""
     return {name: value for part in _gathered(replica, mine) for name, value in part.items()}
+
+
+def _check_owned(forms: Mapping[str, Form], elements: Iterable[Mapping[str, int]]) -> None:
+    """Check that the ranks of a replica own as many elements as there are: no zeros in between."""
+    owned: Counter[str] = Counter()
+    for of_rank in elements:
+        owned.update(of_rank)
+    for name, (_, shape) in forms.items():
+        if owned[name] != math.prod(shape):
+            raise CheckpointError(
+                f"the ranks of a replica own {owned[name]} elements of {name} {list(shape)}",
+                "let each part be owned by one of them",
+            )
 
 
 def _state_part(state: bytes, replica: Group) -> Held:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hpc_train.collectives.protocol import Pending
@@ -15,21 +17,29 @@ class HorovodCollectives:
     """Implements `Collectives` on the process set of the group's ranks.
 
     Horovod tells operations apart by names: every rank counts its own, in the same order. It orders
-    ranks as the job does, so what is gathered or scattered needs a group that ascends.
+    ranks as the job does, so what is gathered or scattered needs a group that ascends. To make one
+    is collective.
 
     Args:
         group: the ranks; their process set must be registered (`runtime.start_horovod`).
         hvd: the module horovod.torch, initialised.
     """
 
+    made: ClassVar[int] = 0
+    """The last one's number: several may share a process set, but no operation's name."""
+
     def __init__(self, group: Group, hvd: Any) -> None:
         if group.comm is None:
             raise ValueError("this group has no communicator: use AloneCollectives")
         self.group = group
         self.hvd = hvd
-        self.ranks = group.comm.allgather(hvd.rank())
+        with group.waiting("the ranks of a Horovod process set"):
+            told = group.comm.allgather((hvd.rank(), HorovodCollectives.made))
+        self.ranks = [rank for rank, _ in told]
         self._ascends = self.ranks == sorted(self.ranks)
         self.process_set = runtime.process_set(hvd, self.ranks)
+        HorovodCollectives.made = 1 + max(made for _, made in told)
+        self._label = f"hpc_train.{self.process_set.process_set_id}.{HorovodCollectives.made}"
         self._count = 0
 
     def sum_(self, tensor: Tensor) -> None:
@@ -42,10 +52,11 @@ class HorovodCollectives:
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root`."""
+        near = tensor.detach().contiguous()  # Horovod takes nothing else
         handle = self.hvd.broadcast_async_(
-            tensor, self.ranks[root], name=self._name(), process_set=self.process_set
+            _bits(near), self.ranks[root], name=self._name(), process_set=self.process_set
         )
-        Begun(self, handle).wait()
+        Begun(self, handle, lambda _: _replaced(tensor, near)).wait()
 
     def start_sum_(self, tensor: Tensor) -> Pending:
         """Begin `sum_`."""
@@ -54,8 +65,11 @@ class HorovodCollectives:
     def start_gather(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to put the ranks' tensors together along a dimension."""
         first = self._first(tensor, dim)
-        handle = self.hvd.allgather_async(first, name=self._name(), process_set=self.process_set)
-        return Begun(self, handle, dim)
+        shape = (self.group.size * first.shape[0], *first.shape[1:])
+        handle = self.hvd.allgather_async(
+            _bits(first), name=self._name(), process_set=self.process_set
+        )
+        return Begun(self, handle, lambda bits: _moved(bits.view(tensor.dtype).view(shape), dim))
 
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to sum over the ranks and keep this rank's part along a dimension."""
@@ -63,7 +77,7 @@ class HorovodCollectives:
         handle = self.hvd.reducescatter_async(
             first, op=self.hvd.Sum, name=self._name(), process_set=self.process_set
         )
-        return Begun(self, handle, dim)
+        return Begun(self, handle, lambda part: _moved(part, dim))
 
     def _first(self, tensor: Tensor, dim: int) -> Tensor:
         """The dimension that Horovod cuts is the first."""
@@ -72,27 +86,44 @@ class HorovodCollectives:
         return tensor.detach().movedim(dim, 0).contiguous()
 
     def _reduce(self, tensor: Tensor, operation: Any) -> Pending:
+        near = tensor.detach().contiguous()
         handle = self.hvd.allreduce_async_(
-            tensor.detach(), op=operation, name=self._name(), process_set=self.process_set
+            near, op=operation, name=self._name(), process_set=self.process_set
         )
-        return Begun(self, handle)
+        return Begun(self, handle, lambda _: _replaced(tensor, near))
 
     def _name(self) -> str:
         """Equal on the ranks of the group, unlike that of any other group at the same moment."""
         self._count = (self._count + 1) % (1 << 20)
-        return f"hpc_train.{self.process_set.process_set_id}.{self._count}"
+        return f"{self._label}.{self._count}"
 
 
 class Begun:
-    """Implements `Pending` for a Horovod handle; the result's first dimension goes to `dim`."""
+    """Implements `Pending` for a Horovod handle."""
 
-    def __init__(self, owner: HorovodCollectives, handle: Any, dim: int = 0) -> None:
-        self.owner = owner
-        self.handle = handle
-        self.dim = dim
+    def __init__(
+        self, owner: HorovodCollectives, handle: Any, finish: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.owner, self.handle, self.finish = owner, handle, finish
 
     def wait(self) -> Tensor:
-        """Wait for Horovod's thread."""
+        """Wait for Horovod's thread and bring the result into its form."""
         with self.owner.group.waiting(f"Horovod, over {self.owner.group.size} ranks"):
             result: Tensor = self.owner.hvd.synchronize(self.handle)
-        return result.movedim(0, self.dim).contiguous() if self.dim else result
+        return self.finish(result)
+
+
+def _bits(near: Tensor) -> Tensor:
+    """A contiguous tensor's bytes: Horovod moves not all types."""
+    return near.view(-1).view(torch.uint8)
+
+
+def _moved(result: Tensor, dim: int) -> Tensor:
+    """A result with its first dimension put where it belongs."""
+    return result.movedim(0, dim).contiguous()
+
+
+def _replaced(tensor: Tensor, near: Tensor) -> Tensor:
+    if near.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(near)
+    return tensor

@@ -150,6 +150,8 @@ class Pipeline:
                 gradient = gradient.clone()
             message = self._gradient(action.micro_batch, self._stage(action) - 1, samples, -1)
             self.transport.send(message, gradient)
+        if action.micro_batch == 0:
+            live.gradient = None  # not to be reused: autograd may have made it a parameter's `grad`
         if self.deferred is not None:
             live.deferred = self.deferred.take()
 

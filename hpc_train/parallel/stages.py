@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from hpc_train.errors import UserError
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.tensor import matching
+
+REMEDY = "let it call each of its `stages` once, in their order, with the last one's result"
 
 
 class _Leave(Exception):
@@ -38,10 +41,12 @@ class Cursor:
     Args:
         run: the modules that are computed.
         activation: the result of the module before the first of them; None at the model's begin.
+        due: the module that is called next.
     """
 
     run: range
     activation: Tensor | None = None
+    due: int = 0
 
 
 class Stages:
@@ -79,22 +84,31 @@ class Stages:
             The run's last activation; what `forward` returns, for the model's last.
 
         Raises:
-            UserError: the forward pass did not call the modules in the order of the stages.
+            UserError: the forward pass did not call each of the modules once, in the order of the
+                stages, with a tensor as its first argument.
         """
-        run = self.runs[chunk]
-        self._cursor = Cursor(run, activation)
+        self._cursor = Cursor(self.runs[chunk], activation)
         try:
             result = forward()
         except _Leave as leave:
             return leave.activation
-        if run[-1] + 1 < len(self.names):
-            name = self.names[run[-1] + 1]
-            raise UserError(f"the forward pass did not come to {name}", "see its `stages`")
+        if self._cursor.due < len(self.names):
+            raise UserError(f"the forward pass did not come to {self._due}", REMEDY)
         return result
+
+    @property
+    def _due(self) -> str:
+        """The name of the module that is called next."""
+        return [*self.names, "the end"][self._cursor.due]
 
     def visit(self, position: int, original: Callable[..., Any] | None, args: Any, how: Any) -> Any:
         """A stage module is called: compute it, skip it, or leave."""
-        cursor = self._cursor
+        cursor, name = self._cursor, self.names[position]
+        if position != cursor.due:
+            raise UserError(f"the forward pass calls {name} before {self._due}", REMEDY)
+        if position > 0 and not (args and isinstance(args[0], Tensor)):
+            raise UserError(f"the first argument of stage {name} is not a tensor", REMEDY)
+        cursor.due += 1
         if position > cursor.run[-1]:
             raise _Leave(args[0])
         if position < cursor.run[0]:
@@ -121,7 +135,7 @@ def stage_names(model: nn.Module) -> list[str]:
     """The modules that a model names as its stages, in the order of its forward pass.
 
     Raises:
-        UserError: it names none, or some parameter is in none of them.
+        UserError: it names none, or one of them lies in another, or some parameter is in none.
     """
     patterns = getattr(model, "stages", None)
     if not patterns:
@@ -130,6 +144,9 @@ def stage_names(model: nn.Module) -> list[str]:
             "name its modules in the order of its forward pass: docs/how-to/parallel.md",
         )
     names = [name for pattern in patterns for name in matching(model, pattern, "stages")]
+    for outer, inner in permutations(names, 2):
+        if f"{inner}.".startswith(f"{outer}."):
+            raise UserError(f"stages: {inner} is part of {outer}", "name each module once")
     for name, _ in model.named_parameters():
         if not any(name.startswith(f"{stage}.") for stage in names):
             raise UserError(f"parameter {name} is in none of the model's stages", "add its module")

@@ -36,7 +36,8 @@ def parallelize(
     - colwise, a Linear: each rank has its part of the outputs. A `SampleDropout` on such outputs is
       given the style, too, so that each rank draws its part of the mask.
     - rowwise, a Linear: each rank takes its part of the inputs, as a colwise layer left them.
-    - vocab: an Embedding, the Linear that makes the logits, and the CrossEntropyLoss over them.
+    - vocab: an Embedding, the Linear that makes the logits, and the CrossEntropyLoss over them,
+      Embedding and loss without options other than ignore_index.
     - sequence: without sequence parallelism nothing; with it the module, such as an embedding of
       positions, is given this rank's part of its input along its last dimension.
 
@@ -55,10 +56,12 @@ def parallelize(
         Which parts of which parameters this rank has, by name; those not named it has whole.
 
     Raises:
-        UserError: the plan names a module that does not exist or has not the type for its style.
+        UserError: the plan names a module that does not exist or has not the type for its style, or
+            cuts a parameter that two layers share in one of them only.
         ConfigError: a layer cannot be divided by the number of ranks.
     """
     sharing = _Sharing(over, sequence_parallel and over.group.size > 1, deferred)
+    named = dict(module.named_parameters(remove_duplicate=False))
     specs: dict[str, ShardSpec] = {}
     for name, style in resolve(module, plan).items():
         specs |= sharing.replace(module, name, style)
@@ -67,7 +70,20 @@ def parallelize(
             layer.section = (TOKENS, over.group.rank, over.group.size)
         if deferred is not None and type(layer) in (nn.Linear, Linear):
             module.set_submodule(name, sharing.linear(layer, "whole"))
+    _check_tied(module, named)
     return specs
+
+
+def _check_tied(module: nn.Module, before: Mapping[str, Parameter]) -> None:
+    """Check that names that stood for one parameter do so still."""
+    first: dict[Parameter, str] = {}
+    for name, parameter in before.items():
+        other = first.setdefault(parameter, name)
+        if module.get_parameter(name) is not module.get_parameter(other):
+            raise UserError(
+                f"tensor plan: {other} and {name} are one parameter, but not cut alike",
+                "give both layers, or none, styles that cut it",
+            )
 
 
 def resolve(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
@@ -103,7 +119,7 @@ class _Sharing:
 
     def __init__(self, over: Collectives, cut: bool, deferred: Deferred | None) -> None:
         self.over, self.cut, self.deferred = over, cut, deferred
-        self.parts: dict[Parameter, Parameter] = {}
+        self.parts: dict[tuple[Parameter, int], Parameter] = {}
 
     def replace(self, root: nn.Module, name: str, style: Style) -> dict[str, ShardSpec]:
         """Replace one layer; returns the parts of its parameters, by their full names."""
@@ -120,7 +136,7 @@ class _Sharing:
         new = self.part_of(layer, style)
         if new is None:
             raise UserError(
-                f"tensor plan: {name} is {style}, which a {type(layer).__name__} cannot be",
+                f"tensor plan: {name} is {style}, which this {type(layer).__name__} cannot be",
                 "see hpc_train.parallel.parallelize for what each style takes",
             )
         if new is not layer:
@@ -133,15 +149,15 @@ class _Sharing:
             if self.cut:
                 layer.register_forward_pre_hook(self._cut_input)
             return layer
+        if not _replaceable(layer):
+            return None
         if isinstance(layer, nn.Linear):
             return self.linear(layer, "rowwise" if style == "rowwise" else "colwise")
         if isinstance(layer, nn.Embedding) and style == "vocab":
             weight = self.part(layer.weight, 0)
             return VocabParallelEmbedding(weight, self.over, cut_output=self.cut)
         if isinstance(layer, nn.CrossEntropyLoss) and style == "vocab":
-            plain = layer.weight is None and not layer.label_smoothing
-            if plain and layer.reduction == "mean":
-                return VocabParallelCrossEntropy(self.over, layer.ignore_index)
+            return VocabParallelCrossEntropy(self.over, layer.ignore_index)
         if isinstance(layer, SampleDropout) and style == "colwise":
             layer.section = (-1, self.over.group.rank, self.over.group.size)
             return layer
@@ -162,11 +178,11 @@ class _Sharing:
         assert isinstance(parameter, Parameter)  # torch types those of its layers as tensors
         if self.over.group.size == 1 or dim is None:
             return parameter
-        if parameter not in self.parts:
+        if (parameter, dim) not in self.parts:
             spec = self.spec(parameter, dim)
             part = parameter.detach().narrow(dim, spec.start, spec.stop - spec.start)
-            self.parts[parameter] = Parameter(part.clone(), parameter.requires_grad)
-        return self.parts[parameter]
+            self.parts[parameter, dim] = Parameter(part.clone(), parameter.requires_grad)
+        return self.parts[parameter, dim]
 
     def spec(self, parameter: Parameter, dim: int) -> ShardSpec:
         """Which part it is."""
@@ -176,3 +192,17 @@ class _Sharing:
     def _cut_input(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         group = self.over.group
         return (args[0].chunk(group.size, -1)[group.rank], *args[1:])
+
+
+def _replaceable(layer: nn.Module) -> bool:
+    """Whether a layer computes no more than what takes its place."""
+    match layer:
+        case nn.Linear():
+            return type(layer).forward in (nn.Linear.forward, Linear.forward)
+        case nn.Embedding():
+            options = layer.max_norm or layer.scale_grad_by_freq or layer.sparse
+            return layer.padding_idx is None and not options
+        case nn.CrossEntropyLoss():
+            plain = layer.weight is None and not layer.label_smoothing
+            return plain and layer.reduction == "mean"
+    return isinstance(layer, SampleDropout)

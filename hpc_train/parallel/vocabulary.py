@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives
 from hpc_train.collectives.regions import summed, summed_and_cut
+from hpc_train.errors import DataError, UserError
 from hpc_train.parallel.linear import TOKENS
 
 
@@ -34,7 +35,12 @@ class VocabParallelEmbedding(nn.Module):
         self.over, self.cut_output = over, cut_output
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed int64 tokens of shape (B, T) in (B, T, C). Collective over the tensor group."""
+        """Embed int64 tokens of shape (B, T) in (B, T, C). Collective over the tensor group.
+
+        Raises:
+            DataError: a token is not in the vocabulary.
+        """
+        _check_inside(tokens, len(self.weight) * self.over.group.size)
         local = tokens - self.over.group.rank * len(self.weight)
         outside = (local < 0) | (local >= len(self.weight))
         x = F.embedding(local.masked_fill(outside, 0), self.weight)
@@ -60,10 +66,30 @@ class VocabParallelCrossEntropy(nn.Module):
         Args:
             logits: of shape (N, V / tp).
             targets: int64 of shape (N).
+
+        Raises:
+            UserError: other shapes, as torch's own loss would take.
+            DataError: a target that counts is not in the vocabulary.
         """
+        if logits.dim() != 2 or targets.dim() != 1:
+            raise UserError(
+                f"the vocab-parallel loss has logits of shape {list(logits.shape)} "
+                f"and targets of shape {list(targets.shape)}",
+                "flatten them to (N, V) and (N)",
+            )
         counted = targets != self.ignore_index
+        _check_inside(targets[counted], logits.shape[-1] * self.over.group.size)
         losses: Tensor = _CrossEntropy.apply(logits, targets, self.over)
         return losses.masked_fill(~counted, 0).sum() / counted.sum()
+
+
+def _check_inside(tokens: Tensor, vocab: int) -> None:
+    """Check tokens as torch's own layers do; not on a GPU, which would have to be waited for."""
+    if tokens.device.type != "cpu" or not tokens.numel():
+        return
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= token < vocab:
+            raise DataError(f"token {token} is not in the vocabulary of {vocab}", "enlarge it")
 
 
 class _CrossEntropy(torch.autograd.Function):

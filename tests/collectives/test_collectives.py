@@ -4,9 +4,126 @@ import pytest
 import torch
 
 from hpc_train.collectives import connect
+from hpc_train.mpi import runtime
+from hpc_train.mpi.group import Group
 
 pytestmark = pytest.mark.mpi
 SHAPES = [(), (0,), (1,), (7, 3), (5000,)]
+needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
+
+
+@pytest.fixture(params=["own", "in a thread", pytest.param("horovod", marks=needs_horovod)])
+def join(request, job, group, group_size):
+    """Makes the collectives of a group's ranks by each implementation; None on other ranks."""
+    if group_size == 1 and request.param != "own":
+        pytest.skip("connect never makes one for a rank alone")
+    made = []
+
+    def own():
+        made.append(connect(group if group_size > 1 else Group(), overlap=request.param != "own"))
+        return made[-1]
+
+    def horovods():
+        from hpc_train.collectives.horovod import HorovodCollectives
+
+        return HorovodCollectives(group, hvd)
+
+    if request.param == "horovod":
+        hvd = runtime.start_horovod(job.world, [[0, 1], [0, 1, 2]][: job.world.size - 2])
+    yield group and (horovods if request.param == "horovod" else own)
+    for each in made if group_size > 1 else ():
+        each.close()
+
+
+@pytest.fixture
+def group_size(request):
+    return request.node.callspec.params["group"]
+
+
+def of_rank(rank, shape, dtype):
+    """What a rank brings; every other one of them in another order in memory."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    return made if rank % 2 else made.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+class TestEveryImplementation:
+    """What all of them promise, against torch on the tensors of all ranks."""
+
+    @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+    def ranks(self, request, join):
+        """One of the collectives, and for a shape what its ranks bring."""
+        if not join:
+            return None
+        over = join()
+
+        def tensors(*shape):
+            return [of_rank(rank, shape, request.param) for rank in range(over.group.size)]
+
+        return over, tensors
+
+    def test_sum_max_and_broadcast_replace_a_tensor_of_any_strides(self, ranks):
+        if not ranks:
+            return
+        over, tensors = ranks
+        found = [tensors(4, 3, 5)[over.group.rank] for _ in range(4)]
+        over.sum_(found[0])
+        over.max_(found[1])
+        over.broadcast_(found[2])
+        over.broadcast_(found[3], over.group.size - 1)
+        every = tensors(4, 3, 5)
+        stacked = torch.stack(every)
+        expected = [stacked.sum(0), stacked.amax(0), every[0], every[-1]]
+        for mine, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, wanted)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64])
+    def test_broadcast_and_gather_take_any_type(self, join, dtype):
+        if not join:
+            return
+        over = join()
+        last = over.group.size - 1
+        sent = [torch.full(shape, over.group.rank == last).to(dtype) for shape in [(), (2, 3)]]
+        gathered = over.start_gather(sent[1], 1).wait()
+        for tensor in sent:
+            over.broadcast_(tensor, last)
+        expected = torch.tensor([False, False, False] * last + [True] * 3).to(dtype)
+        assert torch.equal(gathered, expected.expand(2, -1))
+        assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in sent)
+
+    @pytest.mark.parametrize("dim", [0, 1, -1])
+    def test_gather_joins_and_sum_scatter_cuts_along_a_dimension(self, ranks, dim):
+        if not ranks:
+            return
+        over, tensors = ranks
+        size, rank = over.group.size, over.group.rank
+        every = tensors(2 * size, 3 * size, size)
+        mine = every[rank].clone()
+        gathered = over.start_gather(every[rank], dim).wait()
+        part = over.start_sum_scatter(every[rank], dim).wait()
+        torch.testing.assert_close(gathered, torch.cat(every, dim))
+        torch.testing.assert_close(part, sum(every).chunk(size, dim)[rank])
+        assert torch.equal(every[rank], mine)
+
+    def test_many_go_on_at_once_also_of_two_that_have_the_same_ranks(self, ranks, join):
+        if not ranks:
+            return
+        over, tensors = ranks
+        twin, size, rank = join(), over.group.size, over.group.rank
+        every = tensors(4 * size, 3)
+        mine = [every[rank].clone(memory_format=torch.contiguous_format) for _ in range(6)]
+        pending = []
+        for one, tensor in zip([over, twin] * 3, mine, strict=True):
+            pending.append(one.start_sum_(tensor))
+            pending.append(one.start_gather(every[rank], 1))
+            pending.append(one.start_sum_scatter(every[rank], 0))
+        found = [each.wait() for each in pending]
+        total = sum(every)
+        for summed, gathered, part in zip(found[::3], found[1::3], found[2::3], strict=True):
+            torch.testing.assert_close(summed, total)
+            torch.testing.assert_close(gathered, torch.cat(every, 1))
+            torch.testing.assert_close(part, total.chunk(size)[rank])
+        for tensor in mine:
+            torch.testing.assert_close(tensor, total)
 
 
 @pytest.fixture(params=[1 << 30, 64], ids=["one piece", "pieces"])

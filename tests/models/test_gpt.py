@@ -89,6 +89,20 @@ def test_dropout_keeps_the_mean_and_drops_the_share():
     assert out.mean().item() == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.parametrize("dim", [1, 2, -1])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_sections_of_a_mask_are_parts_of_the_whole_one(dim, parts):
+    x = torch.ones(3, 8, 4)
+    whole = SampleDropout(0.5, place=1)
+    whole.seeds = [5, 6, 7]
+    found = []
+    for index, part in enumerate(x.chunk(parts, dim)):
+        section = SampleDropout(0.5, place=1)
+        section.seeds, section.section = whole.seeds, (dim, index, parts)
+        found.append(section(part))
+    assert torch.equal(torch.cat(found, dim), whole(x))
+
+
 def test_forgotten_seeds_are_an_error():
     with pytest.raises(ValueError, match="call seed_samples"):
         gpt(dropout=0.1)(tokens())

@@ -1,0 +1,185 @@
+"""A layout put on a whole model: who holds and owns what, and gradients after one step."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.errors import UserError
+from hpc_train.models import GPT
+from hpc_train.mpi.grid import ParallelGrid
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.topology import Topology, discover
+from hpc_train.parallel.apply import apply
+from tests.parallel.test_tensor import assert_same
+
+pytestmark = pytest.mark.mpi(min_size=4)
+
+SHAPE = {"vocab": 12, "sequence": 8, "layers": 3, "hidden": 16, "heads": 4, "dropout": 0.2}
+LAYOUTS = [(2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (1, 1, 4)]
+SCHEDULES = ["1f1b", "interleaved", "zero_bubble"]
+
+
+@pytest.fixture(params=LAYOUTS, ids=lambda sizes: "dp{}-tp{}-pp{}".format(*sizes))
+def grid(request, job):
+    yield from built(job, *request.param)
+
+
+@pytest.fixture
+def pipe(job):
+    yield from built(job, 1, 1, 4)
+
+
+@pytest.fixture
+def shared(job):
+    yield from built(job, 1, 4, 1)
+
+
+def built(job, dp, tp, pp):
+    made = ParallelGrid.build(job.world, discover(job.world, job.node), dp=dp, tp=tp, pp=pp)
+    yield made
+    made.close()
+
+
+def put_on(model, grid, schedule="1f1b", *, cut=False):
+    chunks = 2 if schedule == "interleaved" and grid.pp == 2 else 1
+    layout = SimpleNamespace(schedule=schedule, chunks=chunks, sequence_parallel=cut)
+    return apply(model, grid, layout, torch.device("cpu"))
+
+
+def gpt(seed=0, *, tie=True):
+    torch.manual_seed(seed)
+    return GPT(**SHAPE, tie_embeddings=tie).double()
+
+
+def told(grid, value):
+    """What the ranks of this replica have. Collective."""
+    return grid.model.comm.allgather(value) if grid.model.comm else [value]
+
+
+def whole_gradients(model, applied, grid, reference):
+    """The gradients as their owners have them; on other ranks the same, or the test fails."""
+    mine = [(applied.shards[name], p.grad) for name, p in model.named_parameters()]
+    found = {n: torch.full_like(p, torch.nan) for n, p in reference.named_parameters()}
+    held = [each for rank in told(grid, mine) for each in rank]
+    for owners in (True, False):
+        for shard, gradient in held:
+            spec = shard.spec
+            place = found[shard.name].narrow(spec.dim, spec.start, spec.stop - spec.start)
+            if shard.owned and owners:
+                place.copy_(gradient)
+            elif not owners:
+                torch.testing.assert_close(place, gradient, rtol=1e-12, atol=1e-15)
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", ""])
+def test_a_steps_gradients_and_norm_are_those_of_one_rank(grid, schedule, tie):
+    text = torch.randint(12, (8, 8), generator=torch.Generator().manual_seed(3))
+
+    def forward(of, number, part):
+        of.seed_samples([17 * number, 17 * number + 1])
+        return of(part, part.roll(-1, 1))
+
+    # Rank 0's weights are to replace all others.
+    model, reference = gpt(grid.world.rank, tie=tie), gpt(tie=tie)
+    applied = put_on(model, grid, schedule, cut=grid.tp > 1)
+    parts = text.chunk(4)
+    losses = applied.pipeline.train(lambda n, _: forward(model, n, parts[n]), [2] * 4)
+    applied.gradients.complete()
+    norm = applied.gradients.norm()
+    expected = [forward(reference, n, part) for n, part in enumerate(parts)]
+    (sum(expected) / 4).backward()
+    found = whole_gradients(model, applied, grid, reference)
+    wanted = nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+    assert_same(found, reference)
+    torch.testing.assert_close(norm, wanted, rtol=1e-12, atol=0)
+    assert len(losses) == (4 if grid.coordinate.pp == grid.pp - 1 else 0)
+    for loss, right in zip(losses, expected, strict=False):
+        torch.testing.assert_close(loss.detach(), right.detach(), rtol=1e-12, atol=0)
+
+
+class Buffered(nn.Module):
+    """Buffers in the stages, outside of them, and one that all stages share."""
+
+    stages = ("first", "layers.*", "last")
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.first = nn.Linear(4, 8)
+        self.layers = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(4))
+        self.last = nn.Linear(8, 4)
+        angles = torch.ones(5)
+        for layer in self.layers:
+            layer.register_buffer("angles", angles)
+        self.tensor_plan = {"first": "colwise", "last": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [gpt, lambda: gpt(tie=False), Buffered],
+    ids=["tied", "untied", "buffered"],
+)
+def test_each_element_is_owned_once_in_each_replica(grid, make):
+    reference = make()
+    model = deepcopy(reference)
+    applied = put_on(model, grid, cut=grid.tp > 1)
+    shapes = {n: t.shape for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    right = {name: applied.shards[name].spec.local_shape == shapes[name] for name in shapes}
+    count = {n: torch.zeros(t.shape) for n, t in reference.named_parameters()}
+    count |= {n: torch.zeros(t.shape) for n, t in reference.named_buffers()}
+    held = told(grid, applied.shards)
+    for shard in (shard for rank in held for shard in rank.values() if shard.owned):
+        spec = shard.spec
+        place = count[shard.name]
+        if place.dim():
+            place = place.narrow(spec.dim, spec.start, spec.stop - spec.start)
+        place += 1
+    assert applied.shards.keys() == shapes.keys()
+    assert all(right.values()), right
+    assert {name: t.unique().tolist() for name, t in count.items()} == {n: [1] for n in count}
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+
+def test_a_parameter_of_stages_between_is_refused(pipe):
+    model = Plain()
+    model.stages = ("layers.*",)
+    model.layers[1].weight = model.layers[0].weight
+    model.layers[4].bias = model.layers[0].bias  # first and last may
+    with pytest.raises(UserError) as error:
+        put_on(model, pipe)
+    assert str(error.value) == (
+        "layers.0.weight is shared by pipeline ranks [0, 1]: "
+        "only the first and the last may share parameters: use fewer ranks"
+    )
+
+
+def test_a_model_without_stages_is_refused_by_a_pipeline(pipe):
+    with pytest.raises(UserError, match="parallel.pp is above 1, but Plain has no .*`stages`"):
+        put_on(Plain(), pipe)
+
+
+def test_a_model_without_a_plan_is_refused_by_tensor_parallelism(shared):
+    with pytest.raises(UserError, match="parallel.tp is 4, but Plain has no .*`tensor_plan`"):
+        put_on(Plain(), shared)
+
+
+def test_alone_any_model_will_do():
+    grid = ParallelGrid.build(Group(), Topology.alone())
+    model = Plain()
+    applied = put_on(model, grid, "zero_bubble")
+    assert all(shard.owned for shard in applied.shards.values())
+    assert {type(layer) for layer in model.layers} == {nn.Linear}
+    applied.gradients.complete()
+    grid.close()

@@ -1,0 +1,194 @@
+"""Pipelines of a user's own module on one to four ranks, against the module on one."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.collectives.alone import AloneCollectives
+from hpc_train.errors import UserError
+from hpc_train.mpi.group import Group
+from hpc_train.parallel.linear import Deferred
+from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.parallel.schedule import Name, peak_live_formula
+from hpc_train.parallel.stages import Stages, runs_of, stage_names
+from hpc_train.parallel.tensor import parallelize
+
+pytestmark = pytest.mark.mpi
+schedules = pytest.mark.parametrize("name", get_args(Name))
+WIDTHS = [3, 5, 4, 6, 7, 2, 8, 3, 4]  # as many layers as four ranks have chunks, all unlike
+
+
+class User(nn.Module):
+    stages = ("layers.*",)
+
+    def __init__(self, *layers):
+        super().__init__()
+        torch.manual_seed(0)
+        made = layers or [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(WIDTHS)]
+        self.layers = nn.ModuleList(made)
+        self.double()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def piped(model, group, name):
+    """The pipeline of a model, which becomes this rank's part of it, and its chunks."""
+    chunks = 2 if name == "interleaved" else 1
+    if group.size == 1:
+        return Pipeline(Group(), torch.device("cpu"), "1f1b" if chunks == 1 else name, chunks=1), 1
+    names = stage_names(model)
+    runs = runs_of(model, names, group.size, chunks)
+    deferred = Deferred() if name == "zero_bubble" else None
+    parallelize(model, {}, AloneCollectives(Group()), deferred=deferred)
+    stages = Stages(model, names, runs[group.rank])
+    return Pipeline(group, torch.device("cpu"), name, chunks, stages, deferred), chunks
+
+
+def micro_batches(sizes, shape=(3,)):
+    generator = torch.Generator().manual_seed(len(sizes))
+    return [torch.randn(size, *shape, generator=generator).double() for size in sizes]
+
+
+def trained(model, pipeline, sizes, shape=(3,)):
+    """The losses of the micro-batches, and the gradients of their mean. Collective."""
+    batches = micro_batches(sizes, shape)
+    model.zero_grad()
+    losses = pipeline.train(lambda number, chunk: model(batches[number]), sizes)
+    return losses, {name: p.grad for name, p in model.named_parameters()}
+
+
+def evaluated(model, pipeline, sizes, shape=(3,)):
+    batches = micro_batches(sizes, shape)
+    with torch.no_grad():
+        return pipeline.evaluate(lambda number, chunk: model(batches[number]), sizes)
+
+
+def assert_same(found, reference, pipeline, sizes, shape=(3,)):
+    """The results of `trained` are those of the reference on one rank."""
+    losses, gradients = found
+    expected = [reference(batch) for batch in micro_batches(sizes, shape)]
+    reference.zero_grad()
+    (sum(expected) / len(sizes)).backward()
+    assert_losses(losses, expected, pipeline)
+    for name, gradient in gradients.items():
+        wanted = reference.get_parameter(name).grad
+        assert (gradient is None) == (wanted is None), name
+        if gradient is not None:
+            torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-15)
+
+
+def assert_losses(losses, expected, pipeline):
+    assert len(losses) == (len(expected) if pipeline.is_last else 0)
+    for loss, wanted in zip(losses, expected, strict=False):
+        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-13, atol=0)
+
+
+@schedules
+def test_losses_and_gradients_are_those_of_one_rank_within_the_promised_memory(group, name):
+    if not group:
+        return
+    model, reference, found = User(), User(), []
+    pipeline, chunks = piped(model, group, name)
+    for count in range(1, 7):
+        sizes = [2] * (count - 1) + [1 + count % 2]  # the last one may be smaller
+        pipeline.peak_live = 0
+        found.append((sizes, trained(model, pipeline, sizes), pipeline.peak_live))
+    for sizes, results, peak in found:
+        assert_same(results, reference, pipeline, sizes)
+        promised = peak_live_formula(pipeline.name, group.size, len(sizes), chunks)
+        assert 1 <= peak <= promised[group.rank]
+    held = {n for n, _ in model.named_parameters()}
+    assert group.size == 1 or 0 < len(held) < len(list(reference.parameters()))
+
+
+@schedules
+def test_validation_between_steps_takes_an_uneven_last_micro_batch(group, name):
+    if not group:
+        return
+    model, reference = User(), User()
+    pipeline, _ = piped(model, group, name)
+    validated = []
+    for sizes in ([2, 2, 2, 2, 1], [2], [3, 1]):
+        validated.append((sizes, evaluated(model, pipeline, sizes)))
+        results = trained(model, pipeline, [2, 2, 2])
+    for sizes, losses in validated:
+        assert_losses(losses, [reference(batch) for batch in micro_batches(sizes)], pipeline)
+    assert_same(results, reference, pipeline, [2, 2, 2])
+
+
+@schedules
+@pytest.mark.parametrize("last", [0, 2, 6])
+def test_stages_may_be_frozen(group, name, last):
+    if not group:
+        return
+    model, reference = User(), User()
+    for each in (model, reference):
+        each.layers[: last + 1].requires_grad_(False)
+    pipeline, _ = piped(model, group, name)
+    results = trained(model, pipeline, [2] * 5)
+    assert_same(results, reference, pipeline, [2] * 5)
+
+
+class Moved(nn.Module):
+    """Its output, and so the gradient of its parameter, is but another view."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(2, 2, 3))
+
+    def forward(self, x):
+        return (x + self.own).flatten(1)
+
+
+class Seen(nn.Module):
+    """Its output is a view of its input, or the input itself."""
+
+    def forward(self, x):
+        return x.flatten(1)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("kind", [Moved, Seen])
+def test_outputs_may_share_memory_with_inputs_and_gradients(group, name, kind):
+    if not group or group.size < 3:
+        return
+    torch.manual_seed(0)
+    between = [kind(), *(Seen() for _ in range(group.size - 3))]
+    model = User(nn.Linear(3, 3), *between, nn.Linear(6, 2))
+    reference = deepcopy(model)
+    pipeline, _ = piped(model, group, name)
+    validated = evaluated(model, pipeline, [2] * 6, (2, 3))
+    results = trained(model, pipeline, [2] * 6, (2, 3))
+    assert_same(results, reference, pipeline, [2] * 6, (2, 3))
+    assert_losses(validated, [reference(b) for b in micro_batches([2] * 6, (2, 3))], pipeline)
+
+
+def test_micro_batches_of_one_size_have_tensors_of_one_shape(job):
+    if job.world.size < 2:
+        pytest.skip("needs 2 ranks")
+    pair = job.world.split(0 if job.world.rank < 2 else 1, job.world.rank)
+    error = None
+    if job.world.rank == 0:
+        model = User(nn.Linear(3, 3), nn.Linear(3, 3))
+        pipeline, _ = piped(model, pair, "gpipe")
+        try:
+            pipeline.train(lambda number, _: model(torch.ones(2, 4 + number, 3).double()), [2, 2])
+        except UserError as raised:
+            error = raised
+    elif job.world.rank == 1:  # takes the first activation, as a pipeline would
+        shape, dtype = pair.comm.recv(source=0)
+        pair.comm.Recv(torch.empty(shape, dtype=dtype).numpy(), source=0)
+    pair.close()
+    assert job.world.rank > 0 or str(error) == (
+        "the activation of micro-batch 2 has shape [2, 5, 3], earlier ones had [2, 4, 3]: "
+        "pad all samples to one length"
+    )

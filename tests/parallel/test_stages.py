@@ -1,0 +1,156 @@
+"""Stages in one process: the ranks of a pipeline are copies of the model, computed in turn."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.errors import UserError
+from hpc_train.parallel.stages import Stages, costs, runs_of, stage_names
+
+
+class Scaled(nn.Module):
+    """A layer with more arguments than the activation."""
+
+    def __init__(self, width, out):
+        super().__init__()
+        self.linear = nn.Linear(width, out)
+
+    def forward(self, x, scale, *, shift):
+        return self.linear(x).tanh() * scale + shift
+
+
+class User(nn.Module):
+    """A user's module: work between its stages, and arguments that come from its own inputs."""
+
+    stages = ("first", "middle.*", "last")
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 4)
+        self.middle = nn.ModuleList(Scaled(4 + i, 5 + i) for i in range(4))
+        self.last = nn.Linear(8, 2)
+        self.double()
+
+    def forward(self, x):
+        scale = x.mean(-1, keepdim=True)
+        h = self.first(x)
+        for layer in self.middle:
+            h = layer(h.relu(), scale, shift=x.sum())
+        return self.last(h).square().mean()
+
+
+def parts(model, ranks, chunks=1):
+    """A pipeline's ranks: the model of each, and its stages."""
+    names = stage_names(model)
+    copies = [deepcopy(model) for _ in range(ranks)]
+    runs = runs_of(model, names, ranks, chunks)
+    return [(copy, Stages(copy, names, mine)) for copy, mine in zip(copies, runs, strict=True)]
+
+
+def passed_on(pipeline, chunks, x):
+    """The loss of a batch that goes through all virtual stages."""
+    activation = None
+    for chunk in range(chunks):
+        for model, stages in pipeline:
+            activation = stages.compute(chunk, activation, lambda model=model: model(x))
+    return activation
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (3, 1), (6, 1), (2, 2), (2, 3)])
+def test_stages_one_after_the_other_are_the_model(ranks, chunks):
+    model, x = User(), torch.randn(5, 3).double()
+    pipeline = parts(model, ranks, chunks)
+    for _ in range(2):  # a pass leaves nothing behind
+        loss, expected = passed_on(pipeline, chunks, x), model(x)
+        loss.backward()
+        expected.backward()
+        assert torch.equal(loss, expected)
+    gradients = {}
+    for copy, _ in pipeline:
+        for name, parameter in copy.named_parameters():
+            assert name not in gradients, "on two ranks"
+            gradients[name] = parameter.grad
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert gradients.keys() == wanted.keys()
+    assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+
+
+def test_a_stage_is_what_costs_about_as_much_as_another():
+    model = User()
+    model.middle[1].linear = nn.Linear(5, 60)
+    names = stage_names(model)
+    assert costs(model, names) == [12, 20, 300, 42, 56, 16]
+    assert runs_of(model, names, 3, 1) == [[range(2)], [range(2, 3)], [range(3, 6)]]
+
+
+class Wrong(User):
+    """Its forward pass is not what its stages say."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.middle = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(2))
+        self.first = nn.Linear(3, 8).double()
+
+    def forward(self, x):
+        a, b = self.middle
+        h = self.first(x)
+        match self.how:
+            case "swapped":
+                h = a(b(h))
+            case "skips":
+                h = a(h)
+            case "twice":
+                h = b(a(a(h)))
+            case "named":
+                h = b(input=a(h))
+            case "ends":
+                return b(a(h))
+        return self.last(h)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("swapped", "calls middle.1 before middle.0"),
+        ("skips", "calls last before middle.1"),
+        ("twice", "calls middle.0 before middle.1"),
+        ("named", "first argument of stage middle.1 is not a tensor"),
+        ("ends", "did not come to last"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_forward_pass_that_is_not_as_the_stages_say_is_told_and_not_computed(how, says, ranks):
+    with pytest.raises(UserError, match=says):
+        passed_on(parts(Wrong(how), ranks), 1, torch.randn(2, 3).double())
+
+
+def test_too_few_modules_are_told():
+    with pytest.raises(UserError, match="has 6 stage modules, too few for 7 ranks of a pipeline"):
+        parts(User(), 7)
+    with pytest.raises(UserError, match=r"too few for 2 ranks x 4 virtual stages .* up to 6"):
+        parts(User(), 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ((), "User has no attribute `stages`"),
+        (("first", "middle.*"), "parameter last.weight is in none of the model's stages"),
+        (("first", "middle.0", "last"), "parameter middle.1.linear.weight is in none"),
+        (("first", "middel.*", "last"), "the model has no module middel"),
+        (("first", "middle", "middle.0", "last"), "middle.0 is part of middle"),
+        (("first", "middle.*", "first", "last"), "first is part of first"),
+    ],
+)
+def test_stages_that_are_not_the_models_are_told_in_one_line(stages, says):
+    model = User()
+    model.stages = stages
+    with pytest.raises(UserError, match=says) as error:
+        stage_names(model)
+    assert "\n" not in str(error.value)

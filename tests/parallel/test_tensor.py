@@ -1,0 +1,269 @@
+"""Tensor parallelism on a user's plain module, against the whole module on one rank."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hpc_train.collectives import connect
+from hpc_train.collectives.alone import AloneCollectives
+from hpc_train.errors import ConfigError, UserError
+from hpc_train.models.dropout import SampleDropout
+from hpc_train.mpi.group import Group
+from hpc_train.parallel.linear import Deferred, ParallelLinear, compute
+from hpc_train.parallel.tensor import parallelize
+from hpc_train.sharding import ShardSpec
+
+several = pytest.mark.mpi
+VOCAB = TOKENS = WIDTH = 12  # 1, 2, 3 and 4 ranks divide them
+
+
+class Layer(nn.Module):
+    def __init__(self, bias, place):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=bias)
+        self.drop_inside = SampleDropout(0.3, place)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=bias)
+        self.drop = SampleDropout(0.3, place + 1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(self.drop_inside(F.gelu(self.up(self.norm(x))))))
+
+
+class User(nn.Module):
+    """A user's language model: nothing in it knows of ranks."""
+
+    plan: ClassVar = {
+        "token": "vocab",
+        "position": "sequence",
+        "layers.*.up": "colwise",
+        "layers.*.drop_inside": "colwise",
+        "layers.*.down": "rowwise",
+        "output": "vocab",
+        "loss": "vocab",
+    }
+
+    def __init__(self, *, bias=True, tie=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token = nn.Embedding(VOCAB, WIDTH)
+        self.position = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(Layer(bias, 2 * i) for i in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, VOCAB, bias=bias)
+        self.loss = nn.CrossEntropyLoss(ignore_index=3)
+        if tie:
+            self.output.weight = self.token.weight
+        self.double()
+
+    def forward(self, text, targets):
+        for module in self.modules():
+            if isinstance(module, SampleDropout):
+                module.seeds = range(len(text))
+        x = self.token(text) + self.position(torch.arange(text.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.loss(self.output(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def batch():
+    text = torch.randint(VOCAB, (3, TOKENS), generator=torch.Generator().manual_seed(1))
+    return text, text.roll(-1, 1)
+
+
+def assembled(part, spec, group):
+    """The whole of which each rank has a part, from the parts. Collective."""
+    if group.size == 1:
+        return part
+    parts = group.comm.allgather((spec.start, part.detach()))
+    return torch.cat([part for _, part in sorted(parts, key=lambda p: p[0])], spec.dim)
+
+
+def gradients(model, specs, group, *, cut=False):
+    """The whole module's gradients, from those of the ranks' parts. Collective."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is not None and name in specs:
+            gradient = assembled(gradient, specs[name], group)
+        elif gradient is not None and cut:
+            connect(group).sum_(gradient)
+        found[name] = gradient
+    return found
+
+
+def assert_same(found, reference):
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        if gradient is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@several
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("tie", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_loss_and_gradients_are_those_of_the_whole_module(group, cut, tie, bias):
+    if not group:
+        return
+    model, reference = User(bias=bias, tie=tie), User(bias=bias, tie=tie)
+    specs = parallelize(model, User.plan, connect(group), sequence_parallel=cut)
+    loss, expected = model(*batch()), reference(*batch())
+    loss.backward()
+    expected.backward()
+    found = gradients(model, specs, group, cut=cut)
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    assert_same(found, reference)
+    assert (model.output.weight is model.token.weight) == tie
+
+
+def pair():
+    """A pair of layers between tensors that all ranks have whole."""
+    torch.manual_seed(2)
+    layers = {"up": nn.Linear(6, 12), "act": nn.Tanh(), "down": nn.Linear(12, 5)}
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    return model.double()
+
+
+@several
+@pytest.mark.parametrize("inputs", [False, True], ids=["", "of inputs too"])
+@pytest.mark.parametrize("frozen", [(), ("up.weight",), ("up.bias", "down.weight"), ("down.bias",)])
+def test_frozen_parameters_stay_so_and_gradients_go_to_the_input_if_it_wants_one(
+    group, frozen, inputs
+):
+    if not group:
+        return
+    reference, results = pair(), []
+    for name in frozen:
+        reference.get_parameter(name).requires_grad_(False)
+    model = deepcopy(reference)
+    specs = parallelize(model, {"up": "colwise", "down": "rowwise"}, connect(group))
+    for each in (model, reference):
+        x = torch.ones(4, 2, 6).cumsum(0).double().requires_grad_(inputs)
+        y = each(x.transpose(0, 1))
+        y.square().sum().backward()
+        results.append((y, x.grad))
+    found = gradients(model, specs, group)
+    assert_same(found, reference)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@several
+@pytest.mark.parametrize("planned", [False, True], ids=["whole", "shared"])
+@pytest.mark.parametrize("inputs", [False, True], ids=["first layer", "later layer"])
+def test_deferred_weight_gradients_are_the_same_and_hooks_run_once_for_each_pass(
+    group, planned, inputs
+):
+    if not group:
+        return
+    reference = pair()
+    reference.down.weight.requires_grad_(False)
+    reference.add_module("out", nn.Linear(5, 5).double())
+    model, deferred, runs = deepcopy(reference), Deferred(), []
+    plan = {"up": "colwise", "down": "rowwise"} if planned else {}
+    specs = parallelize(model, plan, connect(group), deferred=deferred)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: runs.append(name))
+    left = []
+    for each in (model, reference):
+        for micro_batch in range(2):
+            x = torch.full((2, 3, 6), 1.0 + micro_batch).double().requires_grad_(inputs)
+            each(x).square().sum().backward()
+            left.append(deferred.take())
+    at_once = sorted(runs)
+    for each in left:
+        compute(each)
+    found = gradients(model, specs, group)
+    waiting = {"out.weight", "up.weight"} if inputs else {"out.weight"}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert at_once == sorted([*(trained - waiting)] * 2)
+    assert sorted(runs) == sorted([*trained] * 2)
+    assert_same(found, reference)
+
+
+def of_four(model, plan, rank=2, **options):
+    """What `parallelize` returns on one of four ranks; it does not communicate."""
+    return parallelize(model, plan, AloneCollectives(Group(rank, 4)), **options)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_has_the_parts_that_the_specs_say(rank):
+    model, whole = User(), dict(User().named_parameters())
+    specs = of_four(model, User.plan, rank)
+    rows = {f"layers.{i}.up.{own}": (24, 0) for i in range(2) for own in ("weight", "bias")}
+    columns = {f"layers.{i}.down.weight": (24, 1) for i in range(2)}
+    vocabulary = dict.fromkeys(("token.weight", "output.weight", "output.bias"), (12, 0))
+    assert specs == {
+        name: ShardSpec(tuple(whole[name].shape), dim, rank * size // 4, (rank + 1) * size // 4)
+        for name, (size, dim) in (rows | columns | vocabulary).items()
+    }
+    for name, parameter in model.named_parameters():
+        spec = specs.get(name, ShardSpec.whole(tuple(whole[name].shape)))
+        part = whole[name].narrow(spec.dim, spec.start, spec.stop - spec.start)
+        assert torch.equal(parameter, part), name
+
+
+def test_only_the_layers_that_the_plan_names_are_replaced():
+    model = User()
+    of_four(model, {"layers.1.up": "colwise", "position": "sequence"})
+    kinds = [type(layer) for layer in (model.layers[0].up, model.layers[1].up, model.output)]
+    assert kinds == [nn.Linear, ParallelLinear, nn.Linear]
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("plan", "change", "says"),
+    [
+        ({"outptu": "vocab"}, {}, "the model has no module outptu"),
+        ({"layers.up": "colwise"}, {}, "the model has no module layers.up"),
+        ({"output": "columns"}, {}, "output is 'columns': use colwise, rowwise, vocab, sequence"),
+        ({"norm": "colwise"}, {}, "norm is colwise, which this LayerNorm cannot be"),
+        ({"token": "rowwise"}, {}, "token is rowwise, which this Embedding cannot be"),
+        ({"layers.*": "colwise"}, {}, "layers.0 is colwise, which this Layer cannot be"),
+        ({"norm": "vocab"}, {}, "norm is vocab, which this LayerNorm cannot be"),
+        ({"output": "vocab"}, {"output": Adapted(12, 12)}, "which this Adapted cannot be"),
+        ({"loss": "vocab"}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "cannot be"),
+        ({"loss": "vocab"}, {"loss": nn.CrossEntropyLoss(torch.ones(12))}, "cannot be"),
+        ({"loss": "vocab"}, {"loss": nn.CrossEntropyLoss(reduction="sum")}, "cannot be"),
+        ({"token": "vocab"}, {"token": nn.Embedding(12, 12, padding_idx=0)}, "cannot be"),
+        ({"token": "vocab"}, {"token": nn.Embedding(12, 12, max_norm=1.0)}, "cannot be"),
+        ({"token": "vocab"}, {"token": nn.Embedding(12, 12, sparse=True)}, "cannot be"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_told_in_one_line(plan, change, says):
+    model = User()
+    for name, layer in change.items():
+        model.set_submodule(name, layer)
+    with pytest.raises(UserError, match=says) as error:
+        of_four(model, plan)
+    assert type(error.value) is UserError
+    assert "\n" not in str(error.value)
+
+
+def test_sizes_that_the_ranks_do_not_divide_are_told():
+    model = User()
+    model.output = nn.Linear(12, 10)
+    with pytest.raises(ConfigError, match=r"output: dimension 0 of \[10, 12\] .* by 4: take sizes"):
+        of_four(model, User.plan)
+
+
+@pytest.mark.parametrize("plan", [{"token": "vocab"}, {"token": "vocab", "output": "rowwise"}])
+def test_layers_that_share_a_weight_are_cut_alike_or_not_at_all(plan):
+    with pytest.raises(UserError, match="token.weight and output.weight are one parameter, but"):
+        of_four(User(tie=True), plan)
