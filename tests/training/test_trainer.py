@@ -84,10 +84,20 @@ def test_engine_horovod_too(job, together, reference):
         check_equal(together / "run", reference)
 
 
+PIPELINE = ["--parallel.pp", "2", "--parallel.schedule", "zero_bubble", "--data.micro_batch", "3"]
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=needs_horovod)])
-def test_a_stopped_run_goes_on_bit_for_bit_though_another_engine_saved_it(job, together, engine):
-    options = ["--gradients.engine", engine]
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--gradients.engine", "mpi"],
+        pytest.param(["--gradients.engine", "horovod"], marks=needs_horovod),
+        PIPELINE,
+    ],
+    ids=["engine-mpi", "engine-horovod", "pipeline"],
+)
+def test_a_stopped_run_goes_on_bit_for_bit(job, together, options):
     make(config(together / "whole", *options), job).train()
     trainer = make(config(together / "cut", *options), job)
     original = trainer._train_step
