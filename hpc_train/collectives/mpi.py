@@ -57,8 +57,8 @@ class MpiCollectives:
     Tensors on a device are given to an MPI that can read them, else staged through host memory.
 
     MPI makes no progress while a rank computes, and Open MPI's nonblocking sums take about half as
-    long again as its blocking ones (benchmarks/RESULTS.md). What is begun is therefore done at once, or
-    by a thread, which needs a core of its own.
+    long again as its blocking ones (benchmarks/RESULTS.md). What is begun is therefore done at
+    once, or by a thread, which needs a core of its own.
 
     Args:
         group: the ranks.
