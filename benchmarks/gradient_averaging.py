@@ -1,27 +1,32 @@
 """A training step on several ranks of one machine, with each way to average the gradients.
 
-    python -m benchmarks.gradient_averaging [--ranks 2]
+    python -m benchmarks.gradient_averaging [--rounds 9]
 
 All candidates train the same GPT of 11 M parameters with a fused AdamW, in one MPI job, in turn:
-ours (both engines), Horovod's DistributedOptimizer as its documentation uses it, torch's
-DistributedDataParallel over gloo, one flat MPI_Allreduce after the backward pass, and ranks that do
-not communicate: the ceiling. Light: 1 x 128 tokens per rank and step; heavy: 8 x 128.
+ours (engine mpi, also with zero 1, and engine horovod), Horovod's DistributedOptimizer as its
+documentation uses it, torch's DistributedDataParallel over gloo, one flat MPI_Allreduce after the
+backward pass, and ranks that do not communicate: the ceiling. Light: 1 x 128 tokens per rank and
+step; heavy: 8 x 128. Two ranks have a core each; four share what cores there are.
 
 Horovod's background thread asks MPI for work every millisecond, which slows down everything else
-in its process. It therefore runs only while a candidate that uses Horovod has its turn.
+in its process. It therefore runs only while a candidate that uses Horovod has its turn; and with
+the settings of its own candidate only, which Horovod reads from the environment when it starts.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -30,8 +35,10 @@ from benchmarks.gpt_step import LOADS, SHAPE
 from hpc_train.models import GPT
 
 Step = Callable[[], None]
-CEILING = "no communication"
-NAMES = (CEILING, "ours, mpi", "ours, horovod", "stock Horovod", "DDP, gloo", "flat Allreduce")
+CEILING, MPI, ZERO = "no communication", "ours, mpi", "ours, mpi, zero 1"
+HOROVOD, STOCK, DDP, FLAT = "ours, horovod", "stock Horovod", "DDP, gloo", "flat Allreduce"
+OURS, OTHERS = (MPI, ZERO, HOROVOD), (CEILING, DDP, STOCK, FLAT)
+RANKS = (2, 4)
 
 
 def build() -> tuple[GPT, Optimizer]:
@@ -52,12 +59,8 @@ def plain_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tens
     return step
 
 
-def averager_step(engine: str, batch: tuple[Tensor, Tensor], group: object) -> tuple[GPT, Step]:
+def averager_step(model: nn.Module, averager: object, batch: tuple[Tensor, Tensor]) -> Step:
     """Our step."""
-    from hpc_train.gradients import average_gradients
-
-    model, optimizer = build()
-    averager = average_gradients(model, optimizer, group, engine=engine)
 
     def step() -> None:
         averager.zero_grad()
@@ -65,7 +68,7 @@ def averager_step(engine: str, batch: tuple[Tensor, Tensor], group: object) -> t
         averager.average()
         averager.step()
 
-    return model, step
+    return step
 
 
 def flat_step(batch: tuple[Tensor, Tensor], comm: object) -> tuple[GPT, Step]:
@@ -112,27 +115,70 @@ def start_gloo(comm: object) -> None:
     torch.distributed.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
 
 
-def make_candidates(batch: tuple[Tensor, Tensor], runtime: object) -> Iterator[tuple[GPT, Step]]:
-    """In the order of NAMES."""
-    import horovod.torch as hvd
+class Candidates:
+    """Models and their steps, by the names above, and Horovod's settings for those that use it.
 
-    alone, optimizer = build()
-    yield alone, plain_step(alone, optimizer, batch)
-    yield averager_step("mpi", batch, runtime.world)
-    yield averager_step("horovod", batch, runtime.world)
-    yield stock_horovod(batch, hvd)
-    yield ddp(batch)
-    yield flat_step(batch, runtime.world.comm)
+    Horovod runs when they are made, and then only in `running`.
+    """
 
+    def __init__(self, batch: tuple[Tensor, Tensor], group: object) -> None:
+        self.batch, self.group, self.averagers = batch, group, []
+        alone, optimizer = build()
+        self.made = {CEILING: (alone, plain_step(alone, optimizer, batch))}
+        self.made[MPI] = self.ours(engine="mpi")
+        self.made[ZERO] = self.ours(engine="mpi", zero=1)
+        own = horovod_settings()
+        self.made[HOROVOD] = self.ours(engine="horovod")
+        self.settings = {HOROVOD: horovod_settings(), STOCK: own}
+        import horovod.torch as hvd
 
-@contextmanager
-def hvd_running(hvd: object) -> Iterator[None]:
-    """Run Horovod's background thread for a while."""
-    hvd.init()
-    try:
-        yield
-    finally:
+        self.hvd = hvd
         hvd.shutdown()
+        with self.running(STOCK):
+            self.made[STOCK] = stock_horovod(batch, hvd)
+        self.made[DDP] = ddp(batch)
+        self.made[FLAT] = flat_step(batch, group.comm)
+
+    def ours(self, **options: object) -> tuple[GPT, Step]:
+        """One with an averager of ours."""
+        from hpc_train.gradients import average_gradients
+
+        model, optimizer = build()
+        self.averagers.append(average_gradients(model, optimizer, self.group, **options))
+        return model, averager_step(model, self.averagers[-1], self.batch)
+
+    def close(self) -> None:
+        """Give back what averagers hold. Collective."""
+        with self.running(HOROVOD):
+            for averager in self.averagers:
+                averager.close()
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        """Run Horovod's background thread for a while if this candidate uses it."""
+        if name not in self.settings:
+            yield
+            return
+        before = horovod_settings()
+        set_horovod(self.settings[name])
+        self.hvd.init()
+        try:
+            yield
+        finally:
+            self.hvd.shutdown()
+            set_horovod(before)
+
+
+def horovod_settings() -> dict[str, str]:
+    """What Horovod will read when it starts."""
+    return {key: value for key, value in os.environ.items() if key.startswith("HOROVOD_")}
+
+
+def set_horovod(settings: Mapping[str, str]) -> None:
+    """Have Horovod read these and no others."""
+    for key in horovod_settings():
+        del os.environ[key]
+    os.environ |= settings
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -140,44 +186,48 @@ def measure(options: argparse.Namespace) -> None:
     from hpc_train.mpi import runtime as runtimes
 
     runtime = runtimes.start()
-    comm = runtime.world.comm
-    hvd = runtimes.start_horovod(runtime.world)
-    start_gloo(comm)
+    group = runtime.world
+    start_gloo(group.comm)
     torch.set_num_threads(1)
     found = {}
     for load, count in LOADS.items():
-        torch.manual_seed(comm.rank)
+        torch.manual_seed(group.rank)
         text = torch.randint(SHAPE["vocab"], (count, SHAPE["sequence"] + 1))
-        batch = (text[:, :-1], text[:, 1:])
-        tokens, steps = batch[0].numel() * comm.size, 8 // count + 1
-        candidates = dict(zip(NAMES, make_candidates(batch, runtime), strict=True))
-
-        hvd.shutdown()
-
-        def timed(name: str, step: Step, tokens: int = tokens, steps: int = steps) -> float:
-            with hvd_running(hvd) if "orovod" in name else nullcontext():
-                step()
-                comm.Barrier()
-                begin = time.perf_counter()
-                for _ in range(steps):
-                    step()
-                comm.Barrier()
-                return tokens * steps / (time.perf_counter() - begin)
-
-        turns = {name: partial(timed, name, step) for name, (_, step) in candidates.items()}
-        found[load] = harness.in_turn(turns, options.rounds)
-        hvd.init()
-        check({name: model for name, (model, _) in candidates.items() if name != CEILING})
-    if comm.rank == 0:
+        candidates = Candidates((text[:, :-1], text[:, 1:]), group)
+        found[load] = run(candidates, count, options.rounds)
+        check({name: model for name, (model, _) in candidates.made.items() if name != CEILING})
+        candidates.close()
+        del candidates
+        gc.collect()
+    if group.rank == 0:
         harness.hand_back(options.result, found)
     torch.distributed.destroy_process_group()
     runtime.close()
 
 
+def run(candidates: Candidates, count: int, rounds: int) -> harness.Samples:
+    """The tokens per second of all, in turn."""
+    group, steps = candidates.group, 8 // count + 1
+    tokens = count * SHAPE["sequence"] * group.size
+
+    def timed(name: str, step: Step) -> float:
+        with candidates.running(name):
+            step()
+            harness.meet(group)
+            begin = time.perf_counter()
+            for _ in range(steps):
+                step()
+            harness.meet(group)
+            return tokens * steps / (time.perf_counter() - begin)
+
+    turns = {name: partial(timed, name, step) for name, (_, step) in candidates.made.items()}
+    return harness.in_turn(turns, rounds)
+
+
 def check(models: dict[str, GPT]) -> None:
     """All candidates that average must have arrived at the same weights."""
     flat = {n: torch.cat([p.detach().view(-1) for p in m.parameters()]) for n, m in models.items()}
-    first = flat["ours, mpi"]
+    first = flat[MPI]
     for name, other in flat.items():
         difference = float((other - first).abs().max())
         if difference > 1e-3:
@@ -186,20 +236,37 @@ def check(models: dict[str, GPT]) -> None:
 
 def main() -> None:
     """Start the ranks and show what they found."""
-    options = harness.arguments("gradient averaging on one machine", ranks=2, rounds=9)
+    options = harness.arguments("gradient averaging on one machine", rounds=9)
     if options.result:
         measure(options)
         return
-    name = "benchmarks.gradient_averaging"
-    found = harness.on_ranks(options.ranks, name, "--rounds", str(options.rounds))
     ratios, middles = {}, {}
-    for load, samples in found.items():
-        title = f"{load}: {LOADS[load]} x 128 tokens per rank, {options.ranks} ranks"
-        harness.show(title, "tokens/s", samples, CEILING)
-        for candidate in NAMES[1:]:
-            ratios[f"{load} {candidate}"] = harness.paired_ratio(samples, candidate, CEILING)
-        middles |= {f"{load} {n}": value for n, value in harness.medians(samples).items()}
+    for ranks in RANKS:
+        rounds = ["--rounds", str(options.rounds)]
+        found = harness.on_ranks(ranks, "benchmarks.gradient_averaging", *rounds)
+        for load, samples in found.items():
+            key = f"{ranks} ranks, {load}"
+            harness.show(
+                f"{key}: {LOADS[load]} x 128 tokens per rank", "tokens/s", samples, CEILING
+            )
+            pairs = [(mine, other) for mine in OURS for other in OTHERS]
+            pairs += [(other, CEILING) for other in OTHERS[1:]]
+            ratios |= {
+                f"{key}: {mine} / {other}": harness.paired_ratio(samples, mine, other)
+                for mine, other in pairs
+            }
+            middles |= {f"{key}: {n}": value for n, value in harness.medians(samples).items()}
+    show_ratios(ratios)
     harness.finish("gradient_averaging", ratios, middles, options.json)
+
+
+def show_ratios(ratios: Mapping[str, float]) -> None:
+    """Ours beside each of the others."""
+    table = Table("", *(f"/ {other}" for other in OTHERS), title="ratios, paired by round")
+    for key in dict.fromkeys(key.split(" / ")[0] for key in ratios):
+        found = (ratios.get(f"{key} / {other}") for other in OTHERS)
+        table.add_row(key, *("" if ratio is None else f"{ratio:.3f}" for ratio in found))
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 from hpc_train.mpi import environment
+
+if TYPE_CHECKING:
+    from hpc_train.mpi.group import Group
 
 Samples = dict[str, list[float]]
 
@@ -54,8 +60,53 @@ def on_ranks(ranks: int, module: str, *arguments: str, bind: bool = True) -> Any
         return json.loads(result.read_text())
 
 
+def memory_for(ranks: int, mib: int) -> bool:
+    """Whether so many ranks find so much memory each; too little would end other programs, too."""
+    if psutil.virtual_memory().available >= ranks * mib << 20:
+        return True
+    print(f"{ranks} ranks are left out: they need {ranks * mib >> 10} GiB of free memory")
+    return False
+
+
+def meet(group: Group) -> None:
+    """Wait for all ranks of a group, asleep: those that still compute may need this core."""
+    if group.comm is None:
+        return
+    begin = time.perf_counter()
+    everyone = group.comm.Ibarrier()
+    while not everyone.Test():
+        time.sleep(min(max((time.perf_counter() - begin) / 16, 50e-6), 5e-3))
+
+
+@contextmanager
+def emulated_hosts(count: int, slots: int, mbit: int) -> Iterator[Any]:
+    """Hosts on this machine with shaped links; where there can be none, say so and exit with 2."""
+    from tests.cluster import hosts
+
+    if hosts.why_not():
+        print(hosts.why_not(), file=sys.stderr)
+        sys.exit(2)
+    with hosts.hosts(count, slots, mbit) as cluster:
+        for host in cluster.names:  # see tests/cluster/test_layouts.py for the reason
+            cluster.on(
+                host, ["sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_sack"]
+            ).check_returncode()
+        yield cluster
+
+
+def on_hosts(cluster: Any, by: str, module: str, *arguments: str, timeout: float = 900) -> Any:
+    """As `on_ranks`, with all ranks that the hosts take, by "slot" or by "node"."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory, "result.json")
+        command = [sys.executable, "-m", module, "--result", str(result), *arguments]
+        done = cluster.run(command, len(cluster.names) * cluster.slots, by, timeout)
+        if done.returncode:
+            raise RuntimeError(f"{module} failed on the hosts:\n{done.stdout}\n{done.stderr}")
+        return json.loads(result.read_text())
+
+
 def hand_back(path: str, value: Any) -> None:
-    """On rank 0: give a result to the process that called `on_ranks`."""
+    """On rank 0: give a result to the process that called `on_ranks` or `on_hosts`."""
     Path(path).write_text(json.dumps(value))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_train.config import RunConfig as RunConfig
-    from hpc_train.config import load as load_config
+    from hpc_train.config_file import load as load_config
     from hpc_train.mpi.runtime import Runtime as Runtime
     from hpc_train.training.loop import Loop as Loop
     from hpc_train.training.program import run as run
@@ -24,7 +24,7 @@ _HOMES = {
     "RunConfig": ("hpc_train.config", "RunConfig"),
     "Runtime": ("hpc_train.mpi.runtime", "Runtime"),
     "Trainer": ("hpc_train.training.trainer", "Trainer"),
-    "load_config": ("hpc_train.config", "load"),
+    "load_config": ("hpc_train.config_file", "load"),
     "run": ("hpc_train.training.program", "run"),
 }
 

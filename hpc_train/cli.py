@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hpc_train import __version__, config
+from hpc_train import __version__, config_file
 from hpc_train.errors import EXIT_FAILURE, EXIT_USER, HpcTrainError, UserError, print_error
 
 if TYPE_CHECKING:
@@ -150,10 +150,10 @@ def train(arguments: Sequence[str]) -> int:
     """`hpc-train train CONFIG.yaml [--section.key VALUE ...]`, on every rank of the job."""
     path, options = _configuration(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
-        config.parser().print_help()
+        config_file.parser().print_help()
         return 0 if arguments else EXIT_USER
     if any(option.startswith("--print_config") for option in options):
-        config.load(path, options)  # the parser prints it and leaves
+        config_file.load(path, options)  # the parser prints it and leaves
     from hpc_train.training.preemption import hold_signals
 
     hold_signals()  # loading MPI and torch takes seconds, in which a scheduler may want to stop us
@@ -166,7 +166,7 @@ def _train(path: str | None, options: Sequence[str], runtime: Runtime) -> None:
     from hpc_train.mpi.agreement import agreed
 
     with agreed(runtime.world):
-        settings = config.load(path, options)
+        settings = config_file.load(path, options)
         from hpc_train.training.gpt import train_gpt  # torch is loaded once all else is right
     train_gpt(settings, runtime)
 
@@ -174,7 +174,7 @@ def _train(path: str | None, options: Sequence[str], runtime: Runtime) -> None:
 def plan(arguments: Sequence[str]) -> int:
     """`hpc-train plan CONFIG.yaml [--section.key VALUE ...] [--json]`."""
     if not arguments or {"-h", "--help"} & set(arguments):
-        made = config.parser()
+        made = config_file.parser()
         made.prog = "hpc-train plan"
         made.description = "Tell bubble and memory of each pipeline schedule, without training."
         made.add_argument("--json", action="store_true", help="machine-readable")
@@ -183,7 +183,7 @@ def plan(arguments: Sequence[str]) -> int:
     from hpc_train import plan as plans
 
     path, options = _configuration([word for word in arguments if word != "--json"])
-    plans.show(plans.plan(config.load(path, options)), as_json="--json" in arguments)
+    plans.show(plans.plan(config_file.load(path, options)), as_json="--json" in arguments)
     return 0
 
 

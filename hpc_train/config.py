@@ -1,48 +1,21 @@
-"""The configuration: one frozen dataclass per section, and the way from YAML and options to them.
+"""The configuration: one frozen dataclass per section.
 
-A part takes its own section, never the whole. Values are checked where they are made, so that a
-configuration that exists is sound by itself; what depends on the number of ranks or on the data
-is checked by the part that knows them.
+`config_file` has the way to them from YAML and options. A part takes its own section, never the
+whole. Values are checked where they are made, so that a configuration that exists is sound by
+itself; what depends on the number of ranks or on the data is checked by the part that knows them.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from argparse import ArgumentError
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 import yaml
 
+from hpc_train.compression import parse as parse_compression
 from hpc_train.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
-DESCRIPTION = "Train a model; a YAML file, then --section.key options, which win over it."
-
-# Keys and values of the design whose parts do not exist yet: refused by name, never ignored.
-NOT_BUILT = frozenset(
-    [
-        "gradients.two_level",
-        "gradients.compression",
-        "gradients.average_every",
-        "memory.zero",
-        "memory.offload",
-        "memory.recompute",
-        "checkpoint.background",
-        "checkpoint.verify",
-    ]
-)
-VALUES_NOT_BUILT = {
-    "run.time_limit": ("auto",),
-    "model.kind": ("tabular",),
-    "precision.dtype": ("bfloat16", "float16"),
-}
 
 
 def _at_least(section: object, name: str, **limits: float | None) -> None:
@@ -192,13 +165,57 @@ class GradientsSection:
     """How gradients are averaged over the ranks."""
 
     engine: Literal["auto", "horovod", "mpi"] = "auto"
-    """horovod: DistributedOptimizer; mpi: flat buckets over mpi4py; auto: docs/reference."""
-    bucket_mb: float = 4.0
-    """Size of the flat buckets of engine mpi, in MiB."""
+    """Who sums the buckets of gradients: Horovod, or we over MPI; auto: docs/reference."""
+    bucket_mb: float | None = None
+    """Size of the flat buckets, in MiB; by default measured (4 with run.deterministic)."""
+    two_level: Literal["auto", "on", "off"] = "auto"
+    """Engine mpi: ranks of a node sum in shared memory, nodes communicate once; auto: if faster."""
+    average_every: int = 1
+    """Optimizer steps that each replica takes by itself before all are averaged; 1: every step."""
+    reduction: Literal["mean", "adasum"] = "mean"
+    """adasum: engine horovod combines the replicas' steps, not their gradients (docs/reference)."""
+    compression: str = "none"
+    """What crosses nodes: none, fp16, bf16, topk:RATIO or powersgd:RANK (docs/reference)."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.bucket_mb < math.inf:
+        if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise ConfigError(f"gradients.bucket_mb is {self.bucket_mb}", "give a size above 0")
+        _at_least(self, "gradients", average_every=1)
+        self._check_horovod(parse_compression(self.compression).kind)
+
+    def _check_horovod(self, compression: str) -> None:
+        if self.engine == "horovod" and self.two_level == "on":
+            raise ConfigError(
+                "gradients.two_level is on, gradients.engine horovod", "use --gradients.engine mpi"
+            )
+        if self.engine == "horovod" and compression not in ("none", "fp16"):
+            raise ConfigError(
+                f"gradients.compression is {self.compression}, gradients.engine horovod",
+                "use --gradients.engine mpi, or compression fp16",
+            )
+        if self.reduction == "adasum" and self.engine != "horovod":
+            raise ConfigError(
+                f"gradients.reduction is adasum, gradients.engine {self.engine}",
+                "use --gradients.engine horovod",
+            )
+        if self.reduction == "adasum" and compression != "none":
+            raise ConfigError(
+                f"gradients.reduction is adasum, gradients.compression {self.compression}",
+                "leave gradients.compression out",
+            )
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """The size of the buckets, if it is given."""
+        return None if self.bucket_mb is None else max(1, int(self.bucket_mb * (1 << 20)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySection:
+    """Where parameters and the optimizer's state lie."""
+
+    zero: Literal[0, 1] = 0
+    """1: the ranks of a node share the parameters' memory, the optimizer's state and its work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,8 +245,13 @@ class OptimizerSection:
 class PrecisionSection:
     """Number formats."""
 
-    dtype: Literal["float32", "float64"] = "float32"
-    """Number format of parameters, activations and gradients."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """float32, float64: of everything; bfloat16, float16: of matrix products (torch.autocast)."""
+
+    @property
+    def parameters(self) -> Literal["float32", "float64"]:
+        """Number format of parameters, their gradients and the optimizer's state."""
+        return "float64" if self.dtype == "float64" else "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,15 +282,33 @@ class RunConfig:
     gradients: GradientsSection = field(default_factory=GradientsSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
+    memory: MemorySection = field(default_factory=MemorySection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
 
+    def __post_init__(self) -> None:
+        zero, gradients = self.memory.zero, self.gradients
+        if zero and gradients.engine == "horovod":
+            raise ConfigError(
+                f"memory.zero is {zero}, gradients.engine horovod",
+                "use --gradients.engine mpi",
+            )
+        if gradients.average_every > 1 and (
+            zero or gradients.engine == "horovod" or gradients.compression != "none"
+        ):
+            raise ConfigError(
+                f"gradients.average_every is {gradients.average_every}: replicas differ meanwhile",
+                "leave out memory.zero, gradients.compression and engine horovod",
+            )
+        if gradients.reduction == "adasum" and self.optimizer.clip_norm:
+            raise ConfigError(
+                f"optimizer.clip_norm is {self.optimizer.clip_norm}, gradients.reduction adasum: "
+                "the replicas' gradients have no common norm",
+                "leave optimizer.clip_norm out",
+            )
+
     def to_yaml(self) -> str:
-        """The configuration as YAML; `load` reads it back to an equal one."""
+        """The configuration as YAML; `config_file.load` reads it back to an equal one."""
         return yaml.safe_dump(asdict(self), sort_keys=False)
-
-
-SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
-KEYS = {f"{name}.{key.name}": key for name, section in SECTIONS.items() for key in fields(section)}
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
@@ -276,120 +316,3 @@ def _nearest_divisors(number: int, wanted: int) -> str:
     below = [d for d in divisors if d < wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
     return ", ".join(str(d) for d in below + above)
-
-
-def check_key(key: str, value: object = None) -> None:
-    """Refuse a key that does not exist, or that stands for a part that is not built yet.
-
-    Args:
-        key: dotted, such as "run.steps".
-        value: what it is to be set to, to refuse values that are not built yet.
-
-    Raises:
-        ConfigError: naming the nearest right key.
-    """
-    if key in NOT_BUILT:
-        raise ConfigError(f"{key}: this part of hpc_train is not built yet", "leave the key out")
-    if key not in KEYS:
-        raise ConfigError(f"unknown key {key}", _suggestion(key))
-    if value in VALUES_NOT_BUILT.get(key, ()):
-        raise ConfigError(f"{key}: {value} is not built yet", f"it takes {_expected(key)}")
-
-
-def _suggestion(key: str) -> str:
-    section, _, name = key.rpartition(".")
-    within = [known.name for known in fields(SECTIONS[section])] if section in SECTIONS else []
-    near = [f"{section}.{match}" for match in difflib.get_close_matches(name, within, n=1)]
-    near += [known for known in KEYS if known.endswith(f".{name}")]
-    near += difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
-    if near:
-        return f"did you mean {near[0]}?"
-    if within:
-        return f"{section} has {', '.join(within)}"
-    return f"the sections are {', '.join(SECTIONS)}"
-
-
-def _expected(key: str) -> str:
-    kind = str(KEYS[key].type)
-    choices = re.findall(r"'(\w+)'", kind) if kind.startswith("Literal") else []
-    return f"one of {', '.join(choices)}" if choices else kind.replace(" | None", "")
-
-
-def check_file(path: Path) -> None:
-    """Check that a file holds sections of known keys; their values are checked by `load`.
-
-    Raises:
-        ConfigError: the file cannot be read, is not such a file, or has an unknown key.
-    """
-    try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", "give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} is not a configuration", "start it with a section, such as run:")
-    for section, keys in tree.items():
-        if not isinstance(keys, dict):
-            if section in SECTIONS:
-                raise ConfigError(
-                    f"{path}: section {section} is {keys!r}", "write its keys below it"
-                )
-            check_key(str(section))
-            continue
-        for key, value in keys.items():
-            check_key(f"{section}.{key}", value)
-
-
-def check_options(options: Sequence[str]) -> None:
-    """Check the names of dotted command-line options, --section.key VALUE or --section.key=VALUE.
-
-    Raises:
-        ConfigError: an unknown key.
-    """
-    for option, following in zip(options, [*options, ""][1:], strict=True):
-        name, equals, value = option.partition("=")
-        if name.startswith("--") and "." in name:
-            check_key(name[2:], value if equals else following)
-
-
-def parser() -> ArgumentParser:
-    """The command-line parser of a run's configuration, made from the dataclasses."""
-    from jsonargparse import ArgumentParser, set_parsing_settings  # not for users' own loops
-
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    made = ArgumentParser(prog="hpc-train train", exit_on_error=False, description=DESCRIPTION)
-    made.add_argument("--config", action="config", help="the same as the positional CONFIG")
-    for name, section in SECTIONS.items():
-        made.add_argument(f"--{name}", type=section, default=section())
-    return made
-
-
-def load(path: str | Path | None = None, options: Sequence[str] = ()) -> RunConfig:
-    """Make a configuration from a YAML file and dotted options, which win over the file.
-
-    Args:
-        path: the file; without one, the defaults.
-        options: as on the command line: ["--run.steps", "100", "--model.layers=2"].
-
-    Raises:
-        ConfigError: a key or value is wrong; the message names it.
-    """
-    if path is not None:
-        check_file(Path(path))
-    check_options(options)
-    try:
-        parsed = parser().parse_args([*(["--config", str(path)] if path else []), *options])
-    except ArgumentError as error:
-        raise _explained(str(error)) from None
-    tree = parsed.as_dict()
-    return RunConfig(**{name: make(**tree[name]) for name, make in SECTIONS.items()})
-
-
-def _explained(message: str) -> ConfigError:
-    """Turn the parser's message into one line that names the key, its value and what it takes."""
-    line = " ".join(message.split())
-    found = re.match(r'Parser key "([\w.]+)":.* (?:Got|Given) value: (.*)', line)
-    if found and found[1] in KEYS:
-        return ConfigError(f"{found[1]} is {found[2]!r}", f"it takes {_expected(found[1])}")
-    return ConfigError(line, "`hpc-train train --help` lists the options")

@@ -244,12 +244,15 @@ def memory(
     numbers = gpt_activations(config.model, vocab, section.tp, section.sequence_parallel)
     kept = _sums(numbers, runs)
     parameters = _sums(gpt_parameters(config.model, vocab, section.tp, pp), runs)
-    item = ITEM_BYTES[config.precision.dtype]
+    activation, parameter = (
+        ITEM_BYTES[config.precision.dtype],
+        ITEM_BYTES[config.precision.parameters],
+    )
     copies = 2 + OPTIMIZER_TENSORS[config.optimizer.name]  # the parameter, its gradient, state
     return [
         (
-            round(peak_live(actions, kept[rank::pp]) * micro_batch * item),
-            round(sum(parameters[rank::pp]) * copies * item),
+            round(peak_live(actions, kept[rank::pp]) * micro_batch * activation),
+            round(sum(parameters[rank::pp]) * copies * parameter),
         )
         for rank, actions in enumerate(schedule)
     ]

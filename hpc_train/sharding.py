@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 
@@ -33,12 +33,16 @@ class ShardSpec:
         shape: of the global tensor.
         dim: the dimension that is cut.
         start, stop: the part of it.
+        first, last: of a tensor that is cut along another dimension than its first, only these
+            of the first one's indices; last 0 stands for all.
     """
 
     shape: tuple[int, ...]
     dim: int = 0
     start: int = 0
     stop: int = 1
+    first: int = 0
+    last: int = 0
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> ShardSpec:
@@ -58,12 +62,24 @@ class ShardSpec:
             raise ValueError(f"dimension {dim} of {list(shape)} is not divisible by {parts}")
         return cls(shape, dim, index * size, (index + 1) * size)
 
+    def rows(self, first: int, last: int) -> ShardSpec:
+        """Of this part, the indices from `first` to before `last` of its first dimension."""
+        if self.dim == 0:
+            return replace(self, start=self.start + first, stop=self.start + last)
+        return replace(self, first=first, last=last)
+
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shard's shape."""
         if not self.shape:
             return ()
-        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+        cut = (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+        return (self.last - self.first, *cut[1:]) if self.last else cut
+
+    @property
+    def has_origin(self) -> bool:
+        """Whether the tensor's first element is in this part."""
+        return self.start == 0 and self.first == 0
 
     def overlap(self, begin: int, end: int, itemsize: int = 1) -> list[Block]:
         """The shard's pieces in a range of the global tensor's memory: at most three blocks.
@@ -93,9 +109,13 @@ class ShardSpec:
         cut = self.shape[self.dim] if self.shape else 1
         outer = prod(self.shape[: self.dim])
         inner = prod(self.shape[self.dim + 1 :]) * itemsize
+        skipped = 0
+        if self.last:
+            each = prod(self.shape[1 : self.dim])
+            outer, skipped = (self.last - self.first) * each, self.first * each * cut * inner
         if self.stop - self.start == cut:
-            return 1, outer * cut * inner, 0, outer * cut * inner
-        return outer, cut * inner, self.start * inner, (self.stop - self.start) * inner
+            return 1, outer * cut * inner, skipped, outer * cut * inner
+        return outer, cut * inner, skipped + self.start * inner, (self.stop - self.start) * inner
 
 
 @dataclass(frozen=True)

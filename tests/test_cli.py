@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import hpc_train
-from hpc_train.config import KEYS, load
+from hpc_train.config_file import KEYS, load
 from tests.programs import hpc_train as command
 from tests.programs import run
 

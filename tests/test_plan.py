@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from hpc_train.config import ModelSection, load
+from hpc_train.config import ModelSection
+from hpc_train.config_file import load
 from hpc_train.errors import ConfigError
 from hpc_train.models import GPT
 from hpc_train.parallel.schedule import build
@@ -133,12 +134,13 @@ def test_memory_is_counted_on_every_rank():
     assert last[1] == 4 * 4 * (numbers + 256 * 64 + 2 * 64)
 
 
-def test_sgd_and_float64_count(config):
+def test_sgd_and_number_formats_count(config):
     def state(*options):
         return plan(load(config, options)).schedules[0].state_bytes
 
     assert state("--optimizer.name=sgd") * 4 == state() * 3
     assert state("--precision.dtype=float64") == state() * 2
+    assert state("--precision.dtype=bfloat16") == state(), "the parameters stay float32"
 
 
 def test_schedules_that_need_more_layers_are_left_out(config, capsys):

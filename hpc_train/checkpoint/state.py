@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,61 +39,75 @@ def _whole(name: str, tensor: Tensor) -> Shard:
     return Shard(name, ShardSpec.whole(tuple(tensor.shape)))
 
 
-def _parameters(model: nn.Module, shards: Shards) -> dict[Parameter, Shard]:
-    return {p: shards.get(name) or _whole(name, p) for name, p in model.named_parameters()}
+@dataclass(frozen=True)
+class Trained:
+    """A model with its optimizer, and what of them this rank has.
+
+    Args:
+        model, optimizer: as they are on this rank.
+        shards: of the model's tensors.
+        pieces: of parameters that the optimizer has not whole: what it has in their place.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    shards: Shards
+    pieces: Mapping[Parameter, Shard]
+
+    def parameters(self) -> dict[Parameter, Shard]:
+        """What the optimizer has."""
+        named = self.model.named_parameters()
+        known = {p: self.shards.get(name) or _whole(name, p) for name, p in named}
+        known |= self.pieces
+        groups = self.optimizer.param_groups
+        return {p: known[p] for group in groups for p in group["params"] if p in known}
 
 
-def _optimizer_state(
-    model: nn.Module, optimizer: Optimizer, shards: Shards
-) -> Iterator[tuple[str, Shard, Parameter, Any]]:
-    known = _parameters(model, shards)
+def _optimizer_state(trained: Trained) -> Iterator[tuple[str, Shard, Parameter, Any]]:
+    optimizer, known = trained.optimizer, trained.parameters()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            shard = known[parameter]
             for slot, value in optimizer.state.get(parameter, {}).items():
+                shard = known[parameter]
                 yield f"{OPTIMIZER}{shard.name}.{slot}", shard, parameter, value
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer, shards: Shards) -> dict[str, Held]:
+def optimizer_tensors(trained: Trained) -> dict[str, Held]:
     """The optimizer's tensors, named by parameter and slot: optim.blocks.0.weight.exp_avg.
 
     What has a parameter's shape is cut as the parameter is; anything else each rank has whole.
     """
     found = {}
-    for name, shard, parameter, value in _optimizer_state(model, optimizer, shards):
+    for name, shard, parameter, value in _optimizer_state(trained):
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             found[name] = Held(value.detach(), shard.spec, shard.owned)
         elif isinstance(value, Tensor):
             found[name] = replace(
-                Held.whole(value.detach()), owned=shard.owned and shard.spec.start == 0
+                Held.whole(value.detach()), owned=shard.owned and shard.spec.has_origin
             )
     return found
 
 
-def optimizer_values(model: nn.Module, optimizer: Optimizer, shards: Shards) -> dict[str, Any]:
+def optimizer_values(trained: Trained) -> dict[str, Any]:
     """What the optimizer remembers that is no tensor; must be plain JSON values."""
     return {
         name: value
-        for name, _, _, value in _optimizer_state(model, optimizer, shards)
+        for name, _, _, value in _optimizer_state(trained)
         if not isinstance(value, Tensor)
     }
 
 
-def trained_names(model: nn.Module, optimizer: Optimizer, shards: Shards) -> dict[str, bool]:
+def trained_names(trained: Trained) -> dict[str, bool]:
     """The names of the parameters that this rank's optimizer has."""
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return {shard.name: True for p, shard in _parameters(model, shards).items() if p in trained}
+    return {shard.name: True for shard in trained.parameters().values()}
 
 
 def make_optimizer_state(
-    model: nn.Module,
-    optimizer: Optimizer,
-    shards: Shards,
-    entries: Mapping[str, Entry],
-    values: Mapping[str, Any],
+    trained: Trained, entries: Mapping[str, Entry], values: Mapping[str, Any]
 ) -> None:
     """Give a fresh optimizer the slots that a checkpoint has, their tensors yet to be filled."""
-    parameters = {shard.name: (p, shard) for p, shard in _parameters(model, shards).items()}
+    optimizer = trained.optimizer
+    parameters = {shard.name: (p, shard) for p, shard in trained.parameters().items()}
     fused = {
         parameter: bool(group.get("fused") or group.get("capturable"))
         for group in optimizer.param_groups
@@ -102,7 +116,7 @@ def make_optimizer_state(
     optimizer.state.clear()
     for name, parameter_name, slot in slots([*entries, *values]):
         parameter, shard = parameters.get(parameter_name, (None, None))
-        if parameter is None or shard is None or parameter not in fused:
+        if parameter is None or shard is None:
             continue  # another rank's
         if name in values:
             optimizer.state[parameter][slot] = values[name]

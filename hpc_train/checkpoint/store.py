@@ -9,15 +9,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train import files
 from hpc_train.checkpoint import restore, state
 from hpc_train.checkpoint.engines import Engine, check_engine
-from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.fileformat import Entry, Held
 from hpc_train.checkpoint.save import save, together
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointError, CheckpointMismatch
@@ -28,6 +29,34 @@ from hpc_train.sharding import Shard
 logger = logging.getLogger(__name__)
 
 LATEST = "LATEST"
+
+
+class Stateful(Protocol):
+    """Has a few numbers that belong to a run's state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers: plain JSON values, the same on all ranks and layouts."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such numbers."""
+
+
+class More:
+    """What else a checkpoint holds; this one nothing. All ranks call each method."""
+
+    def unify(self) -> None:
+        """Bring all ranks to the state that is saved; training goes on from it as well."""
+
+    def collect(self) -> dict[str, Held]:
+        """The tensors to save, after `unify`."""
+        return {}
+
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
+        """Memory for those of a checkpoint's tensors that this rank wants."""
+        return {}
+
+    def take(self) -> None:
+        """Go on with the tensors of `expect`, which have been filled."""
 
 
 class Checkpoints:
@@ -46,6 +75,9 @@ class Checkpoints:
         shards: which part of the model's tensors this rank has; by default all.
         replica: the ranks that hold the model together; by default each holds all of it.
         alike: the ranks that hold the same as this one; by default all.
+        pieces: what the optimizer has in place of whole parameters.
+        more: what else is saved.
+        scaler: that of the loss, if there is one (`hpc_train.gradients.LossScaler`).
 
     Raises:
         ConfigError: engine mpiio in a process that runs without MPI.
@@ -65,6 +97,9 @@ class Checkpoints:
         shards: Mapping[str, Shard] | None = None,
         replica: Group | None = None,
         alike: Collectives | None = None,
+        pieces: Mapping[Parameter, Shard] | None = None,
+        more: More | None = None,
+        scaler: Stateful | None = None,
     ) -> None:
         check_engine(engine, collectives.group)
         self.directory = directory
@@ -72,7 +107,10 @@ class Checkpoints:
         self.shards = shards or {}
         self.replica = replica or Group()
         self.alike = alike or collectives
+        self.more = more or More()
+        self.scaler = scaler
         self.model = model
+        self.trained = state.Trained(model, optimizer, self.shards, pieces or {})
         self.optimizer = optimizer
         self.keep = keep
         self.engine = engine
@@ -91,10 +129,11 @@ class Checkpoints:
         if step == self.saved_step:
             return path
         begin = time.monotonic()
-        self.unify_buffers()
+        self.unify()
         held = {
             **state.model_tensors(self.model, self.shards),
-            **state.optimizer_tensors(self.model, self.optimizer, self.shards),
+            **state.optimizer_tensors(self.trained),
+            **self.more.collect(),
         }
         content = self._state(step)
         save(path, _contiguous(held), content, self.group, self.engine, self.replica)
@@ -129,8 +168,9 @@ class Checkpoints:
                 logger.warning("%s; trying the one before", error)
         return 0
 
-    def unify_buffers(self) -> None:
-        """Give all replicas the first one's buffers: running statistics differ."""
+    def unify(self) -> None:
+        """Bring all replicas to one state: running statistics in buffers differ. Collective."""
+        self.more.unify()
         for buffer in self.model.buffers():
             self.alike.broadcast_(buffer)
 
@@ -156,20 +196,22 @@ class Checkpoints:
         saved = restore.load_state(reader, self.group)
         of_model = state.model_tensors(self.model, self.shards)
         forms = together(self.replica, {name: part.form for name, part in of_model.items()})
-        trained = state.trained_names(self.model, self.optimizer, self.shards)
-        trained = together(self.replica, trained)
+        trained = together(self.replica, state.trained_names(self.trained))
         entries, values = reader.entries, saved["optimizer"]
         with agreed(self.group):
             state.check_model(entries, forms, path)
             self._check_identity(saved["identity"], path)
             state.check_optimizer([*entries, *values], trained)
-            state.make_optimizer_state(self.model, self.optimizer, self.shards, entries, values)
-        held = of_model | state.optimizer_tensors(self.model, self.optimizer, self.shards)
+            state.make_optimizer_state(self.trained, entries, values)
+        held = of_model | state.optimizer_tensors(self.trained) | self.more.expect(entries)
         contiguous = _contiguous(held)
         restore.load(reader, contiguous, self.group, names=entries.keys())
         for name, part in held.items():
             if contiguous[name].tensor is not part.tensor:
                 part.tensor.copy_(contiguous[name].tensor)
+        if self.scaler is not None and "scaler" in saved:
+            self.scaler.load_state_dict(saved["scaler"])
+        self.more.take()
         step = int(saved["step"])
         self.saved_step = step if path.parent == self.directory else 0
         logger.info("resumed from %s, after step %d", path, step)
@@ -185,14 +227,15 @@ class Checkpoints:
                 )
 
     def _state(self, step: int) -> bytes:
-        values = state.optimizer_values(self.model, self.optimizer, self.shards)
-        values = together(self.replica, values)
+        values = together(self.replica, state.optimizer_values(self.trained))
         tree = {
             "step": step,
             "identity": self.identity,
             "about": self.about,
             "optimizer": values,
         }
+        if self.scaler is not None:
+            tree["scaler"] = self.scaler.state_dict()
         return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
     def _drop_old(self, step: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hpc_train.collectives.protocol import Pending
+from hpc_train.collectives.protocol import WIDENED, Pending
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
@@ -73,11 +73,11 @@ class HorovodCollectives:
 
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to sum over the ranks and keep this rank's part along a dimension."""
-        first = self._first(tensor, dim)
+        first = _wide(self._first(tensor, dim))
         handle = self.hvd.reducescatter_async(
             first, op=self.hvd.Sum, name=self._name(), process_set=self.process_set
         )
-        return Begun(self, handle, lambda part: _moved(part, dim))
+        return Begun(self, handle, lambda part: _moved(part, dim).to(tensor.dtype))
 
     def _first(self, tensor: Tensor, dim: int) -> Tensor:
         """The dimension that Horovod cuts is the first."""
@@ -86,7 +86,7 @@ class HorovodCollectives:
         return tensor.detach().movedim(dim, 0).contiguous()
 
     def _reduce(self, tensor: Tensor, operation: Any) -> Pending:
-        near = tensor.detach().contiguous()
+        near = _wide(tensor.detach().contiguous())
         handle = self.hvd.allreduce_async_(
             near, op=operation, name=self._name(), process_set=self.process_set
         )
@@ -112,10 +112,19 @@ class Begun:
             result: Tensor = self.owner.hvd.synchronize(self.handle)
         return self.finish(result)
 
+    def done(self) -> bool:
+        """Whether Horovod's thread is through."""
+        return bool(self.owner.hvd.poll(self.handle))
+
 
 def _bits(near: Tensor) -> Tensor:
     """A contiguous tensor's bytes: Horovod moves not all types."""
     return near.view(-1).view(torch.uint8)
+
+
+def _wide(near: Tensor) -> Tensor:
+    """What Horovod is given to add."""
+    return near.float() if near.dtype in WIDENED else near
 
 
 def _moved(result: Tensor, dim: int) -> Tensor:

@@ -13,10 +13,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpc_train.collectives.protocol import Done, Pending
+from hpc_train.collectives.protocol import WIDENED, Done, Pending
 from hpc_train.mpi.group import Group
 
-# MPI's own sum knows no 16-bit floats: passing their bits as integers would add the bit patterns.
+# MPI's own sum knows no 16-bit floats (passing their bits as integers would add the bit patterns):
+# they are added as float32.
 SUMMABLE = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -49,6 +50,10 @@ class InThread:
         """Wait for the thread."""
         with self.group.waiting(f"a collective over {self.group.size} ranks"):
             return self.future.result()
+
+    def done(self) -> bool:
+        """Whether the thread is through."""
+        return self.future.done()
 
 
 class MpiCollectives:
@@ -102,7 +107,8 @@ class MpiCollectives:
 
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to sum over the ranks and keep this rank's part along a dimension."""
-        _type(tensor)  # refuse it here and not in the thread
+        if tensor.dtype not in WIDENED:
+            _type(tensor)  # refuse it here and not in the thread
         return self._start(MpiCollectives._scattered, tensor, dim)
 
     def close(self) -> None:
@@ -128,6 +134,8 @@ class MpiCollectives:
         return _joined(whole, dim).to(tensor.device)
 
     def _scattered(self, tensor: Tensor, dim: int) -> Tensor:
+        if tensor.dtype in WIDENED:
+            return self._scattered(tensor.float(), dim).to(tensor.dtype)
         near = _split(_reachable(tensor), dim, self.group.size)
         mine = torch.empty_like(near[0])
         datatype = _type(tensor)
@@ -138,6 +146,11 @@ class MpiCollectives:
         return mine.to(tensor.device)
 
     def _reduce(self, tensor: Tensor, operation: MPI.Op, what: str) -> None:
+        if tensor.dtype in WIDENED:
+            wide = tensor.detach().float()
+            self._reduce(wide, operation, what)
+            tensor.detach().copy_(wide)
+            return
         datatype = _type(tensor)
         if not tensor.is_cuda and tensor.is_contiguous() and tensor.nbytes <= PIECE_BYTES:
             array = tensor.detach().numpy()  # the way of nearly all

@@ -10,6 +10,9 @@ from torch import Tensor
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
+WIDENED = (torch.bfloat16, torch.float16)
+"""Types whose sums are computed in float32."""
+
 
 class Pending(Protocol):
     """An operation that goes on while the rank computes."""
@@ -17,12 +20,15 @@ class Pending(Protocol):
     def wait(self) -> Tensor:
         """Wait for the end; returns the result. All ranks wait in the same order."""
 
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
 
 class Collectives(Protocol):
     """Operations over the ranks of one group; every rank of it must call each of them.
 
     All ranks pass the same shapes and dtypes in the same order. Sums are of float32, float64, int32
-    or int64.
+    or int64, or of bfloat16 or float16, which are added in float32 and then rounded.
     """
 
     group: Group
@@ -55,6 +61,10 @@ class Done:
     def wait(self) -> Tensor:
         """The result."""
         return self.result
+
+    def done(self) -> bool:
+        """It is."""
+        return True
 
 
 def connect(

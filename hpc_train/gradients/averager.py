@@ -1,16 +1,26 @@
-"""The interface of gradient averaging, and the choice of an engine."""
+"""The interface of gradient averaging, and how an averager is put together."""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpc_train.collectives import connect
-from hpc_train.mpi import runtime
+from hpc_train.collectives import Collectives, connect
+from hpc_train.errors import UserError
+from hpc_train.gradients.profile import Profile
+from hpc_train.gradients.state import broadcast_state
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
+from hpc_train.mpi.levels import Levels
+
+if TYPE_CHECKING:
+    from hpc_train.gradients.choice import TwoLevel
+    from hpc_train.gradients.horovod import Reduction
 
 Engine = Literal["auto", "horovod", "mpi"]
 
@@ -18,19 +28,53 @@ Engine = Literal["auto", "horovod", "mpi"]
 class GradientAverager(Protocol):
     """Makes every rank's gradients the mean over the ranks, and takes the optimizer's step.
 
-    A loop calls `zero_grad`, backward once per micro-batch, `average`, `step`. The loss of each
-    backward pass is the mean over the rank's own samples, divided by the number of passes.
+    A loop calls `zero_grad`, backward once per micro-batch, `step`; between backward and step it
+    may call `average` and then look at the gradients, clip them, or ask for their norm. The loss
+    of each backward pass is the mean over the rank's own samples, divided by the number of passes.
     Parameters that had no part in any rank's loss get gradients of zero.
     """
 
+    @property
+    def profile(self) -> Profile:
+        """What averaging has taken so far."""
+
     def zero_grad(self) -> None:
-        """Zero the gradients before a step's first backward pass."""
+        """Forget the gradients, before a step's first backward pass."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only accumulate: use it for all but the step's last one."""
+
+    def weight(self, samples: int) -> float:
+        """The factor for this rank's loss with which the mean over ranks is one over samples.
+
+        For batches that ranks share unevenly: samples x ranks / all ranks' samples. A rank without
+        data passes 0, makes no backward pass and goes on as the others do. Collective.
+        """
 
     def average(self) -> None:
         """Average the gradients, once per step, after its last backward pass. Collective."""
 
+    def norm(self) -> Tensor:
+        """The 2-norm of all averaged gradients, a float64 scalar. Collective."""
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the averaged gradients by a number, the same on all ranks."""
+
     def step(self) -> None:
         """Take the optimizer's step; averages first if `average` was not called. Collective."""
+
+    def parts(self) -> Sequence[tuple[Parameter, Tensor]]:
+        """The averaged gradients of which this rank speaks for the ranks of `shards`."""
+
+    @property
+    def shards(self) -> Collectives:
+        """Of the ranks whose `parts` are all gradients together: mostly this rank alone."""
+
+    def rescale(self, factor: float) -> None:
+        """Losses, and so gradients, will be multiplied by so much more than before."""
+
+    def settle(self) -> None:
+        """Bring all ranks to one state, before it is saved or judged. Collective."""
 
     def close(self) -> None:
         """Release what the averager holds. Collective."""
@@ -39,43 +83,86 @@ class GradientAverager(Protocol):
 def average_gradients(
     model: nn.Module,
     optimizer: Optimizer,
-    group: Group,
+    group: Group | Levels,
     *,
     engine: Engine = "auto",
-    bucket_bytes: int = 4 << 20,
+    bucket_bytes: int | None = None,
     backward_passes: int = 1,
+    two_level: TwoLevel = "auto",
+    compression: str = "none",
+    average_every: int = 1,
+    reduction: Reduction = "mean",
+    zero: int = 0,
+    whole: Collection[Parameter] = (),
+    cores: int = 1,
+    deterministic: bool = False,
 ) -> GradientAverager:
-    """Set up gradient averaging and give all ranks rank 0's weights. Collective.
+    """Set up gradient averaging; all ranks get rank 0's weights and optimizer state. Collective.
+
+    A loop needs three lines: this one, `averager.zero_grad()` and `averager.step()`.
 
     Args:
         model: its parameters that require gradients are averaged; all ranks build the same one.
         optimizer: over the model's parameters; stays usable, also to save its state.
-        group: the ranks to average over. For engine horovod all ranks of the job, or one of the
-            process sets that Horovod was started with (`runtime.start_horovod`).
+        group: the ranks to average over, or these ranks by nodes, where the caller knows them. For
+            engine horovod all ranks of the job, or one of the process sets that Horovod was started
+            with (`runtime.start_horovod`).
         engine: "horovod", "mpi", or "auto", which takes mpi: it was the faster of the two wherever
             we measured (benchmarks/RESULTS.md).
-        bucket_bytes: size of the flat buckets of engine mpi.
-        backward_passes: backward passes in each step.
+        bucket_bytes: size of the flat buckets; None: measured.
+        backward_passes: backward passes in each step, those inside of `no_sync` not counted; 0 if
+            parameters differ in this: all sums then begin after the last one.
+        two_level: of engine mpi: "on": ranks of a node sum in its shared memory, and nodes
+            communicate once; "off": each rank communicates for itself; "auto": the faster.
+        compression: of what crosses nodes; see `gradients.compression`.
+        average_every: steps that each rank takes by itself before parameters and moments are
+            averaged (`gradients.local`); 1: gradients are, in every step. Engine mpi.
+        reduction: "adasum", of engine horovod: see `gradients.adasum`.
+        zero: 1: the ranks of a node share the parameters' memory and the optimizer's work and state
+            (engine mpi, parameters on the CPU).
+        whole: parameters that zero leaves alone.
+        cores: processor cores for this rank alone (`Runtime.cores`).
+        deterministic: measure nothing, so that each run goes the same way.
 
     Raises:
-        UserError: the ranks have built different models.
+        UserError: the ranks have built different models, or options do not go together.
         SetupError: engine horovod, and Horovod is missing or does not load.
     """
-    plan = [
+    given = group
+    levels = given if isinstance(given, Levels) else Levels.of(given)
+    group = levels.whole
+    if reduction == "adasum" and engine != "horovod":
+        raise UserError("reduction adasum is Horovod's", 'give engine="horovod" as well')
+    built = [
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in model.named_parameters()
     ]
-    same(group, "the model (its parameters' names, shapes and types)", repr(plan), "build the same")
+    same(
+        group, "the model (its parameters' names, shapes and types)", repr(built), "build the same"
+    )
     collectives = connect(group)
     for tensor in [*model.parameters(), *model.buffers()]:
         collectives.broadcast_(tensor.data)
-    if engine == "horovod":
-        from hpc_train.gradients.horovod import HorovodAverager
+    broadcast_state(optimizer, collectives)
+    from hpc_train.gradients.choice import Options, mpi_averager
 
-        hvd = runtime.running_horovod() or runtime.start_horovod(group)
-        ranks = group.comm.allgather(hvd.rank()) if group.comm else [0]
-        ours = runtime.process_set(hvd, ranks)
-        return HorovodAverager(hvd, model, optimizer, backward_passes, ours, group.waiting)
-    from hpc_train.gradients.mpi import MpiAverager
+    options = Options(
+        bucket_bytes,
+        backward_passes,
+        two_level,
+        compression,
+        average_every,
+        zero,
+        frozenset(whole),
+        cores,
+        deterministic,
+    )
+    if engine == "horovod" and group.size > 1:
+        from hpc_train.gradients.horovod import horovod_averager
 
-    return MpiAverager(model, optimizer, collectives, bucket_bytes)
+        averager = horovod_averager(model, optimizer, group, options, reduction)
+    else:
+        averager = mpi_averager(model, optimizer, levels, options)
+    if levels is not given:
+        averager.at_close.append(levels.close)
+    return averager

@@ -1,30 +1,103 @@
-"""Engine horovod: Horovod's DistributedOptimizer, with its pitfalls taken care of.
+"""Engine horovod: the buckets of engine mpi, summed by Horovod's thread.
 
 Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow",
 https://arxiv.org/abs/1802.05799
+
+Horovod's own DistributedOptimizer starts the same operations from the same hooks, but copies every
+gradient into its fusion buffer and back; its `groups` work neither for process sets without the
+job's first rank nor where a rank has no gradient; and its `zero_grad`, its `step` after
+`synchronize`, and passes that only accumulate are known traps. Here a bucket is one tensor that
+Horovod sums where it lies, and all else is as with engine mpi.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hpc_train.mpi.watch import Watch
+from hpc_train.compression import parse
+from hpc_train.errors import UserError
+from hpc_train.gradients.buckets import Bucket, plan
+from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.profile import Profile
+from hpc_train.gradients.progress import Progress
+from hpc_train.mpi import runtime
+from hpc_train.mpi.group import Group
+
+if TYPE_CHECKING:
+    from hpc_train.collectives.steps import Steps
+    from hpc_train.gradients.choice import Options
+
+Reduction = Literal["mean", "adasum"]
 
 
-class HorovodAverager:
-    """Implements `GradientAverager` with `hvd.DistributedOptimizer`.
+class HorovodSums:
+    """Implements `Sums` by one Horovod operation per bucket, which needs no help to go on.
+
+    Operations keep their names from step to step: Horovod's ranks then agree on what is ready by
+    exchanging a few bits. Each is a group of its own, so that Horovod never copies two buckets into
+    its fusion buffer (`runtime.horovod_settings`).
+
+    Collective to make.
 
     Args:
         hvd: the module horovod.torch, initialised.
-        model: gives the parameters their names, by which Horovod matches them across ranks.
-        optimizer: the plain optimizer; shares its state and parameter groups with Horovod's, so
-            that saving, restoring and learning rates work on either.
-        backward_passes: backward passes in each step; Horovod communicates after the last.
-        process_set: the ranks to average over; by default all.
-        waiting: the group's, to tell what this rank waits for.
+        group: the ranks.
+        process_set: Horovod's, of the same ranks.
+        buckets: on any device.
+        compression: of hvd.Compression.
+    """
+
+    early = True
+    made: ClassVar[int] = 0
+    """The last one's number: several may share a process set, but no operation's name."""
+
+    def __init__(
+        self, hvd: Any, group: Group, process_set: Any, buckets: Sequence[Bucket], compression: Any
+    ) -> None:
+        self.hvd, self.process_set, self.compression = hvd, process_set, compression
+        self.flats = [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
+        self.profile = Profile()
+        HorovodSums.made = group.largest(HorovodSums.made) + 1
+        self._label = f"hpc_train.gradients.{HorovodSums.made}"
+
+    def begin(self, number: int) -> Steps[None]:
+        """Sum a bucket."""
+        flat = self.flats[number]
+        if not flat.numel():
+            return
+        begin = time.perf_counter()
+        near, context = self.compression.compress(flat)
+        handle = self.hvd.grouped_allreduce_async_(
+            [near],
+            name=f"{self._label}.{number}",
+            op=self.hvd.Sum,
+            process_set=self.process_set,
+        )
+        yield lambda: self.hvd.poll(handle)
+        (total,) = self.hvd.synchronize(handle)
+        if total is not flat:
+            flat.copy_(self.compression.decompress(total, context))
+        self.profile.add(0.0, time.perf_counter() - begin, flat.nbytes)
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self.flats = []
+
+
+class HorovodAverager(MpiAverager):
+    """`MpiAverager` whose buckets Horovod sums.
+
+    Args:
+        hvd: the module horovod.torch, initialised.
+        model, optimizer, group, buckets, backward_passes: as for `MpiAverager`.
+        process_set: Horovod's, of the same ranks.
+        compression: of hvd.Compression; by default none.
     """
 
     def __init__(
@@ -32,38 +105,94 @@ class HorovodAverager:
         hvd: Any,
         model: nn.Module,
         optimizer: Optimizer,
+        group: Group,
+        buckets: Sequence[Bucket],
+        process_set: Any,
+        *,
+        compression: Any = None,
         backward_passes: int = 1,
-        process_set: Any = None,
-        waiting: Watch | None = None,
     ) -> None:
-        self.waiting = waiting or Watch()
-        self.distributed = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=model.named_parameters(),
-            backward_passes_per_step=backward_passes,
-            process_set=process_set or hvd.global_process_set,
+        sums = HorovodSums(hvd, group, process_set, buckets, compression or hvd.Compression.none)
+        # Polite: what this rank waits for may be its own thread, which needs the core.
+        progress = Progress(polite=True)
+        super().__init__(model, optimizer, group, buckets, sums, progress, backward_passes)
+        self.awaited = "the sums of the gradients by Horovod"
+
+
+def horovod_averager(
+    model: nn.Module,
+    optimizer: Optimizer,
+    group: Group,
+    options: Options,
+    reduction: Reduction = "mean",
+) -> MpiAverager:
+    """Put engine horovod together, and start Horovod unless it runs. Collective.
+
+    Args:
+        model: its parameters that require gradients are averaged.
+        optimizer: over them.
+        group: more than one rank: all of the job, or those of a process set.
+        options: as for engine mpi.
+        reduction: "adasum": see `AdasumAverager`.
+
+    Raises:
+        UserError: this engine cannot do what the options ask for.
+        SetupError: Horovod is missing or does not load.
+    """
+    _check(options, reduction)
+    hvd, process_set = _start(group, options)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    planned = plan(trained, bucket_bytes(options))
+    if reduction == "adasum":
+        from hpc_train.gradients.adasum import AdasumAverager
+
+        return AdasumAverager(hvd, model, optimizer, group, planned)
+    return HorovodAverager(
+        hvd,
+        model,
+        optimizer,
+        group,
+        [Bucket(some) for some in planned],
+        process_set,
+        compression=getattr(hvd.Compression, options.compression),
+        backward_passes=options.backward_passes,
+    )
+
+
+def bucket_bytes(options: Options) -> int:
+    """The size of the buckets."""
+    return options.bucket_bytes or runtime.HOROVOD_BUCKET
+
+
+def _check(options: Options, reduction: Reduction) -> None:
+    if parse(options.compression).kind not in ("none", "fp16"):
+        raise UserError(
+            f"engine horovod cannot compress by {options.compression}",
+            "use engine mpi, or compression fp16",
         )
-        self.distributed.state = optimizer.state
-        self._averaged = False
+    if reduction == "adasum" and options.compression != "none":
+        raise UserError("reduction adasum takes no compression", "leave one of the two out")
+    for name, asked in (
+        ("zero", options.zero),
+        ("average_every", options.every > 1),
+        ('two_level "on"', options.two_level == "on"),
+    ):
+        if asked:
+            raise UserError(f"{name} and engine horovod do not go together", "use engine mpi")
 
-    def zero_grad(self) -> None:
-        """Drop the gradients; Horovod's `zero_grad` takes no set_to_none argument."""
-        self.distributed.zero_grad()
-        self._averaged = False
 
-    def average(self) -> None:
-        """Wait for the averages that the backward pass has begun. Collective."""
-        with self.waiting("the sums of the gradients by Horovod"):
-            self.distributed.synchronize()
-        self._averaged = True
-
-    def step(self) -> None:
-        """Take the optimizer's step, after averaging. Collective."""
-        if not self._averaged:
-            self.average()
-        with self.distributed.skip_synchronize():  # it would average a second time
-            self.distributed.step()
-        self._averaged = False
-
-    def close(self) -> None:
-        """Horovod's hooks live as long as the model: there is nothing to release."""
+def _start(group: Group, options: Options) -> tuple[Any, Any]:
+    """The module horovod.torch, running, and the process set of the group's ranks. Collective."""
+    remedy = "call runtime.start_horovod(world, process_sets) on all ranks of the job first"
+    hvd = runtime.running_horovod()
+    if hvd is None:
+        if group.size < runtime.import_mpi().COMM_WORLD.size:
+            raise UserError(
+                f"engine horovod is to average over {group.size} ranks, not all of the job", remedy
+            )
+        hvd = runtime.start_horovod(group, bucket_bytes=bucket_bytes(options))
+    ranks = group.comm.allgather(hvd.rank()) if group.comm else [hvd.rank()]
+    try:
+        return hvd, runtime.process_set(hvd, ranks)
+    except ValueError as error:
+        raise UserError(str(error), remedy) from None

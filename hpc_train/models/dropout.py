@@ -54,10 +54,11 @@ class SampleDropout(nn.Module):
         if len(self.seeds) != len(x):
             raise ValueError(f"{len(x)} samples but {len(self.seeds)} seeds: call seed_samples")
         masks = torch.stack([self._mask(x, seed) for seed in self.seeds])
-        return x * masks
+        # The factor is no part of the masks: rounded to 16 bits it would change the mean.
+        return (x * masks).mul_(1 / (1 - self.share))
 
     def _mask(self, x: Tensor, seed: int) -> Tensor:
-        """One sample's mask: of the whole sample, or the part that x is."""
+        """One sample's mask of zeros and ones: of the whole sample, or the part that x is."""
         generator = torch.Generator(x.device).manual_seed(mix(seed, self.place))
         shape = list(x.shape[1:])
         if self.section is None:
@@ -68,4 +69,4 @@ class SampleDropout(nn.Module):
             shape[dim] *= parts
             drawn = torch.rand(shape, generator=generator, device=x.device)
             drawn = drawn.chunk(parts, dim)[index]
-        return (drawn >= self.share).to(x.dtype) / (1 - self.share)
+        return (drawn >= self.share).to(x.dtype)

@@ -176,7 +176,7 @@ class GPT(nn.Module):
             targets: int64 of shape (B, T), the token that follows each one.
 
         Returns:
-            Logits of shape (B, T, V), or the loss in nats per token, a scalar.
+            Logits of shape (B, T, V), or the loss in nats per token, a scalar of 32 bits or more.
         """
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -184,5 +184,7 @@ class GPT(nn.Module):
         logits: Tensor = self.head(x)
         if targets is None:
             return logits
-        loss: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
+        # Of 16-bit logits too the loss is computed in float32; autocast sees to it on GPUs only.
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss: Tensor = self.loss(wide.flatten(0, 1), targets.flatten())
         return loss

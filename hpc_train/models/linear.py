@@ -3,7 +3,8 @@
 PyTorch's CPU wheels multiply float32 matrices with Intel's MKL, which on AMD processors stays below
 AVX-512 and reaches half of what oneDNN does there, a library that the same wheels contain and use
 for other types (measured: benchmarks/RESULTS.md). On such processors the products of a linear
-layer, forward and backward, are given to oneDNN; everywhere else this is torch's linear layer.
+layer, forward and backward, are given to oneDNN; everywhere else, and under `torch.autocast`, this
+is torch's linear layer.
 """
 
 from __future__ import annotations
@@ -48,12 +49,30 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
+def _onednn_takes(x: Tensor) -> bool:
+    """Whether a product with x should go to oneDNN; autocast would have it in another type."""
+    plain = x.dtype is torch.float32 and x.device.type == "cpu"
+    return plain and not torch.is_autocast_enabled("cpu") and onednn_is_better()
+
+
+def lowered(operand: Tensor) -> Tensor:
+    """An operand of a matrix product as `torch.autocast` converts it, if that is on.
+
+    For functions of our own, which autocast does not know. Called outside of them, it leaves a
+    trace for autograd, so that the gradient is converted back.
+    """
+    kind = operand.device.type
+    if operand.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return operand
+    return operand.to(torch.get_autocast_dtype(kind))
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Give x (M, K) times the transpose of weight (N, K), plus bias (N): (M, N).
 
     It leaves no trace for autograd: for functions that bring a backward pass of their own.
     """
-    if x.dtype is torch.float32 and x.device.type == "cpu" and onednn_is_better():
+    if _onednn_takes(x):
         return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -89,7 +108,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         A tensor of shape (..., N).
     """
-    if x.dtype is torch.float32 and x.device.type == "cpu" and onednn_is_better():
+    if _onednn_takes(x):
         flat: Tensor = _OneDnnLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
         return flat.view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)

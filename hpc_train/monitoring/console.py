@@ -16,15 +16,18 @@ logger = logging.getLogger(__name__)
 def describe(record: Mapping[str, float]) -> str:
     """One record of metrics as a short line; what it does not have is left out."""
     shown = [f"step {record['step']:.0f}"]
+    hidden = set() if record.get("skipped_steps") else {"skipped_steps"}
+    hidden |= {"samples_per_second"} if "tokens_per_second" in record else set()
     for key, text in (
         ("loss", "loss {:.4f}"),
         ("validation_loss", "validation {:.4f}"),
         ("lr", "lr {:.2e}"),
         ("grad_norm", "grad norm {:.3f}"),
+        ("skipped_steps", "{:.0f} skipped"),
         ("tokens_per_second", "{:.0f} tokens/s"),
         ("samples_per_second", "{:.1f} samples/s"),
     ):
-        if key in record and not (key == "samples_per_second" and "tokens_per_second" in record):
+        if key in record and key not in hidden:
             shown.append(text.format(record[key]))
     return "  ".join(shown)
 

@@ -34,7 +34,7 @@ class LayoutGradients:
         embedding: Collectives,
         model: Collectives,
     ) -> None:
-        self.partial, self.tied, self.counted = partial, tied, counted
+        self.partial, self.tied, self._counted = partial, tied, frozenset(counted)
         self.tensor, self.embedding, self.model = tensor, embedding, model
 
     def complete(self) -> None:
@@ -42,13 +42,35 @@ class LayoutGradients:
         _sum_gradients(self.partial, self.tensor)
         _sum_gradients(self.tied, self.embedding)
 
-    def norm(self) -> Tensor:
-        """The norm of all gradients of the whole model, float64. Collective over the replica."""
-        gradients = [p.grad for p in self.counted if p.grad is not None]
-        total = get_total_norm(gradients).double().square()
-        if self.model.group.size > 1:
-            self.model.sum_(total)
+    @property
+    def completed(self) -> Sequence[Parameter]:
+        """The parameters whose gradients `complete` changes."""
+        return [*self.partial, *self.tied]
+
+    def norm(self, parts: Iterable[tuple[Parameter, Tensor]], shards: Collectives) -> Tensor:
+        """The norm of all gradients of the whole model, float64. Collective over both groups.
+
+        One that is not finite, on any of the ranks, makes it so on all of them.
+
+        Args:
+            parts: averaged gradients that this rank speaks for.
+            shards: of the ranks that speak for all of the replica's together.
+        """
+        mine: list[Tensor] = []
+        copies: list[Tensor] = []
+        for parameter, part in parts:
+            (mine if parameter in self._counted else copies).append(part)
+        # Other ranks speak for the copies: they add nothing, but NaN if one is not finite.
+        total = _square(mine) + 0 * _square(copies)
+        for over in (shards, self.model):
+            if over.group.size > 1:
+                over.sum_(total)
         return total.sqrt()
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    """The square of their 2-norm."""
+    return get_total_norm(gradients).double().square()
 
 
 def _sum_gradients(parameters: Iterable[Parameter], over: Collectives) -> None:

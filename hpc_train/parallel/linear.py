@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives
-from hpc_train.models.linear import product
+from hpc_train.models.linear import lowered, product
 
 TOKENS = 1  # the dimension that sequence parallelism cuts
 
@@ -88,7 +88,8 @@ class _Linear(torch.autograd.Function):
             summing = over.start_sum_scatter(dx, TOKENS) if layer.cut else over.start_sum_(dx)
 
         def dweight() -> Tensor:
-            return product(flat.t(), x.reshape(-1, x.shape[-1]).t())
+            found = product(flat.t(), x.reshape(-1, x.shape[-1]).t())
+            return found.to(layer.weight.dtype)  # what is added to it later has to have its type
 
         found = dweight() if ctx.needs_input_grad[1] else None
         if found is None and layer.deferred is not None and layer.weight.requires_grad:
@@ -134,7 +135,8 @@ class ParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform x of shape (..., K) to (..., N). Collective over the tensor group.
 
-        K is this rank's part for style rowwise, N for style colwise.
+        K is this rank's part for style rowwise, N for style colwise. Under `torch.autocast` the
+        product and what the ranks exchange have its type.
         """
         later = self.bias if self.style == "rowwise" else None  # added once, to the sum
         at_once = None if self.style == "rowwise" else self.bias
@@ -142,5 +144,6 @@ class ParallelLinear(nn.Module):
         # without a gradient; the backward pass comes here all the same if x has a gradient.
         deferred = self.deferred is not None and x.requires_grad
         weight = self.weight.detach() if deferred else self.weight
-        y: Tensor = _Linear.apply(x, weight, at_once, self)
-        return y if later is None else y + later
+        bias = None if at_once is None else lowered(at_once)
+        y: Tensor = _Linear.apply(lowered(x), lowered(weight), bias, self)
+        return y if later is None else y + later.to(y.dtype)

@@ -66,25 +66,30 @@ class Pipeline:
         """Whether the loss is computed on this rank."""
         return self.group.rank == self.group.size - 1
 
-    def train(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
+    def train(
+        self, forward: Forward, samples: Sequence[int], *, factor: float = 1.0
+    ) -> list[Tensor]:
         """Compute the gradients of the mean of the micro-batches' losses.
 
         Args:
             forward: see `Forward`; errors that it raises are this rank's own.
             samples: number of samples of each micro-batch; equal ones have tensors of one shape.
+            factor: the gradients are multiplied by it, from the loss on; the last rank's counts.
 
         Returns:
             The micro-batches' losses on the last rank, elsewhere nothing.
         """
         made = schedules.build(self.name, self.group.size, len(samples), self.chunks)
-        return self._run(made, forward, samples)
+        return self._run(made, forward, samples, factor)
 
     def evaluate(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
         """Compute the losses only; call it under `torch.no_grad`. As `train` otherwise."""
         made = schedules.forward_only(self.group.size, len(samples), self.chunks)
         return self._run(made, forward, samples)
 
-    def _run(self, schedule: Schedule, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
+    def _run(
+        self, schedule: Schedule, forward: Forward, samples: Sequence[int], factor: float = 1.0
+    ) -> list[Tensor]:
         actions = schedule[self.group.rank]
         if self.transport is not None:
             received = (self._received(action, samples) for action in actions)
@@ -103,7 +108,7 @@ class Pipeline:
                 compute(live[key].deferred)
                 self._release(live.pop(key))
             else:
-                self._backward(action, live[key], samples)
+                self._backward(action, live[key], samples, factor)
                 if action.kind is Kind.BACKWARD:
                     self._release(live.pop(key))
             self.peak_live = max(self.peak_live, len(live))
@@ -134,14 +139,14 @@ class Pipeline:
             self.transport.learn(back.kind, output)
         return Live(output, given)
 
-    def _backward(self, action: Action, live: Live, samples: Sequence[int]) -> None:
+    def _backward(self, action: Action, live: Live, samples: Sequence[int], factor: float) -> None:
         if self._stage(action) < self.virtual - 1:
             assert self.transport is not None
             live.gradient = self.transport.receive()
             if live.output.requires_grad:
                 torch.autograd.backward(live.output, live.gradient)
         else:
-            (live.output / len(samples)).backward()
+            (live.output * factor / len(samples)).backward()
         if live.input is not None and self.transport is not None:
             gradient = live.input.grad
             if gradient is None:  # the output does not depend on it

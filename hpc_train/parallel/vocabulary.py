@@ -63,6 +63,8 @@ class VocabParallelCrossEntropy(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The loss in nats, a scalar, the same on all ranks. Collective over the tensor group.
 
+        Of 16-bit logits it is computed in float32.
+
         Args:
             logits: of shape (N, V / tp).
             targets: int64 of shape (N).
@@ -97,7 +99,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, over: Collectives) -> Tensor:
+        ctx.dtype = logits.dtype
         largest = logits.max(dim=-1).values
+        largest = largest.to(torch.promote_types(logits.dtype, torch.float32))
         over.max_(largest)
         shifted = logits - largest.unsqueeze(-1)
         local = targets - over.group.rank * logits.shape[-1]
@@ -117,4 +121,4 @@ class _CrossEntropy(torch.autograd.Function):
         share, index, inside = ctx.saved_tensors
         dlogits = share * dy.unsqueeze(-1)
         dlogits.scatter_add_(-1, index, -(dy * inside).unsqueeze(-1))
-        return dlogits, None, None
+        return dlogits.to(ctx.dtype), None, None

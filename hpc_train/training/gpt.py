@@ -55,7 +55,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         about = {
             "kind": config.model.kind,
             "shape": shape,
-            "dtype": config.precision.dtype,
+            "dtype": config.precision.parameters,
             "tokenizer": describe(manifest.tokenizer, directory),
         }
     trainer = Trainer(

@@ -69,7 +69,12 @@ class Loop:
         self.collectives = connect(self.group)
         use_cores(runtime)
         self.averager = average_gradients(
-            model, optimizer, self.group, engine=engine, backward_passes=backward_passes
+            model,
+            optimizer,
+            self.group,
+            engine=engine,
+            backward_passes=backward_passes,
+            cores=runtime.cores,
         )
         self.checkpoints = Checkpoints(
             Path(directory), self.collectives, model, optimizer, keep=keep

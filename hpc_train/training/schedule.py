@@ -1,10 +1,24 @@
-"""The learning rate of each step: a pure function of the step's number."""
+"""How many steps a run has, and the learning rate of each: pure functions."""
 
 from __future__ import annotations
 
 import math
 
-from hpc_train.config import OptimizerSection
+from hpc_train.config import OptimizerSection, RunSection
+from hpc_train.errors import ConfigError
+
+
+def last_step(section: RunSection, steps_per_epoch: int) -> int:
+    """The run's last step, given as steps or as epochs.
+
+    Raises:
+        ConfigError: neither is given.
+    """
+    if section.steps is not None:
+        return section.steps
+    if section.epochs is None:
+        raise ConfigError("neither run.steps nor run.epochs is given", "give one of them")
+    return section.epochs * steps_per_epoch
 
 
 def scaling(section: OptimizerSection, ranks: int) -> float:

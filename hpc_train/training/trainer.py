@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from hpc_train import files, log
 from hpc_train.checkpoint import Checkpoints
@@ -20,7 +19,8 @@ from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut, fetch
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import ConfigError
-from hpc_train.gradients import average_gradients
+from hpc_train.gradients import LossScaler
+from hpc_train.gradients.scaling import clip_factor
 from hpc_train.models.dropout import mix
 from hpc_train.monitoring.console import progress
 from hpc_train.monitoring.meter import Meter
@@ -31,10 +31,11 @@ from hpc_train.mpi.runtime import Runtime, start_horovod
 from hpc_train.mpi.topology import discover
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.apply import apply
+from hpc_train.training import averaging
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
-from hpc_train.training.schedule import learning_rate
+from hpc_train.training.schedule import last_step, learning_rate
 from hpc_train.training.steps import guarded_steps
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class Trainer:
         with agreed(self.group):
             self.parts = cut(data.batch, self.grid.dp, replica, data.micro_batch)
             self.order = SampleOrder(len(dataset), data.batch, seed=run.seed, shuffle=data.shuffle)
-            self.last_step = last_step(config, self.order)
+            self.last_step = last_step(run, self.order.steps_per_epoch)
             if data.validation_every and validation is None:
                 raise ConfigError(
                     f"data.validation_every is {data.validation_every}, but nothing is held out",
@@ -122,7 +123,10 @@ class Trainer:
         engine = config.gradients.engine if shared else "mpi"  # one replica averages with nobody
         if engine == "horovod":
             start_horovod(self.group, self.grid.process_sets())
-        self.model = model.to(getattr(torch, config.precision.dtype))
+        dtype = getattr(torch, config.precision.dtype)
+        local = self.group if config.gradients.average_every > 1 else None
+        self.scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None
+        self.model = model.to(getattr(torch, config.precision.parameters))
         self.layout = apply(
             self.model,
             self.grid,
@@ -132,13 +136,14 @@ class Trainer:
         )
         self.model.to(self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.averager = average_gradients(
+        self.averager = averaging.set_up(
+            config,
             self.model,
             self.optimizer,
-            self.grid.data,
-            engine=engine,
-            bucket_bytes=int(config.gradients.bucket_mb * (1 << 20)),
-            backward_passes=len(self.parts),
+            self.grid,
+            self.layout,
+            passes=len(self.parts),
+            cores=runtime.cores,
         )
         self.collectives = connect(self.group)
         self.checkpoints = Checkpoints(
@@ -150,9 +155,9 @@ class Trainer:
             engine=config.checkpoint.engine,
             identity={**sample_order_identity(config, len(dataset)), **(identity or {})},
             about=about,
-            shards=self.layout.shards,
-            replica=self.grid.model,
             alike=connect(self.grid.data),
+            scaler=self.scaler,
+            **averaging.held(self.averager, self.model, self.layout, self.grid, self.scaler),
         )
         self.meter = Meter(data.batch, self.group.waiting, tokens_per_sample)
 
@@ -180,10 +185,12 @@ class Trainer:
                 self.meter.start()
                 for step in guarded_steps(loader, self.checkpoints, stop, every, self.meter):
                     self._train_step(step, report)
+                if summary := self.averager.profile.describe():
+                    logger.info(summary)
 
     def validate(self) -> float:
         """The mean loss over the held-out data set. Collective."""
-        self.checkpoints.unify_buffers()
+        self.checkpoints.unify()
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64)
         for indices in self._validation_rounds():
@@ -210,7 +217,7 @@ class Trainer:
         if not batches:
             return []
         losses = self.layout.pipeline.evaluate(
-            lambda number, chunk: self.loss(self.model, batches[number]), samples
+            lambda number, chunk: self._loss(batches[number]), samples
         )
         return losses if self._speaks else []
 
@@ -226,12 +233,17 @@ class Trainer:
         self.layout.gradients.complete()
         norm = self._clip(needed=due)
         rate = self._set_learning_rate(step.number)
-        self.averager.step()
+        if self.scaler is None or math.isfinite(norm):
+            self.averager.step()
+        else:
+            logger.warning("step %d skipped: %s", step.number, self.scaler.describe())
         self.meter.count_step()
         if due:
             mean = self._mean(loss)
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
             record |= {"grad_norm": norm, **self.meter.take()}
+            if self.scaler is not None:
+                record["skipped_steps"] = self.scaler.skipped_steps
             if self._validation_due(step.number):
                 record["validation_loss"] = self.validate()
             report(record)
@@ -248,14 +260,23 @@ class Trainer:
 
         def forward(number: int, chunk: int) -> Tensor:
             self._seed(step.number, micro_batches[number], chunk)
-            return self.loss(self.model, batches[number])
+            return self._loss(batches[number])
 
         samples = [micro_batch.part.count for micro_batch in micro_batches]
-        losses = self.layout.pipeline.train(forward, samples)
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        losses = self.layout.pipeline.train(forward, samples, factor=scale)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for loss in losses if self._speaks else []:
             total += loss / len(micro_batches)
         return total
+
+    def _loss(self, batch: Any) -> Tensor:
+        """The loss of a micro-batch, computed in the number format of the configuration."""
+        if self.scaler is None:
+            return self.loss(self.model, batch)
+        with torch.autocast(self.device.type, self.scaler.dtype):
+            loss = self.loss(self.model, batch)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
     def _seed(self, step: int, micro_batch: MicroBatch, chunk: int) -> None:
         seed, part = self.config.run.seed, micro_batch.part
@@ -267,14 +288,20 @@ class Trainer:
             seed_samples([mix(seed, step, place) for place in places])
 
     def _clip(self, *, needed: bool) -> float:
-        """Clip the averaged gradients; returns their global norm before, if anybody needs it."""
+        """Clip the averaged gradients; returns their global norm before, if anybody needs it.
+
+        The loss's scale is undone, too. With a scaler a norm that is not finite asks for a skip.
+        """
         limit = self.config.optimizer.clip_norm
-        if not limit and not needed:
+        if not limit and not needed and self.scaler is None:
             return math.nan
-        norm = self.layout.gradients.norm()
-        if limit:
-            clip_grads_with_norm_(self.model.parameters(), limit, norm)
-        return float(norm)
+        norm = float(self.layout.gradients.norm(self.averager.parts(), self.averager.shards))
+        if self.scaler is not None:
+            return self.scaler.unscale(self.averager, norm, clip_norm=limit)
+        factor = clip_factor(norm, limit)
+        if factor != 1.0:
+            self.averager.scale_(factor)
+        return norm
 
     def _set_learning_rate(self, step: int) -> float:
         rate = learning_rate(self.config.optimizer, step, self.last_step, self.grid.dp)
@@ -357,19 +384,6 @@ def _usable(directory: Path) -> Iterator[None]:
             f"run.dir {directory} cannot be written ({error.strerror}: {error.filename})",
             "give a folder that you may write to, or free space",
         ) from None
-
-
-def last_step(config: RunConfig, order: SampleOrder) -> int:
-    """The run's last step, given as steps or as epochs.
-
-    Raises:
-        ConfigError: neither is given.
-    """
-    if config.run.steps is not None:
-        return config.run.steps
-    if config.run.epochs is None:
-        raise ConfigError("neither run.steps nor run.epochs is given", "give one of them")
-    return config.run.epochs * order.steps_per_epoch
 
 
 def sample_order_identity(config: RunConfig, samples: int) -> dict[str, Any]:

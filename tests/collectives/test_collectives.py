@@ -46,10 +46,18 @@ def of_rank(rank, shape, dtype):
     return made if rank % 2 else made.transpose(0, -1).contiguous().transpose(0, -1)
 
 
+def added(tensors):
+    """Their sum, rounded once."""
+    return torch.stack(tensors).double().sum(0).to(tensors[0].dtype)
+
+
 class TestEveryImplementation:
     """What all of them promise, against torch on the tensors of all ranks."""
 
-    @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+    @pytest.fixture(
+        params=[torch.float64, torch.float32, torch.bfloat16],
+        ids=["float64", "float32", "bfloat16"],
+    )
     def ranks(self, request, join):
         """One of the collectives, and for a shape what its ranks bring."""
         if not join:
@@ -72,7 +80,7 @@ class TestEveryImplementation:
         over.broadcast_(found[3], over.group.size - 1)
         every = tensors(4, 3, 5)
         stacked = torch.stack(every)
-        expected = [stacked.sum(0), stacked.amax(0), every[0], every[-1]]
+        expected = [added(every), stacked.amax(0), every[0], every[-1]]
         for mine, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, wanted)
 
@@ -101,7 +109,7 @@ class TestEveryImplementation:
         gathered = over.start_gather(every[rank], dim).wait()
         part = over.start_sum_scatter(every[rank], dim).wait()
         torch.testing.assert_close(gathered, torch.cat(every, dim))
-        torch.testing.assert_close(part, sum(every).chunk(size, dim)[rank])
+        torch.testing.assert_close(part, added(every).chunk(size, dim)[rank])
         assert torch.equal(every[rank], mine)
 
     def test_many_go_on_at_once_also_of_two_that_have_the_same_ranks(self, ranks, join):
@@ -117,7 +125,7 @@ class TestEveryImplementation:
             pending.append(one.start_gather(every[rank], 1))
             pending.append(one.start_sum_scatter(every[rank], 0))
         found = [each.wait() for each in pending]
-        total = sum(every)
+        total = added(every)
         for summed, gathered, part in zip(found[::3], found[1::3], found[2::3], strict=True):
             torch.testing.assert_close(summed, total)
             torch.testing.assert_close(gathered, torch.cat(every, 1))
@@ -163,7 +171,22 @@ def test_tensors_may_lie_in_any_order(group):
     assert torch.equal(tensor, torch.full((2, 3, 4, 5), group.size * (group.size - 1.0)))
 
 
-def test_16_bit_floats_are_refused_and_not_added_as_integers(group):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_floats_are_added_in_float32_and_rounded_once(group, pieces, dtype):
+    if not group:
+        return
+    over, rank, size = connect(group), group.rank, group.size
+    tensor = torch.full((size, 3), 256.0 if rank == 0 else 1.0, dtype=dtype)
+    part = over.start_sum_scatter(tensor, 0).wait()
+    over.start_sum_(tensor).wait()
+    # One by one, ones would be lost: bfloat16 has no 257.
+    expected = torch.tensor(256.0 + size - 1).to(dtype)
+    assert torch.equal(tensor, expected.expand(size, 3))
+    assert torch.equal(part, expected.expand(1, 3))
+
+
+def test_what_mpi_cannot_add_is_refused(group):
     if group and group.size > 1:
-        with pytest.raises(TypeError, match="cannot add torch.bfloat16"):
-            connect(group).sum_(torch.ones(2, dtype=torch.bfloat16))
+        for call in (connect(group).sum_, lambda t: connect(group).start_sum_scatter(t, 0)):
+            with pytest.raises(TypeError, match="cannot add torch.int16"):
+                call(torch.ones(group.size, dtype=torch.int16))

@@ -124,6 +124,6 @@ def test_gradients_are_views_of_the_buckets_after_averaging(job):
     model(torch.ones(1, 2).double()).sum().backward()
     averager.average()
     if job.world.size > 1:
-        flats = {bucket.flat.untyped_storage().data_ptr() for bucket in averager.buckets}
+        flats = {flat.untyped_storage().data_ptr() for flat in averager.sums.flats}
         assert {p.grad.untyped_storage().data_ptr() for p in model.parameters()} == flats
     averager.close()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.config import RunConfig, load
+from hpc_train.config import RunConfig
+from hpc_train.config_file import load
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime

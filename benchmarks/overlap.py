@@ -1,0 +1,175 @@
+"""Training steps over slow links: averaging beside the backward pass, and behind it.
+
+What the ranks of benchmarks.two_level do in its second part. All candidates train the same GPT of
+4.8 M parameters with a fused AdamW, 2 x 128 tokens per rank and step, and have to arrive at the
+same weights. The averaging is ours in two levels with the ring between hosts, in buckets of
+--bucket KiB or, for 0, of the size that `average_gradients` would choose. It is advanced by the hooks of the
+backward pass (`Progress`) or by a thread (`ThreadProgress`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from benchmarks import harness
+from hpc_train.gradients.progress import Progress, ThreadProgress
+from hpc_train.models import GPT
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.levels import Levels
+
+if TYPE_CHECKING:
+    from hpc_train.gradients.mpi import MpiAverager
+
+SHAPE = {"vocab": 256, "sequence": 128, "layers": 6, "hidden": 256, "heads": 4}
+SAMPLES = 2  # per rank
+STEPS = 3  # of which a measurement takes the mean
+BACKWARD, WIRE, PROCESSORS = "backward", "wire", "processors"
+CEILING = "step, no communication"
+HOOKS, THREAD = "step, overlap by hooks", "step, overlap by a thread"
+BEHIND = "step, sums after backward"
+
+Batch = tuple[Tensor, Tensor]
+Averagers = dict[str, tuple[GPT, "MpiAverager"]]
+
+
+def build() -> tuple[GPT, AdamW]:
+    """The model and optimizer that every candidate starts with."""
+    torch.manual_seed(0)
+    model = GPT(**SHAPE)
+    return model, AdamW(model.parameters(), lr=3e-4, fused=True)
+
+
+def averagers(levels: Levels, size: int) -> tuple[Averagers, int]:
+    """A model and averager for each way, and their buckets' size. Collective."""
+    from hpc_train.collectives.ring import Ring
+    from hpc_train.gradients.buckets import Bucket, plan
+    from hpc_train.gradients.choice import bucket_size
+    from hpc_train.gradients.mpi import MpiAverager
+    from hpc_train.gradients.sums import LevelSums
+
+    make = lambda buckets: LevelSums(levels, buckets, Ring(levels.cross))  # noqa: E731
+    total = sum(parameter.nbytes for parameter in build()[0].parameters())
+    size = size or bucket_size(levels.whole, make, total)
+
+    def averager(progress: Progress, passes: int) -> tuple[GPT, MpiAverager]:
+        model, optimizer = build()
+        buckets = [Bucket(some) for some in plan(list(model.parameters()), size)]
+        sums = make(buckets)
+        group = levels.whole
+        return model, MpiAverager(model, optimizer, group, buckets, sums, progress, passes)
+
+    ways = {
+        HOOKS: averager(Progress(polite=True), 1),
+        THREAD: averager(ThreadProgress(polite=True), 1),
+        BEHIND: averager(Progress(polite=True), 0),
+    }
+    return ways, size
+
+
+def elapsed(group: Group, call: Callable[[], object]) -> float:
+    """Seconds until the last rank is through. Collective."""
+    harness.meet(group)
+    begin = time.perf_counter()
+    call()
+    taken = time.perf_counter() - begin
+    harness.meet(group)
+    return group.largest(int(1e9 * taken)) / 1e9
+
+
+def repeated(group: Group, step: Callable[[], None]) -> float:
+    """Seconds of a step."""
+    return elapsed(group, lambda: [step() for _ in range(STEPS)]) / STEPS
+
+
+def backward(group: Group, model: GPT, batch: Batch) -> float:
+    """Seconds of the backward pass of all ranks at the same time, without communication."""
+    total = 0.0
+    for _ in range(STEPS):
+        model.zero_grad()
+        total += elapsed(group, model(*batch).backward)
+    return total / STEPS
+
+
+def wire(group: Group, averager: MpiAverager) -> float:
+    """Seconds of the sums of all buckets, while nobody computes."""
+    return elapsed(group, partial(sum_all, averager))
+
+
+def processors(group: Group, averager: MpiAverager) -> float:
+    """Seconds for which these sums would hold all of this machine's cores."""
+    assert group.comm is not None
+    begin = time.process_time()
+    sum_all(averager)
+    return group.comm.allreduce(time.process_time() - begin) / (os.cpu_count() or 1)
+
+
+def sum_all(averager: MpiAverager) -> None:
+    """Sum what is in the buckets. Collective."""
+    progress = Progress(polite=True)
+    for number in range(len(averager.buckets)):
+        progress.start(averager.sums.begin(number))
+    progress.finish()
+
+
+def plain_step(batch: Batch) -> Callable[[], None]:
+    """The textbook step of ranks that do not communicate."""
+    model, optimizer = build()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(*batch).backward()
+        optimizer.step()
+
+    return step
+
+
+def averaged_step(model: GPT, averager: MpiAverager, batch: Batch) -> None:
+    """The step of ranks that do."""
+    averager.zero_grad()
+    model(*batch).backward()
+    averager.average()
+    averager.step()
+
+
+def measure(levels: Levels, rounds: int, size: int) -> tuple[harness.Samples, int]:
+    """All candidates in turn, and the size of the buckets in bytes. Collective."""
+    group = levels.whole
+    torch.manual_seed(group.rank)
+    text = torch.randint(SHAPE["vocab"], (SAMPLES, SHAPE["sequence"] + 1))
+    batch = (text[:, :-1], text[:, 1:])
+    ours, size = averagers(levels, size)
+    hooks = ours[HOOKS][1]
+    candidates: dict[str, Callable[[], float]] = {
+        BACKWARD: partial(backward, group, build()[0], batch),
+        WIRE: partial(wire, group, hooks),
+        PROCESSORS: partial(processors, group, hooks),
+        CEILING: partial(repeated, group, plain_step(batch)),
+    }
+    for name, (model, averager) in ours.items():
+        step = partial(averaged_step, model, averager, batch)
+        candidates[name] = partial(repeated, group, step)
+    samples = harness.in_turn(candidates, rounds)
+    check(ours)
+    for _, averager in ours.values():
+        averager.close()
+    return samples, size
+
+
+def check(ours: Averagers) -> None:
+    """All that average must have arrived at the same weights."""
+    flat = {
+        name: torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+        for name, (model, _) in ours.items()
+    }
+    for name, weights in flat.items():
+        difference = float((weights - flat[BEHIND]).abs().max())
+        if difference > 1e-3:
+            raise RuntimeError(f"{name}: other weights than {BEHIND}: {difference}")

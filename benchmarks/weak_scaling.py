@@ -1,0 +1,347 @@
+"""How the time of a step grows with the ranks, and what a thousand of them would take.
+
+    python -m benchmarks.weak_scaling [--most 32]
+
+1, 2, 4 ... 32 ranks of one machine, each with the same GPT of 11 M parameters and 4 x 128 tokens
+per step, take steps with ours (engine mpi, and its option zero 1) and without communication, in
+turn; 4 ranks also with smaller and larger models, 1 x 128 tokens. 32 ranks with a model and an
+optimizer for each candidate would need more memory than a small machine has. So each process has
+one model, which a candidate takes over for its turn: it starts from rank 0's first weights without
+optimizer state, takes a step of few tokens that touches its memory, and then those that count.
+
+What averaging costs is fitted and extrapolated with the formulas of docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.optim import AdamW
+
+from benchmarks import harness
+from benchmarks.gpt_step import SHAPE
+from benchmarks.gradient_averaging import CEILING, MPI, ZERO
+from hpc_train.models import GPT
+from hpc_train.mpi.group import Group
+
+NAME = "weak_scaling"
+STEPS = {1: 8, 2: 8, 4: 4, 8: 2, 16: 1, 32: 1}  # of a turn, by the number of ranks
+ROUNDS = {1: 3, 2: 7, 4: 5, 8: 5, 16: 4, 32: 4}
+SAMPLES = 4
+SIZES_RANKS, SIZES = 4, (192, 384, 576)  # ranks that train models of several widths
+SIZES_STEPS = 4
+RELATIVE_ERROR = 0.01  # of the weights' way: the first steps of Adam enlarge what rounding does
+HOPS = 300
+RANK_MIB = 600  # of memory, of which most ranks take about 530
+
+NODE_RANKS = 32  # what follows is assumed of a large machine, each rank with a core of its own
+NETWORK_LATENCY = 5e-6
+NETWORK_GBIT = (100, 200)
+NODES = (1, 2, 4, 8, 16, 32)
+LARGER = (124e6, 1.3e9)  # parameters
+LAST_BUCKET = 4 << 20  # bytes whose sum begins when the backward pass is over
+BACKWARD = 2 / 3  # of the time of a step
+
+
+class Trial:
+    """The model of this process, which the candidates train in turn."""
+
+    def __init__(self, group: Group, hidden: int, samples: int, steps: int) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(**SHAPE | {"hidden": hidden})
+        self.optimizer = AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        self.group, self.steps = group, steps
+        torch.manual_seed(group.rank)
+        text = torch.randint(SHAPE["vocab"], (samples, SHAPE["sequence"] + 1))
+        self.batch = (text[:, :-1], text[:, 1:])
+        self.few = (text[:1, :16], text[:1, 1:17])
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.first = self._weights()
+        self.run(self._reference)  # which makes what torch keeps for tensors of these shapes, too
+        self.expected = self._weights()
+
+    def _weights(self) -> list[Tensor]:
+        """A copy of the weights, of which rank 0 is enough."""
+        return [p.detach().clone() for p in self.model.parameters() if self.group.rank == 0]
+
+    def run(self, step: Callable[[tuple[Tensor, Tensor]], None]) -> float:
+        """Seconds per step."""
+        step(self.few)
+        harness.meet(self.group)
+        begin = time.perf_counter()
+        for _ in range(self.steps):
+            step(self.batch)
+        harness.meet(self.group)
+        return (time.perf_counter() - begin) / self.steps
+
+    def alone(self) -> float:
+        """Without communication."""
+        self.optimizer.state.clear()
+        return self.run(self._plain)
+
+    def averaged(self, zero: int) -> float:
+        """With ours; the result is compared with that of one MPI_Allreduce per gradient."""
+        from hpc_train.gradients import average_gradients
+
+        self.optimizer.zero_grad()
+        self.optimizer.state.clear()
+        with torch.no_grad():
+            for p, first in zip(self.model.parameters(), self.first, strict=False):
+                p.copy_(first)  # on rank 0, from which all others get them now
+        averager = average_gradients(
+            self.model, self.optimizer, self.group, engine="mpi", zero=zero
+        )
+
+        def step(batch: tuple[Tensor, Tensor]) -> None:
+            averager.zero_grad()
+            self.model(*batch).backward()
+            averager.step()
+
+        seconds = self.run(step)
+        self._check()
+        averager.close()
+        return seconds
+
+    def _plain(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        self.model(*batch).backward()
+        self.optimizer.step()
+
+    def _reference(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        self.model(*batch).backward()
+        if self.group.comm is not None:
+            from mpi4py.MPI import IN_PLACE
+
+            for p in self.model.parameters():
+                self.group.comm.Allreduce(IN_PLACE, p.grad.numpy())
+                p.grad /= self.group.size
+        self.optimizer.step()
+
+    def _check(self) -> None:
+        """All ranks have the same weights, and they are right. Collective."""
+        mine = [float(p.detach().sum()) for p in self.model.parameters()]
+        everyone = self.group.comm.allgather(mine) if self.group.comm else [mine]
+        wrong = self.group.from_first(self._error)
+        if any(other != mine for other in everyone) or wrong > RELATIVE_ERROR:
+            raise RuntimeError(f"wrong weights: {wrong} off, or not the same on all ranks")
+
+    def _error(self) -> float:
+        """How far the weights are from the expected ones, relative to the way that they went."""
+        now = [p.detach() for p in self.model.parameters()]
+        way, off = (
+            math.hypot(*(float((a - b).norm()) for a, b in zip(self.expected, x, strict=True)))
+            for x in (self.first, now)
+        )
+        return off / way
+
+
+def hop(group: Group) -> float:
+    """Seconds that one message of a ring takes, with all that our ring does for it. Collective."""
+    from hpc_train.collectives.ring import Ring
+    from hpc_train.collectives.steps import run
+
+    ring, tiny = Ring(group), torch.zeros(group.size)
+    taken = []
+    for _ in range(HOPS):
+        begin = time.perf_counter()
+        run(ring.sum_(tiny, 0))
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken) / (2 * (group.size - 1))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """What each rank does."""
+    from hpc_train.mpi import runtime as runtimes
+
+    torch.set_num_threads(1)
+    runtime = runtimes.start()
+    group, ranks = runtime.world, runtime.world.size
+    found = [turns(Trial(group, SHAPE["hidden"], SAMPLES, STEPS[ranks]), options.rounds)]
+    if ranks == SIZES_RANKS:
+        found += [turns(Trial(group, hidden, 1, SIZES_STEPS), options.rounds) for hidden in SIZES]
+    seconds = hop(group) if ranks == 2 else None
+    if group.rank == 0:
+        harness.hand_back(options.result, {"trials": found, "hop": seconds})
+    runtime.close()
+
+
+def turns(trial: Trial, rounds: int) -> tuple[int, harness.Samples]:
+    """The parameters of a trial's model, and the seconds per step of its candidates."""
+    candidates = {CEILING: trial.alone, MPI: partial(trial.averaged, 0)}
+    candidates[ZERO] = partial(trial.averaged, 1)
+    return trial.parameters, harness.in_turn(candidates, rounds, warmup=0)
+
+
+Point = tuple[int, float, float]  # ranks of a node, parameters, seconds of one core
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What averaging inside a node takes of one core, in seconds per step.
+
+    Args:
+        fixed: for nothing.
+        per_parameter: for each parameter.
+        per_rank: for each rank of the node.
+    """
+
+    fixed: float
+    per_parameter: float
+    per_rank: float
+
+    @classmethod
+    def of(cls, points: list[Point]) -> Fit:
+        """The least squares of relative errors, with no constant below zero."""
+        rows = np.array([[1.0, parameters, ranks] for ranks, parameters, _ in points])
+        times = np.array([seconds for *_, seconds in points])
+        weights = 1 / np.maximum(times, 0.1 * abs(times).max())  # some may be all noise
+        scale = rows.max(axis=0)
+        rows, times = rows / scale * weights[:, None], times * weights
+        best, least = np.zeros(3), math.inf
+        for used in itertools.product((False, True), repeat=3):
+            found = np.zeros(3)
+            found[list(used)] = np.linalg.lstsq(rows[:, list(used)], times, rcond=None)[0]
+            error = float(((rows @ found - times) ** 2).sum())
+            if found.min() >= 0 and error < least:
+                best, least = found, error
+        return cls(*(best / scale).tolist())
+
+    def seconds(self, ranks: int, parameters: float) -> float:
+        """Of one core, in a node of so many ranks."""
+        return self.fixed + self.per_parameter * parameters + self.per_rank * ranks
+
+
+def across(nodes: int, nbytes: float, gbit: float, latency: float) -> float:
+    """Seconds that the sum over nodes takes: by our ring or by a tree of the MPI library."""
+    transfer = 2 * (nodes - 1) / nodes * nbytes / (gbit / 8 * 1e9)
+    return transfer + min(2 * (nodes - 1), 2 * math.ceil(math.log2(nodes))) * latency
+
+
+def exposed(nodes: int, nbytes: float, gbit: float, latency: float, step: float) -> float:
+    """What of it cannot be hidden behind the backward pass."""
+    last = across(nodes, min(nbytes, LAST_BUCKET), gbit, latency)
+    return max(last, across(nodes, nbytes, gbit, latency) - BACKWARD * step)
+
+
+def costs(found: Mapping[int, list[tuple[int, harness.Samples]]]) -> list[Point]:
+    """What each trial's averaging took of one core: of a step's cost, the cores' part per rank."""
+    cores = len(os.sched_getaffinity(0))
+    return [
+        (ranks, parameters, difference(samples) * min(cores, ranks) / ranks)
+        for ranks, trials in found.items()
+        for parameters, samples in trials
+        if ranks > 1
+    ]
+
+
+def difference(samples: harness.Samples) -> float:
+    """The median over the rounds of what ours takes more than no communication."""
+    pairs = zip(samples[MPI], samples[CEILING], strict=True)
+    return statistics.median(mine - theirs for mine, theirs in pairs)
+
+
+def show_fit(fit: Fit, points: list[Point]) -> None:
+    """Measured beside fitted."""
+    table = Table("ranks", "parameters", "measured ms", "fitted ms", title="of one core per step")
+    for ranks, parameters, seconds in points:
+        cells = (1e3 * seconds, 1e3 * fit.seconds(ranks, parameters))
+        table.add_row(str(ranks), f"{parameters / 1e6:.1f} M", *(f"{cell:.3f}" for cell in cells))
+    Console(width=100).print(table)
+    print(
+        f"inside a node, of one core: {1e3 * fit.fixed:.3f} ms"
+        f" + {1e9 * fit.per_parameter:.3f} ns x parameters"
+        f" + {1e6 * fit.per_rank:.1f} us x ranks"
+    )
+
+
+def extrapolate(fit: Fit, latency: float, parameters: int, step: float) -> dict[str, float]:
+    """Print the table of a large machine; returns efficiencies of its largest size.
+
+    Args:
+        fit: of the work inside a node.
+        latency: of one message between nodes.
+        parameters: of the model that was measured.
+        step: its seconds without communication; larger models take longer in proportion.
+    """
+    titles = [
+        f"{what}, {gbit} Gbit/s" for gbit in NETWORK_GBIT for what in ("across ms", "worst", "best")
+    ]
+    table = Table("parameters", "ranks", "step ms", "inside ms", *titles)
+    found = {}
+    rows = [(float(parameters), nodes) for nodes in NODES]
+    for size, nodes in rows + [(size, NODES[-1]) for size in LARGER]:
+        alone, inside = step * size / parameters, fit.seconds(NODE_RANKS, size)
+        cells = [f"{size / 1e6:.0f} M", str(nodes * NODE_RANKS)]
+        cells += [f"{1e3 * alone:.1f}", f"{1e3 * inside:.2f}"]
+        for gbit in NETWORK_GBIT:
+            link = (nodes, 4 * size, gbit, latency)
+            wire, visible = (across(*link), exposed(*link, alone)) if nodes > 1 else (0.0, 0.0)
+            bounds = [alone / (alone + inside + more) for more in (wire, visible)]
+            cells += [f"{1e3 * wire:.2f}", *(f"{bound:.3f}" for bound in bounds)]
+            key = f"{nodes * NODE_RANKS} ranks, {size / 1e6:.0f} M, {gbit} Gbit/s"
+            found |= {f"{key}, worst": bounds[0], f"{key}, best": bounds[1]} if nodes > 1 else {}
+        table.add_row(*cells)
+    Console(width=140).print(table)
+    return {key: value for key, value in found.items() if key.startswith("1024")}
+
+
+def report(found: Mapping[int, list[tuple[int, harness.Samples]]]) -> tuple[dict, dict]:
+    """Show every trial; returns the ratios and medians."""
+    ratios, middles = {}, {}
+    for ranks, trials in found.items():
+        for number, (parameters, samples) in enumerate(trials):
+            tokens = f"{1 if number else SAMPLES} x 128 tokens"
+            key = f"{ranks} ranks, {parameters / 1e6:.1f} M parameters, {tokens}"
+            harness.show(key, "s", samples, CEILING)
+            names = [name for name in samples if name != CEILING]
+            ratios |= {f"{key}: {n}": harness.paired_ratio(samples, CEILING, n) for n in names}
+            middles |= {f"{key}: {n}": value for n, value in harness.medians(samples).items()}
+    return ratios, middles
+
+
+def main() -> None:
+    """Start the ranks, report, fit and extrapolate."""
+    options = harness.arguments("step time with 1 to 32 ranks", most=32, rounds=0)
+    if options.result:
+        measure(options)
+        return
+    found, latency = {}, NETWORK_LATENCY
+    for ranks in STEPS:
+        if ranks > options.most or not harness.memory_for(ranks, RANK_MIB):
+            break
+        rounds = str(options.rounds or ROUNDS[ranks])
+        handed = harness.on_ranks(ranks, f"benchmarks.{NAME}", "--rounds", rounds)
+        found[ranks] = handed["trials"]
+        latency += handed["hop"] or 0.0
+    ratios, middles = report(found)
+    points = costs(found)
+    fit = Fit.of(points)
+    show_fit(fit, points)
+    print(f"one message of a ring: {1e6 * latency:.1f} us with those assumed of the network")
+    parameters, samples = found[1][0]
+    ratios |= extrapolate(fit, latency, parameters, harness.medians(samples)[CEILING])
+    middles |= {
+        "fit, seconds": fit.fixed,
+        "fit, seconds per parameter": fit.per_parameter,
+        "fit, seconds per rank": fit.per_rank,
+        "fit, seconds per message": latency,
+    }
+    harness.finish(NAME, ratios, middles, options.json)
+
+
+if __name__ == "__main__":
+    main()

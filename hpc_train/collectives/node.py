@@ -1,0 +1,128 @@
+"""Memory that the ranks of a node share, and sums in it at the speed of memory.
+
+MPI-3 windows (MPI.Win.Allocate_shared; Hoefler et al., "MPI + MPI: a new hybrid approach to
+parallel programming with MPI plus shared memory", Computing 95, 2013): each rank has a part that it
+writes, and all ranks read and write the parts of the others. Ranks tell each other of what is
+written by numbers in that memory, with no call that waits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpc_train.errors import SetupError
+from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.group import Group
+
+ALIGNMENT = 64  # bytes: a cache line, and torch's widest vectors
+BLOCK_BYTES = 1 << 18  # of a sum at a time: it stays in the core's cache until it is written out
+SPARE = 64 << 20  # left free where shared memory is a file system of limited size
+
+
+class NodeMemory:
+    """One part of shared memory for each rank of a node. Collective to make.
+
+    Args:
+        node: the ranks; they must be able to share memory.
+        nbytes: size of this rank's part.
+        signals: how many numbers each rank can set.
+        touch: let each rank be the first to touch its part, whose memory is then near to it (NUMA).
+
+    Raises:
+        SetupError: there is not enough shared memory; raised on all ranks.
+    """
+
+    def __init__(self, node: Group, nbytes: int, signals: int, *, touch: bool = True) -> None:
+        from mpi4py import MPI  # a group with a communicator has MPI
+
+        assert node.comm is not None
+        self.node = node
+        header = _aligned(8 * signals)
+        size = header + _aligned(nbytes) + ALIGNMENT  # whose beginning may be unaligned
+        total = sum(node.comm.allgather(size))
+        with agreed(node):
+            _check_room(total)  # other groups of the node may ask at the same time: hence SPARE
+        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
+        self._window = MPI.Win.Allocate_shared(size, 1, info, node.comm)
+        info.Free()
+        self._window.Lock_all(MPI.MODE_NOCHECK)  # what Sync, a memory barrier, needs
+        parts = [self._part(rank) for rank in range(node.size)]
+        self._signals = [part[:header].view(torch.int64)[:signals].numpy() for part in parts]
+        self.parts = [part[header:] for part in parts]
+        """The ranks' parts, as uint8 tensors of one dimension, aligned, in the order of ranks."""
+        self._signals[node.rank][:] = 0
+        if touch:
+            self.parts[node.rank].zero_()
+        self._window.Sync()
+        node.barrier()
+
+    def _part(self, rank: int) -> Tensor:
+        buffer, _ = self._window.Shared_query(rank)
+        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        shift = -whole.data_ptr() % ALIGNMENT
+        return whole[shift : shift + len(whole) - ALIGNMENT]
+
+    def tell(self, signal: int, value: int) -> None:
+        """Set a number, after all that this rank has written so far can be seen by the others."""
+        self._window.Sync()
+        self._signals[self.node.rank][signal] = value
+
+    def told(self, signal: int, value: int, ranks: Sequence[int]) -> bool:
+        """Whether these ranks have set a number to this value or a larger one."""
+        signals = self._signals
+        for rank in ranks:
+            if signals[rank][signal] < value:
+                return False
+        self._window.Sync()
+        return True
+
+    def close(self) -> None:
+        """Give the memory back; nobody may use its tensors any more. Collective."""
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Sum tensors and write the result to each of the targets, which may be among them.
+
+    Block by block, so that a sum is still in the core's cache when it is written out.
+
+    Args:
+        parts: two or more, one dimension, of one length and dtype. They are added in their order:
+            who adds them makes no difference to the bits.
+        targets: as the parts.
+    """
+    count = max(1, BLOCK_BYTES // parts[0].element_size())
+    total = torch.empty(min(count, len(parts[0])), dtype=parts[0].dtype)
+    for begin in range(0, len(parts[0]), count):
+        blocks = [part[begin : begin + count] for part in parts]
+        block = torch.add(blocks[0], blocks[1], out=total[: len(blocks[0])])
+        for more in blocks[2:]:
+            block.add_(more)
+        for target in targets:
+            target[begin : begin + count].copy_(block)
+
+
+def _check_room(nbytes: int) -> None:
+    """Where shared memory is a small file system, filling it kills ranks with a bus error."""
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return  # this MPI takes it from elsewhere
+    free = room.f_bavail * room.f_frsize
+    if free < nbytes + SPARE:
+        raise SetupError(
+            f"/dev/shm of {socket.gethostname()} has {free >> 20} MiB free, the ranks of the node "
+            f"would share {nbytes >> 20} MiB",
+            "enlarge it (in containers --shm-size)",
+        )
+
+
+def _aligned(nbytes: int) -> int:
+    return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT

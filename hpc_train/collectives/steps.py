@@ -1,0 +1,148 @@
+"""Operations that wait for other ranks, as coroutines: many can be under way without a thread.
+
+MPI makes no progress by itself. An operation of several rounds (send, wait, add, send on) is
+written as a generator that yields what it waits for: a request of mpi4py, a condition, or a list of
+other coroutines. Whoever has a moment, a hook of the backward pass or a thread, lets them advance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+Wait = Any  # an mpi4py Request, a function that tells whether the wait is over, a list of Steps
+Steps = Generator[Wait, None, T]
+
+SPIN_SECONDS = 50e-6
+LONGEST_SLEEP = 500e-6
+
+
+class Idle:
+    """What to do while nothing can be done: look again at once, later leave the core to others.
+
+    A wait that lasts is looked after at growing distances, of an eighth of the time waited so far:
+    ranks that share cores with those they wait for would slow these down.
+
+    Args:
+        polite: give the core away at every look, for ranks that outnumber the cores.
+    """
+
+    def __init__(self, *, polite: bool = False) -> None:
+        self.polite = polite
+        self._since = time.perf_counter()
+
+    def reset(self) -> None:
+        """Something was done."""
+        self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Nothing could be done."""
+        waited = time.perf_counter() - self._since
+        if self.polite and waited > SPIN_SECONDS:
+            time.sleep(min(waited / 8, LONGEST_SLEEP))
+
+
+class Scheduler:
+    """Advances coroutines that were started; not to be used by two threads at once."""
+
+    def __init__(self) -> None:
+        self._requests: list[MPI.Request] = []
+        self._blocked: list[Steps[Any]] = []  # on the request of the same index
+        self._conditions: list[tuple[Callable[[], bool], Steps[Any]]] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was started is done."""
+        return not self._blocked and not self._conditions
+
+    def start(self, steps: Steps[Any]) -> None:
+        """Run a coroutine to its first wait."""
+        self._resume(steps)
+
+    def advance(self) -> bool:
+        """Let all go on that no longer have to wait; returns whether any could."""
+        moved = self._advance_conditions()
+        if self._requests:
+            moved = self._advance_requests() or moved
+        return moved
+
+    def finish(self, *, polite: bool = False) -> None:
+        """Advance until all are done."""
+        pause = Idle(polite=polite)
+        while not self.idle:
+            if self.advance():
+                pause.reset()
+            else:
+                pause.pause()
+
+    def _advance_conditions(self) -> bool:
+        if not self._conditions:
+            return False
+        waiting, self._conditions = self._conditions, []
+        moved = False
+        for condition, steps in waiting:
+            if condition():
+                self._resume(steps)
+                moved = True
+            else:
+                self._conditions.append((condition, steps))
+        return moved
+
+    def _advance_requests(self) -> bool:
+        from mpi4py import MPI
+
+        done = MPI.Request.Testsome(self._requests)
+        if not done:
+            return False
+        ready = [self._blocked[i] for i in done]
+        kept = set(range(len(self._requests))) - set(done)
+        self._requests = [self._requests[i] for i in sorted(kept)]
+        self._blocked = [self._blocked[i] for i in sorted(kept)]
+        for steps in ready:
+            self._resume(steps)
+        return True
+
+    def _resume(self, steps: Steps[Any]) -> None:
+        try:
+            wait = next(steps)
+            while callable(wait) and wait():
+                wait = next(steps)
+        except StopIteration:
+            return
+        if isinstance(wait, list):
+            wait = self._all(wait)
+        if callable(wait):
+            self._conditions.append((wait, steps))
+        else:
+            self._requests.append(wait)
+            self._blocked.append(steps)
+
+    def _all(self, several: list[Steps[Any]]) -> Callable[[], bool]:
+        left = len(several)
+
+        def counted(one: Steps[Any]) -> Steps[None]:
+            nonlocal left
+            yield from one
+            left -= 1
+
+        for one in several:
+            self.start(counted(one))
+        return lambda: left == 0
+
+
+def run(steps: Steps[T], *, polite: bool = False) -> T:
+    """Drive one coroutine to its end; returns its result."""
+    results: list[T] = []
+
+    def kept() -> Steps[None]:
+        results.append((yield from steps))
+
+    scheduler = Scheduler()
+    scheduler.start(kept())
+    scheduler.finish(polite=polite)
+    return results[0]

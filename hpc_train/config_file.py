@@ -1,0 +1,157 @@
+"""From a YAML file and dotted options to a configuration; mistakes are named with their key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import ArgumentError
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from hpc_train.config import RunConfig
+from hpc_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+DESCRIPTION = "Train a model; a YAML file, then --section.key options, which win over it."
+
+# Keys and values of the design whose parts do not exist yet: refused by name, never ignored.
+NOT_BUILT = frozenset(
+    [
+        "memory.offload",
+        "memory.recompute",
+        "checkpoint.background",
+        "checkpoint.verify",
+    ]
+)
+VALUES_NOT_BUILT = {
+    "run.time_limit": ("auto",),
+    "model.kind": ("tabular",),
+    "memory.zero": (2, 3, "2", "3"),
+}
+
+
+SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
+KEYS = {f"{name}.{key.name}": key for name, section in SECTIONS.items() for key in fields(section)}
+
+
+def check_key(key: str, value: object = None) -> None:
+    """Refuse a key that does not exist, or that stands for a part that is not built yet.
+
+    Args:
+        key: dotted, such as "run.steps".
+        value: what it is to be set to, to refuse values that are not built yet.
+
+    Raises:
+        ConfigError: naming the nearest right key.
+    """
+    if key in NOT_BUILT:
+        raise ConfigError(f"{key}: this part of hpc_train is not built yet", "leave the key out")
+    if key not in KEYS:
+        raise ConfigError(f"unknown key {key}", _suggestion(key))
+    if value in VALUES_NOT_BUILT.get(key, ()):
+        raise ConfigError(f"{key}: {value} is not built yet", f"it takes {_expected(key)}")
+
+
+def _suggestion(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    within = [known.name for known in fields(SECTIONS[section])] if section in SECTIONS else []
+    near = [f"{section}.{match}" for match in difflib.get_close_matches(name, within, n=1)]
+    near += [known for known in KEYS if known.endswith(f".{name}")]
+    near += difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
+    if near:
+        return f"did you mean {near[0]}?"
+    if within:
+        return f"{section} has {', '.join(within)}"
+    return f"the sections are {', '.join(SECTIONS)}"
+
+
+def _expected(key: str) -> str:
+    kind = str(KEYS[key].type)
+    choices = re.findall(r"'(\w+)'", kind) if kind.startswith("Literal") else []
+    return f"one of {', '.join(choices)}" if choices else kind.replace(" | None", "")
+
+
+def check_file(path: Path) -> None:
+    """Check that a file holds sections of known keys; their values are checked by `load`.
+
+    Raises:
+        ConfigError: the file cannot be read, is not such a file, or has an unknown key.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", "give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} is not a configuration", "start it with a section, such as run:")
+    for section, keys in tree.items():
+        if not isinstance(keys, dict):
+            if section in SECTIONS:
+                raise ConfigError(
+                    f"{path}: section {section} is {keys!r}", "write its keys below it"
+                )
+            check_key(str(section))
+            continue
+        for key, value in keys.items():
+            check_key(f"{section}.{key}", value)
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Check the names of dotted command-line options, --section.key VALUE or --section.key=VALUE.
+
+    Raises:
+        ConfigError: an unknown key.
+    """
+    for option, following in zip(options, [*options, ""][1:], strict=True):
+        name, equals, value = option.partition("=")
+        if name.startswith("--") and "." in name:
+            check_key(name[2:], value if equals else following)
+
+
+def parser() -> ArgumentParser:
+    """The command-line parser of a run's configuration, made from the dataclasses."""
+    from jsonargparse import ArgumentParser, set_parsing_settings  # not for users' own loops
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    made = ArgumentParser(prog="hpc-train train", exit_on_error=False, description=DESCRIPTION)
+    made.add_argument("--config", action="config", help="the same as the positional CONFIG")
+    for name, section in SECTIONS.items():
+        made.add_argument(f"--{name}", type=section, default=section())
+    return made
+
+
+def load(path: str | Path | None = None, options: Sequence[str] = ()) -> RunConfig:
+    """Make a configuration from a YAML file and dotted options, which win over the file.
+
+    Args:
+        path: the file; without one, the defaults.
+        options: as on the command line: ["--run.steps", "100", "--model.layers=2"].
+
+    Raises:
+        ConfigError: a key or value is wrong; the message names it.
+    """
+    if path is not None:
+        check_file(Path(path))
+    check_options(options)
+    try:
+        parsed = parser().parse_args([*(["--config", str(path)] if path else []), *options])
+    except ArgumentError as error:
+        raise _explained(str(error)) from None
+    tree = parsed.as_dict()
+    return RunConfig(**{name: make(**tree[name]) for name, make in SECTIONS.items()})
+
+
+def _explained(message: str) -> ConfigError:
+    """Turn the parser's message into one line that names the key, its value and what it takes."""
+    line = " ".join(message.split())
+    found = re.match(r'Parser key "([\w.]+)":.* (?:Got|Given) value: (.*)', line)
+    if found and found[1] in KEYS:
+        return ConfigError(f"{found[1]} is {found[2]!r}", f"it takes {_expected(found[1])}")
+    return ConfigError(line, "`hpc-train train --help` lists the options")

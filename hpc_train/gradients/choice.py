@@ -1,0 +1,250 @@
+"""Which way the buckets of engine mpi go, and how large they are: decided by measuring."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from hpc_train.collectives import Collectives, connect
+from hpc_train.collectives.ring import Library, Ring
+from hpc_train.collectives.steps import run
+from hpc_train.errors import SetupError, UserError
+from hpc_train.gradients.buckets import Bucket, plan
+from hpc_train.gradients.compression import make_compressor
+from hpc_train.gradients.local import LocalSteps
+from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.progress import Progress, ThreadProgress
+from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
+from hpc_train.gradients.zero import ShardedAverager
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.levels import Levels
+
+logger = logging.getLogger(__name__)
+
+TwoLevel = Literal["auto", "on", "off"]
+Make = Callable[[Sequence[Bucket]], Sums]
+
+USUAL_BUCKET = 4 << 20  # bytes, where nothing is measured
+SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 19, 64 << 20
+SMALL_TRIAL = 1 << 18
+TRIALS = 3
+BETTER = 0.9  # another way than the usual one has to take less than this part of its time
+
+
+def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[str, Make]:
+    """The ways to sum tensors on the CPU by name, the usual one first.
+
+    Args:
+        levels: the ranks by nodes.
+        collectives: of the same ranks.
+        two_level: "on": the ranks of a node sum in its memory and nodes communicate once; "off":
+            every rank communicates for itself; "auto": both.
+    """
+    flat = Levels.flat(levels.whole)
+    if levels.nodes == 1 and two_level != "off":
+        return {"shared memory": lambda buckets: LevelSums(levels, buckets, None)}
+
+    def cross(kind: type[Ring]) -> Ring | None:
+        return kind(levels.cross) if levels.owns else None
+
+    found: dict[str, Make] = {}
+    if two_level != "off":
+        found |= {
+            "two levels, ring": lambda buckets: LevelSums(levels, buckets, cross(Ring)),
+            "two levels, MPI": lambda buckets: LevelSums(levels, buckets, cross(Library)),
+        }
+    if two_level != "on":
+        found |= {
+            "ring": lambda buckets: LevelSums(flat, buckets, Ring(flat.cross)),
+            "MPI": lambda buckets: CollectiveSums(collectives, buckets),
+        }
+    return found
+
+
+def fastest(group: Group, ways: Mapping[str, Make]) -> str:
+    """The name of the way that takes the least time for a bucket. Collective.
+
+    The first stays the choice unless another is clearly faster. A way that fails is none.
+    """
+    if len(ways) == 1:
+        return next(iter(ways))
+    times = {name: seconds(group, make, USUAL_BUCKET) for name, make in ways.items()}
+    first, best = next(iter(ways)), min(times, key=times.__getitem__)
+    chosen = best if times[best] < BETTER * times[first] else first
+    if group.rank == 0:
+        shown = ", ".join(f"{name} {1e3 * took:.2f} ms" for name, took in times.items())
+        logger.info("averaging by %s (4 MiB take: %s)", chosen, shown)
+    return chosen
+
+
+def bucket_size(group: Group, make: Make, total: int) -> int:
+    """The bucket size in bytes for which averaging costs least. Collective.
+
+    A bucket of b bytes takes a + b / r seconds. All total / b of them cost their a, and the last
+    one begins when the backward pass is over: a total / b + b / r is least for b^2 = a r total.
+
+    Args:
+        group: the ranks.
+        make: the way of the sums.
+        total: bytes of all gradients.
+    """
+    small = seconds(group, make, SMALL_TRIAL)
+    large = seconds(group, make, USUAL_BUCKET)
+    per_byte = max(large - small, 0.1 * large) / (USUAL_BUCKET - SMALL_TRIAL)
+    latency = max(small - SMALL_TRIAL * per_byte, 1e-6)
+    best = math.sqrt(latency / per_byte * total)
+    return int(min(max(best, SMALLEST_BUCKET), LARGEST_BUCKET))
+
+
+def seconds(group: Group, make: Make, nbytes: int) -> float:
+    """Time that the sum of a bucket takes, the same number on all ranks. Collective."""
+    sums = make([Bucket([Parameter(torch.empty(nbytes // 4), requires_grad=False)])])
+    times = []
+    for _ in range(1 + TRIALS):  # the first one makes connections and touches memory
+        group.barrier()
+        begin = time.perf_counter()
+        with group.waiting("a trial of gradient averaging"):
+            run(sums.begin(0), polite=True)
+        times.append(group.largest(int(1e9 * (time.perf_counter() - begin))))
+    sums.close()
+    return min(times[1:]) / 1e9
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of engine mpi, as in `average_gradients`."""
+
+    bucket_bytes: int | None
+    backward_passes: int
+    two_level: TwoLevel
+    compression: str
+    every: int
+    zero: int
+    whole: frozenset[Parameter]
+    cores: int
+    deterministic: bool
+
+    @property
+    def spare_core(self) -> bool:
+        """Whether this rank has a core that torch does not use."""
+        return self.cores > torch.get_num_threads()
+
+    def progress(self) -> Progress:
+        """A thread where there is a core for it, else hooks."""
+        polite = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # see `runtime.start`
+        return ThreadProgress(polite=polite) if self.spare_core else Progress(polite=polite)
+
+
+def mpi_averager(
+    model: nn.Module, optimizer: Optimizer, levels: Levels, options: Options
+) -> MpiAverager:
+    """Put engine mpi together. Collective."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    group = levels.whole
+    if group.size == 1 or not trained:
+        none = CollectiveSums(connect(group), [])
+        return MpiAverager(model, optimizer, group, [], none, Progress())
+    if options.zero:
+        return _sharded(model, optimizer, levels, options, trained)
+    make = way(levels, options, trained[0].device)
+    size = _bucket_bytes(group, make, trained, options)
+    buckets = [Bucket(some) for some in plan(trained, size)]
+    sums, progress, passes = make(buckets), options.progress(), options.backward_passes
+    if options.every > 1:
+        return LocalSteps(model, optimizer, levels, options.every, buckets, sums, progress)
+    return MpiAverager(model, optimizer, group, buckets, sums, progress, passes)
+
+
+def _sharded(
+    model: nn.Module,
+    optimizer: Optimizer,
+    levels: Levels,
+    options: Options,
+    trained: Sequence[Parameter],
+) -> MpiAverager:
+    if trained[0].is_cuda:
+        raise UserError("memory.zero shares host memory, the model is on a GPU", "leave it out")
+
+    def make(buckets: Sequence[Bucket], whole: Sequence[bool] = ()) -> LevelSums:
+        return compressed(levels, buckets, options.compression, whole)
+
+    size = _bucket_bytes(levels.whole, make, trained, options)
+    divided = plan([p for p in trained if p not in options.whole], size)
+    kept = plan([p for p in trained if p in options.whole], size)
+    buckets = [Bucket(some) for some in [*divided, *kept]]
+    sums = make(buckets, [False] * len(divided) + [True] * len(kept))
+    progress, passes = options.progress(), options.backward_passes
+    return ShardedAverager(model, optimizer, levels, buckets, sums, progress, passes)
+
+
+def _bucket_bytes(group: Group, make: Make, trained: Sequence[Parameter], options: Options) -> int:
+    if options.bucket_bytes is not None:
+        return options.bucket_bytes
+    if options.deterministic:
+        return USUAL_BUCKET
+    size = bucket_size(group, make, sum(parameter.nbytes for parameter in trained))
+    if group.rank == 0:
+        logger.info("gradient buckets of %.1f MiB", size / (1 << 20))
+    return size
+
+
+def way(levels: Levels, options: Options, device: torch.device) -> Make:
+    """How buckets on a device are summed. Collective."""
+    if device.type != "cpu":
+        early = options.spare_core
+        on_device = connect(levels.whole, device, overlap=early)
+        return lambda buckets: CollectiveSums(on_device, buckets, early=early)
+    group = levels.whole
+    if options.compression != "none":
+        level = Levels.flat(group) if options.two_level == "off" else levels
+        if level.nodes == 1 and group.rank == 0:
+            logger.info("gradients.compression has nothing to do: all ranks are on one node")
+        return lambda buckets: compressed(level, buckets, options.compression)
+    collectives = connect(group)
+    there = {
+        name: or_collectives(group, make, collectives)
+        for name, make in ways(levels, collectives, options.two_level).items()
+    }
+    if options.deterministic:
+        return next(iter(there.values()))
+    return there[fastest(group, there)]
+
+
+def compressed(
+    levels: Levels, buckets: Sequence[Bucket], compression: str, whole: Sequence[bool] = ()
+) -> LevelSums:
+    """Sums in two levels, compressed between nodes. Collective."""
+    cross = Ring(levels.cross) if levels.nodes > 1 and levels.owns else None
+    return LevelSums(levels, buckets, cross, make_compressor(compression), whole)
+
+
+def or_collectives(group: Group, make: Make, collectives: Collectives) -> Make:
+    """A way that falls back to the collectives where memory cannot be shared."""
+
+    def made(buckets: Sequence[Bucket]) -> Sums:
+        failed: SetupError | None = None
+        sums: Sums | None = None
+        try:
+            sums = make(buckets)
+        except SetupError as error:
+            failed = error
+        if group.largest(int(failed is not None)):  # on one node is enough
+            if sums is not None:
+                sums.close()
+            if failed is not None:
+                logger.warning("%s; gradients are averaged by MPI's own sums, slower", failed)
+            return CollectiveSums(collectives, buckets)
+        assert sums is not None
+        return sums
+
+    return made

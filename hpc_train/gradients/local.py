@@ -1,0 +1,101 @@
+"""Local steps: each replica trains by itself, and every so many steps all become their mean.
+
+Local SGD (Stich, "Local SGD converges fast and communicates little", ICLR 2019,
+https://arxiv.org/abs/1805.09767). Besides the parameters the optimizer's moments are averaged, so
+that replicas differ in nothing after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpc_train.collectives.alone import AloneCollectives
+from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.profile import Profile
+from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.sums import CollectiveSums, Sums
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.levels import Levels
+
+
+class LocalSteps(MpiAverager):
+    """Implements `GradientAverager` without averaging gradients: parameters are, now and then.
+
+    Args:
+        model, optimizer: as for `MpiAverager`.
+        levels: the ranks.
+        every: steps from one averaging to the next.
+        buckets: of all trained parameters, for averaging.
+        sums: of these buckets.
+        progress: advances the sums.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        levels: Levels,
+        every: int,
+        buckets: list[Bucket],
+        sums: Sums,
+        progress: Progress,
+    ) -> None:
+        alone = AloneCollectives(Group(waiting=levels.whole.waiting))
+        super().__init__(model, optimizer, levels.whole, [], CollectiveSums(alone, []), Progress())
+        self.every, self._since = every, 0
+        self._shared, self._mean_sums, self._mean_progress = buckets, sums, progress
+        self.at_close += [progress.close, sums.close]
+
+    @property
+    def profile(self) -> Profile:
+        """What averaging has taken."""
+        return self._mean_sums.profile
+
+    def step(self) -> None:
+        """Take the optimizer's step; every so often average all. Collective."""
+        super().step()
+        self._since += 1
+        if self._since == self.every:
+            self.settle()
+
+    def settle(self) -> None:
+        """Make all replicas their mean, unless they are; the count begins anew. Collective."""
+        if not self._since:
+            return
+        self._since = 0
+        with torch.no_grad():
+            for kind in self._kinds():
+                self._average(kind)
+
+    def _kinds(self) -> Iterator[dict[nn.Parameter, Tensor]]:
+        """The parameters, then the optimizer's tensors of their shape, one slot after the other."""
+        yield {p: p.data for p in self.trained}
+        states = self.optimizer.state
+        names = {name for p in self.trained for name in states.get(p, {})}
+        for name in sorted(names):
+            slot = {p: states[p][name] for p in self.trained if name in states.get(p, {})}
+            yield {p: t for p, t in slot.items() if isinstance(t, Tensor) and t.shape == p.shape}
+
+    def _average(self, tensors: dict[nn.Parameter, Tensor]) -> None:
+        sums = self._mean_sums
+        views = {
+            p: view
+            for bucket, flat in zip(self._shared, sums.flats, strict=True)
+            for p, view in bucket.views(flat).items()
+        }
+        for parameter, view in views.items():
+            if parameter in tensors:
+                torch.mul(tensors[parameter], self.share, out=view)
+            else:
+                view.zero_()
+        with self.group.waiting(f"the mean of {self.group.size} replicas"):
+            for number in range(len(self._shared)):
+                self._mean_progress.start(sums.begin(number))
+            self._mean_progress.finish()
+        for parameter, tensor in tensors.items():
+            tensor.copy_(views[parameter])

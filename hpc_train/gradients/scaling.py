@@ -1,0 +1,162 @@
+"""Loss scaling and skipped steps: what keeps training sound in 16-bit numbers.
+
+Many gradients are smaller than float16's smallest number. The loss is therefore multiplied by a
+scale before the backward pass, and the gradients are divided by it; the scale follows what they can
+bear. Micikevicius et al., "Mixed precision training", https://arxiv.org/abs/1710.03740. The rule is
+that of torch.amp.GradScaler, which every rank applies to its own gradients; here all ranks look at
+the norm of the averaged gradients, one number that they all have, and so do the same without asking
+each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.errors import HpcTrainError
+from hpc_train.gradients.averager import GradientAverager
+from hpc_train.mpi.group import Group
+
+INITIAL_SCALE = 2.0**16
+LARGEST_SCALE = 2.0**64  # far above all that float16 bears: reached where gradients are zero
+GROWTH, BACKOFF = 2.0, 0.5
+GOOD_STEPS = 2000  # in a row, after which the scale grows
+MOST_SKIPPED = 100  # in a row: then no scale would help
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients of this norm are multiplied by so that it is the limit at most; 0: no limit.
+
+    As `torch.nn.utils.clip_grad_norm_` does it; a norm of NaN gives NaN.
+    """
+    return min(limit / (norm + 1e-6), 1.0) if limit else 1.0
+
+
+class LossScaler:
+    """Scales the loss and skips steps whose gradients are not finite, the same ones on all ranks.
+
+    In a loop of your own, with the forward pass and the loss under `torch.autocast`:
+
+        scaler = LossScaler(torch.float16)        # once
+        scaler.scaled(loss).backward()            # in place of loss.backward()
+        scaler.step(averager, clip_norm=1.0)      # in place of averager.step()
+
+    The averager is one of `average_gradients`. The scaler is state: give it to `Checkpoints`.
+
+    Args:
+        dtype: what autocast computes in. The scale changes for float16; bfloat16 has the range of
+            float32 and needs none (the scale stays 1), but its steps may be skipped just as well.
+        group: ranks that ask each other. Needed only where their gradients are not averaged in
+            every step (`average_every` above 1), and so do not tell all of them the same.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float16, group: Group | None = None) -> None:
+        self.dtype = dtype
+        self.group = group or Group()
+        self.dynamic = dtype is torch.float16
+        self.scale = INITIAL_SCALE if self.dynamic else 1.0
+        self.good_steps = 0
+        """Good steps since the scale last changed."""
+        self.skipped_steps = 0
+        """All that were skipped so far."""
+        self.skipped_in_a_row = 0
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, a scalar of 32 bits or more: float16 could not hold it."""
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale
+
+    def step(self, averager: GradientAverager, *, clip_norm: float = 0.0) -> bool:
+        """Average, unscale, clip and take the optimizer's step, or skip it. Collective.
+
+        Args:
+            averager: has the gradients of a scaled loss.
+            clip_norm: largest norm of the gradients; 0 is off.
+
+        Returns:
+            Whether the step was taken, the same on all ranks.
+
+        Raises:
+            HpcTrainError: too many steps in a row had to be skipped; on all ranks.
+        """
+        averager.average()
+        norm = self.unscale(averager, float(averager.norm()), clip_norm=clip_norm)
+        if math.isfinite(norm):
+            averager.step()
+        return math.isfinite(norm)
+
+    def unscale(self, averager: GradientAverager, norm: float, *, clip_norm: float = 0.0) -> float:
+        """Undo the scale of averaged gradients and clip them, with one factor; adapt the scale.
+
+        Args:
+            averager: has the gradients. They are left as they are if the norm is not finite.
+            norm: of the whole model's averaged gradients, as they are.
+            clip_norm: as for `step`.
+
+        Returns:
+            The norm without scale, before clipping. Not finite: the step is to be skipped.
+
+        Raises:
+            HpcTrainError: as `step`.
+        """
+        before = self.scale
+        true = norm / before
+        if self.group.largest(int(not math.isfinite(true))):
+            true = math.nan
+            self._skip()
+        else:
+            factor = clip_factor(true, clip_norm) / before
+            if factor != 1.0:
+                averager.scale_(factor)
+            self._count_good()
+        if self.scale != before:
+            averager.rescale(self.scale / before)
+        return true
+
+    def describe(self) -> str:
+        """What a step's skip is to be reported with."""
+        scale = f", the loss scale is now {self.scale:g}" if self.dynamic else ""
+        return f"its gradients are not finite ({self.skipped_steps} skipped so far{scale})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain JSON values, the same on all ranks and layouts."""
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "scale": self.scale,
+            "good_steps": self.good_steps,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's state; that of another type tells nothing about the scale."""
+        self.skipped_steps = int(state["skipped_steps"])
+        if state["dtype"] == self.state_dict()["dtype"]:
+            self.scale = float(state["scale"])
+            self.good_steps = int(state["good_steps"])
+            self.skipped_in_a_row = int(state["skipped_in_a_row"])
+
+    def _count_good(self) -> None:
+        self.skipped_in_a_row = 0
+        self.good_steps += 1
+        if self.dynamic and self.good_steps == GOOD_STEPS:
+            self.good_steps = 0
+            self.scale = min(self.scale * GROWTH, LARGEST_SCALE)
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        self.good_steps = 0
+        if self.dynamic:
+            self.scale *= BACKOFF
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            error = HpcTrainError(
+                f"the gradients of {MOST_SKIPPED} steps in a row were NaN or infinite",
+                "look at the loss and the data, take a lower optimizer.lr, or try "
+                "precision.dtype float32",
+            )
+            error.agreed = True  # the norm, and so the count, is the same on all ranks
+            raise error

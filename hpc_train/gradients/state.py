@@ -1,0 +1,109 @@
+"""The optimizer's state, brought from one rank to the others or to the mean of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from hpc_train.collectives import Collectives
+from hpc_train.mpi.agreement import same
+
+
+class Blank(NamedTuple):
+    """A tensor without its elements.
+
+    Args:
+        beside: whether it is on its parameter's device; else on the CPU.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    beside: bool
+
+    def filled(self, parameter: Parameter) -> Tensor:
+        """Memory for it."""
+        device = parameter.device if self.beside else "cpu"
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+def broadcast_state(optimizer: Optimizer, collectives: Collectives) -> None:
+    """Give all ranks the state and the settings of rank 0's optimizer. Collective.
+
+    For a state that rank 0 alone has read from a file, and for ranks that were told other learning
+    rates.
+
+    Raises:
+        UserError: the optimizers have other parameters.
+    """
+    group = collectives.group
+    if group.comm is None:
+        return
+    shapes = [[tuple(p.shape) for p in some["params"]] for some in optimizer.param_groups]
+    same(group, "the optimizer (its groups of parameters)", repr(shapes), "build the same")
+    settings, states = group.from_first(lambda: (_settings(optimizer), _outline(optimizer)))
+    for mine, first in zip(optimizer.param_groups, settings, strict=True):
+        mine.update(first)
+    for parameter, slots in zip(_parameters(optimizer), states, strict=True):
+        if group.rank:
+            optimizer.state.pop(parameter, None)
+        for name, value in slots.items():
+            _receive(optimizer, parameter, name, value, collectives)
+
+
+def average_state(optimizer: Optimizer, collectives: Collectives) -> None:
+    """Replace moments, what of the state has its parameter's shape, by the ranks' mean. Collective.
+
+    All ranks have them for the same parameters.
+    """
+    for moment in _moments(optimizer):
+        collectives.sum_(moment)
+        moment.div_(collectives.group.size)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _moments(optimizer: Optimizer) -> Iterator[Tensor]:
+    for parameter in _parameters(optimizer):
+        for _, value in sorted(optimizer.state.get(parameter, {}).items()):
+            alike = isinstance(value, Tensor) and value.shape == parameter.shape
+            if alike and value.is_floating_point():
+                yield value
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _outline(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Each parameter's slots, tensors as blanks."""
+    return [
+        {
+            name: Blank(tuple(value.shape), value.dtype, value.device == parameter.device)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in optimizer.state.get(parameter, {}).items()
+        }
+        for parameter in _parameters(optimizer)
+    ]
+
+
+def _receive(
+    optimizer: Optimizer, parameter: Parameter, name: str, value: Any, collectives: Collectives
+) -> None:
+    """Take over one slot of rank 0's, which has it."""
+    state = optimizer.state[parameter]
+    if collectives.group.rank:
+        state[name] = value.filled(parameter) if isinstance(value, Blank) else value
+    if isinstance(value, Blank):
+        collectives.broadcast_(state[name])

@@ -1,0 +1,211 @@
+"""How a bucket is summed over the ranks.
+
+Through a node's shared memory and between nodes, or by the collectives of MPI or Horovod. The sum
+of one bucket is a coroutine (see `collectives.steps`); those of several go on together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpc_train.collectives import Collectives
+from hpc_train.collectives.node import ALIGNMENT, NodeMemory, sum_into
+from hpc_train.collectives.ring import Cross
+from hpc_train.collectives.steps import Steps
+from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.compression import Compressor
+from hpc_train.gradients.profile import Profile
+from hpc_train.mpi.levels import Levels
+
+FILLED, DONE = 0, 1
+
+
+class Sums(Protocol):
+    """Sums buckets over the ranks of a group.
+
+    Attributes:
+        profile: what it has taken.
+    """
+
+    profile: Profile
+
+    @property
+    def flats(self) -> Sequence[Tensor]:
+        """Each bucket's buffer, to be filled before `begin` and to be read after it."""
+
+    @property
+    def early(self) -> bool:
+        """Whether sums make progress beside the backward pass; if not, they begin after it."""
+
+    def begin(self, number: int) -> Steps[None]:
+        """Sum a bucket. All ranks begin the same ones in the same order."""
+
+    def close(self) -> None:
+        """Give the buffers back. Collective."""
+
+
+class LevelSums:
+    """Implements `Sums` in the memory of each node and, between nodes, by one rank for each part.
+
+    The ranks of a node add up each other's buffers where they lie: each rank its part of them all.
+    Only these parts, one of each node, cross the network; then each rank writes its part of the
+    result to all buffers of its node. On a network of nodes with p ranks each this takes
+    1 / p of the traffic of ranks that communicate as if they were alone.
+
+    Collective to make.
+
+    Args:
+        levels: the ranks by nodes.
+        buckets: all on the CPU.
+        cross: for the ranks of different nodes, closed with this; None on one node, and for ranks
+            that own nothing.
+        compressor: of what crosses nodes.
+        whole: of each bucket, whether every rank gets the whole result; else each only its part
+            (`Bucket.cuts`). By default the whole of all.
+
+    Raises:
+        SetupError: there is too little shared memory; raised on all ranks of the node.
+    """
+
+    early = True
+
+    def __init__(
+        self,
+        levels: Levels,
+        buckets: Sequence[Bucket],
+        cross: Cross | None,
+        compressor: Compressor | None = None,
+        whole: Sequence[bool] = (),
+    ) -> None:
+        self.levels, self.buckets, self.cross = levels, buckets, cross
+        self.compressor, self.whole = compressor, whole or [True] * len(buckets)
+        self.profile = Profile()
+        self.rounds = [0] * len(buckets)
+        self.cuts = [bucket.cuts(levels.owners) for bucket in buckets]
+        self.memory: NodeMemory | None = None
+        parts = [_private(buckets)]
+        if levels.node.size > 1:
+            nbytes = memory_bytes(buckets)
+            self.memory = NodeMemory(levels.node, nbytes, signals=2 * len(buckets))
+            parts = [cut_memory(part, buckets) for part in self.memory.parts]
+        self._buffers = list(zip(*parts, strict=True))  # of each bucket, those of the node's ranks
+        self.flats = parts[levels.node.rank]
+        """See `Sums`."""
+        self._everyone = range(levels.node.size)
+        self._owners = range(levels.owners)
+
+    def begin(self, number: int) -> Steps[None]:
+        """Sum a bucket."""
+        begin = time.perf_counter()
+        self.rounds[number] += 1
+        memory, round_ = self.memory, self.rounds[number]
+        if memory is not None:
+            memory.tell(2 * number + FILLED, round_)
+            yield lambda: memory.told(2 * number + FILLED, round_, self._everyone)
+        filled = time.perf_counter()
+        if self.levels.owns:
+            yield from self._sum_part(number)
+        if memory is not None:
+            memory.tell(2 * number + DONE, round_)
+            yield lambda: memory.told(2 * number + DONE, round_, self._owners)
+        nbytes = self.flats[number].nbytes
+        self.profile.add(filled - begin, time.perf_counter() - filled, nbytes)
+
+    def part(self, number: int) -> tuple[int, int]:
+        """Where this rank's part of a bucket begins and ends."""
+        place = self.levels.node.rank
+        cuts = self.cuts[number]
+        return (cuts[place], cuts[place + 1]) if self.levels.owns else (0, 0)
+
+    def _sum_part(self, number: int) -> Steps[None]:
+        """This rank's part: of the node's buffers, over the nodes, into the node's buffers."""
+        begin, end = self.part(number)
+        parts = [buffer[begin:end] for buffer in self._buffers[number]]
+        mine = parts[self.levels.node.rank]
+        targets = parts if self.whole[number] else [mine]
+        if self.cross is None:
+            sum_into(parts, targets)
+            return
+        if len(parts) > 1:
+            sum_into(parts, [mine])
+        yield from self._sum_across(number, mine)
+        for target in targets:
+            if target is not mine:
+                target.copy_(mine)
+
+    def _sum_across(self, number: int, mine: Tensor) -> Steps[None]:
+        assert self.cross is not None
+        if self.compressor is None:
+            yield from self.cross.sum_(mine, number)
+        else:
+            slabs = self.buckets[number].slabs(*self.part(number))
+            pieces = [slab.of(self.flats[number]) for slab in slabs]
+            yield from self.compressor.sum_(self.cross, number, mine, pieces)
+        self.profile.sent = self.cross.bytes_sent
+
+    def close(self) -> None:
+        """Give shared memory back."""
+        self.flats, self._buffers = [], []
+        if self.memory is not None:
+            self.memory.close()
+        if self.cross is not None:
+            self.cross.close()
+
+
+class CollectiveSums:
+    """Implements `Sums` by one collective per bucket: on GPUs, and where no memory is shared.
+
+    Args:
+        collectives: of the ranks.
+        buckets: on any device.
+        early: whether the collectives make progress by themselves (a thread, Horovod).
+    """
+
+    def __init__(
+        self, collectives: Collectives, buckets: Sequence[Bucket], *, early: bool = False
+    ) -> None:
+        self.collectives, self.early = collectives, early
+        self.flats = _private(buckets)
+        self.profile = Profile()
+
+    def begin(self, number: int) -> Steps[None]:
+        """Sum a bucket; what was begun early is waited for only when the backward pass is over."""
+        begin = time.perf_counter()
+        pending = self.collectives.start_sum_(self.flats[number])
+        if self.early:
+            yield pending.done
+        pending.wait()
+        nbytes = self.flats[number].nbytes
+        self.profile.add(0.0, time.perf_counter() - begin, nbytes)
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+
+def _private(buckets: Sequence[Bucket]) -> list[Tensor]:
+    return [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
+
+
+def _begins(buckets: Sequence[Bucket]) -> list[int]:
+    """Where each bucket begins in memory that has them all, in bytes, aligned; at last the size."""
+    begins = [0]
+    for bucket in buckets:
+        begins.append(begins[-1] + -(-bucket.nbytes // ALIGNMENT) * ALIGNMENT)
+    return begins
+
+
+def memory_bytes(buckets: Sequence[Bucket]) -> int:
+    """What `cut_memory` needs."""
+    return _begins(buckets)[-1]
+
+
+def cut_memory(part: Tensor, buckets: Sequence[Bucket]) -> list[Tensor]:
+    """Memory, (bytes,) of uint8, as the buffers of all buckets."""
+    begins = _begins(buckets)
+    pairs = zip(buckets, begins, strict=False)
+    return [part[begin : begin + b.nbytes].view(b.dtype) for b, begin in pairs]

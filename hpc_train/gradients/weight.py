@@ -1,0 +1,19 @@
+"""The mean over samples where ranks have unlike numbers of them."""
+
+from __future__ import annotations
+
+from hpc_train.errors import UserError
+from hpc_train.mpi.group import Group
+
+
+def sample_weight(group: Group, samples: int) -> float:
+    """The factor for this rank's loss that `GradientAverager.weight` gives. Collective.
+
+    Raises:
+        UserError: no rank has a sample.
+    """
+    with group.waiting("how many samples each rank has"):
+        total = sum(group.comm.allgather(samples)) if group.comm else samples
+    if not total:
+        raise UserError("no rank has a sample for this step", "leave the step out on all ranks")
+    return samples * group.size / total

@@ -1,0 +1,172 @@
+"""How the Trainer averages gradients, and what of it belongs into a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from hpc_train.checkpoint.fileformat import Entry, Held
+from hpc_train.checkpoint.store import More
+from hpc_train.collectives.steps import run
+from hpc_train.config import RunConfig
+from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
+from hpc_train.gradients.buckets import Slab
+from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.sums import LevelSums
+from hpc_train.gradients.zero import ShardedAverager
+from hpc_train.mpi.grid import ParallelGrid
+from hpc_train.mpi.levels import Levels
+from hpc_train.parallel.apply import Applied
+from hpc_train.sharding import Shard
+
+RESIDUAL = "residual."
+
+
+def set_up(
+    config: RunConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    grid: ParallelGrid,
+    layout: Applied,
+    *,
+    passes: int,
+    cores: int,
+) -> GradientAverager:
+    """The averager of a rank's replicas. Collective.
+
+    Args:
+        config: sections gradients, memory, parallel and run.
+        model: this rank's part.
+        optimizer: of it.
+        grid: where this rank stands.
+        layout: what was put on the model.
+        passes: micro-batches of a step.
+        cores: of this rank.
+    """
+    gradients, parallel = config.gradients, config.parallel
+    alone = grid.dp == 1 and grid.world.size > 1  # one replica averages with nobody
+    # Schedules that put weight gradients off, or run several parts of a rank's model, do not give
+    # each parameter one gradient per micro-batch.
+    plain = grid.pp == 1 or (parallel.schedule in ("gpipe", "1f1b") and parallel.chunks == 1)
+    return average_gradients(
+        model,
+        optimizer,
+        Levels.join(grid.data, grid.data_node, grid.data_cross),
+        engine="mpi" if alone else gradients.engine,
+        bucket_bytes=gradients.bucket_bytes,
+        backward_passes=passes if plain else 0,
+        two_level=gradients.two_level,
+        compression=gradients.compression,
+        average_every=gradients.average_every,
+        reduction="mean" if alone else gradients.reduction,
+        zero=config.memory.zero,
+        whole=layout.gradients.completed,
+        cores=cores,
+        deterministic=config.run.deterministic,
+    )
+
+
+class AveragingState(More):
+    """Pieces of the optimizer's state, and what compression has not sent yet, by logical names.
+
+    Args:
+        averager: of the Trainer.
+        model: this rank's part.
+        shards: of the model's tensors.
+        scaler: of the loss: what is saved is without its scale.
+    """
+
+    def __init__(
+        self,
+        averager: GradientAverager,
+        model: nn.Module,
+        shards: Mapping[str, Shard],
+        scaler: LossScaler | None = None,
+    ) -> None:
+        self.averager, self.scaler = averager, scaler
+        self.shards = {p: shards[name] for name, p in model.named_parameters()}
+        sums = averager.sums if isinstance(averager, MpiAverager) else None
+        self.sums = sums if isinstance(sums, LevelSums) and sums.compressor else None
+        self._totals: dict[int, Tensor] = {}
+
+    @property
+    def pieces(self) -> dict[Parameter, Shard]:
+        """What the optimizer has in place of whole parameters."""
+        if not isinstance(self.averager, ShardedAverager):
+            return {}
+        first = self.averager.levels.cross.rank == 0
+        slabs = self.averager.slabs
+        return {piece: self._shard(slab, first=first) for piece, slab in slabs.items()}
+
+    def _shard(self, slab: Slab, *, first: bool) -> Shard:
+        whole = self.shards[slab.parameter]
+        spec = whole.spec.rows(slab.first, slab.last)
+        return Shard(whole.name, spec, owned=whole.owned and first)
+
+    def unify(self) -> None:
+        """Average local steps; share evenly what compression has not sent."""
+        self.averager.settle()
+        if self.sums is not None and self.sums.cross is not None and self.sums.compressor:
+            totals = run(self.sums.compressor.unify(self.sums.cross))
+            self._totals = {n: total / self._scale for n, total in totals.items()}
+
+    def collect(self) -> dict[str, Held]:
+        """What compression has not sent, summed over the nodes."""
+        return self._held(self._totals)
+
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
+        """Memory for it, where the checkpoint has it."""
+        self._totals = {}
+        if self.sums is None or self.sums.cross is None:
+            return {}
+        for number, bucket in enumerate(self.sums.buckets):
+            names = [RESIDUAL + self.shards[p].name for p in bucket.parameters]
+            if any(name in entries for name in names):
+                begin, end = self.sums.part(number)
+                self._totals[number] = torch.zeros(end - begin, dtype=bucket.dtype)
+        return {n: held for n, held in self._held(self._totals).items() if n in entries}
+
+    def take(self) -> None:
+        """Share it evenly."""
+        if self.sums is not None and self.sums.compressor is not None and self._totals:
+            totals = {number: total * self._scale for number, total in self._totals.items()}
+            self.sums.compressor.load(totals, self.sums.levels.nodes)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    def _held(self, totals: Mapping[int, Tensor]) -> dict[str, Held]:
+        found = {}
+        for number, total in totals.items():
+            assert self.sums is not None
+            begin, end = self.sums.part(number)
+            first = self.sums.levels.cross.rank == 0
+            for slab in self.sums.buckets[number].slabs(begin, end):
+                shard = self._shard(slab, first=first)
+                part = replace(slab, begin=slab.begin - begin).of(total)
+                found[RESIDUAL + shard.name] = Held(part, shard.spec, shard.owned)
+        return found
+
+
+def held(
+    averager: GradientAverager,
+    model: nn.Module,
+    layout: Applied,
+    grid: ParallelGrid,
+    scaler: LossScaler | None,
+) -> dict[str, Any]:
+    """What `Checkpoints` has to know: which rank holds and writes what."""
+    state = AveragingState(averager, model, layout.shards, scaler)
+    shards, replica = layout.shards, grid.model
+    if isinstance(averager, ShardedAverager) or state.sums is not None:  # no replica has it all
+        first = grid.coordinate.dp == 0
+        shards = {n: replace(shard, owned=shard.owned and first) for n, shard in shards.items()}
+        replica = grid.world
+    return {"shards": shards, "replica": replica, "pieces": state.pieces, "more": state}

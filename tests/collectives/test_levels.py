@@ -1,0 +1,148 @@
+"""Sums in a node's memory and over a ring, against those of MPI."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpc_train.collectives.node import NodeMemory, sum_into
+from hpc_train.collectives.ring import Library, Ring
+from hpc_train.collectives.steps import run
+from hpc_train.errors import SetupError
+from hpc_train.mpi.levels import Levels
+
+pytestmark = pytest.mark.mpi
+
+
+def numbers(rank: int, count: int, dtype=torch.float64):
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def total(size: int, count: int, dtype=torch.float64):
+    return sum(numbers(rank, count, dtype) for rank in range(size))
+
+
+@pytest.mark.parametrize("kind", [Ring, Library])
+@pytest.mark.parametrize("count", [0, 1, 3, 1000, 300_001])
+def test_a_ring_sums(group, kind, count):
+    if not group or group.size == 1:
+        return
+    ring = kind(group)
+    flat = numbers(group.rank, count)
+    run(ring.sum_(flat, 3))
+    assert torch.allclose(flat, total(group.size, count), rtol=1e-13, atol=1e-13)
+    everyone = group.comm.allgather(flat.numpy().tobytes())
+    assert len(set(everyone)) == 1, "not the same bits on all ranks"
+    ring.close()
+
+
+def test_a_ring_sends_what_is_optimal(job):
+    world = job.world
+    if world.size == 1:
+        return
+    ring, flat = Ring(world), numbers(world.rank, 8 * world.size)
+    run(ring.sum_(flat, 0))
+    assert ring.bytes_sent == 2 * (world.size - 1) * flat.nbytes // world.size
+    ring.close()
+
+
+def test_several_sums_are_under_way_at_once(job):
+    world = job.world
+    if world.size == 1:
+        return
+    ring = Ring(world)
+    flats = [numbers(world.rank + 10 * n, 5000) for n in range(5)]
+
+    def all_of_them():
+        yield [ring.sum_(flat, number) for number, flat in enumerate(flats)]
+
+    run(all_of_them())
+    for number, flat in enumerate(flats):
+        expected = sum(numbers(rank + 10 * number, 5000) for rank in range(world.size))
+        assert torch.allclose(flat, expected, rtol=1e-13, atol=1e-13)
+    ring.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_16_bits_lose_is_kept(job, dtype):
+    """The sum and all that was lost are the sum of what went in: nothing disappears."""
+    world = job.world
+    if world.size == 1:
+        return
+    ring, count = Ring(world), 10_001
+    flat, lost = numbers(world.rank, count), torch.zeros(count, dtype=torch.float64)
+    run(ring.sum_16_(flat, dtype, lost, 0))
+    assert torch.allclose(flat, total(world.size, count), rtol=0.02, atol=0.05)
+    everything = lost.clone()
+    world.comm.Allreduce(lost.numpy(), everything.numpy())
+    assert torch.allclose(flat + everything, total(world.size, count), rtol=1e-12, atol=1e-12)
+    ring.close()
+
+
+def test_a_ring_gathers_any_type(job):
+    world = job.world
+    if world.size == 1:
+        return
+    ring = Ring(world)
+    payload = torch.full((3, 2), world.rank, dtype=torch.uint8)
+    whole = run(ring.gather(payload, 1))
+    assert whole.dtype == torch.uint8
+    assert [int(row[0, 0]) for row in whole] == list(range(world.size))
+    ring.close()
+
+
+def test_ranks_see_what_others_wrote_before_they_told(job):
+    world = job.world
+    if world.size == 1:
+        return
+    memory = NodeMemory(world, 800, signals=1)
+    for value in range(1, 50):
+        memory.parts[world.rank].view(torch.int64)[:100] = value
+
+        def others(value=value):
+            memory.tell(0, 2 * value - 1)
+            yield lambda: memory.told(0, 2 * value - 1, range(world.size))
+            found = [int(part.view(torch.int64)[:100].min()) for part in memory.parts]
+            memory.tell(0, 2 * value)
+            yield lambda: memory.told(0, 2 * value, range(world.size))
+            return found
+
+        assert run(others(), polite=True) == [value] * world.size
+    memory.close()
+
+
+def test_too_little_shared_memory_is_told_and_not_a_bus_error(job):
+    if job.world.size == 1:
+        return
+    with pytest.raises(SetupError, match="/dev/shm of .* has .* MiB free"):
+        NodeMemory(job.world, 1 << 60, signals=1)
+
+
+@pytest.mark.parametrize("count", [1, 7, 100_003])
+@pytest.mark.parametrize("several", [2, 3, 5])
+def test_sums_block_by_block(count, several):
+    parts = [numbers(n, count, torch.float32) for n in range(several)]
+    expected = parts[0] + parts[1]
+    for part in parts[2:]:
+        expected += part
+    sum_into(parts, [parts[-1], parts[0]])
+    assert torch.equal(parts[0], expected)
+    assert torch.equal(parts[-1], expected)
+
+
+def test_levels_of_one_machine_are_one_node(job):
+    levels = Levels.of(job.world)
+    assert (levels.node.size, levels.nodes, levels.owners) == (job.world.size, 1, job.world.size)
+    assert levels.owns
+    levels.close()
+
+
+def test_nodes_with_unlike_numbers_of_ranks(job):
+    world = job.world
+    if world.size != 4:
+        return
+    node = world.split(color=int(world.rank == 3), key=world.rank)
+    levels = Levels.join(world, node, world.split(color=node.rank, key=world.rank))
+    assert (levels.owners, levels.nodes) == (1, 2)
+    assert levels.owns == (world.rank in (0, 3))
+    levels.close()

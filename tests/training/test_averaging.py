@@ -1,0 +1,191 @@
+"""The ways to average gradients, through the Trainer: same losses, same checkpoints, resume."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import safetensors.torch
+import torch
+from torch.utils.data import TensorDataset
+
+from hpc_train.config_file import load
+from hpc_train.errors import ConfigError, Stopped
+from hpc_train.models import GPT
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.trainer import Trainer
+from tests.training.test_trainer import STEPS, check_equal, config, make, records
+
+ZERO = ["--memory.zero", "1"]
+
+
+@pytest.fixture
+def reference(together, job):
+    if job.world.rank == 0:
+        make(config(together / "reference"), Runtime(Group(), Group())).train()
+    job.world.barrier()
+    return together / "reference"
+
+
+def last_checkpoint(directory):
+    return directory / "checkpoints" / f"step-{STEPS:09d}.safetensors"
+
+
+@pytest.mark.mpi
+def test_shared_parameters_give_the_losses_of_one_rank(group, together, reference):
+    if group:
+        make(config(together / "run", *ZERO), Runtime(group, group)).train()
+        if group.rank == 0:
+            check_equal(together / "run", reference)
+
+
+@pytest.mark.mpi
+def test_each_rank_has_its_part_of_the_optimizers_state(job, together):
+    trainer = make(config(together / "run", *ZERO), job)
+    trainer.train()
+    state = trainer.optimizer.state
+    mine = sum(slot["exp_avg"].numel() for slot in state.values())
+    everyone = job.world.comm.allgather(mine) if job.world.comm else [mine]
+    trained = sum(p.numel() for p in trainer.model.parameters())
+    assert sum(everyone) == trained
+    assert max(everyone) < 1.2 * trained / job.world.size + 50
+
+
+@pytest.mark.mpi
+def test_checkpoints_do_not_tell_how_memory_was_shared(job, together):
+    make(config(together / "plain"), job).train()
+    make(config(together / "zero", *ZERO), job).train()
+    if job.world.rank == 0:
+        plain, zero = (
+            safetensors.torch.load_file(last_checkpoint(together / name))
+            for name in ("plain", "zero")
+        )
+        assert plain.keys() == zero.keys()
+        for name in plain:
+            if name.startswith(("model.", "optim.")):
+                assert torch.allclose(plain[name], zero[name], rtol=1e-10, atol=1e-12), name
+
+
+LAYOUTS = [
+    ["--parallel.tp", "2"],
+    ["--parallel.tp", "2", "--parallel.sequence_parallel", "true"],
+    ["--parallel.pp", "2", "--data.micro_batch", "3"],
+]
+
+
+def deeper(settings, started):
+    """As `make`, with a model that tensor and pipeline parallelism can divide."""
+    torch.manual_seed(started.world.rank)
+    tokens = torch.randint(12, (60, 9), generator=torch.Generator().manual_seed(1))
+    model = GPT(vocab=12, sequence=8, layers=2, hidden=8, heads=2, dropout=0.2)
+    data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    held_out = TensorDataset(tokens[:7, :-1], tokens[:7, 1:])
+    return Trainer(settings, model, data, lambda gpt, x: gpt(*x), started, validation=held_out)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "sequence", "pipeline"])
+def test_shared_parameters_under_layouts_and_resumed_without(job, together, layout):
+    if job.world.size != 4:
+        return
+    if job.world.rank == 0:
+        deeper(config(together / "one"), Runtime(Group(), Group())).train()
+    job.world.barrier()
+    deeper(config(together / "run", *ZERO, *layout, "--run.steps", "4"), job).train()
+    if job.world.rank == 0:  # goes on alone, with all memory its own
+        deeper(config(together / "run"), Runtime(Group(), Group())).train()
+        assert [record["loss"] for record in records(together / "run")] == pytest.approx(
+            [record["loss"] for record in records(together / "one")], rel=1e-10
+        )
+    job.world.barrier()
+
+
+def stop_after(trainer, number, job):
+    """Let a rank ask for a stop after a step."""
+    original = trainer._train_step
+
+    def step(step, report):
+        original(step, report)
+        if step.number == number and job.world.rank == job.world.size - 1:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer._train_step = step
+    with pytest.raises(Stopped):
+        trainer.train()
+
+
+WAYS = {
+    "zero": ZERO,
+    "bf16": ["--gradients.compression", "bf16", "--gradients.two_level", "off"],
+    "topk": ["--gradients.compression", "topk:0.1", "--gradients.two_level", "off"],
+    "powersgd": ["--gradients.compression", "powersgd:2", "--gradients.two_level", "off"],
+    "zero and topk": [*ZERO, "--gradients.compression", "topk:0.1"],
+    "local steps": ["--gradients.average_every", "3"],
+    "without two levels": ["--gradients.two_level", "off"],
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+def test_a_run_stopped_where_it_saves_goes_on_bit_for_bit(job, together, options):
+    make(config(together / "whole", *options), job).train()
+    stop_after(make(config(together / "cut", *options), job), 3, job)
+    make(config(together / "cut", *options), job).train()
+    if job.world.rank == 0:
+        whole, cut = records(together / "whole"), records(together / "cut")
+        for key in ("step", "loss", "grad_norm", "validation_loss"):
+            assert [r.get(key) for r in whole] == [r.get(key) for r in cut], key
+        mine, theirs = (last_checkpoint(together / name).read_bytes() for name in ("whole", "cut"))
+        assert mine == theirs
+
+
+@pytest.mark.mpi
+def test_what_compression_has_not_sent_is_in_the_checkpoint(job, together):
+    if job.world.size == 1:
+        return
+    make(config(together / "run", *WAYS["topk"]), job).train()
+    if job.world.rank == 0:
+        saved = safetensors.torch.load_file(last_checkpoint(together / "run"))
+        left = {name: tensor for name, tensor in saved.items() if name.startswith("residual.")}
+        trained = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+        assert {name.removeprefix("residual.") for name in left} == trained
+        assert all(tensor.abs().max() > 0 for tensor in left.values())
+
+
+@pytest.mark.mpi
+def test_replicas_are_one_after_local_steps(job, together):
+    trainer = make(config(together / "run", *WAYS["local steps"]), job)
+    trainer.train()
+    flat = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])
+    same = job.world.comm.allgather(flat.numpy().tobytes()) if job.world.comm else [b""]
+    assert len(set(same)) == 1
+    losses = [record["loss"] for record in records(together / "run")] if not job.world.rank else [0]
+    assert losses[-1] <= losses[0]
+
+
+@pytest.mark.mpi
+def test_the_end_tells_what_averaging_took(job, together, caplog):
+    with caplog.at_level(logging.INFO):
+        make(config(together / "run"), job).train()
+    told = [r.message for r in caplog.records if r.message.startswith("averaged ")]
+    assert len(told) == (job.world.size > 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--gradients.average_every", "2", "--memory.zero", "1"],
+        ["--gradients.average_every", "2", "--gradients.compression", "bf16"],
+        ["--gradients.average_every", "2", "--gradients.engine", "horovod"],
+        ["--memory.zero", "1", "--gradients.engine", "horovod"],
+        ["--gradients.average_every", "0"],
+        ["--memory.zero", "2"],
+    ],
+)
+def test_what_does_not_go_together_is_refused(options):
+    with pytest.raises(ConfigError, match="average_every|memory.zero"):
+        load(None, options)
