@@ -2,9 +2,9 @@
 
 What the ranks of benchmarks.two_level do in its second part. All candidates train the same GPT of
 4.8 M parameters with a fused AdamW, 2 x 128 tokens per rank and step, and have to arrive at the
-same weights. The averaging is ours in two levels with the ring between hosts, in buckets of
---bucket KiB or, for 0, of the size that `average_gradients` would choose. It is advanced by the hooks of the
-backward pass (`Progress`) or by a thread (`ThreadProgress`).
+same weights. The averaging is ours in two levels with the ring between hosts, in buckets of so many
+KiB as --bucket says or, for 0, of the size that `average_gradients` would choose. It is advanced by
+the hooks of the backward pass (`Progress`) or by a thread (`ThreadProgress`).
 """
 
 from __future__ import annotations
