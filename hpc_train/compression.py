@@ -7,30 +7,36 @@ from typing import NamedTuple
 
 from hpc_train.errors import ConfigError
 
-TAKES = "it takes none, fp16, bf16, topk:RATIO (above 0, 1 at most) or powersgd:RANK (1 or more)"
-NUMBER = r"[0-9]*\.?[0-9]+(?:e-?[0-9]+)?"
+TAKES = (
+    "it takes none, fp16, bf16, topk:RATIO (above 0, 1 at most) or powersgd:RANK (1 or more); "
+    "with :STEPS behind, topk and powersgd compress fully only after so many steps"
+)
+FORMS = {
+    "topk": re.compile(r"topk(?::(\d*\.?\d+(?:e-?\d+)?)(?::(\d+))?)?", re.ASCII),
+    "powersgd": re.compile(r"powersgd(?::(\d+)(?::(\d+))?)?", re.ASCII),
+}
+DEFAULTS = {"topk": "0.01", "powersgd": "4"}
 
 
 class Scheme(NamedTuple):
-    """A kind of compression, and the ratio of topk or the rank of powersgd."""
+    """A kind of compression; topk's ratio or powersgd's rank; the steps before it is reached."""
 
     kind: str
-    number: float | None = None
+    number: float = 0.0
+    steps: int = 0
 
 
 def parse(text: str) -> Scheme:
-    """Read "none", "fp16", "bf16", "topk" or "topk:0.01", "powersgd" or "powersgd:4".
+    """Read "none", "fp16", "bf16", "topk", "topk:0.01", "powersgd:4", "powersgd:4:100".
 
     Raises:
         ConfigError: it says something else.
     """
-    kind, colon, number = text.partition(":")
-    if not colon and kind in ("none", "fp16", "bf16"):
-        return Scheme(kind)
-    if kind == "topk" and (not colon or re.fullmatch(NUMBER, number)):
-        ratio = float(number or 0.01)
-        if 0 < ratio <= 1:
-            return Scheme(kind, ratio)
-    if kind == "powersgd" and (not colon or re.fullmatch("0*[1-9][0-9]*", number, re.ASCII)):
-        return Scheme(kind, int(number or 4))
+    if text in ("none", "fp16", "bf16"):
+        return Scheme(text)
+    for kind, form in FORMS.items():
+        if found := form.fullmatch(text):
+            number = float(found[1] or DEFAULTS[kind])
+            if number > 0 and (number <= 1 or kind == "powersgd"):
+                return Scheme(kind, number, int(found[2] or 0))
     raise ConfigError(f"gradients.compression is {text!r}", TAKES)

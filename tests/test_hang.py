@@ -122,15 +122,16 @@ import sys, time, torch, hpc_train
 
 def main(runtime):
     model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = hpc_train.Loop(
-        runtime, sys.argv[1], model, torch.optim.SGD(model.parameters(), lr=0.1),
-        engine=sys.argv[2], hang_timeout=4,
+        runtime, sys.argv[1], model, optimizer, engine=sys.argv[2], hang_timeout=4
     )
     data = torch.utils.data.TensorDataset(torch.ones(64, 2))
     for _, batches in loop.epochs(data, batch=4, epochs=2):
         for number, (inputs,) in enumerate(batches):
             if number == 3 and runtime.world.rank in WHO:
                 DOES
+            optimizer.zero_grad()
             model(inputs).sum().backward()
             loop.step()
 

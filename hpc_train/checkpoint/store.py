@@ -55,8 +55,12 @@ class More:
         """Memory for those of a checkpoint's tensors that this rank wants."""
         return {}
 
-    def take(self) -> None:
-        """Go on with the tensors of `expect`, which have been filled."""
+    def values(self) -> dict[str, Any]:
+        """Numbers to save: plain JSON values, the same on all ranks."""
+        return {}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Go on with the tensors of `expect`, which have been filled, and with saved `values`."""
 
 
 class Checkpoints:
@@ -211,7 +215,7 @@ class Checkpoints:
                 part.tensor.copy_(contiguous[name].tensor)
         if self.scaler is not None and "scaler" in saved:
             self.scaler.load_state_dict(saved["scaler"])
-        self.more.take()
+        self.more.take(saved.get("more", {}))
         step = int(saved["step"])
         self.saved_step = step if path.parent == self.directory else 0
         logger.info("resumed from %s, after step %d", path, step)
@@ -236,6 +240,8 @@ class Checkpoints:
         }
         if self.scaler is not None:
             tree["scaler"] = self.scaler.state_dict()
+        if more := self.more.values():
+            tree["more"] = more
         return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
     def _drop_old(self, step: int) -> None:

@@ -13,10 +13,11 @@ result, which all have alike.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,14 +27,16 @@ from hpc_train.compression import parse
 if TYPE_CHECKING:
     from hpc_train.collectives.ring import Cross  # which starts MPI
 
-SAMPLE = 1 << 14
-
 
 class Compressor(Protocol):
     """Sums over the nodes with fewer bytes on the wire than `Cross.sum_`.
 
     Of the n ranks of a `Cross` each has a compressor; all make the same calls.
     """
+
+    @property
+    def steps(self) -> int:
+        """How often buckets were summed, each of them; also what is not finite counts."""
 
     def sum_(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
@@ -57,12 +60,14 @@ class Compressor(Protocol):
         one that is resumed do the same, bit for bit.
         """
 
-    def load(self, totals: Mapping[int, Tensor], ranks: int) -> None:
-        """Begin with what another run's ranks had not sent yet.
+    def load(self, totals: Mapping[int, Tensor], ranks: int, steps: int | None = None) -> None:
+        """Go on where another run was.
 
         Args:
-            totals: by bucket number, as `unify` returned them; on any number of nodes.
+            totals: what its ranks had not sent yet, by bucket number, as `unify` returned them; on
+                any number of nodes.
             ranks: n, the number of nodes that share it now.
+            steps: its `steps`; by default, so many that the compression is full.
         """
 
     def scale_(self, factor: float) -> None:
@@ -75,39 +80,83 @@ def make_compressor(text: str) -> Compressor | None:
     Raises:
         ConfigError: there is no such compression.
     """
-    kind, number = parse(text)
+    kind, number, steps = parse(text)
     if kind == "topk":
-        assert number is not None
-        return TopK(number)
+        from hpc_train.gradients.topk import TopK
+
+        return TopK(number, steps)
     if kind == "powersgd":
         from hpc_train.gradients.powersgd import PowerSgd
 
-        assert number is not None
-        return PowerSgd(int(number))
+        return PowerSgd(int(number), steps)
     return None if kind == "none" else SixteenBit(kind)
 
 
-class ErrorFeedback:
-    """The residuals of a compressor.
+class ErrorFeedback(ABC):
+    """What compressors have in common: residuals, and that they begin slowly.
 
     `residuals` holds what this rank has not sent yet, by bucket number; a bucket that has none yet
     is missing, on all ranks alike.
+
+    Args:
+        warmup_steps: so many steps pass before the compression is full. At the begin gradients are
+            large and turn quickly: what is sent late then does most harm.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warmup_steps: int = 0) -> None:
         self.residuals: dict[int, Tensor] = {}
+        self.warmup_steps = warmup_steps
+        self._before = 0  # steps of another run that this one goes on with
+        self._sums: Counter[int] = Counter()  # by bucket number
+
+    @property
+    def steps(self) -> int:
+        """How often buckets were summed, each of them."""
+        return self._before + max(self._sums.values(), default=0)
+
+    def sum_(
+        self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
+    ) -> Steps[None]:
+        """Sum with compression, or without where that is better."""
+        if not part.numel():
+            return
+        self._sums[number] += 1
+        if not self.is_exact(number, part, cross.group.size):
+            yield from self._sum_compressed(cross, number, part, pieces)
+            return
+        if number in self.residuals:
+            part.add_(self.residuals[number])
+        yield from cross.sum_(part, number)
+        if is_finite(part):
+            self.residuals.pop(number, None)
+
+    def step(self, number: int) -> int:
+        """The number of a bucket's sum under way; the first is 1."""
+        return self._before + self._sums[number]
+
+    def is_exact(self, number: int, part: Tensor, ranks: int) -> bool:
+        """Whether the bucket's sum under way is one without compression."""
+        return self.step(number) <= self.warmup_steps
+
+    @abstractmethod
+    def _sum_compressed(
+        self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
+    ) -> Steps[None]:
+        """`Compressor.sum_` of one element or more."""
 
     def unify(self, cross: Cross) -> Steps[dict[int, Tensor]]:
         """Add up the residuals of all ranks, and give each an equal share."""
         totals = {number: self.residuals[number].clone() for number in sorted(self.residuals)}
         for number, total in totals.items():
             yield from cross.sum_(total, number)
-        self.load(totals, cross.group.size)
+        self.load(totals, cross.group.size, self.steps)
         return totals
 
-    def load(self, totals: Mapping[int, Tensor], ranks: int) -> None:
+    def load(self, totals: Mapping[int, Tensor], ranks: int, steps: int | None = None) -> None:
         """Take this rank's share of what was not sent."""
         self.residuals = {number: total / ranks for number, total in totals.items()}
+        self._before = self.warmup_steps if steps is None else steps
+        self._sums.clear()
 
     def scale_(self, factor: float) -> None:
         """Multiply the residuals."""
@@ -131,12 +180,10 @@ class SixteenBit(ErrorFeedback):
         super().__init__()
         self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kind]
 
-    def sum_(
+    def _sum_compressed(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
     ) -> Steps[None]:
         """Sum with every number rounded on its way; who rounds keeps what that loses."""
-        if not part.numel():
-            return
         if number in self.residuals:
             part.add_(self.residuals[number])
         lost = torch.zeros_like(part)
@@ -164,92 +211,6 @@ def _half_scale(cross: Cross, number: int, part: Tensor) -> Steps[float]:
     if not 0 < bound < math.inf:
         return 1.0
     return 2.0 ** min(15 - math.frexp(bound)[1], 120)  # within float32's own range
-
-
-class TopK(ErrorFeedback):
-    """Implements `Compressor` by sending the largest elements, with their places.
-
-    Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", https://arxiv.org/abs/1809.07599;
-    Lin et al., "Deep gradient compression", https://arxiv.org/abs/1712.01887.
-
-    Ranks choose different places, so every rank gets every other's message: of n nodes each sends
-    n - 1 messages of ratio * elements * (4 bytes + those of the value). In float32 that is less
-    than the ring's 2 (n - 1) / n of all elements while ratio < 1 / n.
-
-    Args:
-        ratio: the part of the elements that is sent.
-    """
-
-    def __init__(self, ratio: float) -> None:
-        super().__init__()
-        self.ratio = ratio
-
-    def sum_(
-        self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
-    ) -> Steps[None]:
-        """Sum the largest elements of each rank; it keeps the others."""
-        if not part.numel():
-            return
-        kept = self.with_residual(number, part)
-        count = max(1, math.ceil(self.ratio * part.numel() - 1e-6))  # 0.07 * 100 is above 7
-        values = kept.new_full((count,), math.nan)  # what the others get if ours are not finite
-        places = torch.arange(count, dtype=torch.int32, device=part.device)
-        if is_finite(kept):
-            places = largest_places(kept, count).to(torch.int32)
-            values = kept[places]
-            kept[places] = 0
-        all_values, all_places = yield from _exchanged(cross, number, values, places)
-        part.zero_()
-        for theirs, where in zip(all_values, all_places, strict=True):  # in all ranks' same order
-            part.index_add_(0, where, theirs)
-        if is_finite(part[all_places.flatten()]):
-            self.residuals[number] = kept
-
-
-def _exchanged(
-    cross: Cross, number: int, values: Tensor, places: Tensor
-) -> Steps[tuple[Tensor, Tensor]]:
-    """The values and places of all ranks, (n, count) each, in one message per rank."""
-    payload = torch.cat([values.view(torch.uint8), places.view(torch.uint8)])
-    gathered = yield from cross.gather(payload, number)
-    first, second = gathered.split([values.nbytes, places.nbytes], dim=1)
-    all_values = first.reshape(-1).view(values.dtype).view(-1, len(values))
-    return all_values, second.reshape(-1).view(places.dtype).view(-1, len(places))
-
-
-def largest_places(flat: Tensor, count: int) -> Tensor:
-    """Where the `count` largest magnitudes of a finite tensor lie, in no order; int64.
-
-    Of a large tensor a sample tells a magnitude that some more than `count` elements reach, and
-    only these are compared with each other: on a processor that is several times as fast as
-    `torch.topk` over all, with the same result.
-    """
-    size = flat.numel()
-    magnitudes = flat.abs()
-    if flat.is_cuda:
-        return magnitudes.topk(count, sorted=False).indices
-    array = magnitudes.numpy()
-    places = np.arange(0)
-    if size > 4 * SAMPLE and count < size // 4:
-        places = np.flatnonzero(array >= _reached_by_more(magnitudes, count / size))
-    if len(places) < count:  # a small tensor, or a sample unlike the whole
-        places = np.arange(size)
-    chosen = np.argpartition(array[places], len(places) - count)[len(places) - count :]
-    return torch.from_numpy(places[chosen])
-
-
-def _reached_by_more(magnitudes: Tensor, ratio: float) -> float:
-    """A magnitude that probably more than this part of all elements reach, but few more.
-
-    Three standard deviations of the number within the sample. Its places are drawn: at regular
-    distances they could all lie in few columns of a matrix. Always the same are drawn, so that a
-    step repeated gives the same bits.
-    """
-    drawn = torch.Generator().manual_seed(0)
-    sample = magnitudes[torch.randint(len(magnitudes), (SAMPLE,), generator=drawn)]
-    expected = ratio * SAMPLE
-    more = min(SAMPLE, math.ceil(expected + 3 * math.sqrt(expected)) + 1)
-    return sample.kthvalue(SAMPLE - more + 1).values.item()
 
 
 def largest(tensor: Tensor) -> float:

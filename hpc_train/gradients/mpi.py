@@ -161,7 +161,7 @@ class MpiAverager:
             self.sums.compressor.scale_(factor)
 
     def settle(self) -> None:
-        """Ranks differ in nothing but what compression has not sent: see `Leftovers`."""
+        """Nothing to do: ranks differ in nothing but what compression has not sent."""
 
     def close(self) -> None:
         """Remove the hooks and give the buckets' memory back. Collective."""

@@ -34,24 +34,23 @@ class PowerSgd(ErrorFeedback):
 
     Args:
         rank: of the approximations.
+        warmup_steps: steps at the begin in which nothing is approximated.
     """
 
-    def __init__(self, rank: int) -> None:
-        super().__init__()
+    def __init__(self, rank: int, warmup_steps: int = 0) -> None:
+        super().__init__(warmup_steps)
         self.rank = rank
         self._bases: dict[tuple[int, int], Tensor] = {}  # B, by bucket number and piece
 
-    def load(self, totals: Mapping[int, Tensor], ranks: int) -> None:
+    def load(self, totals: Mapping[int, Tensor], ranks: int, steps: int | None = None) -> None:
         """Take this rank's share; the bases, which depend on the layout, begin anew."""
-        super().load(totals, ranks)
+        super().load(totals, ranks, steps)
         self._bases.clear()
 
-    def sum_(
+    def _sum_compressed(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
     ) -> Steps[None]:
         """Sum the first factors together with what is not approximated, then the second factors."""
-        if not part.numel():
-            return
         results = [_matrix(piece) for piece in pieces]
         kept = self.with_residual(number, part)
         if not is_finite(kept):

@@ -188,7 +188,8 @@ def horovod_settings(environ: Mapping[str, str], bucket_bytes: int) -> dict[str,
     the end of the backward pass, when the last bucket waits for it, a short one costs time all
     along: the ranks' threads exchange a message each time. The cycle is as long as the sum of a
     bucket takes at 4 GiB/s. So it adds at most about one bucket's time to a step, and the threads
-    meet hardly more often than there are buckets.
+    meet hardly more often than there are buckets. It matters little where waiting threads yield:
+    with 2 ranks and buckets of 4 MiB a step of 88 ms was the same with cycles of 1, 2 and 5 ms.
 
     Horovod 0.28.1 that was given both a cycle and a fusion threshold crashes when it is started a
     second time in a process, so with a threshold the cycle is left alone.

@@ -21,6 +21,7 @@ from hpc_train.gradients.mpi import MpiAverager
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.mpi.grid import ParallelGrid
+from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.parallel.apply import Applied
 from hpc_train.sharding import Shard
@@ -79,6 +80,7 @@ class AveragingState(More):
         averager: of the Trainer.
         model: this rank's part.
         shards: of the model's tensors.
+        world: all ranks.
         scaler: of the loss: what is saved is without its scale.
     """
 
@@ -87,13 +89,15 @@ class AveragingState(More):
         averager: GradientAverager,
         model: nn.Module,
         shards: Mapping[str, Shard],
+        world: Group,
         scaler: LossScaler | None = None,
     ) -> None:
-        self.averager, self.scaler = averager, scaler
+        self.averager, self.world, self.scaler = averager, world, scaler
         self.shards = {p: shards[name] for name, p in model.named_parameters()}
         sums = averager.sums if isinstance(averager, MpiAverager) else None
         self.sums = sums if isinstance(sums, LevelSums) and sums.compressor else None
         self._totals: dict[int, Tensor] = {}
+        self._steps = 0
 
     @property
     def pieces(self) -> dict[Parameter, Shard]:
@@ -112,6 +116,9 @@ class AveragingState(More):
     def unify(self) -> None:
         """Average local steps; share evenly what compression has not sent."""
         self.averager.settle()
+        if self.sums is not None and self.sums.compressor is not None:
+            # Ranks that own nothing have compressed nothing.
+            self._steps = self.world.largest(self.sums.compressor.steps)
         if self.sums is not None and self.sums.cross is not None and self.sums.compressor:
             totals = run(self.sums.compressor.unify(self.sums.cross))
             self._totals = {n: total / self._scale for n, total in totals.items()}
@@ -132,11 +139,16 @@ class AveragingState(More):
                 self._totals[number] = torch.zeros(end - begin, dtype=bucket.dtype)
         return {n: held for n, held in self._held(self._totals).items() if n in entries}
 
-    def take(self) -> None:
-        """Share it evenly."""
-        if self.sums is not None and self.sums.compressor is not None and self._totals:
+    def values(self) -> dict[str, Any]:
+        """How many steps compression has seen."""
+        return {"compressed_steps": self._steps} if self.sums is not None else {}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Share evenly what was not sent."""
+        if self.sums is not None and self.sums.compressor is not None and values:
             totals = {number: total * self._scale for number, total in self._totals.items()}
-            self.sums.compressor.load(totals, self.sums.levels.nodes)
+            nodes, steps = self.sums.levels.nodes, values["compressed_steps"]
+            self.sums.compressor.load(totals, nodes, steps)
 
     @property
     def _scale(self) -> float:
@@ -163,7 +175,7 @@ def held(
     scaler: LossScaler | None,
 ) -> dict[str, Any]:
     """What `Checkpoints` has to know: which rank holds and writes what."""
-    state = AveragingState(averager, model, layout.shards, scaler)
+    state = AveragingState(averager, model, layout.shards, grid.world, scaler)
     shards, replica = layout.shards, grid.model
     if isinstance(averager, ShardedAverager) or state.sums is not None:  # no replica has it all
         first = grid.coordinate.dp == 0

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hpc_train import compression
 from hpc_train.errors import ConfigError
-from hpc_train.gradients.compression import largest_places, make_compressor
+from hpc_train.gradients.compression import make_compressor
+from hpc_train.gradients.topk import largest_places
 from tests.gradients.lockstep import ranks, together
 
 LOSSY = ["fp16", "bf16", "topk:0.1", "powersgd:2"]
@@ -185,6 +186,49 @@ def test_a_resumed_run_goes_on_as_the_one_that_saved(text, n):
     assert torch.equal(job.owed(3), resumed.owed(3))
 
 
+def test_the_first_steps_are_exact():
+    """Of each bucket, counted over the runs of a job; what an earlier run owes is in the first."""
+    job, other, late = Job("powersgd:2:3", 3), Job("powersgd:2", 3), Job("powersgd:2:3", 3)
+    for number in (0, 1):
+        assert torch.allclose(job.sum(drawn(0, 3), number), sum(drawn(0, 3)), atol=1e-12)
+    parts = drawn(0, 3)
+    parts[2][5] = math.nan
+    assert not job.sum(parts).isfinite().all()
+    assert job.unify() == [{}] * 3
+    assert [c.steps for c in job.compressors] == [2, 2, 2]
+    other.sum(drawn(1, 3))
+    totals = other.unify()[0]
+    for compressor in late.compressors:
+        compressor.load(totals, 3, 2)
+    for each, owed in ((job, 0), (late, totals[0])):
+        assert torch.allclose(each.sum(drawn(2, 3)), sum(drawn(2, 3)) + owed, atol=1e-12)
+        assert not each.compressors[0].residuals
+        assert not torch.allclose(each.sum(drawn(3, 3)), sum(drawn(3, 3)))
+    late.compressors[0].load(totals, 3)
+    assert late.compressors[0].steps == 3
+
+
+def test_topk_comes_to_its_ratio_step_by_step():
+    """At first the ring takes fewer bytes: all is sent by it."""
+    job, sent = Job("topk:0.01:4", 2, [(1000,)]), []
+    for step in range(6):
+        before = job.crosses[0].bytes_sent
+        result = job.sum(drawn(step, 2, torch.float32, 1000))
+        sent.append(job.crosses[0].bytes_sent - before)
+        assert step or torch.allclose(result, sum(drawn(step, 2, torch.float32, 1000)))
+    assert sent == [8 * count for count in (500, 317, 100, 32, 10, 10)]
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+@pytest.mark.parametrize("ratio", [0.2, 0.4, 0.6, 1.0])
+def test_topk_never_sends_more_than_an_exact_sum(n, ratio):
+    job, plain = Job(f"topk:{ratio}", n, [(6000,)]), ranks(n)
+    parts = drawn(0, n, torch.float32, 6000)
+    job.sum(parts)
+    together(*(cross.sum_(part, 0) for cross, part in zip(plain, parts, strict=True)))
+    assert sum(x.bytes_sent for x in job.crosses) <= sum(x.bytes_sent for x in plain)
+
+
 def test_what_was_not_sent_is_the_same_on_another_number_of_nodes():
     job, other = Job("topk:0.1", 4), Job("topk:0.1", 2)
     job.sum(drawn(0, 4))
@@ -311,15 +355,16 @@ def test_over_mpi(group, text):
 @pytest.mark.parametrize(
     ("text", "scheme"),
     [
-        ("none", ("none", None)),
-        ("fp16", ("fp16", None)),
-        ("bf16", ("bf16", None)),
-        ("topk", ("topk", 0.01)),
-        ("topk:1", ("topk", 1.0)),
-        ("topk:.5", ("topk", 0.5)),
-        ("topk:1e-3", ("topk", 0.001)),
-        ("powersgd", ("powersgd", 4)),
-        ("powersgd:12", ("powersgd", 12)),
+        ("none", ("none", 0, 0)),
+        ("fp16", ("fp16", 0, 0)),
+        ("bf16", ("bf16", 0, 0)),
+        ("topk", ("topk", 0.01, 0)),
+        ("topk:1", ("topk", 1.0, 0)),
+        ("topk:.5", ("topk", 0.5, 0)),
+        ("topk:1e-3:50", ("topk", 0.001, 50)),
+        ("powersgd", ("powersgd", 4, 0)),
+        ("powersgd:12", ("powersgd", 12, 0)),
+        ("powersgd:2:100", ("powersgd", 2, 100)),
     ],
 )
 def test_texts(text, scheme):
@@ -331,7 +376,8 @@ def test_texts(text, scheme):
     "text",
     [
         *["", "fp8", "FP16", "fp16:2", "none:", "topk:", "topk:0", "topk:1.1", "topk:-1"],
-        *["topk:nan", "topk:1e-999", "topk:1_0", "topk:0.1 ", "topk:0.1:2", "powersgd:"],
+        *["topk:nan", "topk:1e-999", "topk:1_0", "topk:0.1 ", "topk:0.1:-2", "powersgd:"],
+        *["topk:0.1:", "topk:0.1:2:3", "topk::2", "topk:0.1:1.5", "fp16:1:2"],
         *["powersgd:0", "powersgd:1.5", "powersgd:-1", "powersgd:x", "powersgd:\u0661"],
     ],
 )

@@ -122,6 +122,9 @@ WAYS = {
     "zero": ZERO,
     "bf16": ["--gradients.compression", "bf16", "--gradients.two_level", "off"],
     "topk": ["--gradients.compression", "topk:0.1", "--gradients.two_level", "off"],
+    "topk after exact steps": [
+        *["--gradients.compression", "topk:0.1:5", "--gradients.two_level", "off"]
+    ],
     "powersgd": ["--gradients.compression", "powersgd:2", "--gradients.two_level", "off"],
     "zero and topk": [*ZERO, "--gradients.compression", "topk:0.1"],
     "local steps": ["--gradients.average_every", "3"],
