@@ -56,6 +56,15 @@ def ring(group: tuple[int, ...], size: float) -> list[Sent]:
     return [(rank, group[(i + 1) % len(group)], share) for i, rank in enumerate(group)]
 
 
+def two_levels(group: tuple[int, ...], topology: Topology, size: float) -> list[Sent]:
+    """Averaging in two levels: of each host as many ranks as all have send, each its part."""
+    by_node: dict[int, list[int]] = {}
+    for rank in group:
+        by_node.setdefault(topology.node[rank], []).append(rank)
+    owners = list(zip(*by_node.values(), strict=False))
+    return [one for cross in owners for one in ring(cross, size / len(owners))]
+
+
 def gradients(config: RunConfig, stage: int, tp: int, pp: int) -> int:
     """Bytes of the gradients that one rank of a pipeline stage has."""
     model, chunks = config.model, config.parallel.chunks
@@ -84,7 +93,7 @@ def sent_in_a_step(config: RunConfig, placement: Placement) -> list[Sent]:
     sent = []
     for group in groups["data"]:
         stage = placement.coordinate(group[0]).pp
-        sent += ring(group, gradients(config, stage, tp, pp))
+        sent += two_levels(group, placement.topology, gradients(config, stage, tp, pp))
     for pipe in groups["pipe"]:
         for one, other in pairwise(pipe * layout.chunks):
             sent += [(one, other, activations), (other, one, activations)]
