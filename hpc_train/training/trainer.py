@@ -27,7 +27,7 @@ from hpc_train.monitoring.meter import Meter
 from hpc_train.monitoring.metrics import MetricsFile
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.grid import ParallelGrid
-from hpc_train.mpi.runtime import Runtime, start_horovod
+from hpc_train.mpi.runtime import HOROVOD_BUCKET, Runtime, start_horovod
 from hpc_train.mpi.topology import discover
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.apply import apply
@@ -122,7 +122,8 @@ class Trainer:
         shared = self.grid.dp > 1 or self.group.size == 1
         engine = config.gradients.engine if shared else "mpi"  # one replica averages with nobody
         if engine == "horovod":
-            start_horovod(self.group, self.grid.process_sets())
+            bucket = config.gradients.bucket_bytes or HOROVOD_BUCKET
+            start_horovod(self.group, self.grid.process_sets(), bucket_bytes=bucket)
         dtype = getattr(torch, config.precision.dtype)
         local = self.group if config.gradients.average_every > 1 else None
         self.scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None

@@ -122,7 +122,7 @@ WAYS = {
     "zero": ZERO,
     "bf16": ["--gradients.compression", "bf16", "--gradients.two_level", "off"],
     "topk": ["--gradients.compression", "topk:0.1", "--gradients.two_level", "off"],
-    "topk after exact steps": [
+    "topk after a warm-up": [
         *["--gradients.compression", "topk:0.1:5", "--gradients.two_level", "off"]
     ],
     "powersgd": ["--gradients.compression", "powersgd:2", "--gradients.two_level", "off"],
