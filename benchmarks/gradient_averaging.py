@@ -241,21 +241,17 @@ def main() -> None:
         measure(options)
         return
     ratios, middles = {}, {}
-    for ranks in RANKS:
-        rounds = ["--rounds", str(options.rounds)]
-        found = harness.on_ranks(ranks, "benchmarks.gradient_averaging", *rounds)
-        for load, samples in found.items():
-            key = f"{ranks} ranks, {load}"
-            harness.show(
-                f"{key}: {LOADS[load]} x 128 tokens per rank", "tokens/s", samples, CEILING
-            )
-            pairs = [(mine, other) for mine in OURS for other in OTHERS]
-            pairs += [(other, CEILING) for other in OTHERS[1:]]
-            ratios |= {
-                f"{key}: {mine} / {other}": harness.paired_ratio(samples, mine, other)
-                for mine, other in pairs
-            }
-            middles |= {f"{key}: {n}": value for n, value in harness.medians(samples).items()}
+    pairs = [(mine, other) for mine in OURS for other in OTHERS]
+    pairs += [(other, CEILING) for other in OTHERS[1:]]
+    module = "benchmarks.gradient_averaging"
+    for ranks, load, samples in harness.sweep(module, RANKS, options.rounds):
+        key = f"{ranks} ranks, {load}"
+        harness.show(f"{key}: {LOADS[load]} x 128 tokens per rank", "tokens/s", samples, CEILING)
+        ratios |= {
+            f"{key}: {mine} / {other}": harness.paired_ratio(samples, mine, other)
+            for mine, other in pairs
+        }
+        middles |= {f"{key}: {n}": value for n, value in harness.medians(samples).items()}
     show_ratios(ratios)
     harness.finish("gradient_averaging", ratios, middles, options.json)
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -103,6 +103,13 @@ def on_hosts(cluster: Any, by: str, module: str, *arguments: str, timeout: float
         if done.returncode:
             raise RuntimeError(f"{module} failed on the hosts:\n{done.stdout}\n{done.stderr}")
         return json.loads(result.read_text())
+
+
+def sweep(module: str, several: Sequence[int], rounds: int) -> Iterator[tuple[int, str, Samples]]:
+    """Run a benchmark on each number of ranks; gives what it measured, by number and by case."""
+    for ranks in several:
+        for case, samples in on_ranks(ranks, module, "--rounds", str(rounds)).items():
+            yield ranks, case, samples
 
 
 def hand_back(path: str, value: Any) -> None:

@@ -94,13 +94,10 @@ def main() -> None:
         measure(options)
         return
     ratios, middles = {}, {}
-    for ranks in RANKS:
-        rounds = ["--rounds", str(options.rounds)]
-        found = harness.on_ranks(ranks, "benchmarks.node_shared", *rounds)
-        for size, samples in found.items():
-            key = f"{ranks} ranks, {size} MB"
-            ratios |= report(key, samples)
-            middles |= {f"{key}: {n}": value for n, value in harness.medians(samples).items()}
+    for ranks, size, samples in harness.sweep("benchmarks.node_shared", RANKS, options.rounds):
+        key = f"{ranks} ranks, {size} MB"
+        ratios |= report(key, samples)
+        middles |= {f"{key}: {n}": value for n, value in harness.medians(samples).items()}
     harness.finish("node_shared", ratios, middles, options.json)
 
 

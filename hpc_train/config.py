@@ -292,6 +292,11 @@ class RunConfig:
                 f"memory.zero is {zero}, gradients.engine horovod",
                 "use --gradients.engine mpi",
             )
+        if zero and gradients.two_level == "off":
+            raise ConfigError(
+                f"memory.zero is {zero}, gradients.two_level off",
+                "leave one out: zero sums in the memory of nodes",
+            )
         if gradients.average_every > 1 and (
             zero or gradients.engine == "horovod" or gradients.compression != "none"
         ):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hpc_train.collectives.steps import Steps
 from hpc_train.errors import SetupError
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
@@ -81,6 +82,10 @@ class NodeMemory:
                 return False
         self._window.Sync()
         return True
+
+    def wait(self, signal: int, value: int, ranks: Sequence[int]) -> Steps[None]:
+        """Wait until these ranks have."""
+        yield lambda: self.told(signal, value, ranks)
 
     def close(self) -> None:
         """Give the memory back; nobody may use its tensors any more. Collective."""

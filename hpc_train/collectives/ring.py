@@ -16,7 +16,9 @@ from torch import Tensor
 from hpc_train.collectives.steps import Steps
 from hpc_train.mpi.group import Group
 
-CHUNK_BYTES = 1 << 17  # of a message, which TCP sends well and which pipelines a bucket
+# Of a message: large ones cost less processor time, but several segments have to be on their way.
+SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 15, 1 << 17
+PIPELINED = 4
 SEGMENTS = 16  # of one operation at most; each has a tag, of which MPI promises 32767
 
 
@@ -165,7 +167,8 @@ class Library(Ring):
 
 
 def _segments(flat: Tensor, n: int) -> list[Tensor]:
-    wanted = flat.nbytes // (n * CHUNK_BYTES)
+    chunk = min(max(flat.nbytes // (n * PIPELINED), SMALLEST_CHUNK), LARGEST_CHUNK)
+    wanted = flat.nbytes // (n * chunk)
     return list(flat.tensor_split(max(1, min(wanted, SEGMENTS))))
 
 

@@ -63,8 +63,7 @@ class AdasumAverager(MpiAverager):
         self.shards = connect(group)
         whole = [[p for p in some if p.numel()] for some in planned]
         self.planned = [some for some in whole if some]
-        HorovodSums.made = group.largest(HorovodSums.made) + 1
-        self._label = f"hpc_train.adasum.{HorovodSums.made}"
+        self._label = HorovodSums.label(group)
 
     def norm(self) -> Tensor:
         """The 2-norm of all ranks' gradients side by side, float64. Collective."""

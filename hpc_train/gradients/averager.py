@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.state import broadcast_state
+from hpc_train.mpi import runtime
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -80,6 +82,23 @@ class GradientAverager(Protocol):
         """Release what the averager holds. Collective."""
 
 
+def best_engine(device: torch.device) -> Literal["horovod", "mpi"]:
+    """What engine "auto" takes, by what is built and by what we have measured.
+
+    Engine mpi was the faster one on processors, in every run (benchmarks/RESULTS.md). For GPUs it
+    is Horovod if that has NCCL while MPI cannot read their memory: gradients then stay there.
+    """
+    if device.type != "cuda" or not runtime.horovod_built():
+        return "mpi"
+    from hpc_train.collectives.mpi import reads_gpu_memory  # which starts MPI
+
+    if reads_gpu_memory():
+        return "mpi"
+    import horovod.torch as hvd
+
+    return "horovod" if hvd.nccl_built() else "mpi"
+
+
 def average_gradients(
     model: nn.Module,
     optimizer: Optimizer,
@@ -107,8 +126,7 @@ def average_gradients(
         group: the ranks to average over, or these ranks by nodes, where the caller knows them. For
             engine horovod all ranks of the job, or one of the process sets that Horovod was started
             with (`runtime.start_horovod`).
-        engine: "horovod", "mpi", or "auto", which takes mpi: it was the faster of the two wherever
-            we measured (benchmarks/RESULTS.md).
+        engine: "horovod", "mpi", or "auto": see `best_engine`.
         bucket_bytes: size of the flat buckets; None: measured.
         backward_passes: backward passes in each step, those inside of `no_sync` not counted; 0 if
             parameters differ in this: all sums then begin after the last one.
@@ -146,6 +164,8 @@ def average_gradients(
     broadcast_state(optimizer, collectives)
     from hpc_train.gradients.choice import Options, mpi_averager
 
+    if engine == "auto":
+        engine = "mpi" if average_every > 1 else best_engine(_device(model))
     options = Options(
         bucket_bytes,
         backward_passes,
@@ -166,3 +186,7 @@ def average_gradients(
     if levels is not given:
         averager.at_close.append(levels.close)
     return averager
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters() if p.requires_grad), torch.device("cpu"))

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 TwoLevel = Literal["auto", "on", "off"]
 Make = Callable[[Sequence[Bucket]], Sums]
+Made = TypeVar("Made", bound=Sums | MpiAverager)
 
 USUAL_BUCKET = 4 << 20  # bytes, where nothing is measured
 SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 19, 64 << 20
@@ -139,6 +140,31 @@ class Options:
         """Whether this rank has a core that torch does not use."""
         return self.cores > torch.get_num_threads()
 
+    def check(self, device: torch.device) -> None:
+        """Refuse what would be accepted and not done.
+
+        Raises:
+            UserError: options that do not go together, or not with parameters on this device.
+        """
+        local, packed = self.every > 1, self.compression != "none"
+        for asked, why, remedy in (
+            (self.zero and local, "zero and average_every do not go together", "leave one out"),
+            (packed and local, "compression and average_every do not go together", "leave one out"),
+            (
+                self.zero and self.two_level == "off",
+                'zero sums in the memory of nodes, two_level is "off"',
+                "leave one out",
+            ),
+            (
+                device.type != "cpu" and (self.zero or packed or self.two_level == "on"),
+                "zero, compression and two levels are for parameters in host memory, these are on "
+                f"{device}",
+                "leave them out",
+            ),
+        ):
+            if asked:
+                raise UserError(why, remedy)
+
     def progress(self) -> Progress:
         """A thread where there is a core for it, else hooks."""
         polite = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # see `runtime.start`
@@ -151,6 +177,8 @@ def mpi_averager(
     """Put engine mpi together. Collective."""
     trained = [p for p in model.parameters() if p.requires_grad]
     group = levels.whole
+    for device in {parameter.device for parameter in trained}:
+        options.check(device)
     if group.size == 1 or not trained:
         none = CollectiveSums(connect(group), [])
         return MpiAverager(model, optimizer, group, [], none, Progress())
@@ -172,9 +200,6 @@ def _sharded(
     options: Options,
     trained: Sequence[Parameter],
 ) -> MpiAverager:
-    if trained[0].is_cuda:
-        raise UserError("memory.zero shares host memory, the model is on a GPU", "leave it out")
-
     def make(buckets: Sequence[Bucket], whole: Sequence[bool] = ()) -> LevelSums:
         return compressed(levels, buckets, options.compression, whole)
 
@@ -182,9 +207,16 @@ def _sharded(
     divided = plan([p for p in trained if p not in options.whole], size)
     kept = plan([p for p in trained if p in options.whole], size)
     buckets = [Bucket(some) for some in [*divided, *kept]]
-    sums = make(buckets, [False] * len(divided) + [True] * len(kept))
-    progress, passes = options.progress(), options.backward_passes
-    return ShardedAverager(model, optimizer, levels, buckets, sums, progress, passes)
+
+    def averager() -> ShardedAverager:
+        sums = make(buckets, [False] * len(divided) + [True] * len(kept))
+        progress, passes = options.progress(), options.backward_passes
+        return ShardedAverager(model, optimizer, levels, buckets, sums, progress, passes)
+
+    made, failure = on_all_nodes(levels.whole, averager)
+    if made is None:
+        raise failure
+    return made
 
 
 def _bucket_bytes(group: Group, make: Make, trained: Sequence[Parameter], options: Options) -> int:
@@ -232,19 +264,31 @@ def or_collectives(group: Group, make: Make, collectives: Collectives) -> Make:
     """A way that falls back to the collectives where memory cannot be shared."""
 
     def made(buckets: Sequence[Bucket]) -> Sums:
-        failed: SetupError | None = None
-        sums: Sums | None = None
-        try:
-            sums = make(buckets)
-        except SetupError as error:
-            failed = error
-        if group.largest(int(failed is not None)):  # on one node is enough
-            if sums is not None:
-                sums.close()
-            if failed is not None:
-                logger.warning("%s; gradients are averaged by MPI's own sums, slower", failed)
+        sums, failure = on_all_nodes(group, lambda: make(buckets))
+        if sums is None:
+            logger.warning("%s; gradients are averaged by MPI's own sums, slower", failure)
             return CollectiveSums(collectives, buckets)
-        assert sums is not None
         return sums
 
     return made
+
+
+def on_all_nodes(group: Group, make: Callable[[], Made]) -> tuple[Made | None, SetupError]:
+    """What each rank makes, or None on all and why if one node has too little memory. Collective.
+
+    What other nodes have made by then is closed.
+
+    Args:
+        group: the ranks of all nodes.
+        make: collective over the ranks of a node, which all fail or none.
+    """
+    failure: SetupError | None = None
+    made: Made | None = None
+    try:
+        made = make()
+    except SetupError as error:
+        failure = error
+    if group.largest(int(failure is not None)) and made is not None:
+        made.close()
+        made = None
+    return made, failure or SetupError("another node has too little shared memory")

@@ -63,8 +63,13 @@ class HorovodSums:
         self.hvd, self.process_set, self.compression = hvd, process_set, compression
         self.flats = [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
         self.profile = Profile()
-        HorovodSums.made = group.largest(HorovodSums.made) + 1
-        self._label = f"hpc_train.gradients.{HorovodSums.made}"
+        self._label = HorovodSums.label(group)
+
+    @classmethod
+    def label(cls, group: Group) -> str:
+        """A name for operations of these ranks that no others have. Collective."""
+        cls.made = group.largest(cls.made) + 1
+        return f"hpc_train.gradients.{cls.made}"
 
     def begin(self, number: int) -> Steps[None]:
         """Sum a bucket."""

@@ -7,10 +7,9 @@ that replicas differ in nothing after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.collectives.alone import AloneCollectives
@@ -18,6 +17,7 @@ from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.mpi import MpiAverager
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.state import moments
 from hpc_train.gradients.sums import CollectiveSums, Sums
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -69,19 +69,11 @@ class LocalSteps(MpiAverager):
             return
         self._since = 0
         with torch.no_grad():
-            for kind in self._kinds():
-                self._average(kind)
+            self._average({p: p.data for p in self.trained})
+            for slot in moments(self.optimizer).values():
+                self._average(slot)
 
-    def _kinds(self) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """The parameters, then the optimizer's tensors of their shape, one slot after the other."""
-        yield {p: p.data for p in self.trained}
-        states = self.optimizer.state
-        names = {name for p in self.trained for name in states.get(p, {})}
-        for name in sorted(names):
-            slot = {p: states[p][name] for p in self.trained if name in states.get(p, {})}
-            yield {p: t for p, t in slot.items() if isinstance(t, Tensor) and t.shape == p.shape}
-
-    def _average(self, tensors: dict[nn.Parameter, Tensor]) -> None:
+    def _average(self, tensors: dict[Parameter, Tensor]) -> None:
         sums = self._mean_sums
         views = {
             p: view

@@ -148,7 +148,12 @@ class MpiAverager:
 
     def scale_(self, factor: float) -> None:
         """Multiply the averaged gradients."""
-        torch._foreach_mul_([gradient for _, gradient in self.parts()], factor)
+        if gradients := self._own():
+            torch._foreach_mul_(gradients, factor)
+
+    def _own(self) -> list[Tensor]:
+        """All averaged gradients that lie in this rank's memory."""
+        return [p.grad for p in self.trained if p.grad is not None]
 
     def step(self) -> None:
         """Take the optimizer's step, after averaging. Collective."""

@@ -60,22 +60,26 @@ def average_state(optimizer: Optimizer, collectives: Collectives) -> None:
 
     All ranks have them for the same parameters.
     """
-    for moment in _moments(optimizer):
-        collectives.sum_(moment)
-        moment.div_(collectives.group.size)
+    for slot in moments(optimizer).values():
+        for moment in slot.values():
+            collectives.sum_(moment)
+            moment.div_(collectives.group.size)
+
+
+def moments(optimizer: Optimizer) -> dict[str, dict[Parameter, Tensor]]:
+    """What of the state has its parameter's shape, by slot, in the same order on all ranks."""
+    found: dict[str, dict[Parameter, Tensor]] = {}
+    for parameter in _parameters(optimizer):
+        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+            alike = isinstance(value, Tensor) and value.shape == parameter.shape
+            if alike and value.is_floating_point():
+                found.setdefault(name, {})[parameter] = value
+    return found
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _moments(optimizer: Optimizer) -> Iterator[Tensor]:
-    for parameter in _parameters(optimizer):
-        for _, value in sorted(optimizer.state.get(parameter, {}).items()):
-            alike = isinstance(value, Tensor) and value.shape == parameter.shape
-            if alike and value.is_floating_point():
-                yield value
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:

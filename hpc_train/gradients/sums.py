@@ -17,6 +17,7 @@ from hpc_train.collectives import Collectives
 from hpc_train.collectives.node import ALIGNMENT, NodeMemory, sum_into
 from hpc_train.collectives.ring import Cross
 from hpc_train.collectives.steps import Steps
+from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.compression import Compressor
 from hpc_train.gradients.profile import Profile
@@ -91,7 +92,12 @@ class LevelSums:
         parts = [_private(buckets)]
         if levels.node.size > 1:
             nbytes = memory_bytes(buckets)
-            self.memory = NodeMemory(levels.node, nbytes, signals=2 * len(buckets))
+            try:
+                self.memory = NodeMemory(levels.node, nbytes, signals=2 * len(buckets))
+            except SetupError:
+                if cross is not None:
+                    cross.close()
+                raise
             parts = [cut_memory(part, buckets) for part in self.memory.parts]
         self._buffers = list(zip(*parts, strict=True))  # of each bucket, those of the node's ranks
         self.flats = parts[levels.node.rank]
@@ -106,13 +112,13 @@ class LevelSums:
         memory, round_ = self.memory, self.rounds[number]
         if memory is not None:
             memory.tell(2 * number + FILLED, round_)
-            yield lambda: memory.told(2 * number + FILLED, round_, self._everyone)
+            yield from memory.wait(2 * number + FILLED, round_, self._everyone)
         filled = time.perf_counter()
         if self.levels.owns:
             yield from self._sum_part(number)
         if memory is not None:
             memory.tell(2 * number + DONE, round_)
-            yield lambda: memory.told(2 * number + DONE, round_, self._owners)
+            yield from memory.wait(2 * number + DONE, round_, self._owners)
         nbytes = self.flats[number].nbytes
         self.profile.add(filled - begin, time.perf_counter() - filled, nbytes)
 

@@ -54,9 +54,8 @@ class TopK(ErrorFeedback):
     ) -> Steps[None]:
         """Sum the largest elements of each rank; it keeps the others."""
         kept = self.with_residual(number, part)
-        count = max(
-            1, math.ceil(self._ratio_now(number) * part.numel() - 1e-6)
-        )  # 0.07 * 100 is above 7
+        wanted = self._ratio_now(number) * part.numel()
+        count = max(1, math.ceil(wanted - 1e-6))  # 0.07 * 100 is above 7
         values = kept.new_full((count,), math.nan)  # what the others get if ours are not finite
         places = torch.arange(count, dtype=torch.int32, device=part.device)
         if is_finite(kept):

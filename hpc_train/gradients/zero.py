@@ -119,11 +119,9 @@ class ShardedAverager(MpiAverager):
         self.shards.sum_(square)
         return square.sqrt()
 
-    def scale_(self, factor: float) -> None:
-        """Multiply the averaged gradients."""
+    def _own(self) -> list[Tensor]:
         whole = [view for p, view in self._views.items() if p not in self.shared]
-        if gradients := [*self._gradients.values(), *whole]:
-            torch._foreach_mul_(gradients, factor)
+        return [*self._gradients.values(), *whole]
 
     def step(self) -> None:
         """Take the optimizer's step, and wait for that of the node's other ranks. Collective."""
@@ -132,13 +130,9 @@ class ShardedAverager(MpiAverager):
             return
         self._steps += 1
         self.memory.tell(0, self._steps)
-        memory, owners = self.memory, range(self.levels.owners)
-
-        def updated() -> bool:
-            return memory.told(0, self._steps, owners)
-
+        updated = self.memory.wait(0, self._steps, range(self.levels.owners))
         with self.group.waiting("the optimizer's step of the ranks of its node"):
-            run((wait for wait in [updated]), polite=self.progress.polite)
+            run(updated, polite=self.progress.polite)
 
     def close(self) -> None:
         """Give each rank parameters of its own; the optimizer's state is gone. Collective."""

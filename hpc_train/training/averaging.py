@@ -16,6 +16,7 @@ from hpc_train.checkpoint.store import More
 from hpc_train.collectives.steps import run
 from hpc_train.config import RunConfig
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
+from hpc_train.gradients.averager import Engine, best_engine
 from hpc_train.gradients.buckets import Slab
 from hpc_train.gradients.mpi import MpiAverager
 from hpc_train.gradients.sums import LevelSums
@@ -29,12 +30,21 @@ from hpc_train.sharding import Shard
 RESIDUAL = "residual."
 
 
+def engine(config: RunConfig, grid: ParallelGrid, device: torch.device) -> Engine:
+    """Who averages the gradients of parameters on this device."""
+    if grid.dp == 1 and grid.world.size > 1:
+        return "mpi"  # one replica averages with nobody
+    asked = config.gradients.engine
+    return best_engine(device) if asked == "auto" and config.gradients.average_every == 1 else asked
+
+
 def set_up(
     config: RunConfig,
     model: nn.Module,
     optimizer: Optimizer,
     grid: ParallelGrid,
     layout: Applied,
+    engine: Engine,
     *,
     passes: int,
     cores: int,
@@ -47,11 +57,11 @@ def set_up(
         optimizer: of it.
         grid: where this rank stands.
         layout: what was put on the model.
+        engine: see `engine`.
         passes: micro-batches of a step.
         cores: of this rank.
     """
     gradients, parallel = config.gradients, config.parallel
-    alone = grid.dp == 1 and grid.world.size > 1  # one replica averages with nobody
     # Schedules that put weight gradients off, or run several parts of a rank's model, do not give
     # each parameter one gradient per micro-batch.
     plain = grid.pp == 1 or (parallel.schedule in ("gpipe", "1f1b") and parallel.chunks == 1)
@@ -59,13 +69,13 @@ def set_up(
         model,
         optimizer,
         Levels.join(grid.data, grid.data_node, grid.data_cross),
-        engine="mpi" if alone else gradients.engine,
+        engine=engine,
         bucket_bytes=gradients.bucket_bytes,
         backward_passes=passes if plain else 0,
         two_level=gradients.two_level,
         compression=gradients.compression,
         average_every=gradients.average_every,
-        reduction="mean" if alone else gradients.reduction,
+        reduction=gradients.reduction if engine == "horovod" else "mean",
         zero=config.memory.zero,
         whole=layout.gradients.completed,
         cores=cores,
@@ -96,6 +106,7 @@ class AveragingState(More):
         self.shards = {p: shards[name] for name, p in model.named_parameters()}
         sums = averager.sums if isinstance(averager, MpiAverager) else None
         self.sums = sums if isinstance(sums, LevelSums) and sums.compressor else None
+        self.compressor = self.sums.compressor if self.sums is not None else None
         self._totals: dict[int, Tensor] = {}
         self._steps = 0
 
@@ -116,11 +127,10 @@ class AveragingState(More):
     def unify(self) -> None:
         """Average local steps; share evenly what compression has not sent."""
         self.averager.settle()
-        if self.sums is not None and self.sums.compressor is not None:
-            # Ranks that own nothing have compressed nothing.
-            self._steps = self.world.largest(self.sums.compressor.steps)
-        if self.sums is not None and self.sums.cross is not None and self.sums.compressor:
-            totals = run(self.sums.compressor.unify(self.sums.cross))
+        # Ranks that own no part of a bucket, and those of stages without any, compress nothing.
+        self._steps = self.world.largest(self.compressor.steps if self.compressor else 0)
+        if self.sums is not None and self.sums.cross is not None and self.compressor:
+            totals = run(self.compressor.unify(self.sums.cross))
             self._totals = {n: total / self._scale for n, total in totals.items()}
 
     def collect(self) -> dict[str, Held]:
@@ -141,14 +151,13 @@ class AveragingState(More):
 
     def values(self) -> dict[str, Any]:
         """How many steps compression has seen."""
-        return {"compressed_steps": self._steps} if self.sums is not None else {}
+        return {"compressed_steps": self._steps} if self._steps else {}
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Share evenly what was not sent."""
-        if self.sums is not None and self.sums.compressor is not None and values:
+        if self.sums is not None and self.compressor is not None and values:
             totals = {number: total * self._scale for number, total in self._totals.items()}
-            nodes, steps = self.sums.levels.nodes, values["compressed_steps"]
-            self.sums.compressor.load(totals, nodes, steps)
+            self.compressor.load(totals, self.sums.levels.nodes, values["compressed_steps"])
 
     @property
     def _scale(self) -> float:
@@ -168,16 +177,20 @@ class AveragingState(More):
 
 
 def held(
+    config: RunConfig,
     averager: GradientAverager,
     model: nn.Module,
     layout: Applied,
     grid: ParallelGrid,
     scaler: LossScaler | None,
 ) -> dict[str, Any]:
-    """What `Checkpoints` has to know: which rank holds and writes what."""
+    """What `Checkpoints` has to know: which rank holds and writes what.
+
+    All ranks decide alike: also those of stages where nothing is trained, divided or compressed.
+    """
     state = AveragingState(averager, model, layout.shards, grid.world, scaler)
     shards, replica = layout.shards, grid.model
-    if isinstance(averager, ShardedAverager) or state.sums is not None:  # no replica has it all
+    if config.memory.zero or config.gradients.compression != "none":  # no replica has it all
         first = grid.coordinate.dp == 0
         shards = {n: replace(shard, owned=shard.owned and first) for n, shard in shards.items()}
         replica = grid.world

@@ -119,8 +119,7 @@ class Trainer:
             make_deterministic()
         use_cores(runtime)
         self.device = choose_device()
-        shared = self.grid.dp > 1 or self.group.size == 1
-        engine = config.gradients.engine if shared else "mpi"  # one replica averages with nobody
+        engine = averaging.engine(config, self.grid, self.device)
         if engine == "horovod":
             bucket = config.gradients.bucket_bytes or HOROVOD_BUCKET
             start_horovod(self.group, self.grid.process_sets(), bucket_bytes=bucket)
@@ -143,6 +142,7 @@ class Trainer:
             self.optimizer,
             self.grid,
             self.layout,
+            engine,
             passes=len(self.parts),
             cores=runtime.cores,
         )
@@ -158,7 +158,9 @@ class Trainer:
             about=about,
             alike=connect(self.grid.data),
             scaler=self.scaler,
-            **averaging.held(self.averager, self.model, self.layout, self.grid, self.scaler),
+            **averaging.held(
+                config, self.averager, self.model, self.layout, self.grid, self.scaler
+            ),
         )
         self.meter = Meter(data.batch, self.group.waiting, tokens_per_sample)
 

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from hpc_train.errors import UserError
+from hpc_train.collectives import node
+from hpc_train.errors import SetupError, UserError
 from hpc_train.gradients import average_gradients
+from hpc_train.gradients.averager import best_engine
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
+from tests.gradients.test_same import Model, levels_of
 
 pytestmark = pytest.mark.mpi
 SAMPLES, PASSES, STEPS = 24, 2, 4
 
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
-
-
-class Model(nn.Module):
-    """Has what averaging must get right: a shared, a frozen and an unused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.unused = nn.Linear(6, 6)
-        self.out = nn.Linear(6, 1)
-
-    def forward(self, x):
-        return self.out(self.frozen(self.second(self.first(x).tanh()).tanh()))
 
 
 def trained(group: Group, engine: str, optimizer_class, *, plain_zero_grad=False, bucket_bytes=256):
@@ -113,6 +102,59 @@ def test_ranks_with_different_models_are_told_and_not_left_waiting(job):
     if job.world.size > 1:
         with pytest.raises(UserError, match="the model .* differs from that of rank 0"):
             average_gradients(model, torch.optim.SGD(model.parameters()), job.world)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 1, "average_every": 2},
+        {"compression": "bf16", "average_every": 2},
+        {"zero": 1, "two_level": "off"},
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(job, options):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match="average_every|two_level"):
+        average_gradients(model, optimizer, job.world, engine="mpi", **options)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_too_little_memory_on_one_node_is_known_on_all(job, monkeypatch, caplog, zero):
+    if job.world.size < 4:
+        return
+
+    def full(nbytes):
+        raise SetupError("/dev/shm is full", "enlarge it")
+
+    if job.world.rank > 1:
+        monkeypatch.setattr(node, "_check_room", full)
+    levels = levels_of(job.world, (0, 0, 1, 1))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"engine": "mpi", "bucket_bytes": 256, "two_level": "on", "zero": zero}
+    set_up = partial(average_gradients, model, optimizer, levels, **options)
+    if zero:
+        with pytest.raises(SetupError, match="shared memory|/dev/shm is full"):
+            set_up()
+    else:
+        set_up().close()
+        assert "averaged by MPI's own sums" in caplog.text
+    levels.close()
+
+
+@pytest.mark.parametrize(
+    ("nccl", "reads", "expected"),
+    [(True, False, "horovod"), (True, True, "mpi"), (False, False, "mpi")],
+)
+@needs_horovod
+def test_engine_auto_keeps_gradients_on_gpus(monkeypatch, nccl, reads, expected):
+    import horovod.torch as hvd
+
+    monkeypatch.setattr(hvd, "nccl_built", lambda: nccl)
+    monkeypatch.setattr("hpc_train.collectives.mpi.reads_gpu_memory", lambda: reads)
+    assert best_engine(torch.device("cuda")) == expected
+    assert best_engine(torch.device("cpu")) == "mpi"
 
 
 def test_gradients_are_views_of_the_buckets_after_averaging(job):

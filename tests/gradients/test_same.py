@@ -46,13 +46,15 @@ class Case:
         engine = random.choice(["mpi"] * 5 + ["horovod"] * runtime.horovod_built())
         ranks = most if engine == "horovod" else random.randint(1, most)
         kinds = random.randint(1, ranks)
+        zero = random.randint(0, 1) if engine == "mpi" else 0
+        two_level = ["auto", "on", "off"] if engine == "mpi" and not zero else ["auto"]
         return cls(
             engine,
             ranks,
             tuple(random.randrange(kinds) for _ in range(ranks)),
             random.choice([1, 100, 1000, 1 << 20, None]),
-            random.choice(["auto", "on", "off"] if engine == "mpi" else ["auto", "off"]),
-            random.randint(0, 1) if engine == "mpi" else 0,
+            random.choice(two_level),
+            zero,
             random.randint(1, 3),
             random.random() < 0.5,
             random.random() < 0.3,

@@ -20,14 +20,6 @@ from tests.training.test_trainer import STEPS, check_equal, config, make, record
 ZERO = ["--memory.zero", "1"]
 
 
-@pytest.fixture
-def reference(together, job):
-    if job.world.rank == 0:
-        make(config(together / "reference"), Runtime(Group(), Group())).train()
-    job.world.barrier()
-    return together / "reference"
-
-
 def last_checkpoint(directory):
     return directory / "checkpoints" / f"step-{STEPS:09d}.safetensors"
 
@@ -185,6 +177,7 @@ def test_the_end_tells_what_averaging_took(job, together, caplog):
         ["--gradients.average_every", "2", "--gradients.compression", "bf16"],
         ["--gradients.average_every", "2", "--gradients.engine", "horovod"],
         ["--memory.zero", "1", "--gradients.engine", "horovod"],
+        ["--memory.zero", "1", "--gradients.two_level", "off"],
         ["--gradients.average_every", "0"],
         ["--memory.zero", "2"],
     ],

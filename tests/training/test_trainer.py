@@ -59,14 +59,6 @@ def check_equal(directory, reference):
             assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-10), key
 
 
-@pytest.fixture
-def reference(together, job):
-    if job.world.rank == 0:
-        make(config(together / "reference"), Runtime(Group(), Group())).train()
-    job.world.barrier()
-    return together / "reference"
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("cut", [[], ["--data.micro_batch", "1"], ["--data.micro_batch", "2"]])
 def test_losses_are_those_of_one_rank(group, together, reference, cut):
