@@ -96,7 +96,7 @@ class NodeMemory:
 def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Sum tensors and write the result to each of the targets, which may be among them.
 
-    Block by block, so that a sum is still in the core's cache when it is written out.
+    Block by block, so that a sum is still in the core's cache when it is written out again.
 
     Args:
         parts: two or more, one dimension, of one length and dtype. They are added in their order:
@@ -104,14 +104,16 @@ def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         targets: as the parts.
     """
     count = max(1, BLOCK_BYTES // parts[0].element_size())
-    total = torch.empty(min(count, len(parts[0])), dtype=parts[0].dtype)
+    more = len(parts) > 2
+    scratch = torch.empty(min(count, len(parts[0])) if more else 0, dtype=parts[0].dtype)
     for begin in range(0, len(parts[0]), count):
-        blocks = [part[begin : begin + count] for part in parts]
-        block = torch.add(blocks[0], blocks[1], out=total[: len(blocks[0])])
-        for more in blocks[2:]:
-            block.add_(more)
-        for target in targets:
-            target[begin : begin + count].copy_(block)
+        total, *rest, last = (part[begin : begin + count] for part in parts)
+        for block in rest:
+            total = torch.add(total, block, out=scratch[: len(block)])
+        first, *others = (target[begin : begin + count] for target in targets)
+        torch.add(total, last, out=first)
+        for other in others:
+            other.copy_(first)
 
 
 def _check_room(nbytes: int) -> None:

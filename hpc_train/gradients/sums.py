@@ -133,16 +133,15 @@ class LevelSums:
         begin, end = self.part(number)
         parts = [buffer[begin:end] for buffer in self._buffers[number]]
         mine = parts[self.levels.node.rank]
-        targets = parts if self.whole[number] else [mine]
+        others = [part for part in parts if part is not mine] if self.whole[number] else []
         if self.cross is None:
-            sum_into(parts, targets)
+            sum_into(parts, [mine, *others])
             return
         if len(parts) > 1:
             sum_into(parts, [mine])
         yield from self._sum_across(number, mine)
-        for target in targets:
-            if target is not mine:
-                target.copy_(mine)
+        for other in others:
+            other.copy_(mine)
 
     def _sum_across(self, number: int, mine: Tensor) -> Steps[None]:
         assert self.cross is not None
