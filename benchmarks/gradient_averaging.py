@@ -10,7 +10,8 @@ step; heavy: 8 x 128. Two ranks have a core each; four share what cores there ar
 
 Horovod's background thread asks MPI for work every millisecond, which slows down everything else
 in its process. It therefore runs only while a candidate that uses Horovod has its turn; and with
-the settings of its own candidate only, which Horovod reads from the environment when it starts.
+the settings of its own candidate only. What waits in MPI gives its core away only in the turn of our
+engine horovod, which is what sets this.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Candidates:
         self.made = {CEILING: (alone, plain_step(alone, optimizer, batch))}
         self.made[MPI] = self.ours(engine="mpi")
         self.made[ZERO] = self.ours(engine="mpi", zero=1)
-        own = horovod_settings()
+        own = horovod_settings() | {"HOROVOD_CYCLE_TIME": "1"}  # its default: the last one stays
         self.made[HOROVOD] = self.ours(engine="horovod")
         self.settings = {HOROVOD: horovod_settings(), STOCK: own}
         import horovod.torch as hvd
@@ -159,14 +160,18 @@ class Candidates:
         if name not in self.settings:
             yield
             return
+        from hpc_train.mpi.runtime import yield_while_waiting
+
         before = horovod_settings()
         set_horovod(self.settings[name])
+        yield_while_waiting(name == HOROVOD)
         self.hvd.init()
         try:
             yield
         finally:
             self.hvd.shutdown()
             set_horovod(before)
+            yield_while_waiting(False)
 
 
 def horovod_settings() -> dict[str, str]:

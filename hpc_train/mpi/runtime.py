@@ -172,7 +172,7 @@ def start_horovod(
         _warn_of_words()
     os.environ |= horovod_settings(os.environ, bucket_bytes)
     if world.comm is not None:
-        _yield_while_waiting()
+        yield_while_waiting(True)
     earlier = [list(ranks) for ranks, number in known.items() if number > 0]
     hvd.init(process_sets=[hvd.ProcessSet(ranks) for ranks in [*earlier, *missing]])
     return hvd
@@ -216,8 +216,8 @@ def _warn_of_words() -> None:
             logger.warning("%s=%s means off to Horovod, which reads numbers: set 1", name, value)
 
 
-def _yield_while_waiting() -> None:
-    """Let what waits inside of MPI give its core away, where it is Open MPI.
+def yield_while_waiting(switch: bool) -> None:
+    """Let what waits inside of MPI give its core away, where it is Open MPI, or no longer so.
 
     In each cycle Horovod's threads wait for one another. Spinning, they took 6 to 9 % of cores that
     ranks computed on, in a machine that was busy otherwise, too; yielding, 0.6 %. The variable is
@@ -226,9 +226,9 @@ def _yield_while_waiting() -> None:
     if "OMPI_MCA_mpi_yield_when_idle" in os.environ:
         return
     library = ctypes.CDLL(import_mpi().__file__)
-    switch = getattr(library, "opal_progress_set_yield_when_idle", None)
-    if switch is not None:
-        switch(True)
+    set_yield = getattr(library, "opal_progress_set_yield_when_idle", None)
+    if set_yield is not None:
+        set_yield(switch)
 
 
 def process_set(hvd: Any, ranks: Sequence[int]) -> Any:
