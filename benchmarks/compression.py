@@ -44,12 +44,13 @@ from hpc_train.training.schedule import learning_rate
 
 NAME = "compression"
 NONE = "none"
-CANDIDATES = (NONE, "fp16", "bf16", "topk:0.01", "powersgd:4")
+CANDIDATES = (NONE, "fp16", "bf16", "topk:0.01", "powersgd:4", "powersgd:16")
+LEARNERS = (*CANDIDATES, "topk:0.01:300")  # which sends more in its first 300 steps
 HOSTS, SLOTS, MBIT = 4, 2, 800
 TURN = 2  # steps
 LINKS, LOSS = 1, 2  # what ranks are started for
 BUCKET_BYTES = {LINKS: 4 << 20, LOSS: 1 << 20}  # set, since what PowerSGD sends depends on them
-RANK_MIB = 1500  # of memory
+RANK_MIB = 1800  # of memory
 
 LOSS_RANKS = 4
 SMALL = {"vocab": 256, "sequence": 128, "layers": 4, "hidden": 128, "heads": 4}
@@ -217,7 +218,7 @@ def learn(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     runtime = runtimes.start()
     text = read_text()
-    found = {name: train(runtime.world, text, options.steps, name) for name in CANDIDATES}
+    found = {name: train(runtime.world, text, options.steps, name) for name in LEARNERS}
     if not all(math.isfinite(loss) for losses in found.values() for loss in losses.values()):
         raise RuntimeError(f"a loss is not finite: {found}")
     if runtime.world.rank == 0:
@@ -230,17 +231,22 @@ def show(sent: dict, seconds: harness.Samples, losses: dict) -> None:
     columns = ["", "MB sent", "MB on links", "less", "ms per step", "x none"]
     columns += ["loss", "x none", "validation", "x none"]
     table = Table(*columns, title=f"{HOSTS} hosts x {SLOTS} ranks, {MBIT} Mbit/s; per step")
-    for name in CANDIDATES:
-        times = [1e3 * value for value in seconds[name]]
-        spread = f"{statistics.median(times):.0f} ({min(times):.0f} - {max(times):.0f})"
-        cells = [f"{sent[name][key] / 1e6:.2f}" for key in ("payload", "counted")]
-        cells.append(f"{sent[NONE]['payload'] / sent[name]['payload']:.1f}")
-        cells += [spread, f"{harness.paired_ratio(seconds, name, NONE):.3f}"]
+    for name in LEARNERS:
+        cells = link_cells(name, sent, seconds) if name in sent else [""] * 5
         for key in ("loss", "validation"):
             ratio = losses[name][key] / losses[NONE][key]
             cells += [f"{losses[name][key]:.4f}", f"{ratio:.4f}"]
         table.add_row(name, *cells)
     Console(width=120).print(table)
+
+
+def link_cells(name: str, sent: dict, seconds: harness.Samples) -> list[str]:
+    """The table's columns of what the links saw."""
+    times = [1e3 * value for value in seconds[name]]
+    spread = f"{statistics.median(times):.0f} ({min(times):.0f} - {max(times):.0f})"
+    cells = [f"{sent[name][key] / 1e6:.2f}" for key in ("payload", "counted")]
+    cells.append(f"{sent[NONE]['payload'] / sent[name]['payload']:.1f}")
+    return [*cells, spread, f"{harness.paired_ratio(seconds, name, NONE):.3f}"]
 
 
 def main() -> None:
@@ -263,12 +269,13 @@ def main() -> None:
     for name in CANDIDATES:
         middles |= {f"{name}: {key} bytes": value for key, value in sent[name].items()}
         middles[f"{name}: seconds"] = statistics.median(seconds[name])
+        ratios[f"{name}: bytes"] = sent[name]["payload"] / sent[NONE]["payload"]
+        ratios[f"{name}: seconds"] = harness.paired_ratio(seconds, name, NONE)
+    for name in LEARNERS:
         middles |= {f"{name}: {key}": value for key, value in losses[name].items()}
-        if name != NONE:
-            ratios[f"{name}: bytes"] = sent[name]["payload"] / sent[NONE]["payload"]
-            ratios[f"{name}: seconds"] = harness.paired_ratio(seconds, name, NONE)
-            for key, value in losses[name].items():
-                ratios[f"{name}: {key}"] = value / losses[NONE][key]
+        ratios |= {
+            f"{name}: {key}": value / losses[NONE][key] for key, value in losses[name].items()
+        }
     harness.finish(NAME, ratios, middles, options.json)
 
 

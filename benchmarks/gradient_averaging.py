@@ -10,8 +10,8 @@ step; heavy: 8 x 128. Two ranks have a core each; four share what cores there ar
 
 Horovod's background thread asks MPI for work every millisecond, which slows down everything else
 in its process. It therefore runs only while a candidate that uses Horovod has its turn; and with
-the settings of its own candidate only. What waits in MPI gives its core away only in the turn of our
-engine horovod, which is what sets this.
+the settings of its own candidate only. What waits in MPI gives its core away only in the turn of
+our engine horovod, which is what sets this.
 """
 
 from __future__ import annotations

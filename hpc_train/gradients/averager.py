@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from hpc_train.allocator import keep_freed_memory
 from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
 from hpc_train.gradients.profile import Profile
@@ -164,8 +165,11 @@ def average_gradients(
     broadcast_state(optimizer, collectives)
     from hpc_train.gradients.choice import Options, mpi_averager
 
+    device = _device(model)
     if engine == "auto":
-        engine = "mpi" if average_every > 1 else best_engine(_device(model))
+        engine = "mpi" if average_every > 1 else best_engine(device)
+    if device.type == "cpu":
+        keep_freed_memory()
     options = Options(
         bucket_bytes,
         backward_passes,

@@ -1,0 +1,27 @@
+"""How the C library keeps memory that torch has freed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+# Numbers of glibc's malloc.h, which mallopt(3) explains.
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+LARGEST_TRIM, LARGEST_MMAP = (1 << 31) - 1, 1 << 25  # bytes: the most that mallopt takes
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep memory that it frees, for its next use.
+
+    Each step allocates and frees the same tensors. By default glibc gives large ones back to the
+    system and fetches them again in the next step, page by page, each zeroed before: while
+    gradients that are averaged are freed during the backward pass, more of them. The process
+    already had that memory once, so it does not become larger. Where the C library is another one
+    nothing happens; the user's own MALLOC_ variables and GLIBC_TUNABLES stay.
+    """
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(TRIM_THRESHOLD, LARGEST_TRIM)
+        mallopt(MMAP_THRESHOLD, LARGEST_MMAP)

@@ -1,0 +1,53 @@
+"""Memory that was freed is used again, and not fetched from the system anew."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PAGES_OF_A_STEP = (8 << 20) // os.sysconf("SC_PAGE_SIZE")
+PROGRAM = """
+import ctypes, resource
+from hpc_train.allocator import keep_freed_memory
+keep_freed_memory()
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+library.free.argtypes = [ctypes.c_void_p]
+
+def step():
+    blocks = [library.malloc(1 << 20) for _ in range(8)]
+    for block in blocks:
+        ctypes.memset(block, 1, 1 << 20)
+    for block in blocks:
+        library.free(block)
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(**variables: str) -> int:
+    """Pages that ten steps have to fetch."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(
+        command, env=environ | variables, check=True, capture_output=True, text=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_steps_fetch_no_memory_anew():
+    assert faults() < PAGES_OF_A_STEP / 2
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_the_users_own_setting_stays():
+    assert faults(MALLOC_TRIM_THRESHOLD_="1000000") > 5 * PAGES_OF_A_STEP
