@@ -186,7 +186,21 @@ def turns(trial: Trial, rounds: int) -> tuple[int, harness.Samples]:
     return trial.parameters, harness.in_turn(candidates, rounds, warmup=0)
 
 
-Point = tuple[int, float, float]  # ranks of a node, parameters, seconds of one core
+@dataclass(frozen=True)
+class Point:
+    """What averaging has taken of one core in a step.
+
+    Args:
+        ranks: of the node.
+        parameters: of the model.
+        seconds: the median over the rounds.
+        error: of that median, in seconds, by the scatter of the rounds.
+    """
+
+    ranks: int
+    parameters: float
+    seconds: float
+    error: float
 
 
 @dataclass(frozen=True)
@@ -205,10 +219,11 @@ class Fit:
 
     @classmethod
     def of(cls, points: list[Point]) -> Fit:
-        """The least squares of relative errors, with no constant below zero."""
-        rows = np.array([[1.0, parameters, ranks] for ranks, parameters, _ in points])
-        times = np.array([seconds for *_, seconds in points])
-        weights = 1 / np.maximum(times, 0.1 * abs(times).max())  # some may be all noise
+        """The least squares of errors relative to each point's own, no constant below zero."""
+        rows = np.array([[1.0, point.parameters, point.ranks] for point in points])
+        times = np.array([point.seconds for point in points])
+        # The model is no better than a tenth, however well a point is measured.
+        weights = 1 / np.array([max(point.error, 0.1 * abs(point.seconds)) for point in points])
         scale = rows.max(axis=0)
         rows, times = rows / scale * weights[:, None], times * weights
         best, least = np.zeros(3), math.inf
@@ -240,26 +255,27 @@ def exposed(nodes: int, nbytes: float, gbit: float, latency: float, step: float)
 def costs(found: Mapping[int, list[tuple[int, harness.Samples]]]) -> list[Point]:
     """What each trial's averaging took of one core: of a step's cost, the cores' part per rank."""
     cores = len(os.sched_getaffinity(0))
-    return [
-        (ranks, parameters, difference(samples) * min(cores, ranks) / ranks)
-        for ranks, trials in found.items()
-        for parameters, samples in trials
-        if ranks > 1
-    ]
-
-
-def difference(samples: harness.Samples) -> float:
-    """The median over the rounds of what ours takes more than no communication."""
-    pairs = zip(samples[MPI], samples[CEILING], strict=True)
-    return statistics.median(mine - theirs for mine, theirs in pairs)
+    points = []
+    for ranks, trials in found.items():
+        share = min(cores, ranks) / ranks
+        for parameters, samples in trials:
+            if ranks > 1:
+                pairs = zip(samples[MPI], samples[CEILING], strict=True)
+                taken = [share * (mine - theirs) for mine, theirs in pairs]
+                error = statistics.stdev(taken) / math.sqrt(len(taken))
+                points.append(Point(ranks, parameters, statistics.median(taken), error))
+    return points
 
 
 def show_fit(fit: Fit, points: list[Point]) -> None:
     """Measured beside fitted."""
     table = Table("ranks", "parameters", "measured ms", "fitted ms", title="of one core per step")
-    for ranks, parameters, seconds in points:
-        cells = (1e3 * seconds, 1e3 * fit.seconds(ranks, parameters))
-        table.add_row(str(ranks), f"{parameters / 1e6:.1f} M", *(f"{cell:.3f}" for cell in cells))
+    for point in points:
+        fitted = 1e3 * fit.seconds(point.ranks, point.parameters)
+        measured = f"{1e3 * point.seconds:.2f} +- {1e3 * point.error:.2f}"
+        table.add_row(
+            str(point.ranks), f"{point.parameters / 1e6:.1f} M", measured, f"{fitted:.2f}"
+        )
     Console(width=100).print(table)
     print(
         f"inside a node, of one core: {1e3 * fit.fixed:.3f} ms"
