@@ -67,8 +67,13 @@ def parser() -> ArgumentParser:
         help="draw nodes, sockets, and where each rank and group of a layout lies",
     )
     verbs.add_subcommand("generate", _generate_parser(), help="write text from a checkpoint")
+    checkpoint_parser = ArgumentParser(description="Look into checkpoints, in one process.")
+    verbs.add_subcommand(
+        "checkpoint", checkpoint_parser, help="list, verify, compare or export checkpoints"
+    )
     kinds = prepare_parser.add_subcommands(title="kinds", dest="kind", metavar="KIND")
     kinds.add_subcommand("text", _prepare_text_parser(), help="files or folders of text")
+    _add_checkpoint_actions(checkpoint_parser)
     return made
 
 
@@ -105,6 +110,34 @@ def _generate_parser() -> ArgumentParser:
     made.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     made.add_argument("--seed", type=int, default=0, help="of the random choice")
     return made
+
+
+def _add_checkpoint_actions(made: ArgumentParser) -> None:
+    kinds = made.add_subcommands(title="actions", dest="action", metavar="ACTION")
+    source = "a file, or a run directory for its newest"
+    several = ArgumentParser(description="List the checkpoints of a run.")
+    several.add_argument("run", metavar="RUN", help="a run directory")
+    kinds.add_subcommand("list", several, help="the checkpoints of a run")
+    verify = ArgumentParser(description="Read every byte; exit code 1 if any is damaged.")
+    verify.add_argument("checkpoint", help=source)
+    verify.add_argument("--all", action="store_true", help="every checkpoint of a run directory")
+    kinds.add_subcommand("verify", verify, help="whether a checkpoint is what was saved")
+    diff = ArgumentParser(description="Compare two checkpoints; exit code 1 if they differ.")
+    diff.add_argument("first", help=source)
+    diff.add_argument("second", help=source)
+    diff.add_argument("--all", action="store_true", help="show all differences")
+    kinds.add_subcommand("diff", diff, help="in what two checkpoints differ")
+    export = ArgumentParser(description="Write the model's tensors alone.")
+    export.add_argument("checkpoint", help=source)
+    export.add_argument("--out", required=True, metavar="FILE", help=".safetensors or .pt")
+    export.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="of names")
+    export.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="of names")
+    export.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "float16", "bfloat16"),
+        help="what floating-point numbers are turned into",
+    )
+    kinds.add_subcommand("export", export, help="to safetensors or a torch state dict")
 
 
 def doctor(options: Namespace) -> int:
@@ -223,6 +256,20 @@ def generate(options: Namespace) -> int:
     return 0
 
 
+def checkpoint(options: Namespace) -> int:
+    """`hpc-train checkpoint list | verify | diff | export`."""
+    from hpc_train import checkpoint_verbs as verbs
+
+    given = options[options.action]
+    if options.action == "list":
+        return verbs.show_list(given.run)
+    if options.action == "verify":
+        return verbs.verify(given.checkpoint, every=given.all)
+    if options.action == "diff":
+        return verbs.diff(given.first, given.second, every=given.all)
+    return verbs.export(given.checkpoint, given.out, given.include, given.exclude, given.dtype)
+
+
 # Verbs whose options come from the configuration's dataclasses, or are read on all ranks together.
 CONFIGURED: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
@@ -233,4 +280,5 @@ VERBS: dict[str, Callable[[Namespace], int]] = {
     "doctor": doctor,
     "prepare": prepare,
     "generate": generate,
+    "checkpoint": checkpoint,
 }

@@ -259,16 +259,27 @@ class CheckpointSection:
     """When the state is saved, how much of it is kept, and where a run starts from."""
 
     every: int = 1000
-    """Steps between two checkpoints; one more is written at the end and at an early stop."""
+    """Steps between two checkpoints, 0: not by steps; one more is written at the end and at an
+    early stop."""
+    minutes: float = 0.0
+    """Minutes between two, besides; 0: not by time."""
+    mtbf_hours: float = 0.0
+    """Mean time between failures of the job: with what a checkpoint takes, which the first step's
+    one tells, it gives the time between two for which least is lost (Daly); 0: not so."""
     keep: int = 3
     """Newest checkpoints that are kept; 0 keeps all."""
+    keep_every: int = 0
+    """Those of steps that this divides are kept for good; 0: none."""
+    keep_best: int = 0
+    """So many with the lowest validation loss are kept as well."""
     engine: Literal["auto", "mpiio", "posix"] = "auto"
     """How ranks write the one file; auto: mpiio under MPI, posix in a process alone."""
     resume: str = "auto"
     """auto: the newest checkpoint of run.dir; none: from the beginning; or a file to start from."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "checkpoint", every=1, keep=0)
+        _at_least(self, "checkpoint", every=0, minutes=0, mtbf_hours=0)
+        _at_least(self, "checkpoint", keep=0, keep_every=0, keep_best=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,28 +2,96 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+LARGEST = 1 << 30  # bytes of a call: systems take less than 2 GiB at a time
+
+
+def call(name: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Make one call to the file system.
+
+    Whatever a checkpoint writes goes through here. So tests can end the process at any call, let it
+    fail, or keep a record of what a machine that loses power may have lost.
+
+    Args:
+        name: what the call does: create, reserve, open, write, sync, close, read, rename, unlink;
+            through MPI-IO with mpi_ before it.
+        function: what does it.
+        arguments: of the function.
+    """
+    return function(*arguments)
+
+
+def open_to_write(path: Path) -> int:
+    """A descriptor of an existing file."""
+    return call("open", os.open, path, os.O_WRONLY | os.O_CLOEXEC)
+
+
+def write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
+    """Write all of the data at a byte offset, however many calls that takes."""
+    rest = memoryview(data)
+    while rest:
+        count = call("write", os.pwrite, descriptor, rest[:LARGEST], offset)
+        if not count:
+            raise OSError(errno.EIO, "nothing was written")
+        rest, offset = rest[count:], offset + count
+
+
+def read_at(descriptor: int, nbytes: int, offset: int) -> bytearray:
+    """So many bytes from an offset, or as many as the file has."""
+    data = bytearray(nbytes)
+    rest = memoryview(data)
+    while rest:
+        count = call("read", os.preadv, descriptor, [rest[:LARGEST]], offset)
+        if not count:
+            return data[: nbytes - len(rest)]
+        rest, offset = rest[count:], offset + count
+    return data
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a file or folder, to read from."""
+    descriptor = call("open", os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        call("close", os.close, descriptor)
 
 
 def sync(path: Path) -> None:
     """Bring a file's content, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with opened(path) as descriptor:
+        call("sync", os.fsync, descriptor)
 
 
 def rename(source: Path, target: Path) -> None:
     """Rename a file or folder within its folder; it is durable when this returns."""
-    source.rename(target)
+    call("rename", os.rename, source, target)
     sync(target.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there."""
+    with suppress(FileNotFoundError):
+        call("unlink", os.unlink, path)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that its readers see the old or the new one, never a part."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    sync(partial)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    descriptor = call("create", os.open, partial, flags, 0o666)
+    try:
+        write_at(descriptor, text.encode(), 0)
+        call("sync", os.fsync, descriptor)
+    finally:
+        call("close", os.close, descriptor)
     rename(partial, path)

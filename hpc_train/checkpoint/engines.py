@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from hpc_train import files
 from hpc_train.errors import ConfigError
 from hpc_train.mpi.group import Group
 
@@ -29,22 +31,19 @@ class PosixWriter:
     """Writes with pwrite(2)."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._descriptor = files.open_to_write(path)
 
     def write_at(self, offset: int, data: bytes | bytearray) -> None:
-        """Write all of the data, however many calls that takes."""
-        rest = memoryview(data)
-        while rest:
-            count = os.pwrite(self._descriptor, rest, offset)
-            rest, offset = rest[count:], offset + count
+        """Write all of the data."""
+        files.write_at(self._descriptor, data, offset)
 
     def sync(self) -> None:
         """fsync(2)."""
-        os.fsync(self._descriptor)
+        files.call("sync", os.fsync, self._descriptor)
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        files.call("close", os.close, self._descriptor)
 
 
 class MpiWriter:
@@ -60,33 +59,29 @@ class MpiWriter:
         self._MPI = MPI
         self._path = path
         self._file: Any = self._checked(
-            lambda: MPI.File.Open(MPI.COMM_SELF, str(path), MPI.MODE_WRONLY)
+            "open", MPI.File.Open, MPI.COMM_SELF, str(path), MPI.MODE_WRONLY
         )
 
     def write_at(self, offset: int, data: bytes | bytearray) -> None:
         """Write the data and compare the count that MPI reports."""
         status = self._MPI.Status()
-        self._checked(lambda: self._file.Write_at(offset, [data, self._MPI.BYTE], status))
+        self._checked("write", self._file.Write_at, offset, [data, self._MPI.BYTE], status)
         count = status.Get_count(self._MPI.BYTE)
         if count != len(data):
             raise OSError(f"MPI-IO wrote {count} of {len(data)} bytes")
 
     def sync(self) -> None:
         """MPI_File_sync, and fsync(2), which not every MPI-IO component calls."""
-        self._checked(self._file.Sync)
-        descriptor = os.open(self._path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        self._checked("sync", self._file.Sync)
+        files.sync(self._path)
 
     def close(self) -> None:
         """Close the file."""
-        self._checked(self._file.Close)
+        self._checked("close", self._file.Close)
 
-    def _checked(self, call: Any) -> Any:
+    def _checked(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return call()
+            return files.call(f"mpi_{name}", function, *arguments)
         except self._MPI.Exception as error:
             raise OSError(f"MPI-IO: {error.Get_error_string()}") from None
 

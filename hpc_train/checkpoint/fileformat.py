@@ -237,10 +237,10 @@ def read_bytes(held: Mapping[str, Held], layout: Layout, begin: int, end: int) -
 
 
 def write_bytes(
-    held: Mapping[str, Held], layout: Layout, begin: int, end: int, data: bytes
+    held: Mapping[str, Held], layout: Layout, begin: int, end: int, data: bytearray
 ) -> None:
     """Scatter the content's bytes from `begin` to `end` into this rank's parts."""
-    source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    source = torch.frombuffer(data, dtype=torch.uint8)
     for part, place, block in _overlaps(held, layout, begin, end):
         _rows(part.tensor, block)[:] = _strided(source, place, block).to(part.tensor.device)
 

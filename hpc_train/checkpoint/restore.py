@@ -1,7 +1,7 @@
-"""Read a checkpoint: rank 0 reads and verifies each extent, and all ranks receive it.
+"""Read a checkpoint: each extent is read and verified by one rank, and all ranks receive it.
 
-Every byte is read from the file system once, whatever the number of ranks, and one extent is in
-memory at a time.
+Every byte is read from the file system once, whatever the number of ranks, and two extents are in
+the memory of a rank at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hpc_train import files
 from hpc_train.checkpoint import fileformat
 from hpc_train.checkpoint.fileformat import (
     HASH_BYTES,
@@ -27,7 +28,7 @@ from hpc_train.checkpoint.fileformat import (
     Layout,
 )
 from hpc_train.errors import CheckpointError, CheckpointMismatch
-from hpc_train.mpi.agreement import from_first
+from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
 
 BROKEN = "it is damaged: use an older one, or delete it"
@@ -79,7 +80,7 @@ class Reader:
         """The tensors in it, by name."""
         return {e.name: e for e in self.layout.entries if e.name not in (STATE, HASHES)}
 
-    def extent(self, number: int) -> bytes:
+    def extent(self, number: int) -> bytearray:
         """One extent's bytes, verified.
 
         Raises:
@@ -87,8 +88,8 @@ class Reader:
         """
         begin, end = self.layout.extent(number)
         try:
-            with self.path.open("rb", buffering=0) as file:
-                data = os.pread(file.fileno(), end - begin, self.layout.data_start + begin)
+            with files.opened(self.path) as descriptor:
+                data = files.read_at(descriptor, end - begin, self.layout.data_start + begin)
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.path}: {error.strerror}") from None
         if fileformat.hash_of(data) != self.table[number * HASH_BYTES : (number + 1) * HASH_BYTES]:
@@ -97,6 +98,40 @@ class Reader:
                 BROKEN,
             )
         return data
+
+
+class Tensors:
+    """The tensors of a checkpoint by name, one at a time, verified, in one process.
+
+    Args:
+        path: the file.
+
+    Raises:
+        CheckpointError: it is damaged; also by each access.
+        CheckpointMismatch: it is not of hpc_train.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.reader = path, Reader.open(path)
+        self.entries = {entry.name: entry for entry in self.reader.layout.entries}
+        self.names = list(self.reader.entries)
+        # Small tensors lie together in one extent, which is read for the first of them only.
+        self._extent = functools.lru_cache(maxsize=1)(self.reader.extent)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry, layout = self.entries[name], self.reader.layout
+        tensor = torch.empty(entry.shape, dtype=fileformat.TORCH_DTYPES[entry.dtype])
+        held = {name: Held.whole(tensor)}
+        for number in range(
+            entry.begin // fileformat.EXTENT_BYTES, -(-entry.end // fileformat.EXTENT_BYTES)
+        ):
+            fileformat.write_bytes(held, layout, *layout.extent(number), self._extent(number))
+        return tensor
+
+    def state(self) -> dict[str, Any]:
+        """The JSON tree of what is no tensor."""
+        tree: dict[str, Any] = json.loads(self[STATE].numpy().tobytes())
+        return tree
 
 
 def open_together(path: Path, group: Group) -> Reader:
@@ -123,11 +158,31 @@ def load(
         CheckpointError: an extent is damaged; some tensors may have been filled.
     """
     layout, names = reader.layout, held.keys() if names is None else names
-    for number in range(layout.extents):
-        begin, end = layout.extent(number)
-        if any(entry.name in names for entry in fileformat.names_between(layout, begin, end)):
-            data = from_first(group, functools.partial(reader.extent, number))
+    wanted = [
+        number
+        for number in range(layout.extents)
+        if any(e.name in names for e in fileformat.names_between(layout, *layout.extent(number)))
+    ]
+    for first in range(0, len(wanted), group.size):
+        together = wanted[first : first + group.size]  # one for each rank
+        mine = bytearray()
+        with agreed(group):
+            if group.rank < len(together):
+                mine = reader.extent(together[group.rank])
+        for root, number in enumerate(together):
+            begin, end = layout.extent(number)
+            data = _from(root, mine, end - begin, group)
             fileformat.write_bytes(held, layout, begin, end, data)
+
+
+def _from(root: int, mine: bytearray, nbytes: int, group: Group) -> bytearray:
+    """What this rank has, or so many bytes that rank `root` has. Collective."""
+    if group.comm is None:
+        return mine
+    data = mine if group.rank == root else bytearray(nbytes)
+    with group.waiting(f"an extent of a checkpoint, which rank {root} has read"):
+        group.comm.Bcast(data, root)
+    return data
 
 
 def load_state(reader: Reader, group: Group) -> Any:

@@ -78,7 +78,7 @@ def save(
     except HpcTrainError:
         if group.rank == 0:
             with suppress(OSError):  # the error that is being raised says more
-                partial.unlink(missing_ok=True)
+                files.remove(partial)
         raise
 
 
@@ -124,12 +124,13 @@ def _explained(path: Path) -> Iterator[None]:
 def _reserve(partial: Path, size: int) -> None:
     """Make the file at its full size, so that a lack of space shows before anything is written."""
     partial.parent.mkdir(parents=True, exist_ok=True)
-    partial.unlink(missing_ok=True)  # left by a job that was killed
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    files.remove(partial)  # left by a job that was killed
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = files.call("create", os.open, partial, flags, 0o666)
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        files.call("reserve", os.posix_fallocate, descriptor, 0, size)
     finally:
-        os.close(descriptor)
+        files.call("close", os.close, descriptor)
 
 
 def _write_extents(
@@ -201,10 +202,10 @@ def _gathered(group: Group, value: T) -> list[T]:
 def _read_back(partial: Path, layout: Layout, table: bytes, group: Group) -> None:
     """Compare what another rank, on another node where there is one, wrote."""
     other = (group.rank + max(1, group.size // 2)) % group.size
-    with partial.open("rb", buffering=0) as file:
+    with files.opened(partial) as descriptor:
         for number in owned(layout.extents, other, group.size):
             begin, end = layout.extent(number)
-            data = os.pread(file.fileno(), end - begin, layout.data_start + begin)
+            data = files.read_at(descriptor, end - begin, layout.data_start + begin)
             if fileformat.hash_of(data) != table[number * HASH_BYTES : (number + 1) * HASH_BYTES]:
                 raise OSError(f"what rank {other} wrote from byte {begin} on is not on the disk")
 
@@ -224,9 +225,9 @@ def _commit(
         writer.sync()
     finally:
         writer.close()
-    with partial.open("rb") as file:
-        written = file.read(layout.data_start)
-        file.seek(layout.data_start + layout.content_bytes)
-        if written != length + head or file.read() != table:
+    with files.opened(partial) as descriptor:
+        written = files.read_at(descriptor, layout.data_start, 0)
+        hashes = files.read_at(descriptor, len(table), layout.data_start + layout.content_bytes)
+        if written != length + head or hashes != table:
             raise OSError("header or hashes are not on the disk as they were written")
     files.rename(partial, path)

@@ -19,6 +19,7 @@ from hpc_train import files
 from hpc_train.checkpoint import restore, state
 from hpc_train.checkpoint.engines import Engine, check_engine
 from hpc_train.checkpoint.fileformat import Entry, Held
+from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.save import save, together
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointError, CheckpointMismatch
@@ -72,7 +73,7 @@ class Checkpoints:
         directory: the folder, made with the first checkpoint.
         collectives: of all ranks that train.
         model, optimizer: what is saved; restored in place.
-        keep: newest checkpoints that are kept; 0 keeps all.
+        keep: how many of the newest ones are kept, 0: all; or by which rule.
         engine: how ranks write.
         identity: what a checkpoint must have been made with to be continued, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
@@ -94,7 +95,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        keep: int = 3,
+        keep: int | Retention = 3,
         engine: Engine = "auto",
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
@@ -116,12 +117,14 @@ class Checkpoints:
         self.model = model
         self.trained = state.Trained(model, optimizer, self.shards, pieces or {})
         self.optimizer = optimizer
-        self.keep = keep
+        self.keep = Retention(keep) if isinstance(keep, int) else keep
         self.engine = engine
         self.identity = {**(identity or {}), "optimizer.name": type(optimizer).__name__.lower()}
         self.about = dict(about or {})
         self.saved_step = 0
         self.save_seconds = 0.0
+        self.scores: dict[int, float | None] = {}
+        """By step: how good the model was, lower is better, where known; the same on all ranks."""
 
     def save(self, step: int) -> Path:
         """Write the checkpoint of a finished step, unless it is there, and drop the oldest.
@@ -141,10 +144,12 @@ class Checkpoints:
         }
         content = self._state(step)
         save(path, _contiguous(held), content, self.group, self.engine, self.replica)
-        with agreed(self.group):
-            if self.group.rank == 0:
+        if self.group.rank == 0:
+            try:
                 files.write_text(self.directory / LATEST, path.name + "\n")
                 self._drop_old(step)
+            except OSError as error:  # the checkpoint is complete, so nobody has to stop for this
+                logger.warning("%s is complete; bringing its folder up to date: %s", path, error)
         self.saved_step = step
         self.save_seconds = time.monotonic() - begin
         logger.info("step %d: checkpoint %s (%.1f s)", step, path, self.save_seconds)
@@ -182,7 +187,7 @@ class Checkpoints:
         """Where to resume from, in the order to try; unfinished files of dead jobs are removed."""
         if self.directory.is_dir():
             for partial in self.directory.glob(".step-*.partial"):
-                partial.unlink(missing_ok=True)
+                files.remove(partial)
         own = find(self.directory, "auto")
         if source == "auto":
             return own
@@ -238,6 +243,8 @@ class Checkpoints:
             "about": self.about,
             "optimizer": values,
         }
+        if (score := self.scores.get(step)) is not None:
+            tree["score"] = score
         if self.scaler is not None:
             tree["scaler"] = self.scaler.state_dict()
         if more := self.more.values():
@@ -246,14 +253,32 @@ class Checkpoints:
 
     def _drop_old(self, step: int) -> None:
         """Retention; a later checkpoint, which was damaged, counts for nothing."""
-        if self.keep:
-            done = [path for path in find(self.directory, "auto") if path.name <= name_of(step)]
-            for path in done[self.keep :]:
-                path.unlink()
+        there = {step_of(path): path for path in find(self.directory, "auto")}
+        done = {number: path for number, path in there.items() if number <= step}
+        if self.keep.best:
+            for number in done.keys() - self.scores.keys():
+                self.scores[number] = _score(done[number])
+        known = {n: score for n, score in self.scores.items() if score is not None}
+        for number in self.keep.superfluous(done, known):
+            files.remove(done[number])
 
 
 def _contiguous(held: Mapping[str, Held]) -> dict[str, Held]:
     return {name: replace(part, tensor=part.tensor.contiguous()) for name, part in held.items()}
+
+
+def _score(path: Path) -> float | None:
+    """What the checkpoint of an earlier run of this job was worth."""
+    try:
+        score: float | None = restore.Tensors(path).state().get("score")
+    except (CheckpointError, CheckpointMismatch):
+        return None
+    return score
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's file name."""
+    return int(path.stem.removeprefix("step-"))
 
 
 def name_of(step: int) -> str:
@@ -275,4 +300,16 @@ def find(directory: Path, source: str) -> list[Path]:
         return []
     named = re.compile(r"step-\d{9,}\.safetensors")
     found = (path for path in directory.iterdir() if named.fullmatch(path.name))
-    return sorted(found, key=lambda path: int(path.name[5:-12]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest(path: Path) -> Path:
+    """A checkpoint file itself, or the newest one of a run directory.
+
+    Raises:
+        CheckpointMismatch: there is none.
+    """
+    found = find(path / "checkpoints", "auto") if path.is_dir() else find(path, str(path))
+    if not found:
+        raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
+    return found[0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hpc_train.checkpoint import restore, state
-from hpc_train.checkpoint.store import find
+from hpc_train.checkpoint.store import newest
 from hpc_train.data import tokenizer
 from hpc_train.errors import CheckpointMismatch, ConfigError
 from hpc_train.models import GPT
@@ -28,15 +28,11 @@ def load_gpt(checkpoint: str | Path) -> tuple[GPT, tokenizer.Tokenizer]:
         CheckpointError: it is damaged.
         CheckpointMismatch: there is none, or it is not of a GPT.
     """
-    path = Path(checkpoint)
-    found = find(path / "checkpoints", "auto") if path.is_dir() else find(path, str(path))
-    if not found:
-        raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
-    group = Group()
-    reader = restore.open_together(found[0], group)
+    path, group = newest(Path(checkpoint)), Group()
+    reader = restore.open_together(path, group)
     about: dict[str, Any] = restore.load_state(reader, group)["about"]
     if about.get("kind") != "gpt":
-        raise CheckpointMismatch(f"{found[0]} is not of a GPT", "give one of `hpc-train train`")
+        raise CheckpointMismatch(f"{path} is not of a GPT", "give one of `hpc-train train`")
     model = GPT(**about["shape"]).to(choose_device(), getattr(torch, about["dtype"]))
     restore.load(reader, state.model_tensors(model, {}), group)
     return model.eval(), tokenizer.loads(about["tokenizer"])

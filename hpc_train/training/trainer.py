@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hpc_train import files, log
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.retention import Retention
 from hpc_train.collectives import connect
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut, fetch
@@ -33,6 +34,7 @@ from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.apply import apply
 from hpc_train.training import averaging
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
+from hpc_train.training.occasions import Occasions
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.schedule import last_step, learning_rate
@@ -146,14 +148,14 @@ class Trainer:
             passes=len(self.parts),
             cores=runtime.cores,
         )
-        self.collectives = connect(self.group)
+        self.collectives, saves = connect(self.group), config.checkpoint
         self.checkpoints = Checkpoints(
             Path(run.dir) / "checkpoints",
             self.collectives,
             self.model,
             self.optimizer,
-            keep=config.checkpoint.keep,
-            engine=config.checkpoint.engine,
+            keep=Retention(saves.keep, saves.keep_every, saves.keep_best),
+            engine=saves.engine,
             identity={**sample_order_identity(config, len(dataset)), **(identity or {})},
             about=about,
             alike=connect(self.grid.data),
@@ -184,9 +186,9 @@ class Trainer:
                 closing(self._loader(after)) as loader,
                 self._reporting(directory, after) as report,
             ):
-                every = self.config.checkpoint.every
+                occasions = Occasions.of(self.config.checkpoint)
                 self.meter.start()
-                for step in guarded_steps(loader, self.checkpoints, stop, every, self.meter):
+                for step in guarded_steps(loader, self.checkpoints, stop, occasions, self.meter):
                     self._train_step(step, report)
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
@@ -249,6 +251,7 @@ class Trainer:
                 record["skipped_steps"] = self.scaler.skipped_steps
             if self._validation_due(step.number):
                 record["validation_loss"] = self.validate()
+                self.checkpoints.scores[step.number] = record["validation_loss"]
             report(record)
 
     def _backward(self, step: Step) -> Tensor:

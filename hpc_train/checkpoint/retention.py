@@ -1,0 +1,38 @@
+"""Which checkpoints are kept: pure, by their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Retention:
+    """A checkpoint is kept for any of these reasons; the newest one always is.
+
+    Args:
+        newest: so many; 0: all.
+        every: those of steps that this divides; 0: none.
+        best: so many with the lowest score.
+    """
+
+    newest: int = 3
+    every: int = 0
+    best: int = 0
+
+    def superfluous(self, steps: Iterable[int], scores: Mapping[int, float]) -> list[int]:
+        """Those to remove, oldest first.
+
+        Args:
+            steps: of all checkpoints that are complete.
+            scores: of those that have one.
+        """
+        if not self.newest:
+            return []
+        ordered = sorted(steps)
+        kept = {*ordered[-self.newest :]}
+        if self.every:
+            kept |= {step for step in ordered if step % self.every == 0}
+        scored = [step for step in ordered if step in scores]
+        kept |= {*sorted(scored, key=lambda step: (scores[step], -step))[: self.best]}
+        return [step for step in ordered if step not in kept]

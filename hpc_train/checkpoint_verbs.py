@@ -1,0 +1,69 @@
+"""`hpc-train checkpoint`: list, verify, diff and export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_train.checkpoint import tools
+from hpc_train.checkpoint.store import find, newest
+from hpc_train.errors import EXIT_FAILURE, CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SHOWN = 20  # differences, unless all are asked for
+
+
+def show_list(run: str) -> int:
+    """Print the checkpoints of a run directory; only headers are read."""
+    for found in tools.listed(Path(run)):
+        size, when = f"{found.nbytes / 2**20:.1f} MiB", f"{found.written:%Y-%m-%d %H:%M}"
+        print(f"{found.path.name}  {size:>12}  {when}  {found.damage or 'complete'}")
+    return 0
+
+
+def verify(source: str, *, every: bool) -> int:
+    """Read all bytes of a checkpoint, or of every one of a run; returns 1 if any is damaged."""
+    path = newest(Path(source))
+    paths = find(path.parent, "auto") if every and Path(source).is_dir() else [path]
+    return max([_verify(path) for path in paths])
+
+
+def _verify(path: Path) -> int:
+    damage = 0
+    try:
+        for begin, end, names in tools.damaged(path):
+            damage = EXIT_FAILURE
+            print(f"{path}: bytes {begin} to {end} are not what was saved: {', '.join(names)}")
+    except CheckpointError as error:
+        damage = EXIT_FAILURE
+        print(error)
+    if not damage:
+        print(f"{path}: sound")
+    return damage
+
+
+def diff(first: str, second: str, *, every: bool) -> int:
+    """Print in what two checkpoints differ; returns 1 if they do."""
+    count = 0
+    for difference in tools.differences(newest(Path(first)), newest(Path(second))):
+        count += 1
+        if every or count <= SHOWN:
+            print(f"{difference.name}: {difference.what}")
+    if count > SHOWN and not every:
+        print(f"and {count - SHOWN} more: --all shows them")
+    return EXIT_FAILURE if count else 0
+
+
+def export(
+    source: str, out: str, include: Sequence[str], exclude: Sequence[str], dtype: str | None
+) -> int:
+    """Write the model's tensors alone."""
+    import torch
+
+    path = newest(Path(source))
+    kind = getattr(torch, dtype) if dtype else None
+    forms = tools.export(path, Path(out), include=include, exclude=exclude, dtype=kind)
+    print(f"{out}: {len(forms)} tensors of {path}")
+    return 0

@@ -1,0 +1,79 @@
+"""When a running job writes a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from hpc_train.config import CheckpointSection
+from hpc_train.mpi.group import Group
+
+
+def daly(save_seconds: float, mtbf_seconds: float) -> float:
+    """The time between two checkpoints for which least is lost to them and to failures together.
+
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
+    Generation Computer Systems 22, 2006, equation 37; its first term is Young's (CACM 17, 1974).
+
+    Args:
+        save_seconds: what one checkpoint takes.
+        mtbf_seconds: the mean time between two failures of the job.
+
+    Returns:
+        Seconds from the end of one checkpoint to the begin of the next.
+    """
+    if save_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    part = math.sqrt(save_seconds / (2 * mtbf_seconds))
+    young = math.sqrt(2 * save_seconds * mtbf_seconds)
+    return young * (1 + part / 3 + part**2 / 9) - save_seconds
+
+
+@dataclass
+class Occasions:
+    """Tells after which steps a checkpoint is written.
+
+    Args:
+        steps: between two; 0: not by steps.
+        minutes: between two; 0: not by time.
+        mtbf_hours: mean time between failures of the job, from which the time between two follows
+            once one has been measured; 0: not so.
+    """
+
+    steps: int = 0
+    minutes: float = 0.0
+    mtbf_hours: float = 0.0
+    _since: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, section: CheckpointSection) -> Occasions:
+        """As a configuration has them."""
+        return cls(section.every, section.minutes, section.mtbf_hours)
+
+    def due(self, step: int, save_seconds: float, group: Group) -> bool:
+        """Whether to write one after this step. Collective if it goes by time.
+
+        Args:
+            step: that has just ended.
+            save_seconds: what the last one took; 0 before the first.
+            group: the ranks of the job, whose clocks differ: rank 0's counts.
+        """
+        if self.steps and step % self.steps == 0:
+            return True
+        limit = self._limit(save_seconds)
+        if math.isinf(limit):
+            return False
+        passed = time.monotonic() - self._since > limit
+        return bool(group.from_first(lambda: passed))
+
+    def _limit(self, save_seconds: float) -> float:
+        """Seconds between two; infinite if they do not go by time."""
+        limits = [60 * self.minutes] if self.minutes else []
+        if self.mtbf_hours:
+            limits.append(daly(save_seconds, 3600 * self.mtbf_hours))
+        return min(limits, default=math.inf)
+
+    def saved(self) -> None:
+        """One has been written now."""
+        self._since = time.monotonic()
