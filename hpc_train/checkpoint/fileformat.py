@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,22 +205,38 @@ def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
     try:
         tree = json.loads(header_bytes)
         metadata = tree.pop("__metadata__")
-        version = metadata["hpc_train.version"]
+        if (version := metadata["hpc_train.version"]) != VERSION:
+            raise CheckpointError(f"its format version is {version}, this program reads {VERSION}")
         table_hash = metadata["hpc_train.table_hash"]
         entries = tuple(
             Entry(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"])
             for name, e in tree.items()
         )
+        _check_sizes(entries)
         layout = Layout(entries, 8 + len(header_bytes))
         whole = layout.file_bytes == file_bytes and _header(layout, table_hash) == header_bytes
-        ours = [entry.name for entry in entries[-2:]] == [STATE, HASHES]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        last = [(entry.name, entry.dtype, len(entry.shape)) for entry in entries[-2:]]
+        ours = last == [(STATE, "U8", 1), (HASHES, "U8", 1)]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"its header is not one of hpc_train ({error!r})") from None
-    if version != VERSION:
-        raise CheckpointError(f"its format version is {version}, this program reads {VERSION}")
     if not (whole and ours):
         raise CheckpointError("its header is damaged or its size is wrong")
     return layout, table_hash
+
+
+def _check_sizes(entries: Iterable[Entry]) -> None:
+    """Check that tensors lie one behind the other: who made the header may have made up numbers."""
+    position = 0
+    for entry in entries:
+        numbers = [*entry.shape, entry.begin, entry.end]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"{entry.name}: {numbers}")
+        if math.prod(max(number, 1) for number in entry.shape) >= 1 << 63:
+            raise ValueError(f"{entry.name} has the shape {entry.shape}")  # of which torch has none
+        size = math.prod(entry.shape) * TORCH_DTYPES[entry.dtype].itemsize
+        if (entry.begin, entry.end) != (position, position + size):
+            raise ValueError(f"{entry.name} is not {size} bytes from {position} on")
+        position = entry.end
 
 
 def read_bytes(held: Mapping[str, Held], layout: Layout, begin: int, end: int) -> bytearray:

@@ -130,8 +130,7 @@ class Tensors:
 
     def state(self) -> dict[str, Any]:
         """The JSON tree of what is no tensor."""
-        tree: dict[str, Any] = json.loads(self[STATE].numpy().tobytes())
-        return tree
+        return _tree(self.path, self[STATE])
 
 
 def open_together(path: Path, group: Group) -> Reader:
@@ -185,7 +184,7 @@ def _from(root: int, mine: bytearray, nbytes: int, group: Group) -> bytearray:
     return data
 
 
-def load_state(reader: Reader, group: Group) -> Any:
+def load_state(reader: Reader, group: Group) -> dict[str, Any]:
     """The JSON tree of what is no tensor. Collective.
 
     Raises:
@@ -193,4 +192,14 @@ def load_state(reader: Reader, group: Group) -> Any:
     """
     state = torch.empty(reader.layout.entries[-2].shape, dtype=torch.uint8)
     load(reader, {STATE: Held.whole(state)}, group)
-    return json.loads(state.numpy().tobytes())
+    return _tree(reader.path, state)
+
+
+def _tree(path: Path, state: torch.Tensor) -> dict[str, Any]:
+    try:
+        tree = json.loads(state.numpy().tobytes())
+    except (ValueError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"checkpoint {path}: its state is no JSON object", BROKEN)
+    return tree

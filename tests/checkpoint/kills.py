@@ -1,0 +1,179 @@
+"""Kills a rank, all ranks or the launcher at every call of a save, and looks what is left.
+
+    python -m tests.checkpoint.kills [--ranks 3] [--sample N]
+
+Each case is a job of its own: it resumes from step 2, and is killed while it saves step 3. Then one
+process has to find step 2 or step 3, complete. Without --sample all calls of all ranks are tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch import nn
+
+from hpc_train.checkpoint import Checkpoints, fileformat
+from hpc_train.collectives import connect
+from hpc_train.mpi import runtime
+from hpc_train.mpi.group import Group
+from tests.checkpoint.faults import Call, faults, kill
+from tests.programs import ENVIRON
+
+ALL, LAUNCHER = -1, -2  # what is killed, besides a rank by its number
+SECONDS = 60.0  # after which a job hangs
+
+
+class Case(NamedTuple):
+    """What is killed at which of its calls; the launcher, at one of rank 0's."""
+
+    who: int
+    call: int
+
+
+def small() -> None:
+    """Several extents in a small file."""
+    fileformat.EXTENT_BYTES, fileformat.ALIGNMENT = 1024, 4096
+
+
+def store(directory: Path, group: Group) -> Checkpoints:
+    """Of a small model."""
+    model = nn.Linear(40, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Checkpoints(directory, connect(group), model, optimizer, keep=1)
+
+
+def save(made: Checkpoints, step: int) -> None:
+    """The state after a step."""
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.fill_(step)
+    made.save(step)
+
+
+def kill_launcher(name: str, function: Call, *arguments: Any) -> Any:
+    """End mpirun without warning; this rank goes on."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    return function(*arguments)
+
+
+def rank(directory: Path, case: Case | None) -> None:
+    """What each rank does."""
+    started = runtime.start()
+    group = started.world
+    made = store(directory, group)
+    assert made.resume() == 2
+    mine = case is not None and case.who in (group.rank, ALL)
+    if case is not None and case.who == LAUNCHER and group.rank == 0:
+        mine = True
+    fault = kill_launcher if case is not None and case.who == LAUNCHER else kill
+    with faults(fault, case.call if case is not None and mine else -1) as seen:
+        save(made, 3)
+    if case is None:
+        counts = group.comm.allgather(len(seen.names))
+        if group.rank == 0:
+            (directory / "counts").write_text(json.dumps(counts))
+    started.close()
+
+
+def job(ranks: int, directory: Path, case: Case | None) -> int:
+    """Run the ranks; returns mpirun's exit code."""
+    words = ["mpirun", "-np", str(ranks), sys.executable, "-m", "tests.checkpoint.kills"]
+    words += ["--directory", str(directory)]
+    words += ["--case", json.dumps(case)] if case is not None else []
+    done = subprocess.run(words, env=ENVIRON, timeout=SECONDS, capture_output=True, check=False)
+    limit = time.monotonic() + SECONDS
+    while left := ranks_of(directory):  # the launcher may be dead before its ranks are
+        assert time.monotonic() < limit, left
+        time.sleep(0.05)
+    return done.returncode
+
+
+def ranks_of(directory: Path) -> list[psutil.Process]:
+    """The processes that still write there."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if str(directory) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def prepare(directory: Path) -> None:
+    """A folder with the checkpoint of step 2."""
+    save(store(directory, Group()), 2)
+
+
+def found(directory: Path) -> int:
+    """The step that is there, complete."""
+    made = store(directory, Group())
+    step = made.resume()
+    assert all(bool((parameter == step).all()) for parameter in made.model.parameters())
+    return step
+
+
+def cases(ranks: int, folder: Path) -> list[Case]:
+    """All there are, by the calls that a save which is not disturbed makes."""
+    prepare(folder)
+    code = job(ranks, folder, None)
+    assert code == 0, code
+    counts = json.loads((folder / "counts").read_text())
+    each = [Case(who, call) for who, count in enumerate(counts) for call in range(count)]
+    together = [Case(who, call) for who in (ALL, LAUNCHER) for call in range(counts[0])]
+    return each + together
+
+
+def try_case(ranks: int, folder: Path, case: Case) -> int:
+    """The step that is found after a case.
+
+    Raises:
+        AssertionError: nothing is found, or what is found is not what was saved.
+    """
+    folder.mkdir()
+    prepare(folder)
+    code = job(ranks, folder, case)
+    assert code != 0, case
+    step = found(folder)
+    assert step in (2, 3), case
+    shutil.rmtree(folder)
+    return step
+
+
+def main() -> None:
+    """Try the cases, or be one of the ranks of one."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--sample", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path)
+    parser.add_argument("--case", type=json.loads)
+    options = parser.parse_args()
+    small()
+    if options.directory:
+        rank(options.directory, Case(*options.case) if options.case else None)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tried = cases(options.ranks, folder / "counted")
+        if options.sample:
+            tried = Random(options.seed).sample(tried, options.sample)
+        steps = Counter(try_case(options.ranks, folder / "case", case) for case in tried)
+    print(f"{len(tried)} kills: {steps[2]} left step 2, {steps[3]} left step 3, none left neither")
+
+
+if __name__ == "__main__":
+    main()

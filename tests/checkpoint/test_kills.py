@@ -1,0 +1,24 @@
+"""Jobs that die while they save; `tests/checkpoint/kills.py` tries all calls, by hand."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from hpc_train.checkpoint import fileformat
+from tests.checkpoint.kills import ALL, LAUNCHER, cases, try_case
+
+RANKS, SAMPLE = 3, 4
+
+
+@pytest.mark.slow
+def test_a_job_that_dies_while_it_saves_leaves_one_that_is_complete(tmp_path, monkeypatch):
+    monkeypatch.setattr(fileformat, "EXTENT_BYTES", 1024)
+    monkeypatch.setattr(fileformat, "ALIGNMENT", 4096)
+    every = cases(RANKS, tmp_path / "counted")
+    random = Random(0)
+    tried = random.sample([case for case in every if case.who >= 0], SAMPLE)
+    tried += [random.choice([case for case in every if case.who == who]) for who in (ALL, LAUNCHER)]
+    for number, case in enumerate(tried):
+        assert try_case(RANKS, tmp_path / str(number), case) in (2, 3)
