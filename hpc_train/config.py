@@ -272,6 +272,9 @@ class CheckpointSection:
     """Those of steps that this divides are kept for good; 0: none."""
     keep_best: int = 0
     """So many with the lowest validation loss are kept as well."""
+    on_error: Literal["stop", "warn"] = "stop"
+    """What a checkpoint that cannot be written does: warn goes on training, if it is not the last
+    one."""
     engine: Literal["auto", "mpiio", "posix"] = "auto"
     """How ranks write the one file; auto: mpiio under MPI, posix in a process alone."""
     resume: str = "auto"

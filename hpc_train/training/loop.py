@@ -24,8 +24,8 @@ from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.training.device import use_cores
-from hpc_train.training.occasions import Occasions
 from hpc_train.training.preemption import StopRequests
+from hpc_train.training.saving import Saving
 from hpc_train.training.steps import guarded_steps
 
 
@@ -132,7 +132,7 @@ class Loop:
             next(batches, None)  # the last step is over: this writes its checkpoint
 
     def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
-        for step in guarded_steps(loader, self.checkpoints, stop, Occasions(self.every)):
+        for step in guarded_steps(loader, self.checkpoints, stop, Saving(self.every)):
             torch.manual_seed(mix(seed, step.number, self.group.rank))
             yield step.micro_batches[0].data
 

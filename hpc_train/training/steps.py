@@ -10,21 +10,21 @@ from hpc_train.data.loader import Loader, Step
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.agreement import agreed
-from hpc_train.training.occasions import Occasions
 from hpc_train.training.preemption import StopRequests
+from hpc_train.training.saving import Saving
 
 
 def guarded_steps(
     loader: Loader,
     checkpoints: Checkpoints,
     stop: StopRequests,
-    occasions: Occasions,
+    saving: Saving,
     meter: Meter | None = None,
 ) -> Iterator[Step]:
     """Deliver the loader's steps, each of which the caller computes before the next. Collective.
 
     A batch that one rank cannot read is an error on all. A stop request of any rank makes all save
-    the last finished step and raise. Checkpoints are written on each occasion and at the end.
+    the last finished step and raise. Checkpoints are written when they are due and at the end.
 
     Raises:
         Stopped: a signal or the time limit.
@@ -50,8 +50,5 @@ def guarded_steps(
             raise Stopped(done, reason)
         yield step
         longest = max(longest, time.monotonic() - begin)
-        last = step.number == loader.steps[-1]
-        if last or occasions.due(step.number, checkpoints.save_seconds, group):
-            checkpoints.save(step.number)
-            occasions.saved()
+        saving.after(checkpoints, step.number, last=step.number == loader.steps[-1])
         begin = time.monotonic()

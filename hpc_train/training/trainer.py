@@ -34,9 +34,9 @@ from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.apply import apply
 from hpc_train.training import averaging
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
-from hpc_train.training.occasions import Occasions
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
+from hpc_train.training.saving import Saving
 from hpc_train.training.schedule import last_step, learning_rate
 from hpc_train.training.steps import guarded_steps
 
@@ -186,9 +186,9 @@ class Trainer:
                 closing(self._loader(after)) as loader,
                 self._reporting(directory, after) as report,
             ):
-                occasions = Occasions.of(self.config.checkpoint)
+                saving = Saving.of(self.config.checkpoint)
                 self.meter.start()
-                for step in guarded_steps(loader, self.checkpoints, stop, occasions, self.meter):
+                for step in guarded_steps(loader, self.checkpoints, stop, saving, self.meter):
                     self._train_step(step, report)
                 if summary := self.averager.profile.describe():
                     logger.info(summary)

@@ -44,3 +44,13 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(program, small_disk, compone
     assert again.returncode == 0, again.stderr
     assert "resumed from" in again.stdout
     assert len(there.losses("run")) == 12
+
+
+def test_a_run_can_go_on_without_a_checkpoint(program, small_disk):
+    there = Program(program.config, small_disk)
+    options = [*OPTIONS, "--checkpoint.on_error", "warn"]
+    done = there.train("run", *options)
+    assert done.returncode == 1  # the last one does not fit, either
+    assert "training goes on" in done.stdout
+    assert len(there.losses("run")) == 12
+    assert "older checkpoints are untouched" in only_line(done.stderr)

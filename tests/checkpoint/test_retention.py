@@ -14,7 +14,7 @@ from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.store import find, step_of
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
-from hpc_train.training.occasions import daly
+from hpc_train.training.saving import daly
 
 STEPS = st.sets(st.integers(1, 60))
 SCORES = st.dictionaries(st.integers(1, 60), st.floats(0, 9))

@@ -1,13 +1,19 @@
-"""When a running job writes a checkpoint."""
+"""When a running job writes a checkpoint, and what happens if it cannot."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
+from hpc_train.checkpoint import Checkpoints
 from hpc_train.config import CheckpointSection
+from hpc_train.errors import CheckpointError
 from hpc_train.mpi.group import Group
+
+logger = logging.getLogger(__name__)
 
 
 def daly(save_seconds: float, mtbf_seconds: float) -> float:
@@ -31,25 +37,43 @@ def daly(save_seconds: float, mtbf_seconds: float) -> float:
 
 
 @dataclass
-class Occasions:
-    """Tells after which steps a checkpoint is written.
+class Saving:
+    """Writes checkpoints while a job trains.
 
     Args:
         steps: between two; 0: not by steps.
         minutes: between two; 0: not by time.
         mtbf_hours: mean time between failures of the job, from which the time between two follows
             once one has been measured; 0: not so.
+        on_error: "stop": one that cannot be written ends the job; "warn": only the last one does.
     """
 
     steps: int = 0
     minutes: float = 0.0
     mtbf_hours: float = 0.0
+    on_error: Literal["stop", "warn"] = "stop"
     _since: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, section: CheckpointSection) -> Occasions:
-        """As a configuration has them."""
-        return cls(section.every, section.minutes, section.mtbf_hours)
+    def of(cls, section: CheckpointSection) -> Saving:
+        """As a configuration has it."""
+        return cls(section.every, section.minutes, section.mtbf_hours, section.on_error)
+
+    def after(self, checkpoints: Checkpoints, step: int, *, last: bool = False) -> None:
+        """Write one after this step, if one is due. Collective.
+
+        Raises:
+            CheckpointError: it could not be written; older ones are untouched.
+        """
+        if not last and not self.due(step, checkpoints.save_seconds, checkpoints.group):
+            return
+        try:
+            checkpoints.save(step)
+        except CheckpointError as error:  # the same one on all ranks
+            if last or self.on_error == "stop":
+                raise
+            logger.warning("%s; training goes on", error)
+        self._since = time.monotonic()
 
     def due(self, step: int, save_seconds: float, group: Group) -> bool:
         """Whether to write one after this step. Collective if it goes by time.
@@ -65,7 +89,7 @@ class Occasions:
         if math.isinf(limit):
             return False
         passed = time.monotonic() - self._since > limit
-        return bool(group.from_first(lambda: passed))
+        return group.from_first(lambda: passed)
 
     def _limit(self, save_seconds: float) -> float:
         """Seconds between two; infinite if they do not go by time."""
@@ -73,7 +97,3 @@ class Occasions:
         if self.mtbf_hours:
             limits.append(daly(save_seconds, 3600 * self.mtbf_hours))
         return min(limits, default=math.inf)
-
-    def saved(self) -> None:
-        """One has been written now."""
-        self._since = time.monotonic()

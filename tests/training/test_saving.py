@@ -1,0 +1,34 @@
+"""When a run writes checkpoints, and which are left."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.checkpoint.store import find, step_of
+
+
+def steps_left(program, name, *options, **how) -> list[int]:
+    """The steps of a run's checkpoints."""
+    done = program.train(name, "--checkpoint.every", "0", *options, **how)
+    assert done.returncode == 0, done.stderr
+    return sorted(map(step_of, find(program.root / name / "checkpoints", "auto")))
+
+
+def test_checkpoints_by_time_on_several_ranks(program):
+    often = ["--checkpoint.minutes", "1e-6"]
+    assert steps_left(program, "often", *often, launcher="mpirun", ranks=2) == [*range(1, 13)]
+    assert steps_left(program, "seldom", "--checkpoint.minutes", "60") == [12]
+
+
+def test_with_a_mean_time_between_failures_the_first_one_tells_what_one_takes(program):
+    assert steps_left(program, "run", "--checkpoint.mtbf_hours", "1000") == [1, 12]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_fifth_and_the_best_are_kept_for_good(program, ranks):
+    options = ["--checkpoint.minutes", "1e-6", "--data.validation_every", "3"]
+    options += ["--checkpoint.keep", "1", "--checkpoint.keep_every", "5"]
+    options += ["--checkpoint.keep_best", "2"]
+    left = steps_left(program, "run", *options, launcher="mpirun", ranks=ranks)
+    losses = {r["step"]: r["validation_loss"] for r in program.metrics("run") if r["step"] % 3 == 0}
+    assert left == sorted({5, 10, 12, *sorted(losses, key=losses.__getitem__)[:2]})
