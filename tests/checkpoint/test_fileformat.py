@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -132,3 +133,33 @@ def test_a_type_that_has_no_name_in_the_format_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"x has dtype torch.complex64"):
         save(tmp_path / "c", held({"x": torch.ones(1, dtype=torch.complex64)}), b"{}", ALONE)
     assert list(tmp_path.iterdir()) == []
+
+
+VERSION_1 = Path(__file__).parent / "fixtures" / "version-1.safetensors"
+
+
+def of_version_1():
+    """What is in the file of the fixtures."""
+    named = {
+        "model.weight": torch.arange(600.0).view(30, 20),
+        "model.flags": torch.arange(9) % 2 == 0,
+        "model.half": (torch.arange(33.0) / 16 - 1).bfloat16(),
+        "optim.weight.exp_avg": torch.arange(600.0, dtype=torch.float64).view(30, 20) / 512,
+        "optim.weight.step": torch.tensor(7, dtype=torch.int64),
+        "empty": torch.zeros(0, 4),
+    }
+    return named, b'{"step":7}'
+
+
+def test_files_of_version_1_open():
+    named, _ = of_version_1()
+    saved = restore.Tensors(VERSION_1)
+    assert set(saved.names) == named.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in named.items())
+    assert saved.state() == {"step": 7}
+
+
+def test_the_same_state_still_gives_the_same_bytes(tmp_path):
+    named, state = of_version_1()
+    save(tmp_path / "c.safetensors", held(named), state, ALONE)
+    assert (tmp_path / "c.safetensors").read_bytes() == VERSION_1.read_bytes()
