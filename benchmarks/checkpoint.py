@@ -22,9 +22,8 @@ import argparse
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +132,10 @@ class Ways:
         os.fsync(descriptor)
         os.close(descriptor)
 
-    @property
+    @cached_property
     def buffer(self) -> bytearray:
-        """As many bytes as the state has, made once."""
-        if not hasattr(self, "_buffer"):
-            self._buffer = bytearray(self.nbytes)
-        return self._buffer
+        """As many bytes as the state has."""
+        return bytearray(self.nbytes)
 
     def raw_load(self) -> None:
         """Each byte read once, and handed on."""
@@ -236,7 +233,7 @@ def measure(options: argparse.Namespace) -> None:
         rate = ways.nbytes / 2**30
 
         def saved(call: Callable[[], None], rate: float = rate) -> float:
-            return rate / timed(group, call)
+            return rate / harness.elapsed(group, call)
 
         savers = {way: partial(saved, call) for way, call in ways.savers().items()}
         found[f"save, {name}"] = harness.in_turn(savers, options.rounds)
@@ -245,7 +242,7 @@ def measure(options: argparse.Namespace) -> None:
             way: str, call: Callable[[], None], ways: Ways = ways, rate: float = rate
         ) -> float:
             ways.forget()
-            seconds = timed(group, call)
+            seconds = harness.elapsed(group, call)
             ways.check(way)
             return rate / seconds
 
@@ -260,16 +257,6 @@ def measure(options: argparse.Namespace) -> None:
     runtime.close()
 
 
-def timed(group: Group, call: Callable[[], None]) -> float:
-    """Seconds until the last rank is through. Collective."""
-    harness.meet(group)
-    begin = time.perf_counter()
-    call()
-    taken = time.perf_counter() - begin
-    harness.meet(group)
-    return group.largest(int(1e9 * taken)) / 1e9
-
-
 def main() -> None:
     """Start the ranks and show what they found."""
     options = harness.arguments("checkpoints", rounds=5, mib=1024)
@@ -278,7 +265,9 @@ def main() -> None:
         return
     ratios, middles = {}, {}
     module = f"benchmarks.{NAME}"
-    for ranks, case, samples in harness.sweep(module, RANKS, options.rounds):
+    for ranks, case, samples in harness.sweep(
+        module, RANKS, rounds=options.rounds, mib=options.mib
+    ):
         key = f"{ranks} ranks, {case}"
         harness.show(key, "GiB/s", samples, RAW)
         ratios |= {

@@ -249,7 +249,7 @@ def main() -> None:
     pairs = [(mine, other) for mine in OURS for other in OTHERS]
     pairs += [(other, CEILING) for other in OTHERS[1:]]
     module = "benchmarks.gradient_averaging"
-    for ranks, load, samples in harness.sweep(module, RANKS, options.rounds):
+    for ranks, load, samples in harness.sweep(module, RANKS, rounds=options.rounds):
         key = f"{ranks} ranks, {load}"
         harness.show(f"{key}: {LOADS[load]} x 128 tokens per rank", "tokens/s", samples, CEILING)
         ratios |= {

@@ -78,6 +78,16 @@ def meet(group: Group) -> None:
         time.sleep(min(max((time.perf_counter() - begin) / 16, 50e-6), 5e-3))
 
 
+def elapsed(group: Group, call: Callable[[], object]) -> float:
+    """Seconds until the last rank is through. Collective."""
+    meet(group)
+    begin = time.perf_counter()
+    call()
+    taken = time.perf_counter() - begin
+    meet(group)
+    return group.largest(int(1e9 * taken)) / 1e9
+
+
 @contextmanager
 def emulated_hosts(count: int, slots: int, mbit: int) -> Iterator[Any]:
     """Hosts on this machine with shaped links; where there can be none, say so and exit with 2."""
@@ -105,10 +115,13 @@ def on_hosts(cluster: Any, by: str, module: str, *arguments: str, timeout: float
         return json.loads(result.read_text())
 
 
-def sweep(module: str, several: Sequence[int], rounds: int) -> Iterator[tuple[int, str, Samples]]:
+def sweep(
+    module: str, several: Sequence[int], **options: int
+) -> Iterator[tuple[int, str, Samples]]:
     """Run a benchmark on each number of ranks; gives what it measured, by number and by case."""
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     for ranks in several:
-        for case, samples in on_ranks(ranks, module, "--rounds", str(rounds)).items():
+        for case, samples in on_ranks(ranks, module, *words).items():
             yield ranks, case, samples
 
 

@@ -93,8 +93,8 @@ def main() -> None:
     if options.result:
         measure(options)
         return
-    ratios, middles = {}, {}
-    for ranks, size, samples in harness.sweep("benchmarks.node_shared", RANKS, options.rounds):
+    ratios, middles, module = {}, {}, "benchmarks.node_shared"
+    for ranks, size, samples in harness.sweep(module, RANKS, rounds=options.rounds):
         key = f"{ranks} ranks, {size} MB"
         ratios |= report(key, samples)
         middles |= {f"{key}: {n}": value for n, value in harness.medians(samples).items()}

@@ -74,19 +74,9 @@ def averagers(levels: Levels, size: int) -> tuple[Averagers, int]:
     return ways, size
 
 
-def elapsed(group: Group, call: Callable[[], object]) -> float:
-    """Seconds until the last rank is through. Collective."""
-    harness.meet(group)
-    begin = time.perf_counter()
-    call()
-    taken = time.perf_counter() - begin
-    harness.meet(group)
-    return group.largest(int(1e9 * taken)) / 1e9
-
-
 def repeated(group: Group, step: Callable[[], None]) -> float:
     """Seconds of a step."""
-    return elapsed(group, lambda: [step() for _ in range(STEPS)]) / STEPS
+    return harness.elapsed(group, lambda: [step() for _ in range(STEPS)]) / STEPS
 
 
 def backward(group: Group, model: GPT, batch: Batch) -> float:
@@ -94,13 +84,13 @@ def backward(group: Group, model: GPT, batch: Batch) -> float:
     total = 0.0
     for _ in range(STEPS):
         model.zero_grad()
-        total += elapsed(group, model(*batch).backward)
+        total += harness.elapsed(group, model(*batch).backward)
     return total / STEPS
 
 
 def wire(group: Group, averager: MpiAverager) -> float:
     """Seconds of the sums of all buckets, while nobody computes."""
-    return elapsed(group, partial(sum_all, averager))
+    return harness.elapsed(group, partial(sum_all, averager))
 
 
 def processors(group: Group, averager: MpiAverager) -> float:

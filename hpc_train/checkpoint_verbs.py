@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.checkpoint import tools
 from hpc_train.checkpoint.store import find, newest
-from hpc_train.errors import EXIT_FAILURE, CheckpointError
+from hpc_train.errors import EXIT_FAILURE, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +26,9 @@ def show_list(run: str) -> int:
 def verify(source: str, *, every: bool) -> int:
     """Read all bytes of a checkpoint, or of every one of a run; returns 1 if any is damaged."""
     path = newest(Path(source))
-    paths = find(path.parent, "auto") if every and Path(source).is_dir() else [path]
-    return max([_verify(path) for path in paths])
+    if every and not Path(source).is_dir():
+        raise ConfigError(f"--all, and {source} is one file", "give a run directory")
+    return max([_verify(path) for path in (find(path.parent, "auto") if every else [path])])
 
 
 def _verify(path: Path) -> int:

@@ -29,11 +29,6 @@ def call(name: str, function: Callable[..., T], *arguments: Any) -> T:
     return function(*arguments)
 
 
-def open_to_write(path: Path) -> int:
-    """A descriptor of an existing file."""
-    return call("open", os.open, path, os.O_WRONLY | os.O_CLOEXEC)
-
-
 def write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
     """Write all of the data at a byte offset, however many calls that takes."""
     rest = memoryview(data)

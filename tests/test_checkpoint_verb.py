@@ -51,6 +51,7 @@ def test_verify_finds_a_flipped_bit_and_names_the_tensor(trained, tmp_path):
     assert "not what was saved" in found
     assert "model.tokens.weight" in found or "optim." in found
     assert checkpoint("verify", trained.root / "run", "--all").count("sound") == 3
+    assert "is one file" in checkpoint("verify", copy, "--all", code=2)
 
 
 def test_diff_of_a_checkpoint_and_itself_is_nothing(trained):

@@ -31,7 +31,7 @@ class PosixWriter:
     """Writes with pwrite(2)."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = files.open_to_write(path)
+        self._descriptor = files.call("open", os.open, path, os.O_WRONLY | os.O_CLOEXEC)
 
     def write_at(self, offset: int, data: bytes | bytearray) -> None:
         """Write all of the data."""

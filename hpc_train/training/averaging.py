@@ -24,18 +24,25 @@ from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
+from hpc_train.mpi.runtime import HOROVOD_BUCKET, start_horovod
 from hpc_train.parallel.apply import Applied
 from hpc_train.sharding import Shard
 
 RESIDUAL = "residual."
 
 
-def engine(config: RunConfig, grid: ParallelGrid, device: torch.device) -> Engine:
-    """Who averages the gradients of parameters on this device."""
+def start(config: RunConfig, grid: ParallelGrid, device: torch.device) -> Engine:
+    """Choose who averages the gradients of parameters on this device, and start it. Collective."""
+    gradients = config.gradients
     if grid.dp == 1 and grid.world.size > 1:
         return "mpi"  # one replica averages with nobody
-    asked = config.gradients.engine
-    return best_engine(device) if asked == "auto" and config.gradients.average_every == 1 else asked
+    engine: Engine = gradients.engine
+    if engine == "auto" and gradients.average_every == 1:
+        engine = best_engine(device)
+    if engine == "horovod":
+        bucket = gradients.bucket_bytes or HOROVOD_BUCKET
+        start_horovod(grid.world, grid.process_sets(), bucket_bytes=bucket)
+    return engine
 
 
 def set_up(
@@ -57,7 +64,7 @@ def set_up(
         optimizer: of it.
         grid: where this rank stands.
         layout: what was put on the model.
-        engine: see `engine`.
+        engine: from `start`.
         passes: micro-batches of a step.
         cores: of this rank.
     """

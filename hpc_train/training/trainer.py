@@ -28,7 +28,7 @@ from hpc_train.monitoring.meter import Meter
 from hpc_train.monitoring.metrics import MetricsFile
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.grid import ParallelGrid
-from hpc_train.mpi.runtime import HOROVOD_BUCKET, Runtime, start_horovod
+from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.apply import apply
@@ -121,10 +121,7 @@ class Trainer:
             make_deterministic()
         use_cores(runtime)
         self.device = choose_device()
-        engine = averaging.engine(config, self.grid, self.device)
-        if engine == "horovod":
-            bucket = config.gradients.bucket_bytes or HOROVOD_BUCKET
-            start_horovod(self.group, self.grid.process_sets(), bucket_bytes=bucket)
+        engine = averaging.start(config, self.grid, self.device)
         dtype = getattr(torch, config.precision.dtype)
         local = self.group if config.gradients.average_every > 1 else None
         self.scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None

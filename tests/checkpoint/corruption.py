@@ -27,8 +27,8 @@ from hpc_train.checkpoint.restore import Reader, Tensors
 from hpc_train.checkpoint.save import save
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
+from tests.checkpoint.states import SMALL
 
-EXTENT, ALIGNMENT = 1024, 4096
 SPARE = 256 << 20  # bytes of memory that damaged files may make a reader ask for
 NUMBERS = (-1, 0, 1, 7, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 64, 1.5, "1", None, [], True)
 
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    fileformat.EXTENT_BYTES, fileformat.ALIGNMENT = EXTENT, ALIGNMENT
+    vars(fileformat).update(SMALL)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + SPARE, used + SPARE))
     with tempfile.TemporaryDirectory() as folder:

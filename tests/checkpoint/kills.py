@@ -24,14 +24,12 @@ from random import Random
 from typing import Any, NamedTuple
 
 import psutil
-import torch
-from torch import nn
 
-from hpc_train.checkpoint import Checkpoints, fileformat
-from hpc_train.collectives import connect
+from hpc_train.checkpoint import fileformat
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import Call, faults, kill
+from tests.checkpoint.states import SMALL, found, save, store
 from tests.programs import ENVIRON
 
 ALL, LAUNCHER = -1, -2  # what is killed, besides a rank by its number
@@ -45,26 +43,6 @@ class Case(NamedTuple):
     call: int
 
 
-def small() -> None:
-    """Several extents in a small file."""
-    fileformat.EXTENT_BYTES, fileformat.ALIGNMENT = 1024, 4096
-
-
-def store(directory: Path, group: Group) -> Checkpoints:
-    """Of a small model."""
-    model = nn.Linear(40, 16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Checkpoints(directory, connect(group), model, optimizer, keep=1)
-
-
-def save(made: Checkpoints, step: int) -> None:
-    """The state after a step."""
-    with torch.no_grad():
-        for parameter in made.model.parameters():
-            parameter.fill_(step)
-    made.save(step)
-
-
 def kill_launcher(name: str, function: Call, *arguments: Any) -> Any:
     """End mpirun without warning; this rank goes on."""
     os.kill(os.getppid(), signal.SIGKILL)
@@ -75,7 +53,7 @@ def rank(directory: Path, case: Case | None) -> None:
     """What each rank does."""
     started = runtime.start()
     group = started.world
-    made = store(directory, group)
+    made = store(directory, group, keep=1)
     assert made.resume() == 2
     mine = case is not None and case.who in (group.rank, ALL)
     if case is not None and case.who == LAUNCHER and group.rank == 0:
@@ -118,14 +96,6 @@ def prepare(directory: Path) -> None:
     save(store(directory, Group()), 2)
 
 
-def found(directory: Path) -> int:
-    """The step that is there, complete."""
-    made = store(directory, Group())
-    step = made.resume()
-    assert all(bool((parameter == step).all()) for parameter in made.model.parameters())
-    return step
-
-
 def cases(ranks: int, folder: Path) -> list[Case]:
     """All there are, by the calls that a save which is not disturbed makes."""
     prepare(folder)
@@ -147,7 +117,7 @@ def try_case(ranks: int, folder: Path, case: Case) -> int:
     prepare(folder)
     code = job(ranks, folder, case)
     assert code != 0, case
-    step = found(folder)
+    step = found(folder, Group())
     assert step in (2, 3), case
     shutil.rmtree(folder)
     return step
@@ -162,7 +132,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--case", type=json.loads)
     options = parser.parse_args()
-    small()
+    vars(fileformat).update(SMALL)
     if options.directory:
         rank(options.directory, Case(*options.case) if options.case else None)
         return

@@ -6,16 +6,14 @@ from random import Random
 
 import pytest
 
-from hpc_train.checkpoint import fileformat
 from tests.checkpoint.kills import ALL, LAUNCHER, cases, try_case
 
 RANKS, SAMPLE = 3, 4
 
 
 @pytest.mark.slow
-def test_a_job_that_dies_while_it_saves_leaves_one_that_is_complete(tmp_path, monkeypatch):
-    monkeypatch.setattr(fileformat, "EXTENT_BYTES", 1024)
-    monkeypatch.setattr(fileformat, "ALIGNMENT", 4096)
+@pytest.mark.usefixtures("small_extents")
+def test_a_job_that_dies_while_it_saves_leaves_one_that_is_complete(tmp_path):
     every = cases(RANKS, tmp_path / "counted")
     random = Random(0)
     tried = random.sample([case for case in every if case.who >= 0], SAMPLE)

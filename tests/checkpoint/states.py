@@ -1,0 +1,47 @@
+"""A small model whose weights tell the step, in files of several extents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.engines import Engine
+from hpc_train.collectives import connect
+from hpc_train.mpi.group import Group
+
+SMALL = {"EXTENT_BYTES": 1024, "ALIGNMENT": 4096}
+"""What `fileformat` has to say for that."""
+
+
+def store(
+    directory: Path, group: Group, engine: Engine = "auto", seed: int = 0, keep: int = 2
+) -> Checkpoints:
+    """Of the model, the same on all ranks."""
+    torch.manual_seed(seed)
+    model = nn.Linear(40, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Checkpoints(directory, connect(group), model, optimizer, engine=engine, keep=keep)
+
+
+def change(made: Checkpoints, step: int) -> None:
+    """The weights after a step."""
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.fill_(step)
+
+
+def save(made: Checkpoints, step: int) -> None:
+    """The checkpoint of a step. Collective."""
+    change(made, step)
+    made.save(step)
+
+
+def found(directory: Path, group: Group) -> int:
+    """The step that is found again, complete. Collective."""
+    made = store(directory, group, seed=1)
+    step = made.resume()
+    assert all(bool((parameter == step).all()) for parameter in made.model.parameters())
+    return step
