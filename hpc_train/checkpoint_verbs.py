@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.checkpoint import tools
-from hpc_train.checkpoint.store import find, newest
+from hpc_train.checkpoint.directory import find, newest
 from hpc_train.errors import EXIT_FAILURE, CheckpointError, ConfigError
 
 if TYPE_CHECKING:

@@ -275,8 +275,18 @@ class CheckpointSection:
     on_error: Literal["stop", "warn"] = "stop"
     """What a checkpoint that cannot be written does: warn goes on training, if it is not the last
     one."""
-    engine: Literal["auto", "mpiio", "posix"] = "auto"
-    """How ranks write the one file; auto: mpiio under MPI, posix in a process alone."""
+    background: bool = False
+    """Whether training goes on while a checkpoint is written; it takes as much memory as a rank
+    writes."""
+    verify: bool = True
+    """Whether all that was written is read back by another rank and compared; always so through
+    MPI-IO, of which some libraries report success on a full disk."""
+    replicas: Literal["stop", "warn", "off"] = "stop"
+    """What is done when replicas, which should hold the same bits, do not: a sample of them is
+    compared at each checkpoint."""
+    engine: Literal["auto", "mpiio", "mpiio_collective", "posix"] = "auto"
+    """How ranks write the one file; auto: under MPI what was fastest in the first checkpoints,
+    posix in a process alone and in the background."""
     resume: str = "auto"
     """auto: the newest checkpoint of run.dir; none: from the beginning; or a file to start from."""
 

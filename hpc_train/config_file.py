@@ -25,8 +25,6 @@ NOT_BUILT = frozenset(
     [
         "memory.offload",
         "memory.recompute",
-        "checkpoint.background",
-        "checkpoint.verify",
     ]
 )
 VALUES_NOT_BUILT = {

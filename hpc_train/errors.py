@@ -7,6 +7,7 @@
     │   ├── CheckpointMismatch  a sound checkpoint that belongs to another model or run
     │   └── SetupError          a program, a library or a build that is missing or unfit
     ├── CheckpointError         a checkpoint that could not be written or read
+    ├── DivergenceError         ranks that should hold the same bits do not
     └── RankError               an unexpected exception on one rank, raised on all of them
 
 `Stopped` is not an error: the run ended early with a checkpoint (exit code 75, EX_TEMPFAIL of
@@ -69,6 +70,10 @@ class SetupError(UserError):
 
 class CheckpointError(HpcTrainError):
     """A checkpoint could not be written or read."""
+
+
+class DivergenceError(HpcTrainError):
+    """Ranks that should hold the same bits do not: one of them has computed or kept wrong ones."""
 
 
 class RankError(HpcTrainError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
 
 LARGEST = 1 << 30  # bytes of a call: systems take less than 2 GiB at a time
 
@@ -29,7 +30,7 @@ def call(name: str, function: Callable[..., T], *arguments: Any) -> T:
     return function(*arguments)
 
 
-def write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
+def write_at(descriptor: int, data: Buffer, offset: int) -> None:
     """Write all of the data at a byte offset, however many calls that takes."""
     rest = memoryview(data)
     while rest:
@@ -39,16 +40,30 @@ def write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
         rest, offset = rest[count:], offset + count
 
 
-def read_at(descriptor: int, nbytes: int, offset: int) -> bytearray:
-    """So many bytes from an offset, or as many as the file has."""
-    data = bytearray(nbytes)
-    rest = memoryview(data)
+def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Fill memory from an offset on; returns the bytes read, fewer only at the file's end."""
+    rest = memory
     while rest:
         count = call("read", os.preadv, descriptor, [rest[:LARGEST]], offset)
         if not count:
-            return data[: nbytes - len(rest)]
+            break
         rest, offset = rest[count:], offset + count
-    return data
+    return len(memory) - len(rest)
+
+
+def read_at(descriptor: int, nbytes: int, offset: int) -> bytes:
+    """So many bytes from an offset, or as many as the file has."""
+    data = bytearray(nbytes)
+    return bytes(data[: read_into(descriptor, memoryview(data), offset)])
+
+
+def begin_writing(descriptor: int, offset: int, nbytes: int) -> None:
+    """Have the system write to the disk now, while more is computed, what it would keep to itself.
+
+    On Linux this advice starts writing dirty pages; fsync, which comes later, has less to wait for.
+    """
+    with suppress(OSError):  # advice: some file systems have none
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager

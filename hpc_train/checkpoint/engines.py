@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hpc_train import files
+from hpc_train.checkpoint.fileformat import EXTENT_BYTES
 from hpc_train.errors import ConfigError
+from hpc_train.files import Buffer
 from hpc_train.mpi.group import Group
 
-Engine = Literal["auto", "mpiio", "posix"]
+Way = Literal["mpiio", "mpiio_collective", "posix"]
+Engine = Literal["auto", "mpiio", "mpiio_collective", "posix"]
+
+TRIES = 2  # of each way before `auto` decides: the first one may pay for a cold disk
 
 
 class Writer(Protocol):
     """An existing file, open for writing by one rank."""
 
-    def write_at(self, offset: int, data: bytes | bytearray) -> None:
+    collective: bool
+    """Whether all ranks must open it and make equally many calls."""
+
+    def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of the data at a byte offset; OSError if the system says that it could not."""
 
     def sync(self) -> None:
@@ -30,12 +39,15 @@ class Writer(Protocol):
 class PosixWriter:
     """Writes with pwrite(2)."""
 
+    collective = False
+
     def __init__(self, path: Path) -> None:
         self._descriptor = files.call("open", os.open, path, os.O_WRONLY | os.O_CLOEXEC)
 
-    def write_at(self, offset: int, data: bytes | bytearray) -> None:
+    def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of the data."""
         files.write_at(self._descriptor, data, offset)
+        files.begin_writing(self._descriptor, offset, len(data))
 
     def sync(self) -> None:
         """fsync(2)."""
@@ -47,36 +59,49 @@ class PosixWriter:
 
 
 class MpiWriter:
-    """Writes with MPI_File_write_at.
+    """Writes with MPI_File_write_at, each rank by itself, or with MPI_File_write_at_all.
 
-    Each rank opens the one file by itself: the writes are contiguous and disjoint, for which
-    collective calls bring nothing, and a rank that fails then leaves nobody waiting in one.
+    The writes are contiguous and disjoint, so data sieving, which would read and lock what it
+    writes, is switched off. Independent calls are not buffered by other ranks either: a rank that
+    fails leaves nobody waiting. Collective ones are; with them every rank goes on to call.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, group: Group | None = None) -> None:
         from mpi4py import MPI
 
         self._MPI = MPI
         self._path = path
+        self.collective = group is not None
+        buffered = "enable" if self.collective else "disable"
+        hints = {"romio_ds_write": "disable", "romio_cb_write": buffered}
+        if self.collective:
+            hints["cb_buffer_size"] = str(EXTENT_BYTES)
+        info = MPI.Info.Create(hints)
+        comm = MPI.COMM_SELF if group is None else group.comm
         self._file: Any = self._checked(
-            "open", MPI.File.Open, MPI.COMM_SELF, str(path), MPI.MODE_WRONLY
+            "open", MPI.File.Open, comm, str(path), MPI.MODE_WRONLY, info
         )
+        info.Free()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
-    def write_at(self, offset: int, data: bytes | bytearray) -> None:
+    def write_at(self, offset: int, data: Buffer) -> None:
         """Write the data and compare the count that MPI reports."""
         status = self._MPI.Status()
-        self._checked("write", self._file.Write_at, offset, [data, self._MPI.BYTE], status)
+        write = self._file.Write_at_all if self.collective else self._file.Write_at
+        self._checked("write", write, offset, [data, self._MPI.BYTE], status)
         count = status.Get_count(self._MPI.BYTE)
         if count != len(data):
             raise OSError(f"MPI-IO wrote {count} of {len(data)} bytes")
+        files.begin_writing(self._descriptor, offset, len(data))
 
     def sync(self) -> None:
         """MPI_File_sync, and fsync(2), which not every MPI-IO component calls."""
         self._checked("sync", self._file.Sync)
-        files.sync(self._path)
+        files.call("sync", os.fsync, self._descriptor)
 
     def close(self) -> None:
         """Close the file."""
+        os.close(self._descriptor)
         self._checked("close", self._file.Close)
 
     def _checked(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -86,21 +111,56 @@ class MpiWriter:
             raise OSError(f"MPI-IO: {error.Get_error_string()}") from None
 
 
-def check_engine(engine: Engine, group: Group) -> None:
-    """Check that the ranks can write in this way.
+def open_writer(way: Way, path: Path, group: Group) -> Writer:
+    """Open an existing file for writing. Collective for mpiio_collective."""
+    if way == "posix" or group.comm is None:
+        return PosixWriter(path)
+    return MpiWriter(path, group if way == "mpiio_collective" else None)
+
+
+class Ways:
+    """Chooses how each checkpoint of a job is written.
+
+    Engine auto writes the first ones by POSIX calls and through MPI-IO in turn, and goes on with
+    what was faster.
+
+    Args:
+        engine: what the user asked for.
+        group: the ranks.
+        background: whether a thread is to write, which makes no MPI calls.
 
     Raises:
-        ConfigError: engine mpiio in a process that runs without MPI.
+        ConfigError: MPI-IO in a process that runs without MPI, or in the background.
     """
-    if engine == "mpiio" and group.comm is None:
-        raise ConfigError(
-            "checkpoint.engine is mpiio, but this process runs without MPI",
-            "start several ranks, or use engine auto",
-        )
 
+    def __init__(self, engine: Engine, group: Group, *, background: bool = False) -> None:
+        self._seconds: dict[Way, list[float]] = defaultdict(list)
+        if engine == "auto":
+            alone = group.comm is None or background
+            self._ways: tuple[Way, ...] = ("posix",) if alone else ("posix", "mpiio")
+            return
+        self._ways = (engine,)
+        if engine == "posix":
+            return
+        if group.comm is None:
+            raise ConfigError(
+                f"checkpoint.engine is {engine}, but this process runs without MPI",
+                "start several ranks, or use engine auto",
+            )
+        if background:
+            raise ConfigError(
+                f"checkpoint.engine is {engine}, but the thread of checkpoint.background makes no "
+                "MPI calls",
+                "use engine auto or posix, or background false",
+            )
 
-def open_writer(engine: Engine, path: Path, group: Group) -> Writer:
-    """Open an existing file for writing; `auto` is MPI-IO under MPI, else POSIX."""
-    if engine == "posix" or group.comm is None:
-        return PosixWriter(path)
-    return MpiWriter(path)
+    def next(self) -> Way:
+        """How to write the next one; the same on all ranks."""
+        untried = [way for way in self._ways if len(self._seconds[way]) < TRIES]
+        if len(self._ways) > 1 and untried:
+            return min(untried, key=lambda way: len(self._seconds[way]))
+        return min(self._ways, key=lambda way: min(self._seconds[way], default=0.0))
+
+    def note(self, way: Way, seconds: float) -> None:
+        """What writing took, the same number on all ranks."""
+        self._seconds[way].append(seconds)

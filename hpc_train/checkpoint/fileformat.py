@@ -28,7 +28,7 @@ import xxhash
 from torch import Tensor
 
 from hpc_train.errors import CheckpointError, CheckpointMismatch
-from hpc_train.sharding import Block, ShardSpec
+from hpc_train.sharding import ShardSpec
 
 VERSION = "1"
 ALIGNMENT = 1 << 20
@@ -121,6 +121,11 @@ class Layout:
         """Size of the whole file."""
         return self.data_start + self.entries[-1].end
 
+    def size(self, number: int) -> int:
+        """Bytes of an extent."""
+        begin, end = self.extent(number)
+        return end - begin
+
     def extent(self, number: int) -> tuple[int, int]:
         """First byte of an extent and the byte behind it, counted from data_start."""
         begin = number * EXTENT_BYTES
@@ -130,6 +135,11 @@ class Layout:
 def hash_of(data: Any) -> bytes:
     """xxh3-128 of a bytes-like object."""
     return xxhash.xxh3_128_digest(data)
+
+
+def hash_in(table: bytes, number: int) -> bytes:
+    """An extent's hash in the hash table."""
+    return table[number * HASH_BYTES : (number + 1) * HASH_BYTES]
 
 
 def plan(forms: Mapping[str, Form], state: bytes) -> Layout:
@@ -239,28 +249,6 @@ def _check_sizes(entries: Iterable[Entry]) -> None:
         position = entry.end
 
 
-def read_bytes(held: Mapping[str, Held], layout: Layout, begin: int, end: int) -> bytearray:
-    """Gather the content's bytes from `begin` to `end` out of this rank's own parts.
-
-    Where they are other ranks', the result is zero.
-    """
-    gathered = bytearray(end - begin)
-    target = torch.frombuffer(gathered, dtype=torch.uint8)
-    for part, place, block in _overlaps(held, layout, begin, end):
-        if part.owned:
-            _strided(target, place, block)[:] = _rows(part.tensor, block).cpu()
-    return gathered
-
-
-def write_bytes(
-    held: Mapping[str, Held], layout: Layout, begin: int, end: int, data: bytearray
-) -> None:
-    """Scatter the content's bytes from `begin` to `end` into this rank's parts."""
-    source = torch.frombuffer(data, dtype=torch.uint8)
-    for part, place, block in _overlaps(held, layout, begin, end):
-        _rows(part.tensor, block)[:] = _strided(source, place, block).to(part.tensor.device)
-
-
 def names_between(layout: Layout, begin: int, end: int) -> Iterator[Entry]:
     """The tensors that have bytes between `begin` and `end`."""
     start = bisect.bisect_right(layout.entries, begin, key=lambda entry: entry.end)
@@ -269,28 +257,3 @@ def names_between(layout: Layout, begin: int, end: int) -> Iterator[Entry]:
             return
         if entry.begin < entry.end:
             yield entry
-
-
-def _overlaps(
-    held: Mapping[str, Held], layout: Layout, begin: int, end: int
-) -> Iterator[tuple[Held, int, Block]]:
-    """The parts that have bytes in a range, piece by piece, and where the pieces count from."""
-    for entry in names_between(layout, begin, end):
-        part = held.get(entry.name)
-        if part is not None:
-            first, last = max(begin, entry.begin), min(end, entry.end)
-            itemsize = part.tensor.element_size()
-            for block in part.spec.overlap(first - entry.begin, last - entry.begin, itemsize):
-                yield part, first - begin, block
-
-
-def _rows(tensor: Tensor, block: Block) -> Tensor:
-    """A block's bytes in the part, (rows, length)."""
-    flat = tensor.detach().view(-1).view(torch.uint8)
-    return flat[block.local : block.local + block.rows * block.length].view(block.rows, -1)
-
-
-def _strided(data: Tensor, place: int, block: Block) -> Tensor:
-    """A block's bytes in a range of the whole, (rows, length)."""
-    size = (block.rows, block.length)
-    return data.as_strided(size, (block.stride, 1), place + block.place)

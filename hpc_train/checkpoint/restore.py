@@ -1,7 +1,7 @@
-"""Read a checkpoint: each extent is read and verified by one rank, and all ranks receive it.
+"""Read a checkpoint: each extent is read and verified by one rank, and goes to those that hold it.
 
-Every byte is read from the file system once, whatever the number of ranks, and two extents are in
-the memory of a rank at a time.
+Every byte is read from the file system once, whatever the number of ranks. A rank that reads hands
+each rank of its replica what that one holds; from there it goes to the ranks that hold the same.
 """
 
 from __future__ import annotations
@@ -9,24 +9,27 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpc_train import files
-from hpc_train.checkpoint import fileformat
+from hpc_train.checkpoint import extents, fileformat
+from hpc_train.checkpoint.exchange import AT_ONCE, Exchange, Scratch, gathered
 from hpc_train.checkpoint.fileformat import (
-    HASH_BYTES,
     HASHES,
     MAX_HEADER_BYTES,
     STATE,
     Entry,
     Held,
     Layout,
+    names_between,
 )
+from hpc_train.checkpoint.parts import Bytes, Parts, pieces_of, total
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
@@ -80,24 +83,37 @@ class Reader:
         """The tensors in it, by name."""
         return {e.name: e for e in self.layout.entries if e.name not in (STATE, HASHES)}
 
-    def extent(self, number: int) -> bytearray:
-        """One extent's bytes, verified.
+    def read(self, number: int, into: Bytes) -> None:
+        """Read one extent and verify it.
+
+        Args:
+            number: the extent's.
+            into: memory of its size.
 
         Raises:
-            CheckpointError: they cannot be read or are not what was saved.
+            CheckpointError: it cannot be read or is not what was saved.
         """
-        begin, end = self.layout.extent(number)
         try:
             with files.opened(self.path) as descriptor:
-                data = files.read_at(descriptor, end - begin, self.layout.data_start + begin)
+                sound = extents.read(descriptor, self.layout, number, self.table, into.data)
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.path}: {error.strerror}") from None
-        if fileformat.hash_of(data) != self.table[number * HASH_BYTES : (number + 1) * HASH_BYTES]:
+        if not sound:
+            begin, end = self.layout.extent(number)
             raise CheckpointError(
                 f"checkpoint {self.path}: data bytes {begin} to {end} are not what was saved",
                 BROKEN,
             )
-        return data
+
+    def extent(self, number: int) -> Bytes:
+        """One extent's bytes, verified.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        into = np.empty(self.layout.size(number), np.uint8)
+        self.read(number, into)
+        return into
 
 
 class Tensors:
@@ -121,11 +137,13 @@ class Tensors:
     def __getitem__(self, name: str) -> torch.Tensor:
         entry, layout = self.entries[name], self.reader.layout
         tensor = torch.empty(entry.shape, dtype=fileformat.TORCH_DTYPES[entry.dtype])
-        held = {name: Held.whole(tensor)}
+        held = Held.whole(tensor)
+        parts = Parts({name: held})
         for number in range(
             entry.begin // fileformat.EXTENT_BYTES, -(-entry.end // fileformat.EXTENT_BYTES)
         ):
-            fileformat.write_bytes(held, layout, *layout.extent(number), self._extent(number))
+            pieces = pieces_of({name: held.spec}, layout, *layout.extent(number))
+            parts.scatter(self._extent(number), pieces)
         return tensor
 
     def state(self) -> dict[str, Any]:
@@ -143,45 +161,86 @@ def open_together(path: Path, group: Group) -> Reader:
 
 
 def load(
-    reader: Reader, held: Mapping[str, Held], group: Group, names: Collection[str] | None = None
+    reader: Reader,
+    held: Mapping[str, Held],
+    group: Group,
+    replica: Group | None = None,
+    alike: Group | None = None,
 ) -> None:
     """Fill tensors from a checkpoint, reading only the extents that they lie in. Collective.
 
     Args:
         reader: from `open_together`.
-        held: this rank's parts, by name, of the dtypes and whole shapes that the checkpoint has.
+        held: this rank's parts, contiguous, by name, of the dtypes and whole shapes that the
+            checkpoint has.
         group: the ranks that receive.
-        names: what all ranks together hold; by default what this one does.
+        replica: ranks that hold the whole together; by default all.
+        alike: the ranks of all replicas that hold what this one does; by default it alone. Each
+            rank is in one replica and one such group, and each of those meet in one rank.
 
     Raises:
         CheckpointError: an extent is damaged; some tensors may have been filled.
     """
-    layout, names = reader.layout, held.keys() if names is None else names
+    replica = replica or (group if alike is None else Group())
+    alike = alike or Group()
+    specs = gathered(replica, {name: part.spec for name, part in held.items()})
+    layout, me = reader.layout, replica.rank
+    names = {name for of_rank in specs for name in of_rank}
     wanted = [
         number
         for number in range(layout.extents)
-        if any(e.name in names for e in fileformat.names_between(layout, *layout.extent(number)))
+        if any(entry.name in names for entry in names_between(layout, *layout.extent(number)))
     ]
+    exchange = Exchange(held, specs, layout, replica)
+    room, index = Scratch(), alike.rank * replica.size + me
     for first in range(0, len(wanted), group.size):
         together = wanted[first : first + group.size]  # one for each rank
-        mine = bytearray()
+        extent: Bytes | None = None
         with agreed(group):
-            if group.rank < len(together):
-                mine = reader.extent(together[group.rank])
-        for root, number in enumerate(together):
-            begin, end = layout.extent(number)
-            data = _from(root, mine, end - begin, group)
-            fileformat.write_bytes(held, layout, begin, end, data)
+            if index < len(together):
+                extent = _memory(exchange, together[index])
+                if extent is None:
+                    extent = room(layout.size(together[index]))
+                reader.read(together[index], extent)
+        for copy in range(alike.size):
+            read = together[copy * replica.size : (copy + 1) * replica.size]
+            for start in range(0, len(read), AT_ONCE):
+                some = {start + i: n for i, n in enumerate(read[start : start + AT_ONCE])}
+                _hand_round(exchange, some, extent, alike, copy)
 
 
-def _from(root: int, mine: bytearray, nbytes: int, group: Group) -> bytearray:
-    """What this rank has, or so many bytes that rank `root` has. Collective."""
-    if group.comm is None:
-        return mine
-    data = mine if group.rank == root else bytearray(nbytes)
-    with group.waiting(f"an extent of a checkpoint, which rank {root} has read"):
-        group.comm.Bcast(data, root)
-    return data
+def _memory(exchange: Exchange, number: int) -> Bytes | None:
+    """Where an extent belongs, if all of it belongs to one tensor of a rank that holds all."""
+    if exchange.replica.comm is not None:
+        return None
+    return exchange.parts.memory(exchange.pieces(0, number), exchange.layout.size(number))
+
+
+def _hand_round(
+    exchange: Exchange, read: Mapping[int, int], extent: Bytes | None, alike: Group, root: int
+) -> None:
+    """Bring what the ranks of one replica have read to all that hold some of it. Collective.
+
+    Args:
+        exchange: of this rank's replica.
+        read: by rank of the replica: the extent that it has read.
+        extent: what this rank has read.
+        alike: the ranks that hold what this one does.
+        root: the one of them whose replica has read.
+    """
+    pieces = [p for number in read.values() for p in exchange.pieces(exchange.replica.rank, number)]
+    memory = _memory(exchange, *read.values()) if exchange.replica.comm is None else None
+    if memory is not None:
+        packed = memory  # has been read to, or will be received to
+    elif alike.rank == root:
+        packed = exchange.hand_out(read, extent)
+    else:
+        packed = np.empty(total(pieces), np.uint8)
+    if alike.comm is not None:
+        with alike.waiting(f"extents of a checkpoint that replica {root} has read"):
+            alike.comm.Bcast(packed, root)
+    if memory is None:
+        exchange.parts.unpack(packed, pieces)
 
 
 def load_state(reader: Reader, group: Group) -> dict[str, Any]:
@@ -191,7 +250,7 @@ def load_state(reader: Reader, group: Group) -> dict[str, Any]:
         CheckpointError: the extent that it lies in is damaged.
     """
     state = torch.empty(reader.layout.entries[-2].shape, dtype=torch.uint8)
-    load(reader, {STATE: Held.whole(state)}, group)
+    load(reader, {STATE: Held.whole(state)}, group, alike=group)
     return _tree(reader.path, state)
 
 

@@ -1,8 +1,8 @@
 """Write one checkpoint with all ranks, so that it exists complete or not at all.
 
 The ranks of a replica hold the whole state together, and every replica holds it. The ranks write a
-run of extents each, put together by their replica; every extent is read back by another rank and
-compared with the hash of what was in memory (MPI-IO of some libraries reports success on a full
+run of extents each, brought together by their replica; every extent is read back by another rank
+and compared with the hash of what was in memory (MPI-IO of some libraries reports success on a full
 disk), then rank 0 writes the header, its length, and renames the file. Each phase ends in an
 agreement: what fails on one rank is raised on all, and older checkpoints stay.
 """
@@ -11,24 +11,30 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from hpc_train import files
-from hpc_train.checkpoint import fileformat
-from hpc_train.checkpoint.engines import Engine, Writer, open_writer
-from hpc_train.checkpoint.fileformat import HASH_BYTES, STATE, Form, Held, Layout
+from hpc_train.checkpoint import extents, fileformat, striping
+from hpc_train.checkpoint.engines import PosixWriter, Way, Writer, open_writer
+from hpc_train.checkpoint.exchange import Exchange, Scratch, gathered
+from hpc_train.checkpoint.fileformat import STATE, Form, Held, Layout
+from hpc_train.checkpoint.parts import Bytes
+from hpc_train.checkpoint.phases import Phases, agree, run
+from hpc_train.checkpoint.snapshot import Snapshot
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 
 T = TypeVar("T")
+Extents = Iterable[tuple[int, Bytes] | None]
 
 
 def save(
@@ -36,10 +42,28 @@ def save(
     held: Mapping[str, Held],
     state: bytes,
     group: Group,
-    engine: Engine = "auto",
+    engine: Way = "posix",
     replica: Group | None = None,
 ) -> None:
-    """Write a checkpoint. Collective.
+    """Write a checkpoint, and wait until it is written. Collective.
+
+    Args and errors: as `saving`.
+    """
+    run(saving(path, held, state, group, engine, replica))
+
+
+def saving(
+    path: Path,
+    held: Mapping[str, Held],
+    state: bytes,
+    group: Group,
+    engine: Way = "posix",
+    replica: Group | None = None,
+    snapshot: Snapshot | None = None,
+    *,
+    verify: bool = True,
+) -> Phases[float]:
+    """Write a checkpoint, in phases. Collective.
 
     Args:
         path: the file to make; one that exists is replaced when the new one is complete.
@@ -48,6 +72,12 @@ def save(
         group: the ranks that write.
         engine: how they write.
         replica: the ranks that hold the state together; by default each rank holds all of it.
+        snapshot: keeps this rank's extents while the tensors change; by default they must not
+            change until the end.
+        verify: whether all is read back and compared.
+
+    Returns:
+        Seconds that the slowest rank took to write and sync.
 
     Raises:
         CheckpointError: it could not be written, or the ranks of a replica do not own all of a
@@ -55,36 +85,55 @@ def save(
         UserError: the ranks do not have the same tensors or state.
     """
     replica = replica or Group()
-    forms = together(replica, {name: part.form for name, part in held.items()})
-    mine = {name: part.owned * part.tensor.numel() for name, part in held.items()}
-    elements = _gathered(replica, mine)
+    mine = {name: (part.form, part.spec, part.owned) for name, part in held.items()}
+    everyone = gathered(replica, mine)
+    forms = {name: form for parts in everyone for name, (form, _, _) in parts.items()}
+    specs = [{n: spec for n, (_, spec, owned) in parts.items() if owned} for parts in everyone]
     with agreed(group):
-        _check_owned(forms, elements)
+        _check_owned(
+            forms, ({n: math.prod(spec.local_shape) for n, spec in s.items()} for s in specs)
+        )
         layout = fileformat.plan(forms, state)
-    same(group, "the plan of the checkpoint", f"{layout}{state!r}", "build the same model on all")
-    content = {**held, STATE: _state_part(state, replica)}
-    partial = path.with_name(f".{path.name}.partial")
+    text = f"{fileformat.header(layout, b'')!r}{state!r}"
+    same(group, "the plan of the checkpoint", text, "build the same model on all")
+    whole = Held.whole(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    specs[0][STATE] = whole.spec
+    exchange = Exchange({**held, STATE: whole}, specs, layout, replica)
+    partial_path = path.with_name(f".{path.name}.partial")
+    explained = partial(_explained, path)
     try:
-        with agreed(group), _explained(path):
+        with agreed(group), _explaining(path):
             if group.rank == 0:
-                _reserve(partial, layout.file_bytes)
-        hashes = _write_extents(partial, path, content, layout, group, replica, engine)
-        table = b"".join(_gathered(group, hashes))
-        with agreed(group), _explained(path):
-            _read_back(partial, layout, table, group)
-        with agreed(group), _explained(path):
-            if group.rank == 0:
-                _commit(partial, path, layout, table, group, engine)
+                _reserve(partial_path, layout.file_bytes)
+        runs = [owned(layout.extents, rank, group.size) for rank in gathered(replica, group.rank)]
+        rounds = -(-layout.extents // group.size)
+        if snapshot is None:
+            content: Extents = exchange.bring(runs, rounds, Scratch(), own=True)
+        else:
+            content = snapshot.of(exchange, runs, rounds)
+        written = yield from agree(
+            group, explained(partial(_write, partial_path, content, layout, group, engine))
+        )
+        found = gathered(group, written)
+        table = b"".join(hashes for hashes, _ in found)
+        if verify:
+            yield from agree(
+                group, explained(partial(_read_back, partial_path, layout, table, group))
+            )
+        yield from agree(
+            group, explained(partial(_commit, partial_path, path, layout, table, group))
+        )
     except HpcTrainError:
         if group.rank == 0:
             with suppress(OSError):  # the error that is being raised says more
-                files.remove(partial)
+                files.remove(partial_path)
         raise
+    return max(seconds for _, seconds in found)
 
 
 def together(replica: Group, mine: Mapping[str, T]) -> dict[str, T]:
     """What the ranks of a replica have by name, all together. Collective over the replica."""
-    return {name: value for part in _gathered(replica, mine) for name, value in part.items()}
+    return {name: value for part in gathered(replica, mine) for name, value in part.items()}
 
 
 def _check_owned(forms: Mapping[str, Form], elements: Iterable[Mapping[str, int]]) -> None:
@@ -100,18 +149,13 @@ def _check_owned(forms: Mapping[str, Form], elements: Iterable[Mapping[str, int]
             )
 
 
-def _state_part(state: bytes, replica: Group) -> Held:
-    held = Held.whole(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return replace(held, owned=replica.rank == 0)
-
-
 def owned(extents: int, rank: int, size: int) -> range:
     """The run of extents that a rank writes."""
     return range(rank * extents // size, (rank + 1) * extents // size)
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explaining(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -121,11 +165,20 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _explained(path: Path, work: Callable[[], T]) -> Callable[[], T]:
+    def explained() -> T:
+        with _explaining(path):
+            return work()
+
+    return explained
+
+
 def _reserve(partial: Path, size: int) -> None:
     """Make the file at its full size, so that a lack of space shows before anything is written."""
     partial.parent.mkdir(parents=True, exist_ok=True)
     files.remove(partial)  # left by a job that was killed
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    made = striping.create(partial, size)
+    flags = os.O_WRONLY | os.O_CLOEXEC | (0 if made else os.O_CREAT | os.O_EXCL)
     descriptor = files.call("create", os.open, partial, flags, 0o666)
     try:
         files.call("reserve", os.posix_fallocate, descriptor, 0, size)
@@ -133,70 +186,40 @@ def _reserve(partial: Path, size: int) -> None:
         files.call("close", os.close, descriptor)
 
 
-def _write_extents(
-    partial: Path,
-    path: Path,
-    content: Mapping[str, Held],
-    layout: Layout,
-    group: Group,
-    replica: Group,
-    engine: Engine,
-) -> bytes:
-    """Write this rank's extents; returns their hashes. Collective."""
+def _write(
+    partial: Path, content: Extents, layout: Layout, group: Group, engine: Way
+) -> tuple[bytes, float]:
+    """Write this rank's extents; returns their hashes and the seconds it took.
+
+    After an error it goes on to fetch extents, which the other ranks of the replica fetch as well.
+    """
+    begin = time.monotonic()
     hashes: list[bytes] = []
     writer: Writer | None = None
     failure: Exception | None = None
-    for number, data in _my_extents(content, layout, group, replica):
-        if failure is None:
-            try:  # no agreement here: the other ranks of the replica go on to the next extent
-                writer = writer or open_writer(engine, partial, group)
-                hashes.append(fileformat.hash_of(data))
-                writer.write_at(layout.data_start + layout.extent(number)[0], data)
-            except Exception as error:  # noqa: BLE001  # raised below, on all ranks
-                failure = error
-    with agreed(group), _explained(path):
+    if engine == "mpiio_collective":
+        writer = open_writer(engine, partial, group)
+    for fetched in content:
         try:
-            if failure is not None:
-                raise failure
-            if writer is not None:
-                writer.sync()
-        finally:
-            if writer is not None:
-                writer.close()
-    return b"".join(hashes)
-
-
-def _my_extents(
-    content: Mapping[str, Held], layout: Layout, group: Group, replica: Group
-) -> Iterator[tuple[int, bytearray]]:
-    """The extents that this rank writes, put together by its replica. Collective over it.
-
-    Parts of different ranks never overlap, so their union is a bitwise or with zeros in between.
-    """
-    for root, writer in enumerate(_gathered(replica, group.rank)):
-        for number in owned(layout.extents, writer, group.size):
-            data = fileformat.read_bytes(content, layout, *layout.extent(number))
-            if replica.comm is not None:
-                data = _united(data, replica, root)
-            if root == replica.rank:
-                yield number, data
-
-
-def _united(data: bytearray, replica: Group, root: int) -> bytearray:
-    from mpi4py import MPI  # a group with a communicator has MPI
-
-    assert replica.comm is not None
-    whole = bytearray(len(data) if replica.rank == root else 0)
-    with replica.waiting("an extent of a checkpoint"):
-        replica.comm.Reduce([data, MPI.BYTE], [whole, MPI.BYTE], op=MPI.BOR, root=root)
-    return whole
-
-
-def _gathered(group: Group, value: T) -> list[T]:
-    if group.comm is None:
-        return [value]
-    with group.waiting("what all ranks hold"):
-        return group.comm.allgather(value)
+            if fetched is None or failure is not None:
+                if writer is not None and writer.collective:
+                    writer.write_at(layout.data_start, b"")
+                continue
+            number, extent = fetched
+            writer = writer or open_writer(engine, partial, group)
+            hashes.append(fileformat.hash_of(extent))
+            writer.write_at(layout.data_start + layout.extent(number)[0], extent.data)
+        except Exception as error:  # noqa: BLE001  # raised below
+            failure = failure or error
+    try:
+        if failure is not None:
+            raise failure
+        if writer is not None:
+            writer.sync()
+    finally:
+        if writer is not None:
+            writer.close()
+    return b"".join(hashes), time.monotonic() - begin
 
 
 def _read_back(partial: Path, layout: Layout, table: bytes, group: Group) -> None:
@@ -204,19 +227,18 @@ def _read_back(partial: Path, layout: Layout, table: bytes, group: Group) -> Non
     other = (group.rank + max(1, group.size // 2)) % group.size
     with files.opened(partial) as descriptor:
         for number in owned(layout.extents, other, group.size):
-            begin, end = layout.extent(number)
-            data = files.read_at(descriptor, end - begin, layout.data_start + begin)
-            if fileformat.hash_of(data) != table[number * HASH_BYTES : (number + 1) * HASH_BYTES]:
+            if not extents.read(descriptor, layout, number, table):
+                begin, _ = layout.extent(number)
                 raise OSError(f"what rank {other} wrote from byte {begin} on is not on the disk")
 
 
-def _commit(
-    partial: Path, path: Path, layout: Layout, table: bytes, group: Group, engine: Engine
-) -> None:
+def _commit(partial: Path, path: Path, layout: Layout, table: bytes, group: Group) -> None:
     """Write hashes and header, then the header's length, then give the file its name."""
+    if group.rank > 0:
+        return
     head = fileformat.header(layout, table)
     length = len(head).to_bytes(8, "little")
-    writer = open_writer(engine, partial, group)
+    writer = PosixWriter(partial)
     try:
         writer.write_at(layout.data_start + layout.content_bytes, table)
         writer.write_at(8, head)

@@ -23,15 +23,25 @@ Shards = Mapping[str, Shard]
 """What a rank holds, by the names of its own module's tensors; those not named it holds whole."""
 
 
-def model_tensors(model: nn.Module, shards: Shards) -> dict[str, Held]:
-    """A model's parameters and persistent buffers; a tensor with two names has the first."""
+def model_tensors(
+    model: nn.Module, shards: Shards, *, copy_buffers: bool = False
+) -> dict[str, Held]:
+    """A model's parameters and persistent buffers; a tensor with two names has the first.
+
+    Args:
+        model: this rank's.
+        shards: which part of them this rank has.
+        copy_buffers: which the next forward pass may change.
+    """
     named: dict[str, Held] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
             shard = shards.get(name) or _whole(name, tensor)
-            named[MODEL + shard.name] = Held(tensor.detach(), shard.spec, shard.owned)
+            copied = copy_buffers and not isinstance(tensor, Parameter)
+            value = tensor.detach().clone() if copied else tensor.detach()
+            named[MODEL + shard.name] = Held(value, shard.spec, shard.owned)
     return named
 
 
@@ -135,8 +145,12 @@ def slots(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Of the names of the optimizer's state: the name, its parameter's name, its slot."""
     for name in names:
         if name.startswith(OPTIMIZER):
-            parameter, _, slot = name.removeprefix(OPTIMIZER).rpartition(".")
-            yield name, parameter, slot
+            yield name, parameter_of(name), name.rpartition(".")[2]
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a tensor of the optimizer's state belongs to."""
+    return name.removeprefix(OPTIMIZER).rpartition(".")[0]
 
 
 def check_optimizer(names: Iterable[str], trained: Container[str]) -> None:

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train import files
-from hpc_train.checkpoint import restore, state
-from hpc_train.checkpoint.engines import Engine, check_engine
+from hpc_train.checkpoint import divergence, restore, state
+from hpc_train.checkpoint.directory import LATEST, find, name_of, step_of
+from hpc_train.checkpoint.engines import Engine, Ways
 from hpc_train.checkpoint.fileformat import Entry, Held
+from hpc_train.checkpoint.phases import Flight, Phases, agree, run
 from hpc_train.checkpoint.retention import Retention
-from hpc_train.checkpoint.save import save, together
+from hpc_train.checkpoint.save import saving, together
+from hpc_train.checkpoint.snapshot import Snapshot
 from hpc_train.collectives import Collectives
-from hpc_train.errors import CheckpointError, CheckpointMismatch
+from hpc_train.errors import CheckpointError, CheckpointMismatch, DivergenceError
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import Shard
 
 logger = logging.getLogger(__name__)
 
-LATEST = "LATEST"
+Replicas = Literal["stop", "warn", "off"]
 
 
 class Stateful(Protocol):
@@ -75,6 +77,10 @@ class Checkpoints:
         model, optimizer: what is saved; restored in place.
         keep: how many of the newest ones are kept, 0: all; or by which rule.
         engine: how ranks write.
+        background: whether `save` will be asked to write in the background.
+        verify: whether what was written by POSIX calls is read back, as it is through MPI-IO.
+        replicas: what is done if ranks that should hold the same bits do not, of which each
+            checkpoint compares a sample: "stop", "warn", or "off" for no comparison.
         identity: what a checkpoint must have been made with to be continued, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
         shards: which part of the model's tensors this rank has; by default all.
@@ -85,7 +91,7 @@ class Checkpoints:
         scaler: that of the loss, if there is one (`hpc_train.gradients.LossScaler`).
 
     Raises:
-        ConfigError: engine mpiio in a process that runs without MPI.
+        ConfigError: engine mpiio in a process that runs without MPI, or in the background.
     """
 
     def __init__(
@@ -97,6 +103,9 @@ class Checkpoints:
         *,
         keep: int | Retention = 3,
         engine: Engine = "auto",
+        background: bool = False,
+        verify: bool = True,
+        replicas: Replicas = "stop",
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
         shards: Mapping[str, Shard] | None = None,
@@ -106,7 +115,7 @@ class Checkpoints:
         more: More | None = None,
         scaler: Stateful | None = None,
     ) -> None:
-        check_engine(engine, collectives.group)
+        self._ways = Ways(engine, collectives.group, background=background)
         self.directory = directory
         self.group = collectives.group
         self.shards = shards or {}
@@ -118,42 +127,133 @@ class Checkpoints:
         self.trained = state.Trained(model, optimizer, self.shards, pieces or {})
         self.optimizer = optimizer
         self.keep = Retention(keep) if isinstance(keep, int) else keep
-        self.engine = engine
+        self.verify = verify
+        self.replicas = replicas
         self.identity = {**(identity or {}), "optimizer.name": type(optimizer).__name__.lower()}
         self.about = dict(about or {})
         self.saved_step = 0
         self.save_seconds = 0.0
+        self._flight: Flight | None = None
+        self._snapshot: Snapshot | None = None
+        self._turn = 0
         self.scores: dict[int, float | None] = {}
         """By step: how good the model was, lower is better, where known; the same on all ranks."""
 
-    def save(self, step: int) -> Path:
+    def save(self, step: int, *, background: bool = False) -> Path:
         """Write the checkpoint of a finished step, unless it is there, and drop the oldest.
 
+        One that is still being written is finished first.
+
+        Args:
+            step: that has just ended.
+            background: return as soon as training may go on: a thread writes, and `poll` at the end
+                of later steps and `finish` see to the rest. The model's parameters and the
+                optimizer's state must change in nothing but the optimizer's step.
+
         Raises:
-            CheckpointError: it could not be written; older ones are untouched.
+            CheckpointError: it, or the one before it, could not be written; older ones are
+                untouched.
+            DivergenceError: replicas differ.
         """
+        self.finish()
         path = self.directory / name_of(step)
         if step == self.saved_step:
             return path
+        phases = self._saving(path, step, background=background)
+        if background:
+            self._flight = Flight(phases, self.group)
+        else:
+            run(phases)
+        return path
+
+    def poll(self) -> None:
+        """Go on with a checkpoint that is being written in the background. Call it after each step.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._flight is not None:
+            self._land(wait=False)
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written in the background.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._flight is not None:
+            self._land(wait=True)
+
+    def _land(self, *, wait: bool) -> None:
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        if not flight.poll(wait=wait):
+            self._flight = flight
+
+    def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         begin = time.monotonic()
         self.unify()
-        held = {
-            **state.model_tensors(self.model, self.shards),
-            **state.optimizer_tensors(self.trained),
-            **self.more.collect(),
-        }
-        content = self._state(step)
-        save(path, _contiguous(held), content, self.group, self.engine, self.replica)
-        if self.group.rank == 0:
-            try:
-                files.write_text(self.directory / LATEST, path.name + "\n")
-                self._drop_old(step)
-            except OSError as error:  # the checkpoint is complete, so nobody has to stop for this
-                logger.warning("%s is complete; bringing its folder up to date: %s", path, error)
+        held = _contiguous(
+            {
+                **state.model_tensors(self.model, self.shards, copy_buffers=background),
+                **state.optimizer_tensors(self.trained),
+                **self.more.collect(),
+            }
+        )
+        self._compare(held)
+        if background and self._snapshot is None:
+            self._snapshot = Snapshot()
+            self.optimizer.register_step_pre_hook(lambda *_: self._wait())
+        way, snapshot = self._ways.next(), self._snapshot if background else None
+        phases = saving(
+            path,
+            held,
+            self._state(step),
+            self.group,
+            way,
+            self.replica,
+            snapshot,
+            verify=self.verify or way != "posix",
+        )
+        self._ways.note(way, (yield from phases))
+        yield from agree(self.group, lambda: self._publish(path, step))
         self.saved_step = step
         self.save_seconds = time.monotonic() - begin
         logger.info("step %d: checkpoint %s (%.1f s)", step, path, self.save_seconds)
-        return path
+
+    def _wait(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.wait()
+
+    def _compare(self, held: Mapping[str, Held]) -> None:
+        """Compare a sample of what all replicas hold whole."""
+        if self.replicas == "off":
+            return
+        cut = {self.trained.parameters()[p].name for p in self.trained.pieces}
+        tensors = {
+            name: part.tensor
+            for name, part in held.items()
+            if name.startswith(state.MODEL)
+            or (name.startswith(state.OPTIMIZER) and state.parameter_of(name) not in cut)
+        }
+        self._turn += 1
+        try:
+            divergence.compare(tensors, self.alike.group, self.group, self._turn - 1)
+        except DivergenceError as error:  # the same one on all ranks
+            if self.replicas == "stop":
+                raise
+            if self.group.rank == 0:
+                logger.warning("%s", error)
+
+    def _publish(self, path: Path, step: int) -> None:
+        """Name the newest one, and remove what is not to be kept."""
+        if self.group.rank > 0:
+            return
+        try:
+            files.write_text(self.directory / LATEST, path.name + "\n")
+            self._drop_old(step)
+        except OSError as error:  # the checkpoint is complete, so nobody has to stop for this
+            logger.warning("%s is complete; bringing its folder up to date: %s", path, error)
 
     def resume(self, source: str = "auto") -> int:
         """Restore the state, and return the step after which training goes on; 0: none was found.
@@ -170,7 +270,11 @@ class Checkpoints:
         found = from_first(self.group, lambda: self._candidates(source))
         for number, path in enumerate(found):
             try:
-                return self._restore(path)
+                step = self._restore(path)
+                if number:
+                    lost = step_of(found[0]) - step
+                    logger.warning("%d steps are lost, up to step %d", lost, step_of(found[0]))
+                return step
             except CheckpointError as error:  # the same one on all ranks
                 if number == len(found) - 1:
                     raise
@@ -179,6 +283,7 @@ class Checkpoints:
 
     def unify(self) -> None:
         """Bring all replicas to one state: running statistics in buffers differ. Collective."""
+        self._wait()
         self.more.unify()
         for buffer in self.model.buffers():
             self.alike.broadcast_(buffer)
@@ -214,7 +319,7 @@ class Checkpoints:
             state.make_optimizer_state(self.trained, entries, values)
         held = of_model | state.optimizer_tensors(self.trained) | self.more.expect(entries)
         contiguous = _contiguous(held)
-        restore.load(reader, contiguous, self.group, names=entries.keys())
+        restore.load(reader, contiguous, self.group, self.replica, self._alike())
         for name, part in held.items():
             if contiguous[name].tensor is not part.tensor:
                 part.tensor.copy_(contiguous[name].tensor)
@@ -225,6 +330,11 @@ class Checkpoints:
         self.saved_step = step if path.parent == self.directory else 0
         logger.info("resumed from %s, after step %d", path, step)
         return step
+
+    def _alike(self) -> Group:
+        """The ranks that hold what this one does; it alone, if they cut the optimizer's state."""
+        alike = self.alike.group
+        return alike if alike.size * self.replica.size == self.group.size else Group()
 
     def _check_identity(self, saved: Mapping[str, Any], path: Path) -> None:
         for key in sorted(self.identity.keys() | saved.keys()):
@@ -274,42 +384,3 @@ def _score(path: Path) -> float | None:
     except (CheckpointError, CheckpointMismatch):
         return None
     return score
-
-
-def step_of(path: Path) -> int:
-    """The step of a checkpoint's file name."""
-    return int(path.stem.removeprefix("step-"))
-
-
-def name_of(step: int) -> str:
-    """A checkpoint's file name; names sort by step."""
-    return f"step-{step:09d}.safetensors"
-
-
-def find(directory: Path, source: str) -> list[Path]:
-    """Checkpoint files to try: the given one, or those of the folder, newest first.
-
-    Raises:
-        CheckpointMismatch: the given file does not exist.
-    """
-    if source != "auto":
-        if not Path(source).is_file():
-            raise CheckpointMismatch(f"no such checkpoint: {source}", "give a file, auto or none")
-        return [Path(source)]
-    if not directory.is_dir():
-        return []
-    named = re.compile(r"step-\d{9,}\.safetensors")
-    found = (path for path in directory.iterdir() if named.fullmatch(path.name))
-    return sorted(found, key=step_of, reverse=True)
-
-
-def newest(path: Path) -> Path:
-    """A checkpoint file itself, or the newest one of a run directory.
-
-    Raises:
-        CheckpointMismatch: there is none.
-    """
-    found = find(path / "checkpoints", "auto") if path.is_dir() else find(path, str(path))
-    if not found:
-        raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
-    return found[0]

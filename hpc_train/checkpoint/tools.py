@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hpc_train import files
+from hpc_train.checkpoint.directory import find
 from hpc_train.checkpoint.fileformat import Entry, Form, names_between
 from hpc_train.checkpoint.restore import Reader, Tensors
 from hpc_train.checkpoint.state import MODEL
-from hpc_train.checkpoint.store import find
 from hpc_train.errors import CheckpointError, CheckpointMismatch, ConfigError
 
 SUFFIXES = (".safetensors", ".pt")

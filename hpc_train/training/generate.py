@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hpc_train.checkpoint import restore, state
-from hpc_train.checkpoint.store import newest
+from hpc_train.checkpoint.directory import newest
 from hpc_train.data import tokenizer
 from hpc_train.errors import CheckpointMismatch, ConfigError
 from hpc_train.models import GPT

@@ -25,7 +25,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.training.device import use_cores
 from hpc_train.training.preemption import StopRequests
-from hpc_train.training.saving import Saving
+from hpc_train.training.saving import Saving, landing
 from hpc_train.training.steps import guarded_steps
 
 
@@ -118,6 +118,7 @@ class Loop:
         with (
             watch_over(self.group, self.hang_timeout),
             closing(StopRequests(self.time_limit)) as stop,
+            landing(self.checkpoints),
         ):
             done = self.checkpoints.resume()
             loader = Loader(dataset, order, parts, first_step=done + 1, last_step=last, prefetch=0)

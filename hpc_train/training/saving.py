@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.config import CheckpointSection
-from hpc_train.errors import CheckpointError
+from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,18 @@ def daly(save_seconds: float, mtbf_seconds: float) -> float:
     return young * (1 + part / 3 + part**2 / 9) - save_seconds
 
 
+@contextmanager
+def landing(checkpoints: Checkpoints) -> Iterator[None]:
+    """Finish what is being written in the background before an error of all ranks ends the job."""
+    try:
+        yield
+    except HpcTrainError as error:
+        if error.agreed:  # else the ranks are not all here
+            with suppress(HpcTrainError):
+                checkpoints.finish()
+        raise
+
+
 @dataclass
 class Saving:
     """Writes checkpoints while a job trains.
@@ -46,34 +60,65 @@ class Saving:
         mtbf_hours: mean time between failures of the job, from which the time between two follows
             once one has been measured; 0: not so.
         on_error: "stop": one that cannot be written ends the job; "warn": only the last one does.
+        background: whether training goes on while one is written.
     """
 
     steps: int = 0
     minutes: float = 0.0
     mtbf_hours: float = 0.0
     on_error: Literal["stop", "warn"] = "stop"
+    background: bool = False
     _since: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, section: CheckpointSection) -> Saving:
         """As a configuration has it."""
-        return cls(section.every, section.minutes, section.mtbf_hours, section.on_error)
+        return cls(
+            section.every,
+            section.minutes,
+            section.mtbf_hours,
+            section.on_error,
+            section.background,
+        )
 
-    def after(self, checkpoints: Checkpoints, step: int, *, last: bool = False) -> None:
-        """Write one after this step, if one is due. Collective.
+    def after(self, checkpoints: Checkpoints, step: int) -> None:
+        """Write one after this step, if one is due; go on with the one before. Collective.
 
         Raises:
             CheckpointError: it could not be written; older ones are untouched.
+            DivergenceError: replicas differ.
         """
-        if not last and not self.due(step, checkpoints.save_seconds, checkpoints.group):
+        with self._tolerated():
+            checkpoints.poll()
+        if not self.due(step, checkpoints.save_seconds, checkpoints.group):
             return
+        with self._tolerated():
+            checkpoints.finish()
+        with self._tolerated():
+            checkpoints.save(step, background=self.background)
+        self._since = time.monotonic()
+
+    @contextmanager
+    def _tolerated(self) -> Iterator[None]:
         try:
-            checkpoints.save(step)
+            yield
         except CheckpointError as error:  # the same one on all ranks
-            if last or self.on_error == "stop":
+            if self.on_error == "stop":
                 raise
             logger.warning("%s; training goes on", error)
-        self._since = time.monotonic()
+
+    def last(self, checkpoints: Checkpoints, step: int) -> None:
+        """Write the last one of this process, and wait for it. Collective.
+
+        Raises:
+            CheckpointError: it could not be written; older ones are untouched.
+            DivergenceError: replicas differ.
+        """
+        try:
+            checkpoints.finish()
+        except CheckpointError as error:
+            logger.warning("%s; the next one is written now", error)
+        checkpoints.save(step)
 
     def due(self, step: int, save_seconds: float, group: Group) -> bool:
         """Whether to write one after this step. Collective if it goes by time.

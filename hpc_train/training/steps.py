@@ -46,9 +46,12 @@ def guarded_steps(
             if done == loader.steps.start - 1 and reason.startswith("run.time_limit"):
                 raise ConfigError(f"{reason} is over before the first step", "give more time")
             if done:
-                checkpoints.save(done)
+                saving.last(checkpoints, done)
             raise Stopped(done, reason)
         yield step
         longest = max(longest, time.monotonic() - begin)
-        saving.after(checkpoints, step.number, last=step.number == loader.steps[-1])
+        if step.number == loader.steps[-1]:
+            saving.last(checkpoints, step.number)
+        else:
+            saving.after(checkpoints, step.number)
         begin = time.monotonic()

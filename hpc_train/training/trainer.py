@@ -36,7 +36,7 @@ from hpc_train.training import averaging
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
-from hpc_train.training.saving import Saving
+from hpc_train.training.saving import Saving, landing
 from hpc_train.training.schedule import last_step, learning_rate
 from hpc_train.training.steps import guarded_steps
 
@@ -153,6 +153,9 @@ class Trainer:
             self.optimizer,
             keep=Retention(saves.keep, saves.keep_every, saves.keep_best),
             engine=saves.engine,
+            background=saves.background,
+            verify=saves.verify,
+            replicas=saves.replicas,
             identity={**sample_order_identity(config, len(dataset)), **(identity or {})},
             about=about,
             alike=connect(self.grid.data),
@@ -174,6 +177,7 @@ class Trainer:
             self._run_directory() as directory,
             watch_over(self.group, self.config.run.hang_timeout),
             closing(StopRequests(self.config.run.time_limit_seconds())) as stop,
+            landing(self.checkpoints),
         ):
             after = self.checkpoints.resume(self.config.checkpoint.resume)
             if after >= self.last_step:

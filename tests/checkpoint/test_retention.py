@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.directory import find, step_of
 from hpc_train.checkpoint.retention import Retention
-from hpc_train.checkpoint.store import find, step_of
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
 from hpc_train.training.saving import daly

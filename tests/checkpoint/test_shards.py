@@ -75,7 +75,7 @@ def assert_loaded(path, place, group, tensors):
     wanted = held_at(place, tensors)
     found = held_at(place, {name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
     reader = restore.open_together(path, group)
-    restore.load(reader, found, group, names=tensors)
+    restore.load(reader, found, group)
     state = restore.load_state(reader, group)
     for name, part in wanted.items():
         assert torch.equal(found[name].tensor, part.tensor), name

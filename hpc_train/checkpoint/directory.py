@@ -1,0 +1,49 @@
+"""The files of a run's checkpoints: their names, and which of them there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hpc_train.errors import CheckpointMismatch
+
+LATEST = "LATEST"
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's file name."""
+    return int(path.stem.removeprefix("step-"))
+
+
+def name_of(step: int) -> str:
+    """A checkpoint's file name; names sort by step."""
+    return f"step-{step:09d}.safetensors"
+
+
+def find(directory: Path, source: str) -> list[Path]:
+    """Checkpoint files to try: the given one, or those of the folder, newest first.
+
+    Raises:
+        CheckpointMismatch: the given file does not exist.
+    """
+    if source != "auto":
+        if not Path(source).is_file():
+            raise CheckpointMismatch(f"no such checkpoint: {source}", "give a file, auto or none")
+        return [Path(source)]
+    if not directory.is_dir():
+        return []
+    named = re.compile(r"step-\d{9,}\.safetensors")
+    found = (path for path in directory.iterdir() if named.fullmatch(path.name))
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest(path: Path) -> Path:
+    """A checkpoint file itself, or the newest one of a run directory.
+
+    Raises:
+        CheckpointMismatch: there is none.
+    """
+    found = find(path / "checkpoints", "auto") if path.is_dir() else find(path, str(path))
+    if not found:
+        raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
+    return found[0]

@@ -1,0 +1,38 @@
+"""Read extents and compare them with their hashes."""
+
+from __future__ import annotations
+
+import xxhash
+
+from hpc_train import files
+from hpc_train.checkpoint.fileformat import Layout, hash_in
+
+PIECE = 1 << 20  # bytes, which stay in a core's cache between being read and being hashed
+
+
+def read(
+    descriptor: int, layout: Layout, number: int, table: bytes, into: memoryview | None = None
+) -> bool:
+    """Read an extent; returns whether it is what its hash says.
+
+    Args:
+        descriptor: of the file.
+        layout: of the file.
+        number: the extent's.
+        table: all hashes.
+        into: memory for it; without any it is only compared.
+    """
+    begin, end = layout.extent(number)
+    spare = memoryview(bytearray(min(PIECE, end - begin))) if into is None else None
+    hashed = xxhash.xxh3_128()
+    for first in range(begin, end, PIECE):
+        last = min(first + PIECE, end)
+        if spare is not None:
+            piece = spare[: last - first]
+        else:
+            assert into is not None
+            piece = into[first - begin : last - begin]
+        if files.read_into(descriptor, piece, layout.data_start + first) < len(piece):
+            return False
+        hashed.update(piece)
+    return hashed.digest() == hash_in(table, number)

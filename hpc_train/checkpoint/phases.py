@@ -1,0 +1,91 @@
+"""A save as a coroutine: what a rank does by itself is yielded, and between that the ranks agree.
+
+The same coroutine serves a save that the job waits for and one that a thread carries out while the
+job trains: the work needs no MPI, and the agreements are made in the main thread, at step
+boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from hpc_train.mpi.agreement import settle
+from hpc_train.mpi.group import Group
+
+T = TypeVar("T")
+Work = Callable[[], Any]
+Outcome = tuple[Any, Exception | None]
+Phases = Generator[Work, Outcome, T]
+
+
+def agree(group: Group, work: Callable[[], T]) -> Phases[T]:
+    """Let each rank do its work; what fails on one rank is raised on all.
+
+    Raises:
+        HpcTrainError: as `hpc_train.mpi.agreement.settle`.
+    """
+    value, failure = yield work
+    settle(group, failure)
+    result: T = value
+    return result
+
+
+def run(phases: Phases[T]) -> T:
+    """Carry out all phases here and now. Collective.
+
+    Raises:
+        HpcTrainError: one of them failed.
+    """
+    try:
+        work = next(phases)
+        while True:
+            work = phases.send(_outcome(work))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def _outcome(work: Work) -> Outcome:
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001  # the phase's end raises it, on all ranks
+        return None, error
+
+
+class Flight:
+    """Phases whose work a thread does. All ranks make it and call its methods.
+
+    Args:
+        phases: the first of them begins at once.
+        group: the ranks.
+
+    Raises:
+        HpcTrainError: what comes before the first work failed.
+    """
+
+    def __init__(self, phases: Phases[None], group: Group) -> None:
+        self._phases, self._group = phases, group
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._work: Future[Outcome] = self._thread.submit(_outcome, next(phases))
+
+    def poll(self, *, wait: bool = False) -> bool:
+        """Go on if all ranks have done their work; returns whether the last phase has ended.
+
+        Args:
+            wait: until then.
+
+        Raises:
+            HpcTrainError: a phase failed; that was the end.
+        """
+        while wait or not self._group.largest(int(not self._work.done())):
+            try:
+                work = self._phases.send(self._work.result())
+            except BaseException as end:
+                self._thread.shutdown(wait=False)
+                if isinstance(end, StopIteration):
+                    return True
+                raise
+            self._work = self._thread.submit(_outcome, work)
+        return False
