@@ -5,7 +5,9 @@
 Each rank holds the whole state, as in data-parallel training: tensors of 64 MiB, or 20000 of 1 KiB.
 Saving ends when the last rank has its bytes on the disk (fsync). Candidates:
 
-- ours, posix and mpiio: hashed, read back by another rank and compared, committed;
+- ours, posix, mpiio and collective: hashed, read back by another rank and compared, committed;
+- unverified: ours, posix, not read back;
+- columns: ours, posix, of ranks that hold some columns of each tensor, as in tensor parallelism;
 - raw: each rank writes its part of as many bytes into one file, and nothing else;
 - torch.save: each rank a file of its part of the tensors;
 - DCP: torch.distributed.checkpoint over gloo, which divides a state that all ranks have;
@@ -13,38 +15,56 @@ Saving ends when the last rank has its bytes on the disk (fsync). Candidates:
 
 Loading begins with files that are not in memory (posix_fadvise) and ends when all ranks have the
 whole state. Raw: each rank reads its part, and all receive it by MPI_Bcast, so that each byte is
-read once; `torch.load` and safetensors read on each rank what they wrote.
+read once; `torch.load` and safetensors read on each rank what they wrote. Columns: ranks that hold
+some columns load what ranks that hold all have saved.
+
+Stall: seconds for which a training whose steps compute for a quarter of a second is kept from
+computing by one save, from its begin until it is complete. Where a rank has no core to spare the
+threads that write also slow down what it computes; that is in none of these numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import harness
+from hpc_train.checkpoint import Checkpoints, restore
+from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.phases import run
+from hpc_train.checkpoint.save import saving
+from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
+from hpc_train.sharding import ShardSpec
 
 NAME = "checkpoint"
 RANKS = (2, 4)
 LARGE, SMALL = 64 << 20, 1 << 10  # bytes of a tensor
 SMALL_COUNT = 20000
 RAW = "raw"
-POSIX, MPIIO, TORCH, DCP, SAFETENSORS = (
+POSIX, MPIIO, COLLECTIVE, UNVERIFIED, COLUMNS, TORCH, DCP, SAFETENSORS = (
     "ours, posix",
     "ours, mpiio",
+    "ours, collective",
+    "ours, unverified",
+    "ours, columns",
     "torch.save",
     "DCP",
     "safetensors",
 )
+FOREGROUND, BACKGROUND, ASYNC = "ours, foreground", "ours, background", "DCP async"
+STEP_SECONDS = 0.25
 STATE = b'{"step":1}'
 
 Named = dict[str, Tensor]
@@ -56,8 +76,9 @@ def states(mib: int) -> dict[str, Named]:
 
     def tensors(count: int, nbytes: int) -> Named:
         return {
-            f"model.{number:05d}": torch.randn(nbytes // 4, generator=generator)
+            f"model.{number:05d}": torch.randn(side, side, generator=generator)
             for number in range(count)
+            for side in [math.isqrt(nbytes // 4)]
         }
 
     return {
@@ -75,6 +96,10 @@ class Ways:
         self.empty = {name: torch.empty_like(tensor) for name, tensor in named.items()}
         names = list(named)
         self.mine = names[group.rank :: group.size]
+        self.columns = {
+            name: ShardSpec.part(tuple(tensor.shape), 1, group.rank, group.size)
+            for name, tensor in named.items()
+        }
         self.shard = folder / f"torch-{group.rank}.pt"
 
     def savers(self) -> dict[str, Callable[[], None]]:
@@ -82,6 +107,9 @@ class Ways:
         return {
             POSIX: partial(self.ours, "posix"),
             MPIIO: partial(self.ours, "mpiio"),
+            COLLECTIVE: partial(self.ours, "mpiio_collective"),
+            UNVERIFIED: partial(self.ours, "posix", verify=False),
+            COLUMNS: self.ours_columns,
             RAW: self.raw,
             TORCH: self.torch_save,
             DCP: self.dcp_save,
@@ -91,30 +119,43 @@ class Ways:
     def loaders(self) -> dict[str, Callable[[], None]]:
         """How each loads what it saved."""
         return {
-            POSIX: partial(self.ours_load, "posix"),
+            POSIX: self.ours_load,
+            COLUMNS: self.ours_columns_load,
             RAW: self.raw_load,
             TORCH: self.torch_load,
             DCP: self.dcp_load,
             SAFETENSORS: self.safetensors_load,
         }
 
-    def ours(self, engine: Any) -> None:
+    def ours(self, engine: Any, *, verify: bool = True) -> None:
         """Our save, with all that it checks."""
-        from hpc_train.checkpoint.fileformat import Held
-        from hpc_train.checkpoint.save import save
-
         held = {name: Held.whole(tensor) for name, tensor in self.named.items()}
-        save(self.folder / f"ours-{engine}.safetensors", held, STATE, self.group, engine)
+        path = self.folder / "ours.safetensors"
+        run(saving(path, held, STATE, self.group, engine, verify=verify))
 
-    def ours_load(self, engine: str) -> None:
+    @cached_property
+    def parts(self) -> dict[str, Held]:
+        """This rank's columns of all tensors."""
+        return {
+            name: Held(self.named[name][:, spec.start : spec.stop].contiguous(), spec)
+            for name, spec in self.columns.items()
+        }
+
+    def ours_columns(self) -> None:
+        """Of ranks that hold a part each."""
+        path = self.folder / "columns.safetensors"
+        run(saving(path, self.parts, STATE, self.group, replica=self.group))
+
+    def ours_load(self) -> None:
         """Our load, verified."""
-        from hpc_train.checkpoint import restore
-        from hpc_train.checkpoint.fileformat import Held
-
-        path = self.folder / f"ours-{engine}.safetensors"
-        reader = restore.open_together(path, self.group)
+        reader = restore.open_together(self.folder / "ours.safetensors", self.group)
         held = {name: Held.whole(tensor) for name, tensor in self.empty.items()}
-        restore.load(reader, held, self.group)
+        restore.load(reader, held, self.group, alike=self.group)
+
+    def ours_columns_load(self) -> None:
+        """By ranks that hold a part each."""
+        reader = restore.open_together(self.folder / "ours.safetensors", self.group)
+        restore.load(reader, self.parts, self.group, replica=self.group)
 
     def raw(self) -> None:
         """Nothing but this rank's part of the bytes."""
@@ -197,6 +238,8 @@ class Ways:
         """Take all files out of memory, and the state out of the tensors to load into."""
         for tensor in self.empty.values():
             tensor.zero_()
+        for part in self.parts.values():
+            part.tensor.zero_()
         self.group.barrier()
         if self.group.rank == 0:
             for path in self.folder.rglob("*"):
@@ -211,10 +254,65 @@ class Ways:
         Raises:
             RuntimeError: it is not.
         """
-        if name != RAW and any(
-            not torch.equal(self.empty[key], tensor) for key, tensor in self.named.items()
-        ):
-            raise RuntimeError(f"{name} has not loaded what was saved")
+        found = self.empty
+        if name == COLUMNS:
+            found = {key: part.tensor for key, part in self.parts.items()}
+        for key, tensor in self.named.items():
+            spec = self.columns[key]
+            wanted = tensor[:, spec.start : spec.stop] if name == COLUMNS else tensor
+            if name != RAW and not torch.equal(found[key], wanted):
+                raise RuntimeError(f"{name} has not loaded what was saved")
+
+
+class Training:
+    """Steps that compute, and a model of which checkpoints are made. All ranks make it."""
+
+    def __init__(self, named: Named, folder: Path, group: Group) -> None:
+        self.group, self.folder = group, folder
+        self.model = nn.ParameterList([nn.Parameter(tensor) for tensor in named.values()])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.checkpoints = Checkpoints(
+            folder / "run", connect(group), self.model, self.optimizer, keep=1, engine="posix"
+        )
+        self.named, self.steps = named, 0
+        self.matrix = torch.randn(512, 512)
+
+    def compute(self) -> None:
+        """What a forward and a backward pass take."""
+        end = time.perf_counter() + STEP_SECONDS
+        while time.perf_counter() < end:
+            torch.mm(self.matrix, self.matrix)
+
+    def blocked(self, how: str) -> float:
+        """Seconds for which the main thread is kept from computing. Collective."""
+        harness.meet(self.group)
+        begin, computed = time.perf_counter(), 0.0
+        self.steps += 1
+        later = self._save(how)
+        while True:
+            computed -= time.perf_counter()
+            self.compute()
+            computed += time.perf_counter()
+            self.optimizer.step()
+            if how == BACKGROUND:
+                self.checkpoints.poll()
+            if self.group.largest(int(not self._saved(how, later))) == 0:
+                break
+        taken = time.perf_counter() - begin - computed
+        return self.group.largest(int(1e9 * taken)) / 1e9
+
+    def _save(self, how: str) -> Any:
+        if how in (FOREGROUND, BACKGROUND):
+            return self.checkpoints.save(self.steps, background=how == BACKGROUND)
+        from torch.distributed import checkpoint as dcp
+
+        writer = dcp.FileSystemWriter(self.folder / "async", sync_files=True, overwrite=True)
+        return dcp.async_save(dict(self.named), storage_writer=writer)
+
+    def _saved(self, how: str, later: Any) -> bool:
+        if how == ASYNC:
+            return bool(later.done())
+        return self.checkpoints.saved_step == self.steps
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -249,7 +347,10 @@ def measure(options: argparse.Namespace) -> None:
         loaders = {way: partial(loaded, way, call) for way, call in ways.loaders().items()}
         found[f"load, {name}"] = harness.in_turn(loaders, options.rounds)
         group.barrier()
-        del ways, savers, loaders
+        training = Training(named, folder, group)
+        stalls = {how: partial(training.blocked, how) for how in (FOREGROUND, BACKGROUND, ASYNC)}
+        found[f"stall, {name}"] = harness.in_turn(stalls, options.rounds)
+        del ways, savers, loaders, training, stalls
     if group.rank == 0:
         shutil.rmtree(folder)
         harness.hand_back(options.result, found)
@@ -269,11 +370,13 @@ def main() -> None:
         module, RANKS, rounds=options.rounds, mib=options.mib
     ):
         key = f"{ranks} ranks, {case}"
-        harness.show(key, "GiB/s", samples, RAW)
+        stall = case.startswith("stall")
+        first = BACKGROUND if stall else POSIX
+        harness.show(key, "s" if stall else "GiB/s", samples, FOREGROUND if stall else RAW)
         ratios |= {
-            f"{key}: {POSIX} / {other}": harness.paired_ratio(samples, POSIX, other)
+            f"{key}: {first} / {other}": harness.paired_ratio(samples, first, other)
             for other in samples
-            if other != POSIX
+            if other != first
         }
         middles |= {f"{key}: {n}": value for n, value in harness.medians(samples).items()}
     harness.finish(NAME, ratios, middles, options.json)

@@ -111,8 +111,12 @@ def saving(
             content: Extents = exchange.bring(runs, rounds, Scratch(), own=True)
         else:
             content = snapshot.of(exchange, runs, rounds)
+        open_here = partial(open_writer, engine, partial_path, group)
+        opened: Writer | None = None
+        if engine == "mpiio_collective" and group.comm is not None:
+            opened = yield from agree(group, explained(open_here))
         written = yield from agree(
-            group, explained(partial(_write, partial_path, content, layout, group, engine))
+            group, explained(partial(_write, content, layout, open_here, opened))
         )
         found = gathered(group, written)
         table = b"".join(hashes for hashes, _ in found)
@@ -187,39 +191,49 @@ def _reserve(partial: Path, size: int) -> None:
 
 
 def _write(
-    partial: Path, content: Extents, layout: Layout, group: Group, engine: Way
+    content: Extents, layout: Layout, open_here: Callable[[], Writer], together: Writer | None
 ) -> tuple[bytes, float]:
     """Write this rank's extents; returns their hashes and the seconds it took.
 
-    After an error it goes on to fetch extents, which the other ranks of the replica fetch as well.
+    After an error it goes on to fetch extents, which the other ranks of the replica fetch as well,
+    and to make the calls that other ranks wait in.
+
+    Args:
+        content: the extents.
+        layout: of the file.
+        open_here: opens the file, on a rank that has something to write.
+        together: what all ranks have opened, for collective calls.
     """
     begin = time.monotonic()
     hashes: list[bytes] = []
-    writer: Writer | None = None
-    failure: Exception | None = None
-    if engine == "mpiio_collective":
-        writer = open_writer(engine, partial, group)
+    failures: list[Exception] = []
+    writer = together
     for fetched in content:
-        try:
-            if fetched is None or failure is not None:
-                if writer is not None and writer.collective:
-                    writer.write_at(layout.data_start, b"")
-                continue
-            number, extent = fetched
-            writer = writer or open_writer(engine, partial, group)
-            hashes.append(fileformat.hash_of(extent))
-            writer.write_at(layout.data_start + layout.extent(number)[0], extent.data)
-        except Exception as error:  # noqa: BLE001  # raised below
-            failure = failure or error
-    try:
-        if failure is not None:
-            raise failure
-        if writer is not None:
-            writer.sync()
-    finally:
-        if writer is not None:
+        with _noted(failures):
+            if fetched is not None and not failures:
+                number, extent = fetched
+                writer = writer or open_here()
+                hashes.append(fileformat.hash_of(extent))
+                writer.write_at(layout.data_start + layout.extent(number)[0], extent.data)
+            elif together is not None:
+                together.write_at(layout.data_start, b"")
+    if writer is not None:
+        with _noted(failures):
+            if together is not None or not failures:
+                writer.sync()
+        with _noted(failures):
             writer.close()
+    if failures:
+        raise failures[0]
     return b"".join(hashes), time.monotonic() - begin
+
+
+@contextmanager
+def _noted(failures: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # the first one is raised at the end
+        failures.append(error)
 
 
 def _read_back(partial: Path, layout: Layout, table: bytes, group: Group) -> None:

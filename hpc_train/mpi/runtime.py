@@ -81,6 +81,9 @@ def start() -> Runtime:
         # Ranks that wait would hold the cores of those they wait for. Open MPI notices this only
         # where the launcher was told of too few slots; horovodrun -H tells it of as many as ranks.
         os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    for component in ("romio321", "romio341"):
+        # Open MPI's own component, which it prefers, reports success on a full disk.
+        os.environ.setdefault(f"OMPI_MCA_io_{component}_priority", "50")
     MPI = import_mpi()
     if MPI.COMM_WORLD.size != launch.size:
         raise SetupError(

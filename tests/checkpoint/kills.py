@@ -1,6 +1,6 @@
 """Kills a rank, all ranks or the launcher at every call of a save, and looks what is left.
 
-    python -m tests.checkpoint.kills [--ranks 3] [--sample N]
+    python -m tests.checkpoint.kills [--ranks 3] [--sample N] [--how posix|mpiio|background]
 
 Each case is a job of its own: it resumes from step 2, and is killed while it saves step 3. Then one
 process has to find step 2 or step 3, complete. Without --sample all calls of all ranks are tried.
@@ -49,18 +49,18 @@ def kill_launcher(name: str, function: Call, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def rank(directory: Path, case: Case | None) -> None:
+def rank(directory: Path, case: Case | None, how: str) -> None:
     """What each rank does."""
     started = runtime.start()
     group = started.world
-    made = store(directory, group, keep=1)
+    made = store(directory, group, "mpiio" if how == "mpiio" else "posix", keep=1)
     assert made.resume() == 2
     mine = case is not None and case.who in (group.rank, ALL)
     if case is not None and case.who == LAUNCHER and group.rank == 0:
         mine = True
     fault = kill_launcher if case is not None and case.who == LAUNCHER else kill
     with faults(fault, case.call if case is not None and mine else -1) as seen:
-        save(made, 3)
+        save(made, 3, background=how == "background")
     if case is None:
         counts = group.comm.allgather(len(seen.names))
         if group.rank == 0:
@@ -68,10 +68,10 @@ def rank(directory: Path, case: Case | None) -> None:
     started.close()
 
 
-def job(ranks: int, directory: Path, case: Case | None) -> int:
+def job(ranks: int, directory: Path, case: Case | None, how: str) -> int:
     """Run the ranks; returns mpirun's exit code."""
     words = ["mpirun", "-np", str(ranks), sys.executable, "-m", "tests.checkpoint.kills"]
-    words += ["--directory", str(directory)]
+    words += ["--directory", str(directory), "--how", how]
     words += ["--case", json.dumps(case)] if case is not None else []
     done = subprocess.run(words, env=ENVIRON, timeout=SECONDS, capture_output=True, check=False)
     limit = time.monotonic() + SECONDS
@@ -96,10 +96,10 @@ def prepare(directory: Path) -> None:
     save(store(directory, Group()), 2)
 
 
-def cases(ranks: int, folder: Path) -> list[Case]:
+def cases(ranks: int, folder: Path, how: str) -> list[Case]:
     """All there are, by the calls that a save which is not disturbed makes."""
     prepare(folder)
-    code = job(ranks, folder, None)
+    code = job(ranks, folder, None, how)
     assert code == 0, code
     counts = json.loads((folder / "counts").read_text())
     each = [Case(who, call) for who, count in enumerate(counts) for call in range(count)]
@@ -107,7 +107,7 @@ def cases(ranks: int, folder: Path) -> list[Case]:
     return each + together
 
 
-def try_case(ranks: int, folder: Path, case: Case) -> int:
+def try_case(ranks: int, folder: Path, case: Case, how: str) -> int:
     """The step that is found after a case.
 
     Raises:
@@ -115,7 +115,7 @@ def try_case(ranks: int, folder: Path, case: Case) -> int:
     """
     folder.mkdir()
     prepare(folder)
-    code = job(ranks, folder, case)
+    code = job(ranks, folder, case, how)
     assert code != 0, case
     step = found(folder, Group())
     assert step in (2, 3), case
@@ -129,19 +129,22 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--sample", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--how", choices=["posix", "mpiio", "background"], default="mpiio")
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--case", type=json.loads)
     options = parser.parse_args()
     vars(fileformat).update(SMALL)
     if options.directory:
-        rank(options.directory, Case(*options.case) if options.case else None)
+        rank(options.directory, Case(*options.case) if options.case else None, options.how)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tried = cases(options.ranks, folder / "counted")
+        tried = cases(options.ranks, folder / "counted", options.how)
         if options.sample:
             tried = Random(options.seed).sample(tried, options.sample)
-        steps = Counter(try_case(options.ranks, folder / "case", case) for case in tried)
+        steps = Counter(
+            try_case(options.ranks, folder / "case", case, options.how) for case in tried
+        )
     print(f"{len(tried)} kills: {steps[2]} left step 2, {steps[3]} left step 3, none left neither")
 
 

@@ -17,7 +17,7 @@ SMALL = {"EXTENT_BYTES": 1024, "ALIGNMENT": 4096}
 
 
 def store(
-    directory: Path, group: Group, engine: Engine = "auto", seed: int = 0, keep: int = 2
+    directory: Path, group: Group, engine: Engine = "posix", seed: int = 0, keep: int = 2
 ) -> Checkpoints:
     """Of the model, the same on all ranks."""
     torch.manual_seed(seed)
@@ -33,10 +33,14 @@ def change(made: Checkpoints, step: int) -> None:
             parameter.fill_(step)
 
 
-def save(made: Checkpoints, step: int) -> None:
-    """The checkpoint of a step. Collective."""
+def save(made: Checkpoints, step: int, *, background: bool = False) -> None:
+    """The checkpoint of a step; what comes after it does not enter it. Collective."""
     change(made, step)
-    made.save(step)
+    made.save(step, background=background)
+    if background:
+        made.optimizer.step()  # which waits until the weights may be changed
+        change(made, -1)
+        made.finish()
 
 
 def found(directory: Path, group: Group) -> int:

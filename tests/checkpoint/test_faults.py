@@ -24,19 +24,19 @@ STATES = 20  # random ones after each call
 pytestmark = pytest.mark.usefixtures("small_extents")
 
 
-def counted(directory, group, engine) -> list[str]:
+def counted(directory, group, engine, *, background=False) -> list[str]:
     """The calls of a save on this rank, of the second of three checkpoints that are kept two."""
     made = store(directory, group, engine)
     for step in (1, 2):
         save(made, step)
     with faults() as seen:
-        save(made, 3)
+        save(made, 3, background=background)
     return seen.names
 
 
-def every_call(directory, group, engine) -> list[tuple[int, int, str]]:
+def every_call(directory, group, engine, *, background=False) -> list[tuple[int, int, str]]:
     """Rank, number and name of all the calls that the ranks make in a save. Collective."""
-    names = group.comm.allgather(counted(directory, group, engine))
+    names = group.comm.allgather(counted(directory, group, engine, background=background))
     return [(rank, n, name) for rank, calls in enumerate(names) for n, name in enumerate(calls)]
 
 
@@ -85,16 +85,28 @@ def test_a_loss_of_power_at_any_call_leaves_one_that_is_complete(tmp_path, monke
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("fault", [fail, fail_late])
-@pytest.mark.parametrize("engine", ["posix", "mpiio"])
-def test_an_error_on_one_rank_is_the_same_error_on_all(job, together, engine, fault):
+@pytest.mark.parametrize(
+    ("engine", "fault", "background"),
+    [
+        ("posix", fail, False),
+        ("posix", fail_late, False),
+        ("posix", fail, True),
+        ("posix", fail_late, True),
+        ("mpiio", fail, False),
+        ("mpiio", fail_late, False),
+        ("mpiio_collective", fail_late, False),  # in which nobody stays away from a call
+    ],
+)
+def test_an_error_on_one_rank_is_the_same_error_on_all(job, together, engine, fault, background):
     world = job.world
     if world.size == 1:
         return
     made, step = store(together / "run", world, engine), 0
-    for rank, number, name in every_call(together / "counted", world, engine):
+    calls = every_call(together / "counted", world, engine, background=background)
+    for rank, number, name in calls:
         step += 1
-        told = failure_of(made, step, fault, number if world.rank == rank else -1)
+        at = number if world.rank == rank else -1
+        told = failure_of(made, step, fault, at, background=background)
         everywhere = world.comm.allgather(told)
         left = [path.name for path in (together / "run").glob(".step-*")]
         damage = [list(tools.damaged(path)) for path in find(together / "run", "auto")]
@@ -110,8 +122,16 @@ def test_an_error_on_one_rank_is_the_same_error_on_all(job, together, engine, fa
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("fault", [write_less, write_nothing])
-@pytest.mark.parametrize("engine", ["posix", "mpiio"])
+@pytest.mark.parametrize(
+    ("engine", "fault"),
+    [
+        ("posix", write_less),
+        ("posix", write_nothing),
+        ("mpiio", write_less),
+        ("mpiio", write_nothing),
+        ("mpiio_collective", write_less),
+    ],
+)
 def test_short_writes_are_seen_or_made_up_for(job, together, engine, fault):
     world = job.world
     if world.size == 1:
@@ -126,11 +146,13 @@ def test_short_writes_are_seen_or_made_up_for(job, together, engine, fault):
     assert failed > 0 or fault is write_less
 
 
-def failure_of(made: Checkpoints, step: int, fault: Call, at: int) -> str:
+def failure_of(
+    made: Checkpoints, step: int, fault: Call, at: int, *, background: bool = False
+) -> str:
     """What is said of a save in which this rank's call with the number `at` goes wrong."""
     with faults(fault, at):
         try:
-            save(made, step)
+            save(made, step, background=background)
         except CheckpointError as error:
             return str(error)
     return ""

@@ -8,15 +8,16 @@ import pytest
 
 from tests.checkpoint.kills import ALL, LAUNCHER, cases, try_case
 
-RANKS, SAMPLE = 3, 4
+RANKS, SAMPLE = 3, 2
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_extents")
-def test_a_job_that_dies_while_it_saves_leaves_one_that_is_complete(tmp_path):
-    every = cases(RANKS, tmp_path / "counted")
+@pytest.mark.parametrize("how", ["mpiio", "background"])
+def test_a_job_that_dies_while_it_saves_leaves_one_that_is_complete(tmp_path, how):
+    every = cases(RANKS, tmp_path / "counted", how)
     random = Random(0)
     tried = random.sample([case for case in every if case.who >= 0], SAMPLE)
     tried += [random.choice([case for case in every if case.who == who]) for who in (ALL, LAUNCHER)]
     for number, case in enumerate(tried):
-        assert try_case(RANKS, tmp_path / str(number), case) in (2, 3)
+        assert try_case(RANKS, tmp_path / str(number), case, how) in (2, 3)

@@ -30,7 +30,7 @@ def held(tensors):
     return {name: fileformat.Held.whole(tensor) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("engine", ["mpiio", "posix"])
+@pytest.mark.parametrize("engine", ["mpiio", "mpiio_collective", "posix"])
 def test_any_number_of_ranks_and_any_engine_write_the_same_bytes(group, together, engine):
     if not group:
         return

@@ -82,7 +82,7 @@ def assert_loaded(path, place, group, tensors):
     assert state == {"step": 3}
 
 
-@pytest.mark.parametrize("engine", ["mpiio", "posix"])
+@pytest.mark.parametrize("engine", ["mpiio", "mpiio_collective", "posix"])
 def test_parts_make_the_bytes_that_one_rank_writes_of_the_whole(job, together, place, engine):
     path, group = together / "parts", job.world
     save(path, held_at(place, whole()), STATE, group, engine, replica=place[0])

@@ -1,0 +1,84 @@
+"""Replicas that should hold the same bits, and do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_train.checkpoint import divergence
+from hpc_train.checkpoint.directory import find
+from hpc_train.checkpoint.divergence import sample
+from hpc_train.errors import DivergenceError
+from tests.checkpoint.states import store
+
+sizes = st.dictionaries(st.text("abc", min_size=1), st.integers(0, 50), max_size=6)
+
+
+@given(sizes, st.integers(1, 60))
+def test_the_turns_go_round_through_all_bytes(sizes, at_once):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(divergence, "SAMPLE", at_once)
+        seen = []
+        for turn in range(-(-sum(sizes.values()) // at_once)):
+            pieces = sample(sizes, turn)
+            assert sum(end - begin for _, begin, end in pieces) == min(at_once, sum(sizes.values()))
+            seen += [(name, byte) for name, begin, end in pieces for byte in range(begin, end)]
+    assert {*seen} == {(name, byte) for name, size in sizes.items() for byte in range(size)}
+
+
+def drifted(directory, group, rank, replicas="stop"):
+    """A model of which one rank has another bit. Collective."""
+    made = store(directory, group)
+    made.replicas = replicas
+    if group.rank == rank:
+        with torch.no_grad():
+            made.model.weight.view(-1).view(torch.uint8)[77] ^= 1
+    return made
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_rank_that_has_drifted_is_named_before_it_is_saved(job, together, rank):
+    made = drifted(together, job.world, rank)
+    host = job.world.host
+    text = rf"model\.weight of rank {rank} \({host}\) is not what the other 3 replicas have"
+    with pytest.raises(DivergenceError, match=text) as error:
+        made.save(1)
+    job.world.barrier()
+    assert error.value.agreed
+    assert not find(together, "auto")
+
+
+@pytest.mark.mpi(min_size=4)
+def test_of_two_that_differ_both_are_named(job, together):
+    pair = job.world.split(job.world.rank // 2, job.world.rank)
+    made = drifted(together / str(job.world.rank // 2), pair, 1)
+    text = r"model\.weight differs between rank 0 \(.*\), rank 1 \("
+    with pytest.raises(DivergenceError, match=text):
+        made.save(1)
+    pair.close()
+
+
+@pytest.mark.mpi(min_size=4)
+def test_what_is_not_in_a_sample_is_in_a_later_one(job, together, monkeypatch):
+    monkeypatch.setattr(divergence, "SAMPLE", 1024)
+    made = drifted(together, job.world, 1)
+    with torch.no_grad():
+        made.model.weight.view(-1)[77 // 4] = 0.0  # the same again
+        if job.world.rank == 1:
+            made.model.weight.view(-1)[300] += 1.0
+    made.save(1)
+    with pytest.raises(DivergenceError):
+        made.save(2)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("replicas", ["warn", "off"])
+def test_where_asked_it_is_saved_all_the_same(job, together, replicas, caplog):
+    drifted(together, job.world, 3, replicas).save(1)
+    job.world.barrier()
+    assert len(find(together, "auto")) == 1
+    warned = "is not what the other 3 replicas have" in caplog.text
+    assert warned == (replicas == "warn" and job.world.rank == 0)

@@ -1,0 +1,89 @@
+"""How files are written, and where they lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_train.checkpoint.engines import MpiWriter, Ways
+from hpc_train.checkpoint.save import save
+from hpc_train.errors import ConfigError
+from hpc_train.mpi.group import Group
+from tests.checkpoint.test_save import held, state_of
+
+LFS = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/asked"
+case "$1 $2" in
+"getstripe -d") case "$3" in *lustre*) exit 0;; *) exit 1;; esac ;;
+"getstripe -c") echo 1 ;;
+"setstripe -c") touch "$6" ;;
+esac
+"""
+
+
+def test_a_process_alone_and_a_thread_use_posix_calls():
+    assert Ways("auto", Group()).next() == "posix"
+    assert Ways("auto", Group(0, 2), background=True).next() == "posix"
+    for engine in ("mpiio", "mpiio_collective"):
+        with pytest.raises(ConfigError, match=f"checkpoint.engine is {engine}, but .* without MPI"):
+            Ways(engine, Group())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_auto_tries_each_way_twice_and_stays_with_the_fastest(job):
+    seconds = {"posix": [9.0, 2.0], "mpiio": [3.0, 3.0]}
+    ways = Ways("auto", job.world)
+    tried = []
+    for _ in range(4):
+        tried.append(ways.next())
+        ways.note(tried[-1], seconds[tried[-1]].pop(0))
+    assert sorted(tried) == ["mpiio", "mpiio", "posix", "posix"]
+    assert ways.next() == "posix"
+    assert Ways("mpiio", job.world).next() == "mpiio"
+    with pytest.raises(ConfigError, match=r"thread of checkpoint.background makes no MPI calls"):
+        Ways("mpiio", job.world, background=True)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif("OMPI_MCA_io" in os.environ, reason="somebody has chosen the component")
+def test_romio_is_preferred_and_told_not_to_read_what_it_writes(job, together):
+    path = together / str(job.world.rank)
+    path.touch()
+    writer = MpiWriter(path)
+    info = writer._file.Get_info()
+    assert info.Get("romio_ds_write") == "disable"
+    assert info.Get("romio_cb_write") == "disable"
+    info.Free()
+    writer.close()
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch) -> Path:
+    """What a program `lfs` was asked; it knows of Lustre in folders named so."""
+    program = tmp_path / "bin" / "lfs"
+    program.parent.mkdir()
+    program.write_text(LFS)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program.with_name("asked")
+
+
+def test_on_lustre_a_file_is_made_with_stripes_which_are_read_back(tmp_path, asked):
+    path = tmp_path / "lustre" / "c.safetensors"
+    save(path, held(state_of()), b"{}", Group())
+    partial = path.with_name(".c.safetensors.partial")
+    assert asked.read_text().splitlines() == [
+        f"getstripe -d {path.parent}",
+        f"setstripe -c 1 -S {16 << 20} {partial}",
+        f"getstripe -c {partial}",
+    ]
+    assert path.is_file()
+
+
+def test_elsewhere_it_is_not(tmp_path, asked):
+    path = tmp_path / "other" / "c.safetensors"
+    save(path, held(state_of()), b"{}", Group())
+    assert asked.read_text().splitlines() == [f"getstripe -d {path.parent}"]
+    assert path.is_file()
