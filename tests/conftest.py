@@ -86,7 +86,11 @@ def together(mpi_tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory) -> Path:
     """Byte tokens of a part of the standard library, with a validation split."""
-    out = tmp_path_factory.mktemp("data") / "text"
+    return small_text(tmp_path_factory.mktemp("data") / "text")
+
+
+def small_text(out: Path) -> Path:
+    """Prepare the text there."""
     library = Path(sysconfig.get_path("stdlib"))
     prepare_text([library / "json", library / "email"], out, shard_mb=0.1, validation=0.1)
     return out

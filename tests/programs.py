@@ -6,8 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from hpc_train.mpi import environment
 
@@ -92,3 +96,39 @@ def only_line(text: str) -> str:
     lines = [line for line in text.splitlines() if "hpc-train: error:" in line]
     assert len(lines) == 1, text
     return lines[0].split("hpc-train: error:")[1].strip()
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """The ranks that a launcher has started, and that are still there."""
+    with suppress(psutil.Error):
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        return [process for process in children if _is_python(process)]
+    return []
+
+
+def _is_python(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "python" in process.name()
+    return False
+
+
+def processes_of(directory: Path) -> list[psutil.Process]:
+    """The processes that have been given this folder on their command line."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if str(directory) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def wait_for_end(directory: Path, seconds: float) -> None:
+    """Wait for the processes of a folder: a launcher may be dead before its ranks are.
+
+    Raises:
+        AssertionError: they are still there after so many seconds.
+    """
+    limit = time.monotonic() + seconds
+    while left := processes_of(directory):
+        assert time.monotonic() < limit, left
+        time.sleep(0.05)

@@ -9,12 +9,11 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hpc_train.mpi import runtime
 from tests.conftest import small_program
-from tests.programs import ENVIRON, run
+from tests.programs import ENVIRON, ranks_of, run
 
 ENGINES = ["mpi", "horovod"]
 if not runtime.horovod_built():  # pragma: no cover
@@ -84,11 +83,6 @@ def stop_at_random(program, generator):
         number = generator.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
         generator.choice(ranks).send_signal(number)
     assert process.returncode == 75
-
-
-def ranks_of(launcher):
-    children = psutil.Process(launcher.pid).children(recursive=True)
-    return [process for process in children if "python" in process.name()]
 
 
 def holds(process, number):

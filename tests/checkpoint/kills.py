@@ -16,21 +16,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
-
-import psutil
 
 from hpc_train.checkpoint import fileformat
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import Call, faults, kill
 from tests.checkpoint.states import SMALL, found, save, store
-from tests.programs import ENVIRON
+from tests.programs import ENVIRON, wait_for_end
 
 ALL, LAUNCHER = -1, -2  # what is killed, besides a rank by its number
 SECONDS = 60.0  # after which a job hangs
@@ -74,21 +70,8 @@ def job(ranks: int, directory: Path, case: Case | None, how: str) -> int:
     words += ["--directory", str(directory), "--how", how]
     words += ["--case", json.dumps(case)] if case is not None else []
     done = subprocess.run(words, env=ENVIRON, timeout=SECONDS, capture_output=True, check=False)
-    limit = time.monotonic() + SECONDS
-    while left := ranks_of(directory):  # the launcher may be dead before its ranks are
-        assert time.monotonic() < limit, left
-        time.sleep(0.05)
+    wait_for_end(directory, SECONDS)
     return done.returncode
-
-
-def ranks_of(directory: Path) -> list[psutil.Process]:
-    """The processes that still write there."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if str(directory) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def prepare(directory: Path) -> None:

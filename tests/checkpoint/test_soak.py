@@ -1,0 +1,14 @@
+"""A job that is killed at random moments; `tests/checkpoint/soak.py` does it for hours, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.checkpoint.soak import soak
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_at_random_moments_ends_as_one_that_is_not(tmp_path):
+    done = soak(tmp_path, kills=3, seed=1, steps=100)
+    assert done.killed.total() == 3
+    assert done.equal == done.jobs > 0
