@@ -3,7 +3,7 @@
     python -m tests.checkpoint.soak --kills 200 --seed 0
 
 Each job is four ranks that train a small GPT and save every few steps. A rank, all ranks or the
-launcher is killed at a moment drawn from the life of the process: while it starts, trains or saves.
+launcher is killed while the job starts, after some steps, or when a save has begun after some.
 The same command is run again until the job is finished; its losses and its last checkpoint have to
 be, bit for bit, those of a job that nobody disturbed. Layouts take turns from job to job.
 """
@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,17 +33,17 @@ RANKS = 4
 LAYOUTS = ((), ("--parallel.tp", "2"), ("--memory.zero", "1"))
 OPTIONS = ("--checkpoint.every", "3", "--checkpoint.keep", "2", "--gradients.engine", "mpi")
 SECONDS = 60.0  # after which what should be over hangs
-SHARE = 0.2  # of the training, for which a process lives at most before it is killed
+SHARE = 0.1  # of its steps, which a job goes on for at most before it is killed
 TARGETS = ("a rank", "all ranks", "the launcher")
+MOMENTS = ("starting", "training", "saving")
 
 
 class Undisturbed(NamedTuple):
-    """What a job comes to, and how long a process lives before its first step and after it."""
+    """What a job comes to, and how many seconds it takes to start."""
 
     losses: list[float]
     checkpoint: bytes
     starting: float
-    training: float
 
 
 @dataclass
@@ -109,24 +110,18 @@ def undisturbed(job: Job) -> Undisturbed:
     """Run a job in one piece."""
     begin = time.monotonic()
     process = job.start()
-    while not job.records() and process.poll() is None:
-        time.sleep(0.05)
-    first = time.monotonic()
+    wait(process, lambda: bool(job.records()))
+    starting = time.monotonic() - begin
     code = job.end(process, 10 * SECONDS)
     assert code == 0, job.output()
-    return Undisturbed(*job.result(), first - begin, time.monotonic() - first)
+    return Undisturbed(*job.result(), starting)
 
 
-def kill(process: subprocess.Popen, who: str, random: Random) -> str:
-    """Kill; before there are ranks, the launcher. Returns what was killed."""
-    ranks = ranks_of(process)
-    if who == "the launcher" or not ranks:
-        process.kill()
-        return "the launcher"
-    for rank in ranks if who == "all ranks" else [random.choice(ranks)]:
-        with suppress(psutil.NoSuchProcess):
-            rank.kill()
-    return who
+def wait(process: subprocess.Popen, until: Callable[[], bool], pause: float = 0.01) -> None:
+    """Wait for something, as long as the process is there; never for long."""
+    limit = time.monotonic() + SECONDS
+    while not until() and process.poll() is None and time.monotonic() < limit:
+        time.sleep(pause)
 
 
 @dataclass
@@ -149,33 +144,55 @@ class Soak:
 
     def disturb(self, job: Job, like: Undisturbed) -> None:
         """Run a job and kill it, again and again, until it is finished."""
-        while not self.is_finished(job, like.starting + SHARE * like.training):
+        while not self.is_finished(job, like.starting):
             self.restarts += 1
         self.jobs += 1
         self.equal += job.result() == (like.losses, like.checkpoint)
 
-    def is_finished(self, job: Job, life: float) -> bool:
-        """Run a job and kill it within so many seconds, if it is not finished before."""
+    def is_finished(self, job: Job, starting: float) -> bool:
+        """Run a job and kill it, if it is not finished before."""
         newest, records = job.newest(), job.records()
-        if self.killed.total() == self.kills:
-            code = job.end(job.start(), 10 * SECONDS)
-            assert code == 0, job.output()
-            return True
         process = job.start()
-        moment = self.random.uniform(0, life)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(moment)
-            assert job.end(process) == 0, job.output()
+        who = self.kill(job, process, starting) if self.killed.total() < self.kills else ""
+        if job.end(process, SECONDS if who else 10 * SECONDS) == 0:
             return True
-        who = kill(process, self.random.choice(TARGETS), self.random)
-        if job.end(process) == 0:  # it had just finished
-            return True
+        assert who, job.output()
         self.killed[who] += 1
-        self.saving += job.unfinished()
         assert job.newest() >= newest, "a complete checkpoint is gone"
         if job.records() != records:
+            self.saving += job.unfinished()
             self.lost += max(0, job.records().count(b"\n") - job.newest())
         return False
+
+    def kill(self, job: Job, process: subprocess.Popen, starting: float) -> str:
+        """Wait for a moment, and kill; whom, or nobody if the job is over by then."""
+        newest, records = job.newest(), job.records()
+        begin, seconds = time.monotonic(), self.random.uniform(0, starting)
+        steps = self.random.uniform(0, SHARE * job.steps)
+
+        def trained(more: float) -> bool:
+            now = job.records()
+            return now != records and now.count(b"\n") - newest > more
+
+        moment, who = self.random.choice(MOMENTS), self.random.choice(TARGETS)
+        if moment == "starting":
+            wait(process, lambda: time.monotonic() > begin + seconds or trained(0))
+        else:
+            wait(process, lambda: trained(steps))
+        ranks = ranks_of(process)
+        if moment == "saving":
+            wait(process, job.unfinished, pause=0)
+        elif moment == "training":
+            time.sleep(self.random.uniform(0, 0.1))
+        if process.poll() is not None:
+            return ""
+        if who == "the launcher" or not ranks:
+            process.kill()
+            return "the launcher"
+        for rank in ranks if who == "all ranks" else [self.random.choice(ranks)]:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+        return who
 
     def __str__(self) -> str:
         whom = ", ".join(f"{self.killed[who]} of {who}" for who in TARGETS)
