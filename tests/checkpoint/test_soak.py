@@ -8,6 +8,7 @@ from tests.checkpoint.soak import soak
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_job_that_is_killed_at_random_moments_ends_as_one_that_is_not(tmp_path):
     done = soak(tmp_path, kills=3, seed=1, steps=100)
     assert done.killed.total() == 3
