@@ -66,6 +66,8 @@ class ShardSpec:
         """Of this part, the indices from `first` to before `last` of its first dimension."""
         if self.dim == 0:
             return replace(self, start=self.start + first, stop=self.start + last)
+        if first == last:  # last 0 would stand for all
+            return replace(self, stop=self.start)
         return replace(self, first=first, last=last)
 
     @property
@@ -80,6 +82,21 @@ class ShardSpec:
     def has_origin(self) -> bool:
         """Whether the tensor's first element is in this part."""
         return self.start == 0 and self.first == 0
+
+    def meets(self, other: ShardSpec) -> bool:
+        """Whether two parts of one tensor have an element in common."""
+        if not prod(self.local_shape) or not prod(other.local_shape):
+            return False
+        mine, theirs = self._ranges(), other._ranges()
+        return all(
+            max(mine[dim][0], theirs[dim][0]) < min(mine[dim][1], theirs[dim][1])
+            for dim in mine.keys() & theirs.keys()
+        )
+
+    def _ranges(self) -> dict[int, tuple[int, int]]:
+        """The indices of this part along the dimensions that are cut."""
+        ranges = {0: (self.first, self.last)} if self.last else {}
+        return ranges | {self.dim: (self.start, self.stop)}
 
     def overlap(self, begin: int, end: int, itemsize: int = 1) -> list[Block]:
         """The shard's pieces in a range of the global tensor's memory: at most three blocks.

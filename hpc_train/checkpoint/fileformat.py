@@ -207,7 +207,7 @@ def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
         The layout, and the hash that the hash table must have, hexadecimal.
 
     Raises:
-        CheckpointMismatch: it is a safetensors file of somebody else.
+        CheckpointMismatch: it is a safetensors file of somebody else, or of another version.
         CheckpointError: it is no header, is damaged, or the file's size does not fit it.
     """
     if b"hpc_train" not in header_bytes:
@@ -216,7 +216,10 @@ def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
         tree = json.loads(header_bytes)
         metadata = tree.pop("__metadata__")
         if (version := metadata["hpc_train.version"]) != VERSION:
-            raise CheckpointError(f"its format version is {version}, this program reads {VERSION}")
+            raise CheckpointMismatch(
+                f"its format version is {version}, this program reads {VERSION}",
+                "use the hpc_train that wrote it, or a newer one",
+            )
         table_hash = metadata["hpc_train.table_hash"]
         entries = tuple(
             Entry(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"])

@@ -56,18 +56,18 @@ class Reader:
         """Read and check header and hash table.
 
         Raises:
-            CheckpointMismatch: it is a safetensors file of somebody else.
+            CheckpointMismatch: it is a safetensors file of somebody else, or of another version.
             CheckpointError: the file is missing, was never committed, or is damaged.
         """
         try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
+            with files.opened(path) as descriptor:
+                size = files.call("size", os.fstat, descriptor).st_size
+                length = int.from_bytes(files.read_at(descriptor, 8, 0), "little")
                 if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.ALIGNMENT):
                     raise CheckpointError("it was never completed")
-                layout, table_hash = fileformat.parse(file.read(length), size)
-                file.seek(layout.data_start + layout.content_bytes)
-                table = file.read()
+                layout, table_hash = fileformat.parse(files.read_at(descriptor, length, 8), size)
+                begin = layout.data_start + layout.content_bytes
+                table = files.read_at(descriptor, layout.file_bytes - begin, begin)
         except OSError as error:
             raise CheckpointError(f"checkpoint {path}: {error.strerror}") from None
         except CheckpointMismatch as error:

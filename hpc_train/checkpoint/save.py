@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,12 +27,13 @@ from hpc_train.checkpoint import extents, fileformat, striping
 from hpc_train.checkpoint.engines import PosixWriter, Way, Writer, open_writer
 from hpc_train.checkpoint.exchange import Exchange, Scratch, gathered
 from hpc_train.checkpoint.fileformat import STATE, Form, Held, Layout
-from hpc_train.checkpoint.parts import Bytes
+from hpc_train.checkpoint.parts import Bytes, Specs
 from hpc_train.checkpoint.phases import Phases, agree, run
 from hpc_train.checkpoint.snapshot import Snapshot
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
+from hpc_train.sharding import ShardSpec
 
 T = TypeVar("T")
 Extents = Iterable[tuple[int, Bytes] | None]
@@ -90,9 +92,7 @@ def saving(
     forms = {name: form for parts in everyone for name, (form, _, _) in parts.items()}
     specs = [{n: spec for n, (_, spec, owned) in parts.items() if owned} for parts in everyone]
     with agreed(group):
-        _check_owned(
-            forms, ({n: math.prod(spec.local_shape) for n, spec in s.items()} for s in specs)
-        )
+        _check_owned(forms, specs)
         layout = fileformat.plan(forms, state)
     text = f"{fileformat.header(layout, b'')!r}{state!r}"
     same(group, "the plan of the checkpoint", text, "build the same model on all")
@@ -140,17 +140,22 @@ def together(replica: Group, mine: Mapping[str, T]) -> dict[str, T]:
     return {name: value for part in gathered(replica, mine) for name, value in part.items()}
 
 
-def _check_owned(forms: Mapping[str, Form], elements: Iterable[Mapping[str, int]]) -> None:
-    """Check that the ranks of a replica own as many elements as there are: no zeros in between."""
-    owned: Counter[str] = Counter()
-    for of_rank in elements:
-        owned.update(of_rank)
+def _check_owned(forms: Mapping[str, Form], specs: Iterable[Specs]) -> None:
+    """Check that each element has one owner in a replica: no holes and nothing twice."""
+    parts: dict[str, list[ShardSpec]] = defaultdict(list)
+    for of_rank in specs:
+        for name, spec in of_rank.items():
+            parts[name].append(spec)
     for name, (_, shape) in forms.items():
-        if owned[name] != math.prod(shape):
-            raise CheckpointError(
-                f"the ranks of a replica own {owned[name]} elements of {name} {list(shape)}",
-                "let each part be owned by one of them",
-            )
+        elements = sum(math.prod(spec.local_shape) for spec in parts[name])
+        what = f"{elements} elements of {name} {list(shape)}"
+        if elements == math.prod(shape):
+            if not any(one.meets(other) for one, other in combinations(parts[name], 2)):
+                continue
+            what = f"some elements of {name} {list(shape)} twice, and others not"
+        raise CheckpointError(
+            f"the ranks of a replica own {what}", "let each part be owned by one of them"
+        )
 
 
 def owned(extents: int, rank: int, size: int) -> range:

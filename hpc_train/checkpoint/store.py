@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -353,7 +354,8 @@ class Checkpoints:
             "about": self.about,
             "optimizer": values,
         }
-        if (score := self.scores.get(step)) is not None:
+        score = self.scores.get(step)
+        if score is not None and math.isfinite(score):  # JSON has no other numbers
             tree["score"] = score
         if self.scaler is not None:
             tree["scaler"] = self.scaler.state_dict()
