@@ -289,10 +289,27 @@ class CheckpointSection:
     posix in a process alone and in the background."""
     resume: str = "auto"
     """auto: the newest checkpoint of run.dir; none: from the beginning; or a file to start from."""
+    weights: str = ""
+    """Where a run that finds no checkpoint takes its first weights from: a checkpoint, a
+    safetensors file, or a folder, also of a Hugging Face GPT-2."""
+    include: list[str] = field(default_factory=list)
+    """Shell patterns: which of the model's tensors are taken from there, by name; [] all."""
+    exclude: list[str] = field(default_factory=list)
+    """Of those, which are not taken, and keep their initial values."""
 
     def __post_init__(self) -> None:
         _at_least(self, "checkpoint", every=0, minutes=0, mtbf_hours=0)
         _at_least(self, "checkpoint", keep=0, keep_every=0, keep_best=0)
+        if self.weights and self.resume not in ("auto", "none"):
+            raise ConfigError(
+                "checkpoint.resume names a file, and checkpoint.weights is given",
+                "leave out weights to go on with the optimizer's state, or else resume",
+            )
+        if (self.include or self.exclude) and not self.weights:
+            raise ConfigError(
+                "checkpoint.include and exclude choose from checkpoint.weights, which is not given",
+                "give it, or leave them out",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,8 @@ def _suggestion(key: str) -> str:
 
 def _expected(key: str) -> str:
     kind = str(KEYS[key].type)
+    if kind.startswith("list"):
+        return f"a list; --{key}+ ITEM adds one to it"
     choices = re.findall(r"'(\w+)'", kind) if kind.startswith("Literal") else []
     return f"one of {', '.join(choices)}" if choices else kind.replace(" | None", "")
 
@@ -104,13 +106,15 @@ def check_file(path: Path) -> None:
 def check_options(options: Sequence[str]) -> None:
     """Check the names of dotted command-line options, --section.key VALUE or --section.key=VALUE.
 
+    --section.key+ VALUE adds to a list.
+
     Raises:
         ConfigError: an unknown key.
     """
     for option, following in zip(options, [*options, ""][1:], strict=True):
         name, equals, value = option.partition("=")
         if name.startswith("--") and "." in name:
-            check_key(name[2:], value if equals else following)
+            check_key(name[2:].removesuffix("+"), value if equals else following)
 
 
 def parser() -> ArgumentParser:

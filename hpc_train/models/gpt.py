@@ -8,13 +8,14 @@ embeddings. Letters in shape comments: B samples, T tokens, C channels, H heads,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpc_train.models import gpt2
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.linear import Linear
 
@@ -144,6 +145,8 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.sequence = sequence
+        self.sizes = {"vocab": vocab, "sequence": sequence, "layers": layers, "hidden": hidden}
+        self.sizes |= {"heads": heads, "tie_embeddings": tie_embeddings}
         self.embedding = Embedding(vocab, sequence, hidden, dropout)
         self.blocks = nn.ModuleList(Block(hidden, heads, dropout, i) for i in range(layers))
         self.head = Head(hidden, vocab)
@@ -161,6 +164,12 @@ class GPT(nn.Module):
                 ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 std = INIT_STD / math.sqrt(2 * layers) if ends else INIT_STD
                 nn.init.normal_(parameter, std=std)
+
+    def reading(
+        self, about: Mapping[str, Any], *, whole: bool
+    ) -> Callable[[str], gpt2.Converted | None] | None:
+        """How weights from elsewhere are read into this model: see `gpt2.reading`."""
+        return gpt2.reading(self.sizes, about, whole=whole)
 
     def seed_samples(self, seeds: Sequence[int]) -> None:
         """Set the seeds of the next forward pass's dropout, one for each sample."""

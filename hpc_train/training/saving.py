@@ -8,14 +8,38 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.weights import start_from
 from hpc_train.config import CheckpointSection
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
+
+
+def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int:
+    """Restore the newest state, or else the weights to start from, if any are given. Collective.
+
+    Returns:
+        The step after which training goes on.
+
+    Raises:
+        HpcTrainError: as `Checkpoints.resume` and `start_from`.
+    """
+    after = checkpoints.resume(section.resume)
+    if section.weights and not after:
+        start_from(
+            Path(section.weights),
+            checkpoints.model,
+            checkpoints.shards,
+            checkpoints.group,
+            include=section.include,
+            exclude=section.exclude,
+        )
+    return after
 
 
 def daly(save_seconds: float, mtbf_seconds: float) -> float:

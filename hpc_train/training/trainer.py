@@ -36,7 +36,7 @@ from hpc_train.training import averaging
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
-from hpc_train.training.saving import Saving, landing
+from hpc_train.training.saving import Saving, landing, resume_or_start
 from hpc_train.training.schedule import last_step, learning_rate
 from hpc_train.training.steps import guarded_steps
 
@@ -179,7 +179,7 @@ class Trainer:
             closing(StopRequests(self.config.run.time_limit_seconds())) as stop,
             landing(self.checkpoints),
         ):
-            after = self.checkpoints.resume(self.config.checkpoint.resume)
+            after = resume_or_start(self.checkpoints, self.config.checkpoint)
             if after >= self.last_step:
                 logger.info("nothing to do: step %d of %d is done", after, self.last_step)
                 return

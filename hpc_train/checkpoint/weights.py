@@ -1,0 +1,241 @@
+"""Start from weights alone: a checkpoint's, a safetensors file's, or a Hugging Face folder's.
+
+Rank 0 reads one tensor at a time, of which all ranks receive the whole and keep their part: each
+byte is read once, and beside the model a rank has one tensor in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from hpc_train.checkpoint import state
+from hpc_train.checkpoint.fileformat import DTYPES, MAX_HEADER_BYTES, Form, Held
+from hpc_train.checkpoint.restore import Tensors
+from hpc_train.checkpoint.save import together
+from hpc_train.checkpoint.state import MODEL
+from hpc_train.checkpoint.store import find
+from hpc_train.checkpoint.tools import selected
+from hpc_train.collectives import connect
+from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
+from hpc_train.mpi.agreement import agreed, from_first
+from hpc_train.mpi.group import Group
+
+logger = logging.getLogger(__name__)
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GIVE = "give a checkpoint, a run directory, a safetensors file, or a folder with model.safetensors"
+
+
+def start_from(
+    path: Path,
+    model: nn.Module,
+    shards: state.Shards,
+    group: Group,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> None:
+    """Fill a model with weights; floating-point types are converted. Collective.
+
+    A model may have a method `reading(about, *, whole)` for weights that are named or arranged in
+    another way: see `hpc_train.models.gpt2.reading`.
+
+    Args:
+        path: a checkpoint, a run directory (its newest one), a safetensors file, or a folder with
+            `model.safetensors`, in one piece or with an index; only rank 0 has to see it.
+        model: this rank's part of the model, filled in place.
+        shards: which part of the model's tensors this rank has; by default all.
+        group: all ranks that train.
+        include: shell patterns of the model's names to take; by default all.
+        exclude: of those, which not: they keep their values.
+
+    Raises:
+        CheckpointMismatch: a tensor is missing there, or has another shape or kind.
+        CheckpointError: the checkpoint is damaged; some tensors may have been filled.
+        DataError: it is no such file or folder.
+        ConfigError: the patterns leave nothing, or the model has to be configured otherwise.
+    """
+    named = state.model_tensors(model, shards).items()
+    held = {name.removeprefix(MODEL): part for name, part in named}
+    forms = together(group, {name: part.form for name, part in held.items()})
+    sources: list[_Source] = []  # of rank 0
+
+    def choose() -> list[str]:
+        wanted = [name for name in forms if selected(name, include, exclude)]
+        source = _open(path)
+        reading = getattr(model, "reading", None)
+        if reading and (convert := reading(source.about, whole=len(wanted) == len(forms))):
+            source = _converted(source, convert)
+        sources.append(source)
+        _check(source, {name: forms[name] for name in wanted}, forms)
+        _tell(source, wanted, forms)
+        return [name for name in source.forms if name in set(wanted)]  # a checkpoint's in its order
+
+    collectives = connect(group)
+    for name in from_first(group, choose):
+        dtype, shape = forms[name]
+        with agreed(group):
+            if sources:
+                tensor = sources[0].read(name).to(dtype).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=dtype)
+        collectives.broadcast_(tensor)
+        if name in held:
+            _take(held[name], tensor)
+
+
+def _take(held: Held, tensor: Tensor) -> None:
+    """Copy this rank's part of a whole tensor."""
+    spec = held.spec
+    if spec.shape:
+        tensor = tensor.narrow(spec.dim, spec.start, spec.stop - spec.start)
+    held.tensor.copy_(tensor[spec.first : spec.last] if spec.last else tensor)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Tensors in files, of which no more than the headers have been read.
+
+    Args:
+        path: what was given.
+        forms: safetensors' word for the type, and the shape, by name; a checkpoint's
+            in the file's order, so that no part of it is read twice.
+        read: gives a tensor by its name.
+        about: what is told beside them.
+    """
+
+    path: Path
+    forms: Mapping[str, tuple[str, tuple[int, ...]]]
+    read: Callable[[str], Tensor]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _open(path: Path) -> _Source:
+    try:
+        if not path.is_dir():
+            return _checkpoint(path) if _is_checkpoint(path) else _plain(path, [path])
+        if (path / ONE_FILE).is_file():
+            files = [path / ONE_FILE]
+        elif (path / INDEX).is_file():
+            names = _tree(path / INDEX).get("weight_map", {}).values()
+            files = [path / name for name in sorted(set(names))]
+        elif found := find(path / "checkpoints", "auto"):
+            return _checkpoint(found[0])
+        else:
+            raise DataError(f"{path} has neither {ONE_FILE} nor checkpoints", GIVE)
+        config = path / "config.json"
+        return _plain(path, files, _tree(config) if config.is_file() else {})
+    except OSError as error:
+        name = error.filename or path
+        raise DataError(f"{name} cannot be read ({error.strerror})", GIVE) from None
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise DataError(f"{path} is no JSON object", "get it again")
+    return tree
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a file is one of ours, sound or not: a header of no length was never completed."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return length == 0 or b"hpc_train" in file.read(min(length, MAX_HEADER_BYTES))
+
+
+def _checkpoint(path: Path) -> _Source:
+    saved = Tensors(path)
+    forms = {
+        name.removeprefix(MODEL): (entry.dtype, entry.shape)
+        for name, entry in saved.entries.items()
+        if name.startswith(MODEL)
+    }
+    return _Source(path, forms, lambda name: saved[MODEL + name], saved.state().get("about", {}))
+
+
+def _plain(path: Path, files: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
+    forms, homes = {}, {}
+    for file in files:
+        try:
+            opened = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{file} is no sound safetensors file ({error})", GIVE) from None
+        for name in opened.keys():  # noqa: SIM118  # it is no mapping
+            part = opened.get_slice(name)
+            forms[name] = part.get_dtype(), tuple(part.get_shape())
+            homes[name] = opened
+    return _Source(path, forms, lambda name: homes[name].get_tensor(name), about or {})
+
+
+def _converted(
+    source: _Source, convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]] | None]
+) -> _Source:
+    """The same tensors by our names and in our arrangement."""
+    forms, reads = {}, {}
+    for theirs, (word, shape) in source.forms.items():
+        if (known := convert(theirs)) is None:
+            continue
+        name, change = known
+        try:  # on a tensor without content
+            forms[name] = word, tuple(change(torch.empty(shape, device="meta")).shape)
+        except RuntimeError as error:
+            cause = f"{source.path}: {theirs} has the shape {list(shape)}"
+            raise CheckpointMismatch(f"{cause} ({error})") from None
+        reads[name] = theirs, change
+
+    def read(name: str) -> Tensor:
+        theirs, change = reads[name]
+        return change(source.read(theirs))
+
+    return _Source(source.path, forms, read, source.about)
+
+
+def _check(source: _Source, wanted: Mapping[str, Form], all_forms: Mapping[str, Form]) -> None:
+    """Check that every wanted tensor is there, of the model's shape and of a type that fits."""
+    if not wanted:
+        raise ConfigError(
+            "checkpoint.include and exclude leave no tensor of the model",
+            f"its first ones are {_few(list(all_forms))}",
+        )
+    for name, (dtype, shape) in wanted.items():
+        remedy = (
+            f"give other weights; to keep its initial values, name {name} in checkpoint.exclude"
+        )
+        if name not in source.forms:
+            there = f"; it has {_few(list(source.forms))}" if source.forms else ""
+            raise CheckpointMismatch(f"{source.path} has no {name}{there}", remedy)
+        word, have = source.forms[name]
+        floating = dtype.is_floating_point and word.startswith(("F", "BF"))
+        if have != shape or not (floating or word == DTYPES.get(dtype)):
+            raise CheckpointMismatch(
+                f"{source.path}: its {name} is {word} {list(have)}, "
+                f"the model's is {str(dtype).removeprefix('torch.')} {list(shape)}",
+                remedy,
+            )
+
+
+def _tell(source: _Source, wanted: Sequence[str], forms: Mapping[str, Form]) -> None:
+    left = [name for name in forms if name not in set(wanted)]
+    unknown = [name for name in source.forms if name not in forms]
+    kept = f"; initial values in {_few(left)}" if left else ""
+    more = f"; not of this model: {_few(unknown)}" if unknown else ""
+    counts = f"{len(wanted)} of {len(forms)} tensors"
+    logger.info("starting from the weights of %s: %s%s%s", source.path, counts, kept, more)
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

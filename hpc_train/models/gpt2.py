@@ -1,0 +1,111 @@
+"""Weights of a Hugging Face GPT-2 for our GPT: what its tensors are called there, and how they lie.
+
+Both compute the same, in another arrangement: there linear layers are stored transposed, and the
+product that gives queries, keys and values has all queries first, here head by head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hpc_train.errors import ConfigError
+
+Converted = tuple[str, Callable[[Tensor], Tensor]]
+"""The name that a tensor has here, and what makes it ours."""
+
+MODULES = {
+    "wte": "embedding.token",
+    "wpe": "embedding.position",
+    "ln_1": "norm_attention",
+    "attn.c_attn": "attention.qkv",
+    "attn.c_proj": "attention.out",
+    "ln_2": "norm_mlp",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+    "ln_f": "head.norm",
+    "lm_head": "head.output",
+}
+# Values that config.json leaves out are those of the smallest GPT-2.
+SIZES: dict[str, tuple[str, Any]] = {
+    "layers": ("n_layer", 12),
+    "hidden": ("n_embd", 768),
+    "heads": ("n_head", 12),
+    "vocab": ("vocab_size", 50257),
+    "sequence": ("n_positions", 1024),
+    "tie_embeddings": ("tie_word_embeddings", True),
+}
+COMPUTED: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+
+
+def reading(
+    sizes: Mapping[str, Any], about: Mapping[str, Any], *, whole: bool
+) -> Callable[[str], Converted | None] | None:
+    """How weights are read into a GPT.
+
+    Args:
+        sizes: of the GPT, by the names of its arguments.
+        about: what is told beside the weights: a `config.json`, or `about` of a checkpoint.
+        whole: whether all tensors are to come from there, and not only some.
+
+    Returns:
+        None if the tensors are named and arranged as ours. Else a function of a tensor's name
+        there, which gives None for what is no weight, or repeats another tensor.
+
+    Raises:
+        ConfigError: the weights are of a GPT with other sizes, or of one that computes otherwise.
+    """
+    if about.get("model_type") != "gpt2":
+        saved = about.get("shape", {})
+        _check_sizes(sizes, {key: saved[key] for key in ("heads",) if key in saved})
+        return None
+    theirs = {key: about.get(name, default) for key, (name, default) in SIZES.items()}
+    if theirs["sequence"] > sizes["sequence"]:
+        theirs["sequence"] = sizes["sequence"]  # the first positions mean the same
+    _check_sizes(sizes, theirs if whole else {"heads": theirs["heads"]})
+    inner = {"n_inner": (None, 4 * theirs["hidden"])}
+    for key, values in {**COMPUTED, **inner}.items():
+        if about.get(key, values[0]) not in values:
+            raise ConfigError(
+                f"the weights are of a GPT-2 whose {key} is {about[key]}, ours has {values[-1]}",
+                "give others in checkpoint.weights",
+            )
+    return lambda name: _converted(name, sizes)
+
+
+def _check_sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Check that what all tensors mean is the same; the message has all keys to set."""
+    unlike = {f"model.{key}": value for key, value in theirs.items() if value != ours[key]}
+    if unlike:
+        have = ", ".join(f"{key} {ours[key.removeprefix('model.')]}" for key in unlike)
+        need = " ".join(f"--{key} {str(value).lower()}" for key, value in unlike.items())
+        raise ConfigError(f"checkpoint.weights are not those of a model with {have}", f"set {need}")
+
+
+def _converted(name: str, sizes: Mapping[str, Any]) -> Converted | None:
+    found = re.fullmatch(r"(?:transformer\.)?(?:h\.(\d+)\.)?(.+)\.(weight|bias|masked_bias)", name)
+    block, module, kind = found.groups() if found else (None, "", "")
+    if module == "attn" or (module == "lm_head" and sizes["tie_embeddings"]):
+        return None  # the causal mask; the token embedding once more
+    if module not in MODULES:
+        return name, lambda tensor: tensor
+
+    def convert(tensor: Tensor) -> Tensor:
+        if module.startswith(("attn.", "mlp.")) and kind == "weight":
+            tensor = tensor.t()
+        if module == "attn.c_attn":  # (3, H, C/H, ...) there, (H, 3, C/H, ...) here
+            by_kind: Tensor = tensor.unflatten(0, (3, sizes["heads"], -1))
+            return by_kind.transpose(0, 1).flatten(0, 2)
+        return tensor[: sizes["sequence"]] if module == "wpe" else tensor
+
+    here = f"{MODULES[module]}.{kind}"
+    return (here if block is None else f"blocks.{block}.{here}"), convert
