@@ -46,14 +46,14 @@ def start_from(
 ) -> None:
     """Fill a model with weights; floating-point types are converted. Collective.
 
-    A model may have a method `reading(about, *, whole)` for weights that are named or arranged in
-    another way: see `hpc_train.models.gpt2.reading`.
+    A model may have a method `foreign_weights(about, *, whole)` for weights that are named or
+    arranged in another way: see `hpc_train.models.gpt2.foreign_weights`.
 
     Args:
         path: a checkpoint, a run directory (its newest one), a safetensors file, or a folder with
             `model.safetensors`, in one piece or with an index; only rank 0 has to see it.
         model: this rank's part of the model, filled in place.
-        shards: which part of the model's tensors this rank has; by default all.
+        shards: which part of the model's tensors this rank has; of those not named all.
         group: all ranks that train.
         include: shell patterns of the model's names to take; by default all.
         exclude: of those, which not: they keep their values.
@@ -70,15 +70,15 @@ def start_from(
     sources: list[_Source] = []  # of rank 0
 
     def choose() -> list[str]:
-        wanted = [name for name in forms if selected(name, include, exclude)]
+        wanted = {name: f for name, f in forms.items() if selected(name, include, exclude)}
         source = _open(path)
-        reading = getattr(model, "reading", None)
-        if reading and (convert := reading(source.about, whole=len(wanted) == len(forms))):
+        foreign = getattr(model, "foreign_weights", None)
+        if foreign and (convert := foreign(source.about, whole=len(wanted) == len(forms))):
             source = _converted(source, convert)
         sources.append(source)
-        _check(source, {name: forms[name] for name in wanted}, forms)
+        _check(source, wanted, forms)
         _tell(source, wanted, forms)
-        return [name for name in source.forms if name in set(wanted)]  # a checkpoint's in its order
+        return [name for name in source.forms if name in wanted]  # a checkpoint's in its order
 
     collectives = connect(group)
     for name in from_first(group, choose):
@@ -227,8 +227,8 @@ def _check(source: _Source, wanted: Mapping[str, Form], all_forms: Mapping[str, 
             )
 
 
-def _tell(source: _Source, wanted: Sequence[str], forms: Mapping[str, Form]) -> None:
-    left = [name for name in forms if name not in set(wanted)]
+def _tell(source: _Source, wanted: Mapping[str, Form], forms: Mapping[str, Form]) -> None:
+    left = [name for name in forms if name not in wanted]
     unknown = [name for name in source.forms if name not in forms]
     kept = f"; initial values in {_few(left)}" if left else ""
     more = f"; not of this model: {_few(unknown)}" if unknown else ""

@@ -165,11 +165,11 @@ class GPT(nn.Module):
                 std = INIT_STD / math.sqrt(2 * layers) if ends else INIT_STD
                 nn.init.normal_(parameter, std=std)
 
-    def reading(
+    def foreign_weights(
         self, about: Mapping[str, Any], *, whole: bool
     ) -> Callable[[str], gpt2.Converted | None] | None:
-        """How weights from elsewhere are read into this model: see `gpt2.reading`."""
-        return gpt2.reading(self.sizes, about, whole=whole)
+        """How weights from elsewhere are read into this model: see `gpt2.foreign_weights`."""
+        return gpt2.foreign_weights(self.sizes, about, whole=whole)
 
     def seed_samples(self, seeds: Sequence[int]) -> None:
         """Set the seeds of the next forward pass's dropout, one for each sample."""

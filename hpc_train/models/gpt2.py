@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face GPT-2 for our GPT: what its tensors are called there, and how they lie.
+"""Weights of a Hugging Face GPT-2 for our GPT: what tensors are called, and how they lie.
 
 Both compute the same, in another arrangement: there linear layers are stored transposed, and the
 product that gives queries, keys and values has all queries first, here head by head.
@@ -6,13 +6,17 @@ product that gives queries, keys and values has all queries first, here head by 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpc_train.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Converted = tuple[str, Callable[[Tensor], Tensor]]
 """The name that a tensor has here, and what makes it ours."""
@@ -47,7 +51,7 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def reading(
+def foreign_weights(
     sizes: Mapping[str, Any], about: Mapping[str, Any], *, whole: bool
 ) -> Callable[[str], Converted | None] | None:
     """How weights are read into a GPT.
@@ -69,8 +73,11 @@ def reading(
         _check_sizes(sizes, {key: saved[key] for key in ("heads",) if key in saved})
         return None
     theirs = {key: about.get(name, default) for key, (name, default) in SIZES.items()}
-    if theirs["sequence"] > sizes["sequence"]:
-        theirs["sequence"] = sizes["sequence"]  # the first positions mean the same
+    theirs["sequence"] = min(theirs["sequence"], sizes["sequence"])  # the first ones are taken
+    if whole and theirs["vocab"] < sizes["vocab"]:
+        more = sizes["vocab"] - theirs["vocab"]
+        logger.warning("%d tokens that the GPT-2 has not start as the mean of the others", more)
+        theirs["vocab"] = sizes["vocab"]
     _check_sizes(sizes, theirs if whole else {"heads": theirs["heads"]})
     inner = {"n_inner": (None, 4 * theirs["hidden"])}
     for key, values in {**COMPUTED, **inner}.items():
@@ -105,7 +112,21 @@ def _converted(name: str, sizes: Mapping[str, Any]) -> Converted | None:
         if module == "attn.c_attn":  # (3, H, C/H, ...) there, (H, 3, C/H, ...) here
             by_kind: Tensor = tensor.unflatten(0, (3, sizes["heads"], -1))
             return by_kind.transpose(0, 1).flatten(0, 2)
-        return tensor[: sizes["sequence"]] if module == "wpe" else tensor
+        if module == "wpe":
+            return tensor[: sizes["sequence"]]
+        return _more_tokens(tensor, sizes["vocab"]) if module in ("wte", "lm_head") else tensor
 
     here = f"{MODULES[module]}.{kind}"
     return (here if block is None else f"blocks.{block}.{here}"), convert
+
+
+def _more_tokens(embedding: Tensor, vocab: int) -> Tensor:
+    """Add tokens that training has not seen, so that ranks can share them evenly, for one.
+
+    They get the mean of the others (V, C). The mean of logits is not above that of their
+    exponentials, so each of them is given a probability of 1/V at most; a zero would be the
+    likeliest of all where other logits are negative.
+    """
+    more = max(0, vocab - len(embedding))
+    mean = embedding.double().mean(0, keepdim=True).to(embedding.dtype)
+    return torch.cat([embedding, mean.expand(more, -1)]) if more else embedding

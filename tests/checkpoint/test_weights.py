@@ -220,6 +220,16 @@ def test_a_gpt2_for_shorter_texts_takes_the_first_positions(gpt2, tmp_path):
     assert_computes_the_same(start(tmp_path, gpt(1, sequence=9)), gpt2)
 
 
+def test_tokens_that_a_gpt2_has_not_are_unlikely(gpt2, tmp_path):
+    gpt2.save_pretrained(tmp_path)
+    model = start(tmp_path, gpt(1, vocab=48))
+    text = torch.randint(40, (5, 16))
+    with torch.no_grad():
+        logits = model(text)
+        torch.testing.assert_close(logits[..., :40], gpt2(text).logits, rtol=1e-10, atol=1e-10)
+    assert logits.softmax(-1)[..., 40:].max() <= 1 / 40
+
+
 def test_a_gpt2_can_be_taken_in_part(gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path)
     model = start(tmp_path, gpt(1, vocab=50, layers=2), exclude=["embedding.token.*"])
@@ -235,7 +245,7 @@ def test_a_gpt2_can_be_taken_in_part(gpt2, tmp_path):
 
 def test_a_gpt2_that_does_not_fit_names_the_keys(gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path)
-    other = gpt(1, vocab=50, sequence=32, layers=2, hidden=16, heads=2, tie_embeddings=False)
+    other = gpt(1, vocab=30, sequence=32, layers=2, hidden=16, heads=2, tie_embeddings=False)
     with pytest.raises(ConfigError) as error:
         start(tmp_path, other)
     assert error.value.remedy == (
@@ -347,4 +357,4 @@ def test_a_gpt2_folder_tells_which_keys_to_set(gpt2, program, tmp_path):
     gpt2.save_pretrained(tmp_path / "gpt2")
     options = ["--checkpoint.weights", str(tmp_path / "gpt2")]
     line = refused(program.train("run", *options))
-    assert "set --model.layers 3 --model.hidden 24 --model.heads 4 --model.vocab 40" in line
+    assert "set --model.layers 3 --model.hidden 24 --model.heads 4 --model.sequence 16" in line
