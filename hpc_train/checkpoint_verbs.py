@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_train import files
 from hpc_train.checkpoint import tools
 from hpc_train.checkpoint.directory import find, newest
+from hpc_train.checkpoint.restore import Tensors
 from hpc_train.errors import EXIT_FAILURE, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -58,13 +61,33 @@ def diff(first: str, second: str, *, every: bool) -> int:
 
 
 def export(
-    source: str, out: str, include: Sequence[str], exclude: Sequence[str], dtype: str | None
+    source: str,
+    out: str,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    dtype: str | None,
+    *,
+    gpt2: bool,
 ) -> int:
-    """Write the model's tensors alone."""
+    """Write the model's tensors alone: to a file, or to a folder for Hugging Face."""
     import torch
 
-    path = newest(Path(source))
+    from hpc_train.models.gpt2 import as_gpt2, config_json
+
+    path, target, convert, shape = newest(Path(source)), Path(out), None, {}
+    if gpt2:
+        about = Tensors(path).state().get("about", {})
+        if about.get("kind") != "gpt":
+            raise ConfigError(f"{path} is no GPT of `hpc-train train`", "leave out --to")
+        shape, target = about["shape"], target / "model.safetensors"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        convert = as_gpt2(shape)
     kind = getattr(torch, dtype) if dtype else None
-    forms = tools.export(path, Path(out), include=include, exclude=exclude, dtype=kind)
+    forms = tools.export(
+        path, target, include=include, exclude=exclude, dtype=kind, convert=convert
+    )
+    if gpt2:
+        config = target.with_name("config.json")
+        files.write_text(config, json.dumps(config_json(shape), indent=2) + "\n")
     print(f"{out}: {len(forms)} tensors of {path}")
     return 0

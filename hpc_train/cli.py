@@ -129,13 +129,18 @@ def _add_checkpoint_actions(made: ArgumentParser) -> None:
     kinds.add_subcommand("diff", diff, help="in what two checkpoints differ")
     export = ArgumentParser(description="Write the model's tensors alone.")
     export.add_argument("checkpoint", help=source)
-    export.add_argument("--out", required=True, metavar="FILE", help=".safetensors or .pt")
+    export.add_argument(
+        "--out", required=True, metavar="FILE", help=".safetensors or .pt; DIR with --to"
+    )
     export.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="of names")
     export.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="of names")
     export.add_argument(
         "--dtype",
         choices=("float64", "float32", "float16", "bfloat16"),
         help="what floating-point numbers are turned into",
+    )
+    export.add_argument(
+        "--to", choices=("gpt2",), help="a folder that transformers opens as a GPT-2"
     )
     kinds.add_subcommand("export", export, help="to safetensors or a torch state dict")
 
@@ -267,7 +272,8 @@ def checkpoint(options: Namespace) -> int:
         return verbs.verify(given.checkpoint, every=given.all)
     if options.action == "diff":
         return verbs.diff(given.first, given.second, every=given.all)
-    return verbs.export(given.checkpoint, given.out, given.include, given.exclude, given.dtype)
+    patterns = given.include, given.exclude
+    return verbs.export(given.checkpoint, given.out, *patterns, given.dtype, gpt2=bool(given.to))
 
 
 # Verbs whose options come from the configuration's dataclasses, or are read on all ranks together.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpc_train.training.generate import load_gpt
 from tests.conftest import small_program
 from tests.programs import hpc_train, only_line, run
 
@@ -79,6 +80,19 @@ def test_export_gives_the_models_tensors(trained, tmp_path, suffix):
     assert got.keys() == {name for name in names if "norm" not in name}
     for name, tensor in got.items():
         assert torch.equal(tensor, saved[f"model.{name}"].float()), name
+
+
+def test_export_as_gpt2_gives_the_same_logits_elsewhere(trained, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "gpt2"
+    checkpoint("export", trained.root / "run", "--to", "gpt2", "--out", folder)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
+    ours, _ = load_gpt(trained.root / "run")
+    text = torch.randint(250, (3, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(text), theirs(text).logits, rtol=1e-10, atol=1e-10)
+    again = checkpoint("export", trained.root / "run", "--to", "gpt2", "--out", folder, code=2)
+    assert "exists" in again
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -159,6 +159,7 @@ def export(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     dtype: torch.dtype | None = None,
+    convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]]] | None = None,
 ) -> dict[str, Form]:
     """Write the model's tensors alone, by the names that the module gives them.
 
@@ -169,6 +170,8 @@ def export(
         include: shell patterns of names; by default all.
         exclude: of those, which not.
         dtype: what floating-point tensors are turned into; by default they stay as they are.
+        convert: for programs that name and arrange them in another way: of a name, the other one,
+            and what makes their tensor of ours.
 
     Returns:
         The forms of what was written, by name.
@@ -189,6 +192,9 @@ def export(
             f"no tensor of {path} is left to export", f"its first ones are {', '.join(names[:3])}"
         )
     tensors = {name: _as(saved[MODEL + name], dtype) for name in chosen}
+    if convert is not None:
+        changes = {name: convert(name) for name in tensors}
+        tensors = {new: change(tensors[old]).contiguous() for old, (new, change) in changes.items()}
     partial = target.with_name(f".{target.name}.partial")
     if target.suffix == ".pt":
         torch.save(tensors, partial)

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face GPT-2 for our GPT: what tensors are called, and how they lie.
+"""Weights of a Hugging Face GPT-2 for our GPT, and back: what tensors are called, how they lie.
 
 Both compute the same, in another arrangement: there linear layers are stored transposed, and the
 product that gives queries, keys and values has all queries first, here head by head.
@@ -130,3 +130,39 @@ def _more_tokens(embedding: Tensor, vocab: int) -> Tensor:
     more = max(0, vocab - len(embedding))
     mean = embedding.double().mean(0, keepdim=True).to(embedding.dtype)
     return torch.cat([embedding, mean.expand(more, -1)]) if more else embedding
+
+
+def as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
+    """Our GPT's tensors as those of a GPT-2: a function of a name here, the name being theirs.
+
+    Args:
+        sizes: of the GPT, by the names of its arguments.
+    """
+    modules = {here: there for there, here in MODULES.items()}
+
+    def converted(name: str) -> Converted:
+        path, _, kind = name.rpartition(".")
+        block = re.match(r"blocks\.\d+\.", path)
+        there = modules[path.removeprefix(block[0] if block else "")]
+
+        def convert(tensor: Tensor) -> Tensor:
+            if there == "attn.c_attn":
+                by_head: Tensor = tensor.unflatten(0, (sizes["heads"], 3, -1))
+                tensor = by_head.transpose(0, 1).flatten(0, 2)
+            return (
+                tensor.t() if there.startswith(("attn.", "mlp.")) and kind == "weight" else tensor
+            )
+
+        where = block[0].replace("blocks", "transformer.h") if block else "transformer."
+        return f"{'' if there == 'lm_head' else where}{there}.{kind}", convert
+
+    return converted
+
+
+def config_json(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a GPT as a GPT-2; its tokenizer's special tokens are not known."""
+    same = {there: sizes[here] for here, (there, _) in SIZES.items()}
+    dropout = {"embd_pdrop": sizes["dropout"], "resid_pdrop": sizes["dropout"], "attn_pdrop": 0.0}
+    tokens = {"bos_token_id": None, "eos_token_id": None}
+    kind = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    return {**kind, **same, **dropout, **tokens, **{k: v[0] for k, v in COMPUTED.items()}}

@@ -26,6 +26,7 @@ from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from tests.parallel.test_apply import LAYOUTS, built, put_on
+from tests.programs import hpc_train, run
 from tests.test_mistakes import refused
 from tests.training.test_trainer import check_equal, config, make
 
@@ -330,17 +331,22 @@ def test_training_from_weights_is_that_of_one_rank(job, together, options):
 ONE_STEP = ["--run.steps", "1", "--optimizer.lr", "0"]
 
 
-def test_a_run_starts_from_another_runs_checkpoint_on_another_layout(program):
+def test_a_run_starts_from_another_runs_weights_on_another_layout(program):
     assert program.train("first").returncode == 0
-    options = ["--checkpoint.weights", str(program.root / "first"), *ONE_STEP]
-    tensor = ["--parallel.tp", "2", "--model.dropout", "0.2", "--data.batch", "8"]
-    done = program.train("second", *options, *tensor, launcher="mpirun", ranks=2)
-    assert done.returncode == 0, done.stderr
-    first, second = (load_file(program.checkpoint(*at)) for at in (("first", 12), ("second", 1)))
+    folder = str(program.root / "gpt2")
+    export = ["checkpoint", "export", str(program.root / "first"), "--to", "gpt2", "--out", folder]
+    assert run(*hpc_train(*export)).returncode == 0
+    first = load_file(program.checkpoint("first", 12))
     kept = [name for name in first if name.startswith("model.")]
     assert kept
-    assert all(torch.equal(first[name], second[name]) for name in kept)
-    assert "starting from the weights of" in done.stdout
+    for name in ("first", "gpt2"):
+        options = ["--checkpoint.weights", str(program.root / name), *ONE_STEP]
+        tensor = ["--parallel.tp", "2", "--model.dropout", "0.2", "--data.batch", "8"]
+        done = program.train(f"from {name}", *options, *tensor, launcher="mpirun", ranks=2)
+        assert done.returncode == 0, done.stderr
+        assert "starting from the weights of" in done.stdout
+        second = load_file(program.checkpoint(f"from {name}", 1))
+        assert all(torch.equal(first[name], second[name]) for name in kept)
 
 
 def test_mistakes_are_one_line(program, tmp_path):
