@@ -127,9 +127,11 @@ def _more_tokens(embedding: Tensor, vocab: int) -> Tensor:
     exponentials, so each of them is given a probability of 1/V at most; a zero would be the
     likeliest of all where other logits are negative.
     """
-    more = max(0, vocab - len(embedding))
-    mean = embedding.double().mean(0, keepdim=True).to(embedding.dtype)
-    return torch.cat([embedding, mean.expand(more, -1)]) if more else embedding
+    more = vocab - len(embedding)
+    if more <= 0:
+        return embedding
+    mean = embedding.mean(0, keepdim=True, dtype=torch.float64).to(embedding.dtype)
+    return torch.cat([embedding, mean.expand(more, -1)])
 
 
 def as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
