@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hpc_train.checkpoint import state
+from hpc_train.checkpoint.directory import find
 from hpc_train.checkpoint.fileformat import DTYPES, MAX_HEADER_BYTES, Form, Held
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.checkpoint.save import together
 from hpc_train.checkpoint.state import MODEL
-from hpc_train.checkpoint.store import find
 from hpc_train.checkpoint.tools import selected
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError

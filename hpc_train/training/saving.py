@@ -9,15 +9,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.weights import start_from
 from hpc_train.config import CheckpointSection
 from hpc_train.errors import CheckpointError, HpcTrainError
 from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
+
+
+def options_of(section: CheckpointSection) -> dict[str, Any]:
+    """What `Checkpoints` takes from a configuration."""
+    return {
+        "keep": Retention(section.keep, section.keep_every, section.keep_best),
+        "engine": section.engine,
+        "background": section.background,
+        "verify": section.verify,
+        "replicas": section.replicas,
+    }
 
 
 def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int:

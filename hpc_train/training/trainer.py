@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hpc_train import files, log
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.checkpoint.retention import Retention
 from hpc_train.collectives import connect
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut, fetch
@@ -36,7 +35,7 @@ from hpc_train.training import averaging
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
-from hpc_train.training.saving import Saving, landing, resume_or_start
+from hpc_train.training.saving import Saving, landing, options_of, resume_or_start
 from hpc_train.training.schedule import last_step, learning_rate
 from hpc_train.training.steps import guarded_steps
 
@@ -145,17 +144,13 @@ class Trainer:
             passes=len(self.parts),
             cores=runtime.cores,
         )
-        self.collectives, saves = connect(self.group), config.checkpoint
+        self.collectives = connect(self.group)
         self.checkpoints = Checkpoints(
             Path(run.dir) / "checkpoints",
             self.collectives,
             self.model,
             self.optimizer,
-            keep=Retention(saves.keep, saves.keep_every, saves.keep_best),
-            engine=saves.engine,
-            background=saves.background,
-            verify=saves.verify,
-            replicas=saves.replicas,
+            **options_of(config.checkpoint),
             identity={**sample_order_identity(config, len(dataset)), **(identity or {})},
             about=about,
             alike=connect(self.grid.data),

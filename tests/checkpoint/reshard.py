@@ -133,11 +133,23 @@ def write(path: Path, layout: Layout, whole: Whole, group: Group) -> None:
 
 
 def read(path: Path, layout: Layout, whole: Whole, group: Group) -> str:
-    """Load with the ranks of the group; what is wrong."""
-    nothing = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-    held = held_by(group.rank, layout, nothing)
+    """Load with the ranks of the group, as replicas and as one; what is wrong."""
+    replica = group.split(group.rank // layout.replica, group.rank)
+    alike = group.split(group.rank % layout.replica, group.rank)
     reader = restore.open_together(path, group)
-    restore.load(reader, held, group, names=whole)
+    wrong = ""
+    for groups in ((replica, alike), ()):
+        nothing = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        held = held_by(group.rank, layout, nothing)
+        restore.load(reader, held, group, *groups)
+        wrong += compared(held, layout, whole, group)
+    replica.close()
+    alike.close()
+    return wrong
+
+
+def compared(held: dict[str, Held], layout: Layout, whole: Whole, group: Group) -> str:
+    """What is wrong with what was loaded. Collective."""
     wanted = held_by(group.rank, layout, whole)
     wrong = [n for n, part in held.items() if digest(part.tensor) != digest(wanted[n].tensor)]
     parts = [held] if group.comm is None else group.comm.allgather(held)
