@@ -2,8 +2,9 @@
 
     python -m benchmarks.checkpoint [--rounds 5] [--mib 1024]
 
-Each rank holds the whole state, as in data-parallel training: tensors of 64 MiB, or 20000 of 1 KiB.
-Saving ends when the last rank has its bytes on the disk (fsync). Candidates:
+Each rank holds the whole state, as in data-parallel training: tensors of 64 MiB, or 5000 of 1 KiB.
+Saving begins without files of the candidate, and with all else on the disk (sync); it ends when the
+last rank has its bytes on the disk (fsync). Candidates:
 
 - ours, posix, mpiio and collective: hashed, read back by another rank and compared, committed;
 - unverified: ours, posix, not read back;
@@ -18,9 +19,11 @@ whole state. Raw: each rank reads its part, and all receive it by MPI_Bcast, so 
 read once; `torch.load` and safetensors read on each rank what they wrote. Columns: ranks that hold
 some columns load what ranks that hold all have saved.
 
-Stall: seconds for which a training whose steps compute for a quarter of a second is kept from
-computing by one save, from its begin until it is complete. Where a rank has no core to spare the
-threads that write also slow down what it computes; that is in none of these numbers.
+Stall: seconds for which one save keeps a rank that trains from computing, until it is complete:
+what the call that saves takes, and what the optimizer and the looking after it take after each
+step. A step computes for a second, less than a model of this size takes on such cores. Where a rank
+has no core to spare the threads that write also slow down what it computes; that is in none of
+these numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from hpc_train.sharding import ShardSpec
 NAME = "checkpoint"
 RANKS = (2, 4)
 LARGE, SMALL = 64 << 20, 1 << 10  # bytes of a tensor
-SMALL_COUNT = 20000
+SMALL_COUNT = 5000
 RAW = "raw"
 POSIX, MPIIO, COLLECTIVE, UNVERIFIED, COLUMNS, TORCH, DCP, SAFETENSORS = (
     "ours, posix",
@@ -64,7 +67,7 @@ POSIX, MPIIO, COLLECTIVE, UNVERIFIED, COLUMNS, TORCH, DCP, SAFETENSORS = (
     "safetensors",
 )
 FOREGROUND, BACKGROUND, ASYNC = "ours, foreground", "ours, background", "DCP async"
-STEP_SECONDS = 0.25
+STEP_SECONDS = 1.0
 STATE = b'{"step":1}'
 
 Named = dict[str, Tensor]
@@ -100,7 +103,7 @@ class Ways:
             name: ShardSpec.part(tuple(tensor.shape), 1, group.rank, group.size)
             for name, tensor in named.items()
         }
-        self.shard = folder / f"torch-{group.rank}.pt"
+        self.shard = folder / f"torch_save-{group.rank}.pt"
 
     def savers(self) -> dict[str, Callable[[], None]]:
         """How each saves."""
@@ -143,7 +146,7 @@ class Ways:
 
     def ours_columns(self) -> None:
         """Of ranks that hold a part each."""
-        path = self.folder / "columns.safetensors"
+        path = self.folder / "ours_columns.safetensors"
         run(saving(path, self.parts, STATE, self.group, replica=self.group))
 
     def ours_load(self) -> None:
@@ -159,7 +162,7 @@ class Ways:
 
     def raw(self) -> None:
         """Nothing but this rank's part of the bytes."""
-        path, size = self.folder / "raw", self.nbytes // self.group.size
+        path, size = self.folder / "raw.bin", self.nbytes // self.group.size
         if self.group.rank == 0:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             os.posix_fallocate(descriptor, 0, self.nbytes)
@@ -182,7 +185,7 @@ class Ways:
         """Each byte read once, and handed on."""
         size = self.nbytes // self.group.size
         target = memoryview(self.buffer)
-        descriptor = os.open(self.folder / "raw", os.O_RDONLY)
+        descriptor = os.open(self.folder / "raw.bin", os.O_RDONLY)
         begin = self.group.rank * size
         for offset in range(begin, begin + size, 16 << 20):
             os.preadv(descriptor, [target[offset : min(offset + (16 << 20), begin + size)]], offset)
@@ -200,7 +203,7 @@ class Ways:
     def torch_load(self) -> None:
         """All of these files."""
         for rank in range(self.group.size):
-            found = torch.load(self.folder / f"torch-{rank}.pt", weights_only=True)
+            found = torch.load(self.folder / f"torch_save-{rank}.pt", weights_only=True)
             for name, tensor in found.items():
                 self.empty[name].copy_(tensor)
 
@@ -208,21 +211,21 @@ class Ways:
         """With fsync, which is its default."""
         from torch.distributed import checkpoint as dcp
 
-        writer = dcp.FileSystemWriter(self.folder / "dcp", sync_files=True, overwrite=True)
+        writer = dcp.FileSystemWriter(self.folder / "dcp_save.d", sync_files=True, overwrite=True)
         dcp.save(dict(self.named), storage_writer=writer)
 
     def dcp_load(self) -> None:
         """Into the same tensors."""
         from torch.distributed import checkpoint as dcp
 
-        dcp.load(dict(self.empty), storage_reader=dcp.FileSystemReader(self.folder / "dcp"))
+        dcp.load(dict(self.empty), storage_reader=dcp.FileSystemReader(self.folder / "dcp_save.d"))
 
     def safetensors_save(self) -> None:
         """On rank 0 alone."""
         from safetensors.torch import save_file
 
         if self.group.rank == 0:
-            path = self.folder / "one.safetensors"
+            path = self.folder / "safetensors_save.safetensors"
             save_file(self.named, path)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -231,8 +234,19 @@ class Ways:
         """On each rank."""
         from safetensors.torch import load_file
 
-        for name, tensor in load_file(self.folder / "one.safetensors").items():
+        for name, tensor in load_file(self.folder / "safetensors_save.safetensors").items():
             self.empty[name].copy_(tensor)
+
+    def clear(self, call: Callable[[], None]) -> None:
+        """Remove the files of a way to save, and let the disk come to rest."""
+        self.group.barrier()
+        if self.group.rank == 0:
+            kind = getattr(call, "func", call).__name__
+            for path in self.folder.iterdir():
+                if path.name.startswith((f"{kind}.", f"{kind}-")):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            os.sync()
+        self.group.barrier()
 
     def forget(self) -> None:
         """Take all files out of memory, and the state out of the tensors to load into."""
@@ -284,22 +298,19 @@ class Training:
             torch.mm(self.matrix, self.matrix)
 
     def blocked(self, how: str) -> float:
-        """Seconds for which the main thread is kept from computing. Collective."""
-        harness.meet(self.group)
-        begin, computed = time.perf_counter(), 0.0
+        """Seconds for which the main thread of the slowest rank is kept from computing."""
         self.steps += 1
-        later = self._save(how)
-        while True:
-            computed -= time.perf_counter()
+        later: list[Any] = []
+        stall = harness.elapsed(self.group, lambda: later.append(self._save(how)))
+        while self.group.largest(int(not self._saved(how, *later))):
             self.compute()
-            computed += time.perf_counter()
-            self.optimizer.step()
-            if how == BACKGROUND:
-                self.checkpoints.poll()
-            if self.group.largest(int(not self._saved(how, later))) == 0:
-                break
-        taken = time.perf_counter() - begin - computed
-        return self.group.largest(int(1e9 * taken)) / 1e9
+            stall += harness.elapsed(self.group, lambda: self._step(how))
+        return stall
+
+    def _step(self, how: str) -> None:
+        self.optimizer.step()
+        if how == BACKGROUND:
+            self.checkpoints.poll()
 
     def _save(self, how: str) -> Any:
         if how in (FOREGROUND, BACKGROUND):
@@ -315,6 +326,16 @@ class Training:
         return self.checkpoints.saved_step == self.steps
 
 
+def _use_blocks(path: Path, mib: int) -> None:
+    """Write over free blocks once: disks of virtual machines are slow where nobody has written."""
+    with path.open("wb") as file:
+        for _ in range(mib):
+            file.write(bytes(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+    path.unlink()
+
+
 def measure(options: argparse.Namespace) -> None:
     """What each rank does."""
     from benchmarks.gradient_averaging import start_gloo
@@ -325,12 +346,15 @@ def measure(options: argparse.Namespace) -> None:
     start_gloo(group.comm)
     torch.set_num_threads(1)
     folder = Path(group.from_first(lambda: tempfile.mkdtemp()))
+    if group.rank == 0:
+        _use_blocks(folder / "used", 12 * options.mib)
     found = {}
     for name, named in states(options.mib).items():
         ways = Ways(named, folder, group)
         rate = ways.nbytes / 2**30
 
-        def saved(call: Callable[[], None], rate: float = rate) -> float:
+        def saved(call: Callable[[], None], ways: Ways = ways, rate: float = rate) -> float:
+            ways.clear(call)
             return rate / harness.elapsed(group, call)
 
         savers = {way: partial(saved, call) for way, call in ways.savers().items()}

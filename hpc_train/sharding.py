@@ -109,6 +109,9 @@ class ShardSpec:
         rows, stride, offset, length = self._rows(itemsize)
         if not length:
             return []
+        if rows == 1:
+            low, high = max(begin, offset), min(end, offset + length)
+            return [Block(low - begin, low - offset, 1, high - low, stride)] if low < high else []
         first = max(0, (begin - offset - length) // stride + 1)
         last = min(rows, -((offset - end) // stride))
 

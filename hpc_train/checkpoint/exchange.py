@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -63,9 +64,11 @@ class Exchange:
         self.specs = specs
         self.layout = layout
         self.replica = replica
+        self.pieces = lru_cache(maxsize=4 * AT_ONCE)(self._pieces)
+        """What a rank of the replica has of an extent, by both their numbers."""
+        self._out, self._into = Scratch(), Scratch()
 
-    def pieces(self, rank: int, number: int) -> list[Piece]:
-        """What a rank of the replica has of an extent."""
+    def _pieces(self, rank: int, number: int) -> list[Piece]:
         return pieces_of(self.specs[rank], self.layout, *self.layout.extent(number))
 
     def bring(
@@ -158,15 +161,17 @@ class Exchange:
             fill: puts what is for a rank into memory.
         """
         if self.replica.comm is None:
-            packed = np.empty(sent[0], np.uint8)
+            packed = self._out(sent[0])
             fill(0, packed)
             return packed
         from mpi4py import MPI  # a group with a communicator has MPI
 
-        counts, places, out = _places(sent, self.replica.size)
+        counts, places, nbytes = _places(sent, self.replica.size)
+        out = self._out(nbytes)
         for rank in sent:
             fill(rank, out[places[rank] : places[rank] + counts[rank]])
-        expected, begins, into = _places(due, self.replica.size)
+        expected, begins, nbytes = _places(due, self.replica.size)
+        into = self._into(nbytes)
         with self.replica.waiting("extents of a checkpoint"):
             self.replica.comm.Alltoallv(
                 [out, counts, places, MPI.BYTE], [into, expected, begins, MPI.BYTE]
@@ -174,8 +179,8 @@ class Exchange:
         return into
 
 
-def _places(nbytes: Mapping[int, int], size: int) -> tuple[list[int], list[int], Bytes]:
-    """Bytes for each rank, where they begin, and memory for all."""
+def _places(nbytes: Mapping[int, int], size: int) -> tuple[list[int], list[int], int]:
+    """Bytes for each rank, where they begin, and how many there are."""
     counts = [nbytes.get(rank, 0) for rank in range(size)]
     places = [0, *itertools.accumulate(counts)]
-    return counts, places[:-1], np.empty(places[-1], np.uint8)
+    return counts, places[:-1], places[-1]

@@ -20,7 +20,7 @@ import bisect
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,10 +101,12 @@ class Layout:
     Args:
         entries: in file order: the tensors, the state, the hashes.
         data_start: byte of the file at which the first tensor lies.
+        description: the entries as JSON.
     """
 
     entries: tuple[Entry, ...]
     data_start: int
+    description: bytes = field(repr=False)
 
     @property
     def content_bytes(self) -> int:
@@ -164,10 +166,11 @@ def plan(forms: Mapping[str, Form], state: bytes) -> Layout:
     for name, word, shape, size in sizes:
         entries.append(Entry(name, word, shape, position, position + size))
         position += size
-    text = len(_header_json(tuple(entries), NO_HASH, NO_HASH))
+    described = _description(entries)
+    text = len(_with_metadata(described, NO_HASH, NO_HASH))
     if text > MAX_HEADER_BYTES:
         raise CheckpointError(f"{len(forms)} tensors need a header of {text} bytes, too large")
-    return Layout(tuple(entries), -(-(8 + text) // ALIGNMENT) * ALIGNMENT)
+    return Layout(tuple(entries), -(-(8 + text) // ALIGNMENT) * ALIGNMENT, described)
 
 
 def header(layout: Layout, hash_table: bytes) -> bytes:
@@ -176,24 +179,29 @@ def header(layout: Layout, hash_table: bytes) -> bytes:
 
 
 def _header(layout: Layout, table_hash: str) -> bytes:
-    without = _header_json(layout.entries, table_hash, NO_HASH)
-    text = _header_json(layout.entries, table_hash, hash_of(without).hex())
-    return text.ljust(layout.data_start - 8)
+    header_hash = hash_of(_with_metadata(layout.description, table_hash, NO_HASH)).hex()
+    whole = _with_metadata(layout.description, table_hash, header_hash)
+    return whole.ljust(layout.data_start - 8)
 
 
-def _header_json(entries: tuple[Entry, ...], table_hash: str, header_hash: str) -> bytes:
-    tree: dict[str, Any] = {
-        "__metadata__": {
-            "format": "pt",
-            "hpc_train.version": VERSION,
-            "hpc_train.extent_bytes": str(EXTENT_BYTES),
-            "hpc_train.table_hash": table_hash,
-            "hpc_train.header_hash": header_hash,
-        }
+def _description(entries: Iterable[Entry]) -> bytes:
+    tree = {
+        e.name: {"dtype": e.dtype, "shape": e.shape, "data_offsets": [e.begin, e.end]}
+        for e in entries
     }
-    for e in entries:
-        tree[e.name] = {"dtype": e.dtype, "shape": e.shape, "data_offsets": [e.begin, e.end]}
     return json.dumps(tree, separators=(",", ":")).encode()
+
+
+def _with_metadata(description: bytes, table_hash: str, header_hash: str) -> bytes:
+    metadata = {
+        "format": "pt",
+        "hpc_train.version": VERSION,
+        "hpc_train.extent_bytes": str(EXTENT_BYTES),
+        "hpc_train.table_hash": table_hash,
+        "hpc_train.header_hash": header_hash,
+    }
+    first = json.dumps({"__metadata__": metadata}, separators=(",", ":")).encode()
+    return first[:-1] + b"," + description[1:]
 
 
 def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
@@ -226,7 +234,7 @@ def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
             for name, e in tree.items()
         )
         _check_sizes(entries)
-        layout = Layout(entries, 8 + len(header_bytes))
+        layout = Layout(entries, 8 + len(header_bytes), _description(entries))
         whole = layout.file_bytes == file_bytes and _header(layout, table_hash) == header_bytes
         last = [(entry.name, entry.dtype, len(entry.shape)) for entry in entries[-2:]]
         ours = last == [(STATE, "U8", 1), (HASHES, "U8", 1)]

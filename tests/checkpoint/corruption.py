@@ -97,7 +97,8 @@ def forge(data: bytearray, random: Random) -> bytes:
         entries[number] = forged(entries[number], random)
     if random.random() < 0.2:
         random.shuffle(entries)
-    head = fileformat._header(Layout(tuple(entries), layout.data_start), table_hash)
+    made = Layout(tuple(entries), layout.data_start, fileformat._description(entries))
+    head = fileformat._header(made, table_hash)
     return len(head).to_bytes(8, "little") + head + data[8 + length :]
 
 
