@@ -169,7 +169,7 @@ class Ways:
             os.close(descriptor)
         self.group.barrier()
         descriptor = os.open(path, os.O_WRONLY)
-        rest, offset = memoryview(self.buffer[:size]), self.group.rank * size
+        rest, offset = memoryview(self.buffer)[:size], self.group.rank * size
         while rest:
             count = os.pwrite(descriptor, rest[: 16 << 20], offset)
             rest, offset = rest[count:], offset + count

@@ -61,6 +61,14 @@ def test_a_run_leaves_what_the_design_promises(program):
 
 
 LONG = ["--run.steps", "400", "--checkpoint.every", "1000"]
+BACKGROUND = [
+    "--checkpoint.every",
+    "3",
+    "--checkpoint.keep",
+    "2",
+    "--checkpoint.background",
+    "true",
+]
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +79,9 @@ def uninterrupted(tmp_path_factory, text_data):
     return program
 
 
-def stop_at_random(program, generator):
+def stop_at_random(program, generator, options):
     """Start the long run, wait for a random step, and signal one of its ranks."""
-    command = program.command("run", *LONG, launcher="mpirun", ranks=2)
+    command = program.command("run", *options, launcher="mpirun", ranks=2)
     wanted = generator.randint(1, 300)
     metrics = program.root / "run" / "metrics.jsonl"
     with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.DEVNULL) as process:
@@ -102,11 +110,12 @@ def wait_until(condition):
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(10))
 def test_a_run_stopped_at_a_random_step_goes_on_bit_for_bit(program, uninterrupted, attempt):
-    stop_at_random(program, random.Random(attempt))
+    options = [*LONG, *BACKGROUND] if attempt % 2 else LONG
+    stop_at_random(program, random.Random(attempt), options)
     stopped_after = len(program.losses("run"))
     assert 0 < stopped_after < 400
     assert program.checkpoint("run", stopped_after).exists()
-    assert_succeeded(program.train("run", *LONG, launcher="mpirun", ranks=2))
+    assert_succeeded(program.train("run", *options, launcher="mpirun", ranks=2))
     assert program.losses("run") == uninterrupted.losses("run")
     final = [each.checkpoint("run", 400).read_bytes() for each in (program, uninterrupted)]
     assert final[0] == final[1]

@@ -83,18 +83,22 @@ class Reader:
         """The tensors in it, by name."""
         return {e.name: e for e in self.layout.entries if e.name not in (STATE, HASHES)}
 
-    def read(self, number: int, into: Bytes) -> None:
+    def read(self, number: int, into: Bytes, then: int | None = None) -> None:
         """Read one extent and verify it.
 
         Args:
             number: the extent's.
             into: memory of its size.
+            then: the one that this rank will read next, so that the disk does not wait for ranks.
 
         Raises:
             CheckpointError: it cannot be read or is not what was saved.
         """
         try:
             with files.opened(self.path) as descriptor:
+                if then is not None:
+                    begin, end = self.layout.extent(then)
+                    files.begin_reading(descriptor, self.layout.data_start + begin, end - begin)
                 sound = extents.read(descriptor, self.layout, number, self.table, into.data)
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.path}: {error.strerror}") from None
@@ -201,7 +205,9 @@ def load(
                 extent = _memory(exchange, together[index])
                 if extent is None:
                     extent = room(layout.size(together[index]))
-                reader.read(together[index], extent)
+                after = first + group.size + index
+                then = wanted[after] if after < len(wanted) else None
+                reader.read(together[index], extent, then)
         for copy in range(alike.size):
             read = together[copy * replica.size : (copy + 1) * replica.size]
             for start in range(0, len(read), AT_ONCE):

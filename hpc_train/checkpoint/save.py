@@ -26,12 +26,12 @@ from hpc_train import files
 from hpc_train.checkpoint import extents, fileformat, striping
 from hpc_train.checkpoint.engines import PosixWriter, Way, Writer, open_writer
 from hpc_train.checkpoint.exchange import Exchange, Scratch, gathered
-from hpc_train.checkpoint.fileformat import STATE, Form, Held, Layout
+from hpc_train.checkpoint.fileformat import HASHES, STATE, Form, Held, Layout
 from hpc_train.checkpoint.parts import Bytes, Specs
 from hpc_train.checkpoint.phases import Phases, agree, run
 from hpc_train.checkpoint.snapshot import Snapshot
-from hpc_train.errors import CheckpointError, HpcTrainError
-from hpc_train.mpi.agreement import agreed, same
+from hpc_train.errors import CheckpointError, HpcTrainError, UserError
+from hpc_train.mpi.agreement import agreed, settle
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import ShardSpec
 
@@ -94,8 +94,7 @@ def saving(
     with agreed(group):
         _check_owned(forms, specs)
         layout = fileformat.plan(forms, state)
-    plan = (layout.description + state).decode()
-    same(group, "the plan of the checkpoint", plan, "build the same model on all")
+    _check_same(group, layout, state)
     whole = Held.whole(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     specs[0][STATE] = whole.spec
     exchange = Exchange({**held, STATE: whole}, specs, layout, replica)
@@ -158,6 +157,28 @@ def _check_owned(forms: Mapping[str, Form], specs: Iterable[Specs]) -> None:
         raise CheckpointError(
             f"the ranks of a replica own {what}", "let each part be owned by one of them"
         )
+
+
+def _check_same(group: Group, layout: Layout, state: bytes) -> None:
+    """Check that all ranks plan the same file. Collective."""
+    mine = (layout.description, state)
+    hashes = [fileformat.hash_of(part) for part in mine]
+    differs = hashes != group.from_first(lambda: hashes)
+    if not group.largest(int(differs)):
+        return
+    entries, host = group.from_first(lambda: (layout.entries, group.host))
+    failure: Exception | None = None
+    if differs:
+        ours, theirs = (
+            {(e.name, e.dtype, e.shape) for e in of} for of in (layout.entries, entries)
+        )
+        odd = sorted(name for name, *_ in ours ^ theirs if name not in (STATE, HASHES))
+        what = odd[0] if odd else "what is no tensor"
+        failure = UserError(
+            f"the plan of the checkpoint differs from that of rank 0 ({host}) in {what}",
+            "build the same model and optimizer on all ranks",
+        )
+    settle(group, failure)
 
 
 def owned(extents: int, rank: int, size: int) -> range:

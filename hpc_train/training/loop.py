@@ -44,6 +44,8 @@ class Loop:
         backward_passes: calls of `backward` in each step, each of a loss divided by their number.
         every: steps between two checkpoints; one more is written at the end and at a stop.
         keep: newest checkpoints that are kept.
+        background: whether training goes on while one is written; then nothing but `step` may
+            change parameters and the optimizer's state.
         time_limit: seconds after which it stops with a checkpoint.
         hang_timeout: seconds that a rank in `epochs` waits for another before the job ends with an
             error; 0: for ever.
@@ -60,11 +62,12 @@ class Loop:
         backward_passes: int = 1,
         every: int = 1000,
         keep: int = 3,
+        background: bool = False,
         time_limit: float | None = None,
         hang_timeout: float = 1800.0,
     ) -> None:
         self.group = runtime.world
-        self.every = every
+        self.saving = Saving(every, background=background)
         self.time_limit = time_limit
         self.hang_timeout = hang_timeout
         self.collectives = connect(self.group)
@@ -78,7 +81,12 @@ class Loop:
             cores=runtime.cores,
         )
         self.checkpoints = Checkpoints(
-            Path(directory), self.collectives, model, optimizer, keep=keep
+            Path(directory),
+            self.collectives,
+            model,
+            optimizer,
+            keep=keep,
+            background=background,
         )
 
     def epochs(
@@ -133,7 +141,7 @@ class Loop:
             next(batches, None)  # the last step is over: this writes its checkpoint
 
     def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
-        for step in guarded_steps(loader, self.checkpoints, stop, Saving(self.every)):
+        for step in guarded_steps(loader, self.checkpoints, stop, self.saving):
             torch.manual_seed(mix(seed, step.number, self.group.rank))
             yield step.micro_batches[0].data
 

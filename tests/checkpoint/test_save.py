@@ -116,8 +116,11 @@ def test_ranks_with_different_tensors_are_named(job, together):
     tensors = state_of()
     if job.world.rank == 1:
         tensors["d"] = torch.zeros(5)
-    with pytest.raises(UserError, match=r"rank 1 .*the plan of the checkpoint differs"):
+    with pytest.raises(UserError, match=r"rank 1 .*the plan of the checkpoint differs .* in d:"):
         save(together / "checkpoint", held(tensors), b"{}", job.world)
+    other = b'{"x":1}' if job.world.rank == 1 else b"{}"
+    with pytest.raises(UserError, match=r"rank 1 .* differs .* in what is no tensor"):
+        save(together / "checkpoint", held(state_of()), other, job.world)
 
 
 def test_a_damaged_file_is_an_error_on_all_ranks(job, together):
