@@ -57,12 +57,6 @@ def read_at(descriptor: int, nbytes: int, offset: int) -> bytes:
     return bytes(data[: read_into(descriptor, memoryview(data), offset)])
 
 
-def begin_reading(descriptor: int, offset: int, nbytes: int) -> None:
-    """Have the system read from the disk what is asked for soon, while something else is done."""
-    with suppress(OSError):
-        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-
 def begin_writing(descriptor: int, offset: int, nbytes: int) -> None:
     """Have the system write to the disk now, while more is computed, what it would keep to itself.
 

@@ -19,7 +19,7 @@ from hpc_train.errors import DivergenceError
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
-SAMPLE = 64 << 20  # bytes of a rank in a checkpoint: a few milliseconds
+SAMPLE = 16 << 20  # bytes of a rank in a checkpoint: a few milliseconds
 
 
 def sample(sizes: Mapping[str, int], turn: int) -> list[tuple[str, int, int]]:

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,22 +84,18 @@ class Reader:
         """The tensors in it, by name."""
         return {e.name: e for e in self.layout.entries if e.name not in (STATE, HASHES)}
 
-    def read(self, number: int, into: Bytes, then: int | None = None) -> None:
+    def read(self, number: int, into: Bytes) -> None:
         """Read one extent and verify it.
 
         Args:
             number: the extent's.
             into: memory of its size.
-            then: the one that this rank will read next, so that the disk does not wait for ranks.
 
         Raises:
             CheckpointError: it cannot be read or is not what was saved.
         """
         try:
             with files.opened(self.path) as descriptor:
-                if then is not None:
-                    begin, end = self.layout.extent(then)
-                    files.begin_reading(descriptor, self.layout.data_start + begin, end - begin)
                 sound = extents.read(descriptor, self.layout, number, self.table, into.data)
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.path}: {error.strerror}") from None
@@ -196,23 +193,30 @@ def load(
         if any(entry.name in names for entry in names_between(layout, *layout.extent(number)))
     ]
     exchange = Exchange(held, specs, layout, replica)
-    room, index = Scratch(), alike.rank * replica.size + me
-    for first in range(0, len(wanted), group.size):
-        together = wanted[first : first + group.size]  # one for each rank
-        extent: Bytes | None = None
-        with agreed(group):
-            if index < len(together):
-                extent = _memory(exchange, together[index])
-                if extent is None:
-                    extent = room(layout.size(together[index]))
-                after = first + group.size + index
-                then = wanted[after] if after < len(wanted) else None
-                reader.read(together[index], extent, then)
-        for copy in range(alike.size):
-            read = together[copy * replica.size : (copy + 1) * replica.size]
-            for start in range(0, len(read), AT_ONCE):
-                some = {start + i: n for i, n in enumerate(read[start : start + AT_ONCE])}
-                _hand_round(exchange, some, extent, alike, copy)
+    mine = wanted[alike.rank * replica.size + me :: group.size]
+    rooms = Scratch(), Scratch()
+
+    def read(turn: int) -> Bytes | None:
+        if turn >= len(mine):
+            return None
+        extent = _memory(exchange, mine[turn])
+        if extent is None:
+            extent = rooms[turn % 2](layout.size(mine[turn]))
+        reader.read(mine[turn], extent)
+        return extent
+
+    with ThreadPoolExecutor(1, "checkpoint") as thread:  # reads on while the last ones go round
+        ahead = thread.submit(read, 0)
+        for turn, first in enumerate(range(0, len(wanted), group.size)):
+            with agreed(group):
+                extent = ahead.result()
+            ahead = thread.submit(read, turn + 1)
+            together = wanted[first : first + group.size]  # one for each rank
+            for copy in range(alike.size):
+                has = together[copy * replica.size : (copy + 1) * replica.size]
+                for start in range(0, len(has), AT_ONCE):
+                    some = {start + i: n for i, n in enumerate(has[start : start + AT_ONCE])}
+                    _hand_round(exchange, some, extent, alike, copy)
 
 
 def _memory(exchange: Exchange, number: int) -> Bytes | None:
