@@ -220,6 +220,7 @@ def soak(folder: Path, kills: int, seed: int, steps: int, options: tuple[str, ..
         job = made(f"job-{done.jobs}", layout)
         done.disturb(job, known[layout])
         shutil.rmtree(job.run)
+        print(" ".join(layout) or "dp 4", done, sep=": ", flush=True)
     return done
 
 
