@@ -31,7 +31,7 @@ def verify(source: str, *, every: bool) -> int:
     path = newest(Path(source))
     if every and not Path(source).is_dir():
         raise ConfigError(f"--all, and {source} is one file", "give a run directory")
-    return max([_verify(path) for path in (find(path.parent, "auto") if every else [path])])
+    return max([_verify(path) for path in find(path.parent, "auto")]) if every else _verify(path)
 
 
 def _verify(path: Path) -> int:

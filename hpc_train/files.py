@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -92,6 +93,30 @@ def remove(path: Path) -> None:
     """Remove a file, if it is there."""
     with suppress(FileNotFoundError):
         call("unlink", os.unlink, path)
+
+
+def lock(path: Path) -> int:
+    """Claim a file for this process; returns a descriptor, with which the claim is given up."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    with suppress(OSError):  # not every file system has locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process has claimed a file, as far as the file system can tell."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno == errno.EWOULDBLOCK
+    else:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -24,16 +24,14 @@ def find(directory: Path, source: str) -> list[Path]:
     """Checkpoint files to try: the given one, or those of the folder, newest first.
 
     Raises:
-        CheckpointMismatch: the given file does not exist.
+        CheckpointMismatch: the given file does not exist, or the run directory has none.
     """
     if source != "auto":
-        if not Path(source).is_file():
-            raise CheckpointMismatch(f"no such checkpoint: {source}", "give a file, auto or none")
-        return [Path(source)]
+        return [newest(Path(source))]
     if not directory.is_dir():
         return []
     named = re.compile(r"step-\d{9,}\.safetensors")
-    found = (path for path in directory.iterdir() if named.fullmatch(path.name))
+    found = (path for path in directory.iterdir() if named.fullmatch(path.name) and path.is_file())
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -43,7 +41,11 @@ def newest(path: Path) -> Path:
     Raises:
         CheckpointMismatch: there is none.
     """
-    found = find(path / "checkpoints", "auto") if path.is_dir() else find(path, str(path))
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise CheckpointMismatch(f"no such checkpoint: {path}", "give a file or a run directory")
+    found = find(path / "checkpoints", "auto")
     if not found:
         raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
     return found[0]

@@ -47,10 +47,11 @@ def compare(tensors: Mapping[str, Tensor], alike: Group, group: Group, turn: int
     """Compare a sample between ranks that should hold the same bits. Collective over both groups.
 
     Args:
-        tensors: contiguous, in the same order on all ranks of `alike`.
+        tensors: contiguous, in the same order on all ranks of `alike`. Ranks with other tensors
+            are left to those who compare plans.
         alike: these ranks.
         group: all ranks of the job, each in one such group.
-        turn: counts the calls.
+        turn: which sample.
 
     Raises:
         DivergenceError: on all ranks, naming rank, host and tensor; if one rank of several differs
@@ -58,14 +59,14 @@ def compare(tensors: Mapping[str, Tensor], alike: Group, group: Group, turn: int
     """
     pieces = sample({name: tensor.nbytes for name, tensor in tensors.items()}, turn)
     hashes = [hash_of(as_bytes(tensors[name])[b:e].cpu().numpy()) for name, b, e in pieces]
-    mine = (hash_of(b"".join(hashes)), group.rank, alike.host)
+    mine = (hash_of(b"".join(hashes)), group.rank, alike.host, hash_of(repr(pieces).encode()))
     found = gathered(alike, mine)
     failure: DivergenceError | None = None
-    if len({whole for whole, _, _ in found}) > 1:
+    if len({whole for whole, *_ in found}) > len({names for *_, names in found}) == 1:
         by_rank = gathered(alike, hashes)
         for (name, _, _), values in zip(pieces, zip(*by_rank, strict=True), strict=True):
             if len({*values}) > 1:
-                failure = _error(name, values, [(rank, host) for _, rank, host in found])
+                failure = _error(name, values, [(rank, host) for _, rank, host, _ in found])
                 break
     settle(group, failure)
 

@@ -101,8 +101,10 @@ class MpiWriter:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
-        self._checked("close", self._file.Close)
+        try:
+            self._checked("close", self._file.Close)  # which other ranks may wait in
+        finally:
+            os.close(self._descriptor)
 
     def _checked(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -160,6 +162,13 @@ class Ways:
         if len(self._ways) > 1 and untried:
             return min(untried, key=lambda way: len(self._seconds[way]))
         return min(self._ways, key=lambda way: min(self._seconds[way], default=0.0))
+
+    def give_up(self, way: Way) -> bool:
+        """After an error: go on by POSIX calls; whether that is another way, and not asked for."""
+        other = len(self._ways) > 1 and way != "posix"
+        if other:
+            self._ways = ("posix",)
+        return other
 
     def note(self, way: Way, seconds: float) -> None:
         """What writing took, the same number on all ranks."""

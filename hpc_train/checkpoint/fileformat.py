@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,12 +219,12 @@ def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
         CheckpointMismatch: it is a safetensors file of somebody else, or of another version.
         CheckpointError: it is no header, is damaged, or the file's size does not fit it.
     """
-    if b"hpc_train" not in header_bytes:
-        raise CheckpointMismatch("it is not of hpc_train", "give one of `hpc-train train`")
     try:
         tree = json.loads(header_bytes)
+        if b"hpc_train" not in header_bytes:
+            raise CheckpointMismatch("it is not of hpc_train", "give one of `hpc-train train`")
         metadata = tree.pop("__metadata__")
-        if (version := metadata["hpc_train.version"]) != VERSION:
+        if (version := metadata["hpc_train.version"]) != VERSION and _is_whole(header_bytes):
             raise CheckpointMismatch(
                 f"its format version is {version}, this program reads {VERSION}",
                 "use the hpc_train that wrote it, or a newer one",
@@ -243,6 +244,16 @@ def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
     if not (whole and ours):
         raise CheckpointError("its header is damaged or its size is wrong")
     return layout, table_hash
+
+
+def _is_whole(header_bytes: bytes) -> bool:
+    """Whether a header, of any version, has the hash that it says it has."""
+    said = re.search(rb'"hpc_train\.header_hash":"([0-9a-f]{32})"', header_bytes)
+    if said is None:
+        return False
+    begin, end = said.span(1)
+    without = header_bytes[:begin] + NO_HASH.encode() + header_bytes[end:]
+    return hash_of(without.rstrip()).hex().encode() == said[1]
 
 
 def _check_sizes(entries: Iterable[Entry]) -> None:

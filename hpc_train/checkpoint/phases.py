@@ -7,6 +7,7 @@ boundaries.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -68,7 +69,17 @@ class Flight:
     def __init__(self, phases: Phases[None], group: Group) -> None:
         self._phases, self._group = phases, group
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._work: Future[Outcome] = self._thread.submit(_outcome, next(phases))
+        begin = time.monotonic()
+        work = next(phases)
+        self.seconds = time.monotonic() - begin
+        """What it has taken this rank, without the waiting for the end of steps."""
+        self._work: Future[Outcome] = self._thread.submit(self._timed, work)
+
+    def _timed(self, work: Work) -> Outcome:
+        begin = time.monotonic()
+        outcome = _outcome(work)
+        self.seconds += time.monotonic() - begin
+        return outcome
 
     def poll(self, *, wait: bool = False) -> bool:
         """Go on if all ranks have done their work; returns whether the last phase has ended.
@@ -87,5 +98,5 @@ class Flight:
                 if isinstance(end, StopIteration):
                     return True
                 raise
-            self._work = self._thread.submit(_outcome, work)
+            self._work = self._thread.submit(self._timed, work)
         return False

@@ -181,9 +181,12 @@ def load(
 
     Raises:
         CheckpointError: an extent is damaged; some tensors may have been filled.
+        ValueError: the groups do not fit together.
     """
     replica = replica or (group if alike is None else Group())
     alike = alike or Group()
+    if alike.size * replica.size != group.size:
+        raise ValueError(f"{alike.size} replicas of {replica.size} ranks are not {group.size}")
     specs = gathered(replica, {name: part.spec for name, part in held.items()})
     layout, me = reader.layout, replica.rank
     names = {name for of_rank in specs for name in of_rank}

@@ -9,12 +9,13 @@ agreement: what fails on one rank is raised on all, and older checkpoints stay.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -30,7 +31,7 @@ from hpc_train.checkpoint.fileformat import HASHES, STATE, Form, Held, Layout
 from hpc_train.checkpoint.parts import Bytes, Specs
 from hpc_train.checkpoint.phases import Phases, agree, run
 from hpc_train.checkpoint.snapshot import Snapshot
-from hpc_train.errors import CheckpointError, HpcTrainError, UserError
+from hpc_train.errors import CheckpointError, UserError
 from hpc_train.mpi.agreement import agreed, settle
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import ShardSpec
@@ -100,10 +101,12 @@ def saving(
     exchange = Exchange({**held, STATE: whole}, specs, layout, replica)
     partial_path = path.with_name(f".{path.name}.partial")
     explained = partial(_explained, path)
-    try:
+    with ExitStack() as claims:
         with agreed(group), _explaining(path):
             if group.rank == 0:
+                claims.push(lambda failed, *_: _give_up(partial_path) if failed else None)
                 _reserve(partial_path, layout.file_bytes)
+                claims.callback(os.close, files.lock(partial_path))
         runs = [owned(layout.extents, rank, group.size) for rank in gathered(replica, group.rank)]
         rounds = -(-layout.extents // group.size)
         if snapshot is None:
@@ -117,21 +120,24 @@ def saving(
         written = yield from agree(
             group, explained(partial(_write, content, layout, open_here, opened))
         )
-        found = gathered(group, written)
-        table = b"".join(hashes for hashes, _ in found)
+        found = gathered(group, (*written, group.host))
+        table = b"".join(hashes for hashes, *_ in found)
         if verify:
+            other = partner(group.rank, [host for *_, host in found])
+            theirs = owned(layout.extents, other, group.size)
             yield from agree(
-                group, explained(partial(_read_back, partial_path, layout, table, group))
+                group, explained(partial(_read_back, partial_path, layout, table, other, theirs))
             )
         yield from agree(
             group, explained(partial(_commit, partial_path, path, layout, table, group))
         )
-    except HpcTrainError:
-        if group.rank == 0:
-            with suppress(OSError):  # the error that is being raised says more
-                files.remove(partial_path)
-        raise
-    return max(seconds for _, seconds in found)
+    return max(seconds for _, seconds, _ in found)
+
+
+def _give_up(partial: Path) -> None:
+    """Remove what was not completed."""
+    with suppress(OSError):  # the error that is being raised says more
+        files.remove(partial)
 
 
 def together(replica: Group, mine: Mapping[str, T]) -> dict[str, T]:
@@ -191,9 +197,10 @@ def _explaining(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise CheckpointError(
             f"checkpoint {path} could not be written ({error.strerror or error})",
-            "free space or quota; older checkpoints are untouched",
+            f"{'free space or quota; ' if full else ''}older checkpoints are untouched",
         ) from error
 
 
@@ -264,11 +271,28 @@ def _noted(failures: list[Exception]) -> Iterator[None]:
         failures.append(error)
 
 
-def _read_back(partial: Path, layout: Layout, table: bytes, group: Group) -> None:
-    """Compare what another rank, on another node where there is one, wrote."""
-    other = (group.rank + max(1, group.size // 2)) % group.size
+def partner(rank: int, hosts: Sequence[str]) -> int:
+    """Whose extents a rank reads back: of another host, for as many ranks as there can be.
+
+    Args:
+        rank: the one that reads.
+        hosts: of all ranks.
+    """
+    size = len(hosts)
+
+    def crossing(shift: int) -> int:
+        return sum(hosts[r] != hosts[(r + shift) % size] for r in range(size))
+
+    first = next((r for r in range(size) if hosts[r] != hosts[0]), 1)
+    return (rank + max((max(1, size // 2), first, 1), key=crossing)) % size
+
+
+def _read_back(
+    partial: Path, layout: Layout, table: bytes, other: int, numbers: Iterable[int]
+) -> None:
+    """Compare what another rank wrote."""
     with files.opened(partial) as descriptor:
-        for number in owned(layout.extents, other, group.size):
+        for number in numbers:
             if not extents.read(descriptor, layout, number, table):
                 begin, _ = layout.extent(number)
                 raise OSError(f"what rank {other} wrote from byte {begin} on is not on the disk")

@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from random import Random
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn import Parameter
@@ -18,8 +19,9 @@ from torch.optim import Optimizer
 from hpc_train import files
 from hpc_train.checkpoint import divergence, restore, state
 from hpc_train.checkpoint.directory import LATEST, find, name_of, step_of
-from hpc_train.checkpoint.engines import Engine, Ways
-from hpc_train.checkpoint.fileformat import Entry, Held
+from hpc_train.checkpoint.engines import Engine, Way, Ways
+from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.more import More, Stateful
 from hpc_train.checkpoint.phases import Flight, Phases, agree, run
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.save import saving, together
@@ -32,39 +34,8 @@ from hpc_train.sharding import Shard
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 10.0  # seconds for which a start waits for a job that is about to end
 Replicas = Literal["stop", "warn", "off"]
-
-
-class Stateful(Protocol):
-    """Has a few numbers that belong to a run's state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The numbers: plain JSON values, the same on all ranks and layouts."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from such numbers."""
-
-
-class More:
-    """What else a checkpoint holds; this one nothing. All ranks call each method."""
-
-    def unify(self) -> None:
-        """Bring all ranks to the state that is saved; training goes on from it as well."""
-
-    def collect(self) -> dict[str, Held]:
-        """The tensors to save, after `unify`."""
-        return {}
-
-    def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
-        """Memory for those of a checkpoint's tensors that this rank wants."""
-        return {}
-
-    def values(self) -> dict[str, Any]:
-        """Numbers to save: plain JSON values, the same on all ranks."""
-        return {}
-
-    def take(self, values: Mapping[str, Any]) -> None:
-        """Go on with the tensors of `expect`, which have been filled, and with saved `values`."""
 
 
 class Checkpoints:
@@ -134,9 +105,8 @@ class Checkpoints:
         self.about = dict(about or {})
         self.saved_step = 0
         self.save_seconds = 0.0
-        self._flight: Flight | None = None
+        self._flight: tuple[int, Flight] | None = None
         self._snapshot: Snapshot | None = None
-        self._turn = 0
         self.scores: dict[int, float | None] = {}
         """By step: how good the model was, lower is better, where known; the same on all ranks."""
 
@@ -162,10 +132,17 @@ class Checkpoints:
             return path
         phases = self._saving(path, step, background=background)
         if background:
-            self._flight = Flight(phases, self.group)
+            self._flight = step, Flight(phases, self.group)
         else:
+            begin = time.monotonic()
             run(phases)
+            self._saved(step, time.monotonic() - begin)
         return path
+
+    @property
+    def saving(self) -> bool:
+        """Whether one is being written in the background."""
+        return self._flight is not None
 
     def poll(self) -> None:
         """Go on with a checkpoint that is being written in the background. Call it after each step.
@@ -186,13 +163,21 @@ class Checkpoints:
             self._land(wait=True)
 
     def _land(self, *, wait: bool) -> None:
-        flight, self._flight = self._flight, None
-        assert flight is not None
-        if not flight.poll(wait=wait):
-            self._flight = flight
+        under_way, self._flight = self._flight, None
+        assert under_way is not None
+        step, flight = under_way
+        if flight.poll(wait=wait):
+            self._saved(step, flight.seconds)
+        else:
+            self._flight = under_way
+
+    def _saved(self, step: int, seconds: float) -> None:
+        self.saved_step, self.save_seconds = step, seconds
+        logger.info(
+            "step %d: checkpoint %s (%.1f s)", step, self.directory / name_of(step), seconds
+        )
 
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
-        begin = time.monotonic()
         self.unify()
         held = _contiguous(
             {
@@ -201,32 +186,35 @@ class Checkpoints:
                 **self.more.collect(),
             }
         )
-        self._compare(held)
+        self._compare(held, step)
         if background and self._snapshot is None:
             self._snapshot = Snapshot()
             self.optimizer.register_step_pre_hook(lambda *_: self._wait())
-        way, snapshot = self._ways.next(), self._snapshot if background else None
-        phases = saving(
-            path,
-            held,
-            self._state(step),
-            self.group,
-            way,
-            self.replica,
-            snapshot,
-            verify=self.verify or way != "posix",
-        )
-        self._ways.note(way, (yield from phases))
+        content, snapshot = self._state(step), self._snapshot if background else None
+
+        def written(way: Way) -> Phases[float]:
+            verify = self.verify or way != "posix"
+            return saving(
+                path, held, content, self.group, way, self.replica, snapshot, verify=verify
+            )
+
+        way: Way = "posix" if background else self._ways.next()  # the thread makes no MPI calls
+        try:
+            seconds = yield from written(way)
+        except CheckpointError as error:  # the same one on all ranks
+            if not self._ways.give_up(way):
+                raise
+            logger.warning("through MPI-IO: %s; from now on by POSIX calls", error)
+            way = "posix"
+            seconds = yield from written(way)
+        self._ways.note(way, seconds)
         yield from agree(self.group, lambda: self._publish(path, step))
-        self.saved_step = step
-        self.save_seconds = time.monotonic() - begin
-        logger.info("step %d: checkpoint %s (%.1f s)", step, path, self.save_seconds)
 
     def _wait(self) -> None:
         if self._snapshot is not None:
             self._snapshot.wait()
 
-    def _compare(self, held: Mapping[str, Held]) -> None:
+    def _compare(self, held: Mapping[str, Held], step: int) -> None:
         """Compare a sample of what all replicas hold whole."""
         if self.replicas == "off":
             return
@@ -237,9 +225,9 @@ class Checkpoints:
             if name.startswith(state.MODEL)
             or (name.startswith(state.OPTIMIZER) and state.parameter_of(name) not in cut)
         }
-        self._turn += 1
+        turn = Random(step).randrange(1 << 32)  # by chance: a count would begin anew with each job
         try:
-            divergence.compare(tensors, self.alike.group, self.group, self._turn - 1)
+            divergence.compare(tensors, self.alike.group, self.group, turn)
         except DivergenceError as error:  # the same one on all ranks
             if self.replicas == "stop":
                 raise
@@ -293,6 +281,9 @@ class Checkpoints:
         """Where to resume from, in the order to try; unfinished files of dead jobs are removed."""
         if self.directory.is_dir():
             for partial in self.directory.glob(".step-*.partial"):
+                self._wait_for_end(partial)
+                files.remove(partial)
+            for partial in self.directory.glob(f".{LATEST}.*.partial"):
                 files.remove(partial)
         own = find(self.directory, "auto")
         if source == "auto":
@@ -305,6 +296,17 @@ class Checkpoints:
                 "give another run.dir, or move them away",
             )
         return own or given
+
+    def _wait_for_end(self, partial: Path) -> None:
+        """Wait for a job that was here before, and may be about to end."""
+        limit = time.monotonic() + PATIENCE
+        while files.is_locked(partial):
+            if time.monotonic() > limit:
+                raise CheckpointMismatch(
+                    f"{partial} is being written by another job",
+                    "wait until it has ended, or give another run.dir",
+                )
+            time.sleep(0.1)
 
     def _restore(self, path: Path) -> int:
         reader = restore.open_together(path, self.group)
@@ -320,7 +322,7 @@ class Checkpoints:
             state.make_optimizer_state(self.trained, entries, values)
         held = of_model | state.optimizer_tensors(self.trained) | self.more.expect(entries)
         contiguous = _contiguous(held)
-        restore.load(reader, contiguous, self.group, self.replica, self._alike())
+        restore.load(reader, contiguous, self.group, *self._grid())
         for name, part in held.items():
             if contiguous[name].tensor is not part.tensor:
                 part.tensor.copy_(contiguous[name].tensor)
@@ -332,10 +334,10 @@ class Checkpoints:
         logger.info("resumed from %s, after step %d", path, step)
         return step
 
-    def _alike(self) -> Group:
-        """The ranks that hold what this one does; it alone, if they cut the optimizer's state."""
-        alike = self.alike.group
-        return alike if alike.size * self.replica.size == self.group.size else Group()
+    def _grid(self) -> tuple[Group, Group] | tuple[()]:
+        """The ranks that hold the whole, and those that hold what this one does, if they fit."""
+        fits = self.alike.group.size * self.replica.size == self.group.size
+        return (self.replica, self.alike.group) if fits else ()
 
     def _check_identity(self, saved: Mapping[str, Any], path: Path) -> None:
         for key in sorted(self.identity.keys() | saved.keys()):
@@ -370,7 +372,8 @@ class Checkpoints:
         if self.keep.best:
             for number in done.keys() - self.scores.keys():
                 self.scores[number] = _score(done[number])
-        known = {n: score for n, score in self.scores.items() if score is not None}
+        scores = dict(self.scores)  # to which the main thread may add
+        known = {number: score for number, score in scores.items() if score is not None}
         for number in self.keep.superfluous(done, known):
             files.remove(done[number])
 

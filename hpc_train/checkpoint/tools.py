@@ -177,7 +177,7 @@ def export(
         The forms of what was written, by name.
 
     Raises:
-        ConfigError: the target has another suffix, or exists; no tensor is left.
+        ConfigError: the target has another suffix, exists, or cannot be written; no tensor is left.
         CheckpointError: the checkpoint is damaged.
     """
     if target.suffix not in SUFFIXES:
@@ -195,16 +195,27 @@ def export(
     if convert is not None:
         changes = {name: convert(name) for name in tensors}
         tensors = {new: change(tensors[old]).contiguous() for old, (new, change) in changes.items()}
-    partial = target.with_name(f".{target.name}.partial")
-    if target.suffix == ".pt":
-        torch.save(tensors, partial)
-    else:
-        from safetensors.torch import save_file
-
-        save_file(tensors, partial, {"format": "pt"})
-    files.sync(partial)
-    files.rename(partial, target)
+    _write(tensors, target)
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _write(tensors: dict[str, Tensor], target: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        if target.suffix == ".pt":
+            torch.save(tensors, partial)
+        else:
+            save_file(tensors, partial, {"format": "pt"})
+        files.sync(partial)
+        files.rename(partial, target)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{target} could not be written ({error})", "give a folder that is there, with room"
+        ) from None
 
 
 def selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint.fileformat import Entry, Held
-from hpc_train.checkpoint.store import More
+from hpc_train.checkpoint.more import More
 from hpc_train.collectives.steps import run
 from hpc_train.config import RunConfig
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients

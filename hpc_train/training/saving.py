@@ -126,7 +126,10 @@ class Saving:
         """
         with self._tolerated():
             checkpoints.poll()
-        if not self.due(step, checkpoints.save_seconds, checkpoints.group):
+        seconds = checkpoints.save_seconds
+        if checkpoints.saving and not seconds:
+            seconds = math.inf  # what one takes is not known yet
+        if not self.due(step, seconds, checkpoints.group):
             return
         with self._tolerated():
             checkpoints.finish()
@@ -161,7 +164,7 @@ class Saving:
 
         Args:
             step: that has just ended.
-            save_seconds: what the last one took; 0 before the first.
+            save_seconds: what the last one took; 0 before the first, infinite during it.
             group: the ranks of the job, whose clocks differ: rank 0's counts.
         """
         if self.steps and step % self.steps == 0:
@@ -175,6 +178,6 @@ class Saving:
     def _limit(self, save_seconds: float) -> float:
         """Seconds between two; infinite if they do not go by time."""
         limits = [60 * self.minutes] if self.minutes else []
-        if self.mtbf_hours:
+        if self.mtbf_hours and math.isfinite(save_seconds):
             limits.append(daly(save_seconds, 3600 * self.mtbf_hours))
         return min(limits, default=math.inf)

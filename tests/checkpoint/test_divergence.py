@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from hpc_train.checkpoint import divergence
 from hpc_train.checkpoint.directory import find
 from hpc_train.checkpoint.divergence import sample
-from hpc_train.errors import DivergenceError
+from hpc_train.errors import DivergenceError, UserError
 from tests.checkpoint.states import store
 
 sizes = st.dictionaries(st.text("abc", min_size=1), st.integers(0, 50), max_size=6)
@@ -63,15 +65,28 @@ def test_of_two_that_differ_both_are_named(job, together):
 
 @pytest.mark.mpi(min_size=4)
 def test_what_is_not_in_a_sample_is_in_a_later_one(job, together, monkeypatch):
-    monkeypatch.setattr(divergence, "SAMPLE", 1024)
+    monkeypatch.setattr(divergence, "SAMPLE", 256)
     made = drifted(together, job.world, 1)
     with torch.no_grad():
         made.model.weight.view(-1)[77 // 4] = 0.0  # the same again
         if job.world.rank == 1:
             made.model.weight.view(-1)[300] += 1.0
-    made.save(1)
     with pytest.raises(DivergenceError):
-        made.save(2)
+        for step in range(1, 200):
+            made.save(step)
+    assert made.saved_step > 0
+
+
+@pytest.mark.mpi(min_size=4)
+def test_other_tensors_are_no_drift(job, together):
+    made = store(together, job.world)
+    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1, momentum=0.9)
+    made.trained = replace(made.trained, optimizer=made.optimizer)
+    if job.world.rank == 1:
+        made.model(torch.ones(40)).sum().backward()
+        made.optimizer.step()  # which makes momentum buffers
+    with pytest.raises(UserError, match=r"rank 1 .* differs .* in optim\."):
+        made.save(1)
 
 
 @pytest.mark.mpi(min_size=4)

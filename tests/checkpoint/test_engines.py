@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train import files
+from hpc_train.checkpoint import save as saving
 from hpc_train.checkpoint.engines import MpiWriter, Ways
-from hpc_train.checkpoint.save import save
+from hpc_train.checkpoint.save import partner
 from hpc_train.errors import ConfigError
 from hpc_train.mpi.group import Group
+from tests.checkpoint.faults import fail
+from tests.checkpoint.states import found, save, store
 from tests.checkpoint.test_save import held, state_of
 
 LFS = """#!/bin/sh
@@ -47,6 +51,29 @@ def test_auto_tries_each_way_twice_and_stays_with_the_fastest(job):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_auto_goes_on_by_posix_calls_where_mpi_io_fails(job, together, monkeypatch):
+    made = store(together / "run", job.world, "auto")
+    real = files.call
+
+    def broken(name, function, *arguments):
+        return fail(name, function) if name == "mpi_open" else real(name, function, *arguments)
+
+    monkeypatch.setattr(files, "call", broken)
+    for step in range(1, 6):
+        save(made, step)
+    assert found(together / "run", job.world) == 5
+
+
+def test_a_rank_reads_back_what_another_host_wrote_where_there_is_one():
+    hosts = {"packed": "aabb", "dealt": "abab", "uneven": "aaab", "one": "aaaa", "alone": "a"}
+    for name, letters in hosts.items():
+        partners = [partner(rank, letters) for rank in range(len(letters))]
+        assert sorted(partners) == list(range(len(letters)))
+        crossing = sum(letters[a] != letters[b] for a, b in enumerate(partners))
+        assert crossing == {"packed": 4, "dealt": 4, "uneven": 2, "one": 0, "alone": 0}[name]
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.skipif("OMPI_MCA_io" in os.environ, reason="somebody has chosen the component")
 def test_romio_is_preferred_and_told_not_to_read_what_it_writes(job, together):
     path = together / str(job.world.rank)
@@ -72,7 +99,7 @@ def asked(tmp_path, monkeypatch) -> Path:
 
 def test_on_lustre_a_file_is_made_with_stripes_which_are_read_back(tmp_path, asked):
     path = tmp_path / "lustre" / "c.safetensors"
-    save(path, held(state_of()), b"{}", Group())
+    saving.save(path, held(state_of()), b"{}", Group())
     partial = path.with_name(".c.safetensors.partial")
     assert asked.read_text().splitlines() == [
         f"getstripe -d {path.parent}",
@@ -84,6 +111,6 @@ def test_on_lustre_a_file_is_made_with_stripes_which_are_read_back(tmp_path, ask
 
 def test_elsewhere_it_is_not(tmp_path, asked):
     path = tmp_path / "other" / "c.safetensors"
-    save(path, held(state_of()), b"{}", Group())
+    saving.save(path, held(state_of()), b"{}", Group())
     assert asked.read_text().splitlines() == [f"getstripe -d {path.parent}"]
     assert path.is_file()

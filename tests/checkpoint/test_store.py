@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import nn
 
-from hpc_train.checkpoint import Checkpoints
+from hpc_train import files
+from hpc_train.checkpoint import Checkpoints, fileformat
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
@@ -178,3 +181,41 @@ def test_the_same_step_is_not_written_twice(tmp_path):
     checkpoints = store(tmp_path, *make())
     written = checkpoints.save(3).stat().st_mtime_ns
     assert checkpoints.save(3).stat().st_mtime_ns == written
+
+
+def test_a_file_that_a_living_job_writes_is_left_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpc_train.checkpoint.store.PATIENCE", 0.2)
+    partial = tmp_path / ".step-000000005.safetensors.partial"
+    partial.touch()
+    descriptor = files.lock(partial)
+    with pytest.raises(CheckpointMismatch, match=r"is being written by another job: wait"):
+        store(tmp_path, *make()).resume()
+    assert partial.exists()
+    os.close(descriptor)
+    assert store(tmp_path, *make()).resume() == 0
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("place", ["version", "everything"])
+def test_a_header_that_is_damaged_is_not_taken_for_somebody_elses(tmp_path, place):
+    model, optimizer = make()
+    for step in (1, 2):
+        store(tmp_path, model, optimizer).save(step)
+    newest = tmp_path / "step-000000002.safetensors"
+    content = bytearray(newest.read_bytes())
+    if place == "version":
+        content[content.index(b'version":"1"') + 10] ^= 2
+    else:
+        content[8 : 1 << 20] = bytes((1 << 20) - 8)
+    newest.write_bytes(content)
+    assert store(tmp_path, *make()).resume() == 1
+
+
+def test_a_file_of_another_version_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    model, optimizer = make()
+    store(tmp_path, model, optimizer).save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(fileformat, "VERSION", "2")
+        store(tmp_path, model, optimizer).save(2)
+    with pytest.raises(CheckpointMismatch, match="version is 2, this program reads 1"):
+        store(tmp_path, *make()).resume()

@@ -1,0 +1,40 @@
+"""What belongs into a checkpoint besides model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from hpc_train.checkpoint.fileformat import Entry, Held
+
+
+class Stateful(Protocol):
+    """Has a few numbers that belong to a run's state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers: plain JSON values, the same on all ranks and layouts."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such numbers."""
+
+
+class More:
+    """What else a checkpoint holds; this one nothing. All ranks call each method."""
+
+    def unify(self) -> None:
+        """Bring all ranks to the state that is saved; training goes on from it as well."""
+
+    def collect(self) -> dict[str, Held]:
+        """The tensors to save, after `unify`."""
+        return {}
+
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
+        """Memory for those of a checkpoint's tensors that this rank wants."""
+        return {}
+
+    def values(self) -> dict[str, Any]:
+        """Numbers to save: plain JSON values, the same on all ranks."""
+        return {}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Go on with the tensors of `expect`, which have been filled, and with saved `values`."""
