@@ -358,7 +358,7 @@ def measure(options: argparse.Namespace) -> None:
             return rate / harness.elapsed(group, call)
 
         savers = {way: partial(saved, call) for way, call in ways.savers().items()}
-        found[f"save, {name}"] = harness.in_turn(savers, options.rounds)
+        found[f"save, {name}"] = harness.in_turn(savers, options.rounds, shuffled=True)
 
         def loaded(
             way: str, call: Callable[[], None], ways: Ways = ways, rate: float = rate
@@ -369,11 +369,11 @@ def measure(options: argparse.Namespace) -> None:
             return rate / seconds
 
         loaders = {way: partial(loaded, way, call) for way, call in ways.loaders().items()}
-        found[f"load, {name}"] = harness.in_turn(loaders, options.rounds)
+        found[f"load, {name}"] = harness.in_turn(loaders, options.rounds, shuffled=True)
         group.barrier()
         training = Training(named, folder, group)
         stalls = {how: partial(training.blocked, how) for how in (FOREGROUND, BACKGROUND, ASYNC)}
-        found[f"stall, {name}"] = harness.in_turn(stalls, options.rounds)
+        found[f"stall, {name}"] = harness.in_turn(stalls, options.rounds, shuffled=True)
         del ways, savers, loaders, training, stalls
     if group.rank == 0:
         shutil.rmtree(folder)

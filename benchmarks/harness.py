@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -30,18 +31,29 @@ if TYPE_CHECKING:
 Samples = dict[str, list[float]]
 
 
-def in_turn(candidates: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> Samples:
+def in_turn(
+    candidates: Mapping[str, Callable[[], float]],
+    rounds: int,
+    warmup: int = 1,
+    *,
+    shuffled: bool = False,
+) -> Samples:
     """Measure candidates A B C A B C ..., so that drift of the machine falls on all alike.
 
     Args:
         candidates: each measures itself once and returns the figure.
         rounds: measurements that count.
         warmup: rounds before them that do not.
+        shuffled: in another order in each round, where what comes before leaves its traces; the
+            same on all ranks.
     """
     samples: Samples = {name: [] for name in candidates}
     for number in range(warmup + rounds):
-        for name, measure in candidates.items():
-            value = measure()
+        names = list(candidates)
+        if shuffled:
+            Random(number).shuffle(names)
+        for name in names:
+            value = candidates[name]()
             if number >= warmup:
                 samples[name].append(value)
     return samples

@@ -220,7 +220,7 @@ def _reserve(partial: Path, size: int) -> None:
     flags = os.O_WRONLY | os.O_CLOEXEC | (0 if made else os.O_CREAT | os.O_EXCL)
     descriptor = files.call("create", os.open, partial, flags, 0o666)
     try:
-        files.call("reserve", os.posix_fallocate, descriptor, 0, size)
+        files.call("reserve", files.reserve, descriptor, 0, size)
     finally:
         files.call("close", os.close, descriptor)
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 
 import pytest
 import torch
 
+from hpc_train import files
 from hpc_train.checkpoint import engines, fileformat, restore
 from hpc_train.checkpoint import save as saving
 from hpc_train.checkpoint.save import save
@@ -103,7 +105,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(job, together, monkey
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(saving.os, "posix_fallocate", full)
+    monkeypatch.setattr(files, "reserve", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*free space or quota"):
         save(together / "checkpoint", held(state_of()), b"{}", job.world)
     job.world.barrier()
@@ -134,3 +136,19 @@ def test_a_damaged_file_is_an_error_on_all_ranks(job, together):
     reader = restore.open_together(path, job.world)
     with pytest.raises(CheckpointError, match="are not what was saved"):
         restore.load(reader, held(state_of()), job.world)
+
+
+def test_where_space_cannot_be_claimed_the_file_gets_its_length(job, together, monkeypatch):
+    class Library:
+        def __init__(self, *_, **__):
+            pass
+
+        def fallocate(self, *_):
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    path = together / str(job.world.rank)
+    with path.open("wb") as file:
+        files.reserve(file.fileno(), 0, 12345)
+    assert path.stat().st_size == 12345
