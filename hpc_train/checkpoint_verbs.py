@@ -10,7 +10,7 @@ from hpc_train import files
 from hpc_train.checkpoint import tools
 from hpc_train.checkpoint.directory import find, newest
 from hpc_train.checkpoint.restore import Tensors
-from hpc_train.errors import EXIT_FAILURE, CheckpointError, ConfigError
+from hpc_train.errors import EXIT_FAILURE, CheckpointError, CheckpointMismatch, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,16 +31,20 @@ def verify(source: str, *, every: bool) -> int:
     path = newest(Path(source))
     if every and not Path(source).is_dir():
         raise ConfigError(f"--all, and {source} is one file", "give a run directory")
-    return max([_verify(path) for path in find(path.parent, "auto")]) if every else _verify(path)
+    if not every:
+        return _verify(path)
+    return max([_verify(path, foreign=True) for path in find(path.parent, "auto")])
 
 
-def _verify(path: Path) -> int:
+def _verify(path: Path, *, foreign: bool = False) -> int:
     damage = 0
     try:
         for begin, end, names in tools.damaged(path):
             damage = EXIT_FAILURE
             print(f"{path}: bytes {begin} to {end} are not what was saved: {', '.join(names)}")
-    except CheckpointError as error:
+    except (CheckpointError, CheckpointMismatch) as error:
+        if isinstance(error, CheckpointMismatch) and not foreign:
+            raise  # it is not what was meant
         damage = EXIT_FAILURE
         print(error)
     if not damage:

@@ -288,7 +288,8 @@ class CheckpointSection:
     """How ranks write the one file; auto: under MPI what was fastest in the first checkpoints,
     posix in a process alone and in the background."""
     resume: str = "auto"
-    """auto: the newest checkpoint of run.dir; none: from the beginning; or a file to start from."""
+    """auto: the newest checkpoint of run.dir; none: from the beginning; or a file or run
+    directory to start from."""
     weights: str = ""
     """Where a run that finds no checkpoint takes its first weights from: a checkpoint, a
     safetensors file, or a folder, also of a Hugging Face GPT-2."""

@@ -103,8 +103,7 @@ def reserve(descriptor: int, begin: int, nbytes: int) -> None:
     block of it, which on a network takes hours; there the file gets its length only.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    arguments = ctypes.c_int(descriptor), ctypes.c_int(0)
-    if libc.fallocate(*arguments, ctypes.c_int64(begin), ctypes.c_int64(nbytes)):
+    if libc.fallocate(descriptor, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)):
         number = ctypes.get_errno()
         if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise OSError(number, os.strerror(number))

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hpc_train.training.generate import load_gpt
 from tests.conftest import small_program
@@ -53,6 +53,15 @@ def test_verify_finds_a_flipped_bit_and_names_the_tensor(trained, tmp_path):
     assert "model.tokens.weight" in found or "optim." in found
     assert checkpoint("verify", trained.root / "run", "--all").count("sound") == 3
     assert "is one file" in checkpoint("verify", copy, "--all", code=2)
+
+
+def test_verify_all_goes_on_behind_a_file_of_somebody_else(trained, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(trained.root / "run" / "checkpoints", folder)
+    save_file({"x": torch.ones(3)}, folder / "step-000000099.safetensors")
+    found = checkpoint("verify", tmp_path / "run", "--all", code=1)
+    assert "it is not of hpc_train" in found
+    assert found.count("sound") == 3
 
 
 def test_diff_of_a_checkpoint_and_itself_is_nothing(trained):

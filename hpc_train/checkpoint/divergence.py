@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from hpc_train.checkpoint.exchange import gathered
 from hpc_train.checkpoint.fileformat import hash_of
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.errors import DivergenceError
@@ -60,10 +59,10 @@ def compare(tensors: Mapping[str, Tensor], alike: Group, group: Group, turn: int
     pieces = sample({name: tensor.nbytes for name, tensor in tensors.items()}, turn)
     hashes = [hash_of(as_bytes(tensors[name])[b:e].cpu().numpy()) for name, b, e in pieces]
     mine = (hash_of(b"".join(hashes)), group.rank, alike.host, hash_of(repr(pieces).encode()))
-    found = gathered(alike, mine)
+    found = alike.gathered(mine)
     failure: DivergenceError | None = None
     if len({whole for whole, *_ in found}) > len({names for *_, names in found}) == 1:
-        by_rank = gathered(alike, hashes)
+        by_rank = alike.gathered(hashes)
         for (name, _, _), values in zip(pieces, zip(*by_rank, strict=True), strict=True):
             if len({*values}) > 1:
                 failure = _error(name, values, [(rank, host) for _, rank, host, _ in found])

@@ -70,7 +70,6 @@ class MpiWriter:
         from mpi4py import MPI
 
         self._MPI = MPI
-        self._path = path
         self.collective = group is not None
         buffered = "enable" if self.collective else "disable"
         hints = {"romio_ds_write": "disable", "romio_cb_write": buffered}

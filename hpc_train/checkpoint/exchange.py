@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 
@@ -18,20 +17,10 @@ from hpc_train.checkpoint.fileformat import Held, Layout
 from hpc_train.checkpoint.parts import Bytes, Parts, Piece, Specs, pack, pieces_of, total, unpack
 from hpc_train.mpi.group import Group
 
-T = TypeVar("T")
-
 AT_ONCE = 16  # extents, and ranks that receive them, of a round: 256 MiB on either side
 
 Room = Callable[[int], Bytes]
 """Gives memory for so many bytes."""
-
-
-def gathered(group: Group, value: T) -> list[T]:
-    """The values of all ranks, by rank. Collective."""
-    if group.comm is None:
-        return [value]
-    with group.waiting("what all ranks hold"):
-        return group.comm.allgather(value)
 
 
 class Scratch:

@@ -23,15 +23,12 @@ def read(
         into: memory for it; without any it is only compared.
     """
     begin, end = layout.extent(number)
-    spare = memoryview(bytearray(min(PIECE, end - begin))) if into is None else None
+    spare = memoryview(bytearray(min(PIECE, end - begin)))
     hashed = xxhash.xxh3_128()
     for first in range(begin, end, PIECE):
         last = min(first + PIECE, end)
-        if spare is not None:
-            piece = spare[: last - first]
-        else:
-            assert into is not None
-            piece = into[first - begin : last - begin]
+        piece = spare if into is None else into[first - begin :]
+        piece = piece[: last - first]
         if files.read_into(descriptor, piece, layout.data_start + first) < len(piece):
             return False
         hashed.update(piece)

@@ -20,7 +20,7 @@ import torch
 
 from hpc_train import files
 from hpc_train.checkpoint import extents, fileformat
-from hpc_train.checkpoint.exchange import AT_ONCE, Exchange, Scratch, gathered
+from hpc_train.checkpoint.exchange import AT_ONCE, Exchange, Scratch
 from hpc_train.checkpoint.fileformat import (
     HASHES,
     MAX_HEADER_BYTES,
@@ -187,7 +187,7 @@ def load(
     alike = alike or Group()
     if alike.size * replica.size != group.size:
         raise ValueError(f"{alike.size} replicas of {replica.size} ranks are not {group.size}")
-    specs = gathered(replica, {name: part.spec for name, part in held.items()})
+    specs = replica.gathered({name: part.spec for name, part in held.items()})
     layout, me = reader.layout, replica.rank
     names = {name for of_rank in specs for name in of_rank}
     wanted = [

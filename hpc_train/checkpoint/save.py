@@ -26,10 +26,10 @@ import torch
 from hpc_train import files
 from hpc_train.checkpoint import extents, fileformat, striping
 from hpc_train.checkpoint.engines import PosixWriter, Way, Writer, open_writer
-from hpc_train.checkpoint.exchange import Exchange, Scratch, gathered
+from hpc_train.checkpoint.exchange import Exchange, Scratch
 from hpc_train.checkpoint.fileformat import HASHES, STATE, Form, Held, Layout
 from hpc_train.checkpoint.parts import Bytes, Specs
-from hpc_train.checkpoint.phases import Phases, agree, run
+from hpc_train.checkpoint.phases import Phases, agree
 from hpc_train.checkpoint.snapshot import Snapshot
 from hpc_train.errors import CheckpointError, UserError
 from hpc_train.mpi.agreement import agreed, settle
@@ -38,21 +38,6 @@ from hpc_train.sharding import ShardSpec
 
 T = TypeVar("T")
 Extents = Iterable[tuple[int, Bytes] | None]
-
-
-def save(
-    path: Path,
-    held: Mapping[str, Held],
-    state: bytes,
-    group: Group,
-    engine: Way = "posix",
-    replica: Group | None = None,
-) -> None:
-    """Write a checkpoint, and wait until it is written. Collective.
-
-    Args and errors: as `saving`.
-    """
-    run(saving(path, held, state, group, engine, replica))
 
 
 def saving(
@@ -89,7 +74,7 @@ def saving(
     """
     replica = replica or Group()
     mine = {name: (part.form, part.spec, part.owned) for name, part in held.items()}
-    everyone = gathered(replica, mine)
+    everyone = replica.gathered(mine)
     forms = {name: form for parts in everyone for name, (form, _, _) in parts.items()}
     specs = [{n: spec for n, (_, spec, owned) in parts.items() if owned} for parts in everyone]
     with agreed(group):
@@ -107,7 +92,7 @@ def saving(
                 claims.push(lambda failed, *_: _give_up(partial_path) if failed else None)
                 _reserve(partial_path, layout.file_bytes)
                 claims.callback(os.close, files.lock(partial_path))
-        runs = [owned(layout.extents, rank, group.size) for rank in gathered(replica, group.rank)]
+        runs = [owned(layout.extents, rank, group.size) for rank in replica.gathered(group.rank)]
         rounds = -(-layout.extents // group.size)
         if snapshot is None:
             content: Extents = exchange.bring(runs, rounds, Scratch(), own=True)
@@ -120,7 +105,7 @@ def saving(
         written = yield from agree(
             group, explained(partial(_write, content, layout, open_here, opened))
         )
-        found = gathered(group, (*written, group.host))
+        found = group.gathered((*written, group.host))
         table = b"".join(hashes for hashes, *_ in found)
         if verify:
             other = partner(group.rank, [host for *_, host in found])
@@ -142,7 +127,7 @@ def _give_up(partial: Path) -> None:
 
 def together(replica: Group, mine: Mapping[str, T]) -> dict[str, T]:
     """What the ranks of a replica have by name, all together. Collective over the replica."""
-    return {name: value for part in gathered(replica, mine) for name, value in part.items()}
+    return {name: value for part in replica.gathered(mine) for name, value in part.items()}
 
 
 def _check_owned(forms: Mapping[str, Form], specs: Iterable[Specs]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class Snapshot:
             return iter(list(exchange.bring(runs, rounds, room, own=False)))
         self._taken.clear()
         ready = torch.cuda.Event() if torch.cuda.is_available() else None
-        if ready is not None:
+        if ready:
             ready.record()
         return self._later(exchange, runs, rounds, room, ready)
 
@@ -59,12 +60,10 @@ class Snapshot:
         ready: torch.cuda.Event | None,
     ) -> Iterator[Kept]:
         try:
-            if ready is None:
-                kept = list(exchange.bring(runs, rounds, room, own=False))
-            else:
-                with torch.cuda.stream(torch.cuda.Stream()) as _:
+            with torch.cuda.stream(torch.cuda.Stream()) if ready else nullcontext():
+                if ready:
                     ready.wait()
-                    kept = list(exchange.bring(runs, rounds, room, own=False))
+                kept = list(exchange.bring(runs, rounds, room, own=False))
         finally:
             self._taken.set()
         yield from kept

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their names, the newest that is sound, how many are kept."""
+"""The checkpoints of a run: saved, restored from the newest that is sound, and dropped."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def _start(group: Group, options: Options) -> tuple[Any, Any]:
                 f"engine horovod is to average over {group.size} ranks, not all of the job", remedy
             )
         hvd = runtime.start_horovod(group, bucket_bytes=bucket_bytes(options))
-    ranks = group.comm.allgather(hvd.rank()) if group.comm else [hvd.rank()]
+    ranks = group.gathered(hvd.rank())
     try:
         return hvd, runtime.process_set(hvd, ranks)
     except ValueError as error:

@@ -66,6 +66,18 @@ class Group:
         with self.waiting("a broadcast from rank 0"):
             return self.comm.bcast(value) if self.comm else value  # type: ignore[return-value]
 
+    def gathered(self, value: T, what: str = "what all ranks have") -> list[T]:
+        """The values of all ranks, by rank. Collective.
+
+        Args:
+            value: this rank's; it is pickled.
+            what: they are, in words, for the message if a rank does not come.
+        """
+        if self.comm is None:
+            return [value]
+        with self.waiting(what):
+            return self.comm.allgather(value)
+
     def largest(self, number: int) -> int:
         """The largest of the ranks' integers. Collective."""
         if self.comm is None:

@@ -44,8 +44,7 @@ class Runtime:
         Collective over the node.
         """
         mine = os.sched_getaffinity(0)
-        with self.node.waiting("the cores of the ranks of its node"):
-            everyone = self.node.comm.allgather(mine) if self.node.comm else [mine]
+        everyone = self.node.gathered(mine, "the cores of the ranks of its node")
         return max(1, len(mine) // sum(1 for other in everyone if other & mine))
 
     def print(self, *values: object) -> None:

@@ -71,7 +71,7 @@ def discover(world: Group, node: Group) -> Topology:
     first = node.from_first(lambda: world.rank)
     mine = (first, world.host, socket_of(os.sched_getaffinity(0)))
     with world.waiting("the topology of the job"):
-        return Topology.of(world.comm.allgather(mine) if world.comm else [mine])
+        return Topology.of(world.gathered(mine))
 
 
 @dataclass(frozen=True)

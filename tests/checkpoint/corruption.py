@@ -24,10 +24,9 @@ from torch import Tensor
 from hpc_train.checkpoint import fileformat
 from hpc_train.checkpoint.fileformat import Entry, Held, Layout
 from hpc_train.checkpoint.restore import Reader, Tensors
-from hpc_train.checkpoint.save import save
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
-from tests.checkpoint.states import SMALL
+from tests.checkpoint.states import SMALL, save_tensors
 
 SPARE = 256 << 20  # bytes of memory that damaged files may make a reader ask for
 NUMBERS = (-1, 0, 1, 7, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 64, 1.5, "1", None, [], True)
@@ -149,7 +148,9 @@ def damage_many(folder: Path, count: int, seed: int) -> dict[str, Counter[bool]]
     """Damage so many files; how many of each kind were refused."""
     random = Random(seed)
     named, path = state_of(random), folder / "c.safetensors"
-    save(path, {n: Held.whole(tensor) for n, tensor in named.items()}, b'{"step":1}', Group())
+    save_tensors(
+        path, {n: Held.whole(tensor) for n, tensor in named.items()}, b'{"step":1}', Group()
+    )
     sound = path.read_bytes()
     assert not refused(path)
     assert Reader.open(path).layout.extents > 2

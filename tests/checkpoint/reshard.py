@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from hpc_train.checkpoint import fileformat, restore, state
 from hpc_train.checkpoint.fileformat import Form, Held
-from hpc_train.checkpoint.save import save
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import Shard, ShardSpec
-from tests.checkpoint.states import SMALL
+from tests.checkpoint.states import SMALL, save_tensors
 
 CONTENT = b'{"step":3}'
 
@@ -128,7 +127,7 @@ def write(path: Path, layout: Layout, whole: Whole, group: Group) -> None:
     for part in held.values():
         if not part.owned:
             part.tensor.view(-1).view(torch.uint8).bitwise_not_()
-    save(path, held, CONTENT, group, replica=replica)
+    save_tensors(path, held, CONTENT, group, replica=replica)
     replica.close()
 
 
@@ -193,7 +192,7 @@ def try_case(folder: Path, world: Group, seed: str) -> str:
     world.barrier()
     if world.rank == 0:
         everything = {name: Held.whole(tensor) for name, tensor in whole.items()}
-        save(folder / "alone", everything, CONTENT, Group())
+        save_tensors(folder / "alone", everything, CONTENT, Group())
         wrong = "" if path.read_bytes() == (folder / "alone").read_bytes() else "the file's bytes, "
     if group := among(world, second.ranks):
         wrong += read(path, second, whole, group)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.engines import Engine
+from hpc_train.checkpoint.phases import run
+from hpc_train.checkpoint.save import saving
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
 
@@ -31,6 +34,11 @@ def change(made: Checkpoints, step: int) -> None:
     with torch.no_grad():
         for parameter in made.model.parameters():
             parameter.fill_(step)
+
+
+def save_tensors(*arguments: Any, **how: Any) -> None:
+    """Write a checkpoint of named tensors, with the arguments of `saving`. Collective."""
+    run(saving(*arguments, **how))
 
 
 def save(made: Checkpoints, step: int, *, background: bool = False) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from hpc_train import files
-from hpc_train.checkpoint import save as saving
 from hpc_train.checkpoint.engines import MpiWriter, Ways
 from hpc_train.checkpoint.save import partner
 from hpc_train.errors import ConfigError
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import fail
-from tests.checkpoint.states import found, save, store
+from tests.checkpoint.states import found, save, save_tensors, store
 from tests.checkpoint.test_save import held, state_of
 
 LFS = """#!/bin/sh
@@ -99,7 +98,7 @@ def asked(tmp_path, monkeypatch) -> Path:
 
 def test_on_lustre_a_file_is_made_with_stripes_which_are_read_back(tmp_path, asked):
     path = tmp_path / "lustre" / "c.safetensors"
-    saving.save(path, held(state_of()), b"{}", Group())
+    save_tensors(path, held(state_of()), b"{}", Group())
     partial = path.with_name(".c.safetensors.partial")
     assert asked.read_text().splitlines() == [
         f"getstripe -d {path.parent}",
@@ -111,6 +110,6 @@ def test_on_lustre_a_file_is_made_with_stripes_which_are_read_back(tmp_path, ask
 
 def test_elsewhere_it_is_not(tmp_path, asked):
     path = tmp_path / "other" / "c.safetensors"
-    saving.save(path, held(state_of()), b"{}", Group())
+    save_tensors(path, held(state_of()), b"{}", Group())
     assert asked.read_text().splitlines() == [f"getstripe -d {path.parent}"]
     assert path.is_file()

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from hpc_train.checkpoint import fileformat, restore
 from hpc_train.checkpoint.restore import Reader
-from hpc_train.checkpoint.save import owned, save
+from hpc_train.checkpoint.save import owned
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
+from tests.checkpoint.states import save_tensors
 
 ALONE = Group()
 
@@ -44,7 +45,7 @@ def tensors(draw):
 @given(tensors(), st.binary(min_size=1, max_size=3000))
 def test_what_is_saved_is_loaded_and_safetensors_reads_it_too(tmp_path_factory, named, state):
     path = tmp_path_factory.mktemp("c") / "c.safetensors"
-    save(path, held(named), b'{"x":"' + state.hex().encode() + b'"}', ALONE)
+    save_tensors(path, held(named), b'{"x":"' + state.hex().encode() + b'"}', ALONE)
     reader = Reader.open(path)
     empty = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
     restore.load(reader, held(empty), ALONE)
@@ -69,7 +70,7 @@ def test_every_extent_has_one_writer(extents, ranks):
 def saved(tmp_path):
     path = tmp_path / "c.safetensors"
     named = {"a": torch.arange(900.0), "b": torch.ones(3, 5, dtype=torch.bfloat16)}
-    save(path, held(named), b'{"step": 1}', ALONE)
+    save_tensors(path, held(named), b'{"step": 1}', ALONE)
     return path, named
 
 
@@ -131,7 +132,9 @@ def test_a_safetensors_file_of_others_is_not_taken_for_ours(tmp_path):
 
 def test_a_type_that_has_no_name_in_the_format_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"x has dtype torch.complex64"):
-        save(tmp_path / "c", held({"x": torch.ones(1, dtype=torch.complex64)}), b"{}", ALONE)
+        save_tensors(
+            tmp_path / "c", held({"x": torch.ones(1, dtype=torch.complex64)}), b"{}", ALONE
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -161,5 +164,5 @@ def test_files_of_version_1_open():
 
 def test_the_same_state_still_gives_the_same_bytes(tmp_path):
     named, state = of_version_1()
-    save(tmp_path / "c.safetensors", held(named), state, ALONE)
+    save_tensors(tmp_path / "c.safetensors", held(named), state, ALONE)
     assert (tmp_path / "c.safetensors").read_bytes() == VERSION_1.read_bytes()

@@ -10,9 +10,9 @@ import torch
 from hpc_train import files
 from hpc_train.checkpoint import engines, fileformat, restore
 from hpc_train.checkpoint import save as saving
-from hpc_train.checkpoint.save import save
 from hpc_train.errors import CheckpointError, UserError
 from hpc_train.mpi.group import Group
+from tests.checkpoint.states import save_tensors
 
 pytestmark = pytest.mark.mpi
 
@@ -37,14 +37,14 @@ def test_any_number_of_ranks_and_any_engine_write_the_same_bytes(group, together
     if not group:
         return
     path = together / f"{group.size}-{engine}"
-    save(path, held(state_of()), b'{"x": 1}', group, engine)
+    save_tensors(path, held(state_of()), b'{"x": 1}', group, engine)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state_of().items()}
     reader = restore.open_together(path, group)
     restore.load(reader, held(loaded), group)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state_of().items())
     assert restore.load_state(reader, group) == {"x": 1}
     if group.rank == 0:
-        save(together / "alone", held(state_of()), b'{"x": 1}', Group())
+        save_tensors(together / "alone", held(state_of()), b'{"x": 1}', Group())
         assert path.read_bytes() == (together / "alone").read_bytes()
 
 
@@ -76,7 +76,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_older_checkpoints_stay(
     if group.size < 4:
         pytest.skip("needs 4 ranks")
     path = together / "checkpoint"
-    save(path, held(state_of()), b"{}", group)
+    save_tensors(path, held(state_of()), b"{}", group)
     before = path.read_bytes()
     counter = [call if group.rank == rank else -1]
     real = engines.open_writer
@@ -86,7 +86,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_older_checkpoints_stay(
     changed = state_of(seed=1)
     silent_sync = False
     try:
-        save(path, held(changed), b"{}", group)
+        save_tensors(path, held(changed), b"{}", group)
         silent_sync = True
     except CheckpointError as error:
         assert error.agreed
@@ -107,7 +107,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(job, together, monkey
 
     monkeypatch.setattr(files, "reserve", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*free space or quota"):
-        save(together / "checkpoint", held(state_of()), b"{}", job.world)
+        save_tensors(together / "checkpoint", held(state_of()), b"{}", job.world)
     job.world.barrier()
     assert list(together.iterdir()) == []
 
@@ -119,15 +119,15 @@ def test_ranks_with_different_tensors_are_named(job, together):
     if job.world.rank == 1:
         tensors["d"] = torch.zeros(5)
     with pytest.raises(UserError, match=r"rank 1 .*the plan of the checkpoint differs .* in d:"):
-        save(together / "checkpoint", held(tensors), b"{}", job.world)
+        save_tensors(together / "checkpoint", held(tensors), b"{}", job.world)
     other = b'{"x":1}' if job.world.rank == 1 else b"{}"
     with pytest.raises(UserError, match=r"rank 1 .* differs .* in what is no tensor"):
-        save(together / "checkpoint", held(state_of()), other, job.world)
+        save_tensors(together / "checkpoint", held(state_of()), other, job.world)
 
 
 def test_a_damaged_file_is_an_error_on_all_ranks(job, together):
     path = together / "checkpoint"
-    save(path, held(state_of()), b"{}", job.world)
+    save_tensors(path, held(state_of()), b"{}", job.world)
     if job.world.rank == 0:
         with path.open("r+b") as file:
             file.seek((1 << 20) + 5000)

@@ -11,10 +11,10 @@ import torch
 from hpc_train.checkpoint import engines, fileformat, restore
 from hpc_train.checkpoint import save as saving
 from hpc_train.checkpoint.fileformat import Held
-from hpc_train.checkpoint.save import save
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import ShardSpec
+from tests.checkpoint.states import save_tensors
 from tests.checkpoint.test_save import Broken
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -85,10 +85,10 @@ def assert_loaded(path, place, group, tensors):
 @pytest.mark.parametrize("engine", ["mpiio", "mpiio_collective", "posix"])
 def test_parts_make_the_bytes_that_one_rank_writes_of_the_whole(job, together, place, engine):
     path, group = together / "parts", job.world
-    save(path, held_at(place, whole()), STATE, group, engine, replica=place[0])
+    save_tensors(path, held_at(place, whole()), STATE, group, engine, replica=place[0])
     if group.rank == 0:
         everything = {name: Held.whole(tensor) for name, tensor in whole().items()}
-        save(together / "alone", everything, STATE, Group())
+        save_tensors(together / "alone", everything, STATE, Group())
     group.barrier()
     alike = path.read_bytes() == (together / "alone").read_bytes()
     assert_loaded(path, place, group, whole())
@@ -97,14 +97,14 @@ def test_parts_make_the_bytes_that_one_rank_writes_of_the_whole(job, together, p
 
 def test_a_rank_alone_reads_what_four_wrote_and_four_what_one_wrote(job, together, place):
     group = job.world
-    save(together / "parts", held_at(place, whole()), STATE, group, replica=place[0])
+    save_tensors(together / "parts", held_at(place, whole()), STATE, group, replica=place[0])
     if group.rank == 0:
         found = {name: torch.zeros_like(tensor) for name, tensor in whole().items()}
         everything = {name: Held.whole(tensor) for name, tensor in found.items()}
         restore.load(restore.Reader.open(together / "parts"), everything, Group())
         alike = all(torch.equal(found[name], tensor) for name, tensor in whole().items())
         saved = {name: Held.whole(tensor) for name, tensor in whole(1).items()}
-        save(together / "alone", saved, STATE, Group())
+        save_tensors(together / "alone", saved, STATE, Group())
     group.barrier()
     assert_loaded(together / "alone", place, group, whole(1))
     assert group.rank > 0 or alike
@@ -115,7 +115,7 @@ def test_a_part_is_owned_by_one_rank_and_others_bytes_do_not_count(job, together
     for part in parts.values():
         if not part.owned and part.tensor.is_floating_point():
             part.tensor.fill_(torch.nan)
-    save(together / "parts", parts, STATE, job.world, replica=place[0])
+    save_tensors(together / "parts", parts, STATE, job.world, replica=place[0])
     assert_loaded(together / "parts", place, job.world, whole())
 
 
@@ -129,7 +129,7 @@ def test_what_is_not_owned_once_is_refused(job, together, place, name, index, co
     if name in parts and place[1] == index:
         parts[name] = replace(parts[name], owned=not parts[name].owned)
     with pytest.raises(CheckpointError, match=f"own {count} elements of {name} ") as error:
-        save(together / "parts", parts, STATE, job.world, replica=place[0])
+        save_tensors(together / "parts", parts, STATE, job.world, replica=place[0])
     job.world.barrier()
     assert error.value.agreed
     assert list(together.iterdir()) == []
@@ -142,7 +142,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_nobody_waits(
     job, together, monkeypatch, place, how, call, rank
 ):
     group, path = job.world, together / "checkpoint"
-    save(path, held_at(place, whole()), STATE, group, replica=place[0])
+    save_tensors(path, held_at(place, whole()), STATE, group, replica=place[0])
     before = path.read_bytes()
     counter = [call if group.rank == rank else -1]
     real = engines.open_writer
@@ -156,7 +156,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_nobody_waits(
     monkeypatch.setattr(saving, "open_writer", lambda *a: Failing(real(*a), counter, how))
     error = None
     try:
-        save(path, held_at(place, whole(1)), STATE, group, replica=place[0])
+        save_tensors(path, held_at(place, whole(1)), STATE, group, replica=place[0])
     except Exception as raised:  # noqa: BLE001  # which it is is asserted below
         error = raised
     group.barrier()

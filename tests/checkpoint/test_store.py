@@ -219,3 +219,13 @@ def test_a_file_of_another_version_is_not_taken_for_damaged(tmp_path, monkeypatc
         store(tmp_path, model, optimizer).save(2)
     with pytest.raises(CheckpointMismatch, match="version is 2, this program reads 1"):
         store(tmp_path, *make()).resume()
+
+
+def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path):
+    model, optimizer = make()
+    for step in (1, 2):
+        train(model, optimizer, 1, first=step)
+        store(tmp_path / "old" / "checkpoints", model, optimizer).save(step)
+    other, other_optimizer = make(seed=9)
+    assert store(tmp_path / "new", other, other_optimizer).resume(str(tmp_path / "old")) == 2
+    assert train(other, other_optimizer, 1, first=3) == train(model, optimizer, 1, first=3)
