@@ -41,13 +41,17 @@ class RunSection:
     """Steps between two records of metrics.jsonl."""
     deterministic: bool = False
     """The same layout gives the same bits."""
-    time_limit: str | int | None = None
-    """Stop with a checkpoint before so much time: seconds or HH:MM:SS since the program's start."""
+    time_limit: str | int | None = "auto"
+    """Stop with a checkpoint before so much time: seconds or HH:MM:SS since the program's start;
+    auto: before the end of the SLURM or PBS job, if it is in one."""
     hang_timeout: float = 1800.0
     """Seconds that a rank waits for another before the job ends with an error; 0: for ever."""
+    hang_steps: int = 20
+    """The same within a step, in times of the longest one so far, and at least 30 s; 0: not so."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1, hang_timeout=0)
+        _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
+        _at_least(self, "run", hang_timeout=0, hang_steps=0)
         if self.seed >= 1 << 63:
             raise ConfigError(f"run.seed is {self.seed}", "give one below 2**63")
         if self.steps is not None and self.epochs is not None:
@@ -55,16 +59,16 @@ class RunSection:
         self.time_limit_seconds()
 
     def time_limit_seconds(self) -> int | None:
-        """The time limit in seconds.
+        """The time limit in seconds; None if there is none of the run's own.
 
         Raises:
             ConfigError: it is neither seconds nor HH:MM:SS.
         """
-        if self.time_limit is None:
+        if self.time_limit in (None, "auto"):
             return None
         text = str(self.time_limit)
         if not re.fullmatch(r"\d+|\d+:[0-5]?\d:[0-5]?\d", text):
-            raise ConfigError(f"run.time_limit is {text!r}", "give seconds or HH:MM:SS")
+            raise ConfigError(f"run.time_limit is {text!r}", "give seconds, HH:MM:SS or auto")
         *hours_minutes, seconds = (int(part) for part in text.split(":"))
         hours, minutes = hours_minutes or (0, 0)
         return hours * 3600 + minutes * 60 + seconds

@@ -28,7 +28,6 @@ NOT_BUILT = frozenset(
     ]
 )
 VALUES_NOT_BUILT = {
-    "run.time_limit": ("auto",),
     "model.kind": ("tabular",),
     "memory.zero": (2, 3, "2", "3"),
 }
@@ -127,6 +126,31 @@ def parser() -> ArgumentParser:
     for name, section in SECTIONS.items():
         made.add_argument(f"--{name}", type=section, default=section())
     return made
+
+
+def split(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """The path of CONFIG.yaml, if the arguments begin with one, and the options behind it."""
+    given = bool(arguments) and not arguments[0].startswith("-")
+    return (arguments[0], arguments[1:]) if given else (None, arguments)
+
+
+def separate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A verb's own arguments, and the dotted options with their values that are the training's."""
+    own: list[str] = []
+    options: list[str] = []
+    target = own
+    for word in arguments:
+        if word.startswith("--"):
+            name, equals, _ = word.partition("=")
+            target = options if "." in name else own
+            target.append(word)
+            if equals:
+                target = own
+        else:
+            target.append(word)
+            if target is options:
+                target = own  # an option has one value
+    return own, options
 
 
 def load(path: str | Path | None = None, options: Sequence[str] = ()) -> RunConfig:

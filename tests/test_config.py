@@ -53,7 +53,7 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ),
         ("gradients: {engine: horovod, two_level: 'on'}", "use --gradients.engine mpi"),
         ("gradients: {engine: horovod, compression: bf16}", "or compression fp16"),
-        ("run: {time_limit: soon}", "give seconds or HH:MM:SS"),
+        ("run: {time_limit: soon}", "give seconds, HH:MM:SS or auto"),
         ("run: 5", "section run is 5: write its keys below it"),
         ("[1, 2]", "is not a configuration"),
         ("a: [", "is not YAML"),
@@ -77,8 +77,8 @@ def test_a_key_of_a_part_that_is_not_built_is_refused_by_name(tmp_path, key):
 
 
 def test_a_value_of_a_part_that_is_not_built_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"run\.time_limit: auto is not built yet"):
-        load(None, ["--run.time_limit=auto"])
+    with pytest.raises(ConfigError, match=r"memory\.zero: 2 is not built yet"):
+        load(None, ["--memory.zero=2"])
 
 
 def test_a_missing_file_is_named():

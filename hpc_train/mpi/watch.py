@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 
@@ -13,11 +14,13 @@ class Watch:
     `time.monotonic`); the operation is "" while the rank waits for nobody. It is one tuple, never
     changed, so another thread may read it at any moment. The end of a wait inside of another one is
     progress: the outer wait then counts from there. `seconds` is the time of all waits together.
+    `limit` is how many seconds a wait may take now, if that is less than the watchdog's own.
     """
 
     def __init__(self) -> None:
         self.now = ("", time.monotonic())
         self.seconds = 0.0
+        self.limit = math.inf
         self._next = ""
         self._outer: list[str] = []
 

@@ -135,9 +135,8 @@ class Watchdog:
     def __init__(self, world: Group, timeout: float) -> None:
         assert world.comm is not None
         self.rank, self.watch = world.rank, world.waiting
-        self.limit = timeout - min(ENDING, timeout / 6)  # seconds of a wait
+        self.timeout = timeout
         self.period = min(1.0, timeout / 12)  # seconds between two looks
-        self.grace = min(30.0, timeout / 2)  # seconds for an answer, the last ones of the limit
         with world.waiting("the watchdogs of all ranks"):
             self.group = Group.of(world.comm)
             self.hosts: list[str] = world.comm.allgather(world.host)
@@ -152,6 +151,17 @@ class Watchdog:
         self._answers: dict[int, State] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a wait may take now, for which the end of the job leaves some."""
+        timeout = min(self.timeout, self.watch.limit)
+        return timeout - min(ENDING, timeout / 6)
+
+    @property
+    def grace(self) -> float:
+        """Seconds for an answer, the last ones of the limit."""
+        return min(30.0, min(self.timeout, self.watch.limit) / 2)
 
     def start(self) -> None:
         """Start the thread."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,8 +23,9 @@ from hpc_train.models.dropout import mix
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
+from hpc_train.training.deadline import of_job
 from hpc_train.training.device import use_cores
-from hpc_train.training.preemption import StopRequests
+from hpc_train.training.preemption import STOP, StopRequests
 from hpc_train.training.saving import Saving, landing
 from hpc_train.training.steps import guarded_steps
 
@@ -46,7 +47,8 @@ class Loop:
         keep: newest checkpoints that are kept.
         background: whether training goes on while one is written; then nothing but `step` may
             change parameters and the optimizer's state.
-        time_limit: seconds after which it stops with a checkpoint.
+        time_limit: seconds after which it stops with a checkpoint; "auto": before the end of the
+            SLURM or PBS job that it is in.
         hang_timeout: seconds that a rank in `epochs` waits for another before the job ends with an
             error; 0: for ever.
     """
@@ -63,7 +65,7 @@ class Loop:
         every: int = 1000,
         keep: int = 3,
         background: bool = False,
-        time_limit: float | None = None,
+        time_limit: float | Literal["auto"] | None = "auto",
         hang_timeout: float = 1800.0,
     ) -> None:
         self.group = runtime.world
@@ -125,7 +127,7 @@ class Loop:
         last = epochs * order.steps_per_epoch
         with (
             watch_over(self.group, self.hang_timeout),
-            closing(StopRequests(self.time_limit)) as stop,
+            closing(self._stop_requests()) as stop,
             landing(self.checkpoints),
         ):
             done = self.checkpoints.resume()
@@ -139,6 +141,12 @@ class Loop:
                     raise UserError("an epoch was left before its end", "iterate over all batches")
                 done += left
             next(batches, None)  # the last step is over: this writes its checkpoint
+
+    def _stop_requests(self) -> StopRequests:
+        file = self.checkpoints.directory / STOP
+        if self.time_limit == "auto":
+            return StopRequests(end=of_job(self.group), file=file)
+        return StopRequests(self.time_limit, file=file)
 
     def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
         for step in guarded_steps(loader, self.checkpoints, stop, self.saving):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,7 +13,10 @@ import psutil
 from hpc_train.mpi.group import Group
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+STOP = "STOP"  # a file of this name in a run directory ends the run
 TIME_LIMIT = 1000  # above all signal numbers
+STOP_FILE = 1001
+OFTEN = 1.0  # seconds between two looks for the file, which may lie on a network
 
 
 def hold_signals() -> None:
@@ -24,17 +28,22 @@ def hold_signals() -> None:
 
 
 class StopRequests:
-    """Collects this process's reasons to stop: a signal, or too little time left.
+    """Collects this process's reasons to stop: a signal, a file, or too little time left.
 
     From its making until `close`, SIGTERM, SIGUSR1 and SIGUSR2 no longer end the process; after an
     agreed stop they never do, so that nothing disturbs its orderly end. Make it in the main thread.
 
     Args:
         time_limit: seconds from the process's start; None is without limit.
+        end: of the job, in seconds since 1970; None is without.
+        file: its appearance is a reason to stop; None: none is.
     """
 
-    def __init__(self, time_limit: float | None = None) -> None:
-        self.time_limit = time_limit
+    def __init__(
+        self, time_limit: float | None = None, end: float | None = None, file: Path | None = None
+    ) -> None:
+        self.time_limit, self.end, self.file = time_limit, end, file
+        self._looked = 0.0
         self._started = psutil.Process().create_time()
         self._signal = 0
         self._before: dict[int, Any] = {
@@ -46,26 +55,33 @@ class StopRequests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
 
-    def pending(self, needed_seconds: float = 0.0) -> int:
-        """This process's reason: a signal's number, TIME_LIMIT, or 0.
+    def pending(self, needed_seconds: float = 0.0, *, look: bool = True) -> int:
+        """This process's reason: a signal's number, STOP_FILE, TIME_LIMIT, or 0.
 
         Args:
             needed_seconds: what one more step and a checkpoint would take.
+            look: whether this process looks for the file.
         """
         if self._signal:
             return self._signal
-        if self.time_limit is not None:
-            left = self._started + self.time_limit - time.time()
-            if left < needed_seconds:
-                return TIME_LIMIT
-        return 0
+        now = time.time()
+        if look and self.file is not None and now - self._looked >= OFTEN:
+            self._looked = now
+            if self.file.exists():
+                return STOP_FILE
+        ends = [] if self.time_limit is None else [self._started + self.time_limit]
+        ends += [] if self.end is None else [self.end]
+        return TIME_LIMIT if ends and min(ends) - now < needed_seconds else 0
 
     def agree(self, group: Group, needed_seconds: float = 0.0) -> str | None:
         """The reason to stop now, the same on all ranks, or None. Collective."""
-        reason = group.largest(self.pending(needed_seconds))
+        reason = group.largest(self.pending(needed_seconds, look=group.rank == 0))
         self._stopping = reason > 0
+        if reason == STOP_FILE:
+            return f"the file {self.file}"
         if reason == TIME_LIMIT:
-            return f"run.time_limit ({self.time_limit:.0f} s)"
+            given = "the end of the job" if self.time_limit is None else f"{self.time_limit:.0f} s"
+            return f"run.time_limit ({given})"
         return signal.Signals(reason).name if reason else None
 
     def close(self) -> None:

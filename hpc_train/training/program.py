@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, start
+from hpc_train.training import deadline
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ def run(program: Callable[[Runtime], None]) -> int:
         0 finished, 75 stopped with a checkpoint, 2 the user's mistake, 1 any other error.
     """
     faulthandler.enable()
+    if _launched_rank() == 0 and "mpi4py.MPI" not in sys.modules:
+        deadline.note()
     try:
         runtime = start()
     except HpcTrainError as error:  # before MPI runs nobody can wait: each rank ends by itself

@@ -32,9 +32,11 @@ from hpc_train.mpi.topology import discover
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.apply import apply
 from hpc_train.training import averaging
+from hpc_train.training.deadline import of_job
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
+from hpc_train.training.heartbeat import history
 from hpc_train.training.optimizers import build_optimizer
-from hpc_train.training.preemption import StopRequests
+from hpc_train.training.preemption import STOP, StopRequests
 from hpc_train.training.saving import Saving, landing, options_of, resume_or_start
 from hpc_train.training.schedule import last_step, learning_rate
 from hpc_train.training.steps import guarded_steps
@@ -171,7 +173,7 @@ class Trainer:
         with (
             self._run_directory() as directory,
             watch_over(self.group, self.config.run.hang_timeout),
-            closing(StopRequests(self.config.run.time_limit_seconds())) as stop,
+            closing(self._stop_requests(directory)) as stop,
             landing(self.checkpoints),
         ):
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
@@ -184,7 +186,8 @@ class Trainer:
             ):
                 saving = Saving.of(self.config.checkpoint)
                 self.meter.start()
-                for step in guarded_steps(loader, self.checkpoints, stop, saving, self.meter):
+                watched = self.meter, self.config.run.hang_steps
+                for step in guarded_steps(loader, self.checkpoints, stop, saving, *watched):
                     self._train_step(step, report)
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
@@ -340,12 +343,22 @@ class Trainer:
             prefetch=self.config.data.prefetch if threaded else 0,
         )
 
+    def _stop_requests(self, directory: Path) -> StopRequests:
+        run = self.config.run
+        end = of_job(self.group) if run.time_limit == "auto" else None
+        return StopRequests(run.time_limit_seconds(), end, directory / STOP)
+
     @contextmanager
     def _run_directory(self) -> Iterator[Path]:
         """Make the run directory, with the configuration in it, and log to it."""
         directory = Path(self.config.run.dir)
         with agreed(self.group), _usable(directory):
             if self.group.rank == 0:
+                if (directory / STOP).exists():
+                    raise ConfigError(
+                        f"{directory / STOP} is there, which ends the run",
+                        "remove it, and the run goes on",
+                    )
                 (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
                 files.write_text(directory / "config.yaml", self.config.to_yaml())
         with agreed(self.group), _usable(directory):
@@ -369,8 +382,10 @@ class Trainer:
             return
         shown = progress(self.last_step, alone=self.group.comm is None)
         with closing(metrics), closing(shown):
+            restarts = history(after)
 
             def report(record: dict[str, float]) -> None:
+                record |= restarts
                 metrics.write(record)
                 shown.show(record)
 

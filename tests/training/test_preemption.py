@@ -15,8 +15,8 @@ from hpc_train.training.preemption import StopRequests
 def requests():
     made = []
 
-    def make(time_limit=None):
-        made.append(StopRequests(time_limit))
+    def make(*limits, **named):
+        made.append(StopRequests(*limits, **named))
         return made[-1]
 
     yield make
@@ -38,6 +38,23 @@ def test_the_time_limit_counts_from_the_start_of_the_process(requests):
     assert stop.agree(Group()) is None
     assert stop.agree(Group(), needed_seconds=90) is None
     assert "run.time_limit" in stop.agree(Group(), needed_seconds=110)
+
+
+def test_the_end_of_the_job_is_a_limit_too(requests):
+    stop = requests(end=time.time() + 100)
+    assert stop.agree(Group(), needed_seconds=90) is None
+    assert "the end of the job" in stop.agree(Group(), needed_seconds=110)
+
+
+def test_a_file_asks_to_stop(requests, tmp_path):
+    stop = requests(file=tmp_path / "STOP")
+    assert stop.agree(Group()) is None
+    (tmp_path / "STOP").touch()
+    limit = time.monotonic() + 10
+    while not (reason := stop.agree(Group())):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    assert "STOP" in reason
 
 
 def test_former_handlers_come_back():

@@ -1,0 +1,165 @@
+"""One run of a job under its launcher: started, listened to, told to stop, and cleared away."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import psutil
+
+from hpc_train.launch.launchers import Line
+
+KEPT = 400  # last lines of the output, in which the cause of a failure is looked for
+LOOK = 0.1  # seconds between two looks at the job
+GRACE = 5.0  # seconds that a launcher has to end its ranks, before it is killed with them
+
+
+class Progress(NamedTuple):
+    """What the job's first rank has told last.
+
+    Args:
+        step: the last one that is done; -1: nothing is known.
+        due: seconds until it will tell more at the latest; 0: not known.
+        since: when it was told, by `time.time`.
+    """
+
+    step: int
+    due: float
+    since: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended.
+
+    Args:
+        code: the launcher's exit code.
+        lines: the last ones that were printed.
+        silent: seconds without any progress, after which it was ended; 0: it ended by itself.
+        progress: the last.
+    """
+
+    code: int
+    lines: list[str]
+    silent: float
+    progress: Progress
+
+
+def read_progress(path: Path) -> Progress:
+    """What the job's first rank has told last; see `training/heartbeat.py`."""
+    with suppress(OSError, ValueError):
+        told = json.loads(path.read_text())
+        return Progress(told["step"], told["due"], path.stat().st_mtime)
+    return Progress(-1, 0.0, 0.0)
+
+
+class Attempt:
+    """A launcher at work, whose output goes on to ours.
+
+    Args:
+        line: what is started.
+        environ: the variables, besides those of the line.
+        progress: the file in which the job's first rank tells how far it is.
+    """
+
+    def __init__(self, line: Line, environ: Mapping[str, str], progress: Path) -> None:
+        self.path = progress
+        with suppress(FileNotFoundError):
+            progress.unlink()
+        self.process = subprocess.Popen(
+            line.words,
+            env={**environ, **line.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # the terminal's Ctrl-C reaches us alone
+        )
+        self.lines: deque[str] = deque(maxlen=KEPT)
+        assert self.process.stdout and self.process.stderr  # noqa: PT018
+        self._threads = [
+            threading.Thread(target=self._copy, args=pair, daemon=True)
+            for pair in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _copy(self, source: IO[bytes], target: IO[str]) -> None:
+        for raw in source:
+            text = raw.decode(errors="replace")
+            self.lines.append(text.rstrip("\n"))
+            with suppress(OSError, ValueError):  # nobody reads ours any more
+                target.write(text)
+                target.flush()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for its end; returns whether it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+            return True
+        return False
+
+    def ask_to_stop(self) -> None:
+        """Have the ranks write a checkpoint and end: launchers pass SIGUSR1 on to them."""
+        for process in self._launchers():
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGUSR1)
+
+    def _launchers(self) -> list[psutil.Process]:
+        """The launcher; in place of horovodrun, which passes nothing on, the mpirun below it."""
+        with suppress(psutil.Error):
+            first = psutil.Process(self.process.pid)
+            below = [child for child in first.children(recursive=True) if child.name() == "mpirun"]
+            is_mpirun = first.name() in ("mpirun", "mpiexec", "srun", "prterun", "mpiexec.hydra")
+            return [first] if is_mpirun or not below else below
+        return []
+
+    def watch(self) -> Outcome:
+        """Wait for its end, which comes too when the job's first rank is silent for too long."""
+        begun = time.time()
+        silent = 0.0
+        while not self.wait(LOOK):
+            told = read_progress(self.path)
+            silent = time.time() - max(told.since, begun)
+            if told.due and silent > told.due:
+                self.kill()
+                break
+        else:
+            silent = 0.0
+        self._clear()
+        return Outcome(self.process.returncode, list(self.lines), silent, read_progress(self.path))
+
+    def kill(self) -> None:
+        """End launcher and ranks."""
+        left = self._family()
+        self.process.terminate()
+        if not self.wait(GRACE):
+            self.process.kill()
+            self.process.wait()
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+
+    def _family(self) -> list[psutil.Process]:
+        with suppress(psutil.Error):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def _clear(self) -> None:
+        """End the ranks of this host that have outlived their launcher, and hear the last words."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if os.getsid(process.pid) == self.process.pid:
+                    process.kill()
+        for thread in self._threads:
+            thread.join(GRACE)

@@ -1,0 +1,251 @@
+"""The text of batch scripts: a job's values put into the templates of jobscripts/.
+
+The templates are ordinary scripts with the values of an example, between `#% if by_hand` and
+`#% endif`. Here those parts are left out, and directives and settings come in their place. Settings
+are shell words quoted by `shlex`; directives, which schedulers read by rules of their own, may hold
+a few kinds of characters only. So no value can run a command.
+
+Sources: sbatch(1) of Slurm 22.05, qsub(1B) of OpenPBS 23, Torque's manual, mpi-operator v2beta1.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import yaml
+
+from hpc_train.errors import UserError
+
+TEMPLATES = Path(__file__).parents[1] / "jobscripts"
+Scheduler = Literal["slurm", "pbs", "torque", "mpijob"]
+SHORT = 600  # seconds; a shorter SLURM job could get a signal, up to 60 s early, as it starts
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch job.
+
+    Args:
+        scheduler: whose script it is.
+        name: of the job.
+        nodes: how many.
+        ranks_per_node: ranks of each.
+        threads: cores of a rank.
+        seconds: time limit.
+        command: what each rank runs.
+        run_dir: of the run, in which a file STOP ends it.
+        start: the launcher's line, in front of the command.
+        script: where the script will lie, absolute.
+        again: how it is queued again when it has stopped early.
+        most: times that it may be.
+        account: that pays; "" the site's default.
+        queue: or partition; "" the site's default.
+        resources: PBS's, in place of nodes and ranks as usual.
+        directives: more of them, as the scheduler spells them.
+        environ: variables for the job.
+        setup: shell lines that load modules, trusted: from a site's profile.
+        sweep: arguments that are added in each task of an array; with run directories of its own.
+        image: of containers, for mpijob.
+    """
+
+    scheduler: Scheduler
+    name: str
+    nodes: int
+    ranks_per_node: int
+    threads: int
+    seconds: int
+    command: Sequence[str]
+    run_dir: str
+    start: Sequence[str]
+    script: str
+    again: Literal["requeue", "submit", "never"] = "requeue"
+    most: int = 50
+    account: str = ""
+    queue: str = ""
+    resources: str = ""
+    directives: Sequence[str] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    setup: Sequence[str] = ()
+    sweep: Sequence[Sequence[str]] = ()
+    image: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes * self.ranks_per_node
+
+
+def text(batch: Batch) -> str:
+    """The script, or the manifest, of a batch job.
+
+    Raises:
+        UserError: a value cannot stand in a directive.
+    """
+    if batch.scheduler == "mpijob":
+        return _mpijob(batch)
+    lines = _slurm(batch) if batch.scheduler == "slurm" else _pbs(batch)
+    sign = "#SBATCH" if batch.scheduler == "slurm" else "#PBS"
+    return _filled(
+        "slurm.sh" if batch.scheduler == "slurm" else "pbs.sh",
+        "\n".join(f"{sign} {_checked(line)}" for line in [*lines, *batch.directives]),
+        _settings(batch),
+    )
+
+
+def _filled(name: str, directives: str, settings: str) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        line_statement_prefix="#%",
+        variable_start_string="#=",
+        variable_end_string="=#",
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # a shell script: values have been quoted for it
+    )
+    values = {"by_hand": False, "directives": directives, "settings": settings}
+    return environment.get_template(name).render(values)
+
+
+def clock(seconds: int) -> str:
+    """Seconds as HH:MM:SS."""
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def seconds_of(text: str) -> int:
+    """Seconds of HH:MM:SS.
+
+    Raises:
+        UserError: it is something else, or nothing.
+    """
+    found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
+    seconds = sum(int(n) * unit for n, unit in zip(found.groups(), (3600, 60, 1))) if found else 0  # noqa: B905
+    if not seconds:
+        raise UserError(f"--time is {text!r}", "give HH:MM:SS, such as 02:00:00")
+    return seconds
+
+
+def _checked(line: str) -> str:
+    """A directive, if it has only characters that mean nothing to a shell or a scheduler.
+
+    % stands for numbers in names of output files, @ for a time, [ ] in arrays and node lists.
+    """
+    if not re.fullmatch(r"[\w .,:;=@%+/~^&|*\[\]()-]+", line, re.ASCII):
+        raise UserError(
+            f"{line!r} cannot be a directive of a batch script",
+            "use letters, digits and . , : = @ % + / - _ only",
+        )
+    return line
+
+
+def _word(what: str, value: str) -> str:
+    """A value of a directive, which must be a single word."""
+    if not re.fullmatch(r"[\w.,:=@%+/~^|*\[\]-]+", value, re.ASCII):
+        raise UserError(
+            f"{what} {value!r} cannot stand in a batch script",
+            "use letters, digits and . , : = @ % + / - _ only, without spaces",
+        )
+    return value
+
+
+def _slurm(batch: Batch) -> list[str]:
+    output = f"{batch.run_dir}/%x-%j.out" if not batch.sweep else f"{batch.run_dir}/%x-%A_%a.out"
+    lines = [
+        f"--job-name={_word('the name', batch.name)}",
+        f"--nodes={batch.nodes}",
+        f"--ntasks-per-node={batch.ranks_per_node}",
+        f"--cpus-per-task={batch.threads}",
+        f"--time={clock(batch.seconds)}",
+        f"--output={_word('run.dir', output)}",
+        "--open-mode=append",
+        "--requeue",
+    ]
+    if batch.seconds >= SHORT:
+        lines.append(f"--signal=B:USR1@{min(300, batch.seconds // 10)}")
+    if batch.account:
+        lines.append(f"--account={_word('--account', batch.account)}")
+    if batch.queue:
+        lines.append(f"--partition={_word('--queue', batch.queue)}")
+    if batch.sweep:
+        lines.append(f"--array=0-{len(batch.sweep) - 1}")
+    return lines
+
+
+def _pbs(batch: Batch) -> list[str]:
+    cores, ranks = batch.ranks_per_node * batch.threads, batch.ranks_per_node
+    if batch.scheduler == "pbs":
+        usual = f"select={batch.nodes}:ncpus={cores}:mpiprocs={ranks}:ompthreads={batch.threads}"
+    else:
+        usual = f"nodes={batch.nodes}:ppn={ranks}"
+    lines = [
+        f"-N {_word('the name', batch.name)}",
+        f"-l {batch.resources or usual}",
+        f"-l walltime={clock(batch.seconds)}",
+        f"-o {_word('run.dir', batch.run_dir)}/",
+        "-j oe",
+        "-r y",
+    ]
+    if batch.account:
+        lines.append(f"-A {_word('--account', batch.account)}")
+    if batch.queue:
+        lines.append(f"-q {_word('--queue', batch.queue)}")
+    if batch.sweep:
+        array = "-J" if batch.scheduler == "pbs" else "-t"
+        lines.append(f"{array} 0-{len(batch.sweep) - 1}")
+    return lines
+
+
+def _settings(batch: Batch) -> str:
+    lines = [
+        f"run_dir={shlex.quote(batch.run_dir)}",
+        f"command=({shlex.join(batch.command)})",
+        f"start=({shlex.join(batch.start)})",
+        f"again={batch.again}",
+        f"most={batch.most}",
+        f"script={shlex.quote(batch.script)}",
+    ]
+    if batch.scheduler != "slurm":
+        lines.append(f"walltime={batch.seconds}")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in batch.environ.items()]
+    if "OMP_NUM_THREADS" not in batch.environ and batch.scheduler != "slurm":
+        lines.append(f"export OMP_NUM_THREADS={batch.threads}")
+    lines += ["setup() {", *(f"    {line}" for line in batch.setup or [":"]), "}"]
+    lines += _tasks(batch) if batch.sweep else ["task="]
+    return "\n".join(lines)
+
+
+def _tasks(batch: Batch) -> list[str]:
+    """What each task of an array adds to the command; it runs in a directory of its own."""
+    variable = "SLURM_ARRAY_TASK_ID" if batch.scheduler == "slurm" else "PBS_ARRAY_INDEX"
+    if batch.scheduler == "torque":
+        variable = "PBS_ARRAYID"
+    lines = [f"task=${{HPC_TRAIN_TASK:-${variable}}}", 'case "$task" in']
+    for number, words in enumerate(batch.sweep):
+        lines.append(f"    {number}) command+=({shlex.join(words)}) ;;")
+    return [*lines, "esac", 'run_dir+="/task-$task"', 'command+=(--run.dir "$run_dir")']
+
+
+def _mpijob(batch: Batch) -> str:
+    tree: dict[str, Any] = yaml.safe_load((TEMPLATES / "mpijob.yaml").read_text())
+    tree["metadata"]["name"] = batch.name
+    spec = tree["spec"]
+    spec["slotsPerWorker"] = batch.ranks_per_node
+    spec["runPolicy"]["backoffLimit"] = batch.most
+    spec["runPolicy"]["activeDeadlineSeconds"] = batch.seconds
+    launcher, worker = (spec["mpiReplicaSpecs"][role] for role in ("Launcher", "Worker"))
+    worker["replicas"] = batch.nodes
+    variables = [{"name": name, "value": value} for name, value in batch.environ.items()]
+    for role in (launcher, worker):
+        container = role["template"]["spec"]["containers"][0]
+        container["image"] = batch.image
+        container |= {"env": variables} if variables else {}
+    container = launcher["template"]["spec"]["containers"][0]
+    container["command"], container["args"] = list(batch.start), list(batch.command)
+    limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
+    limits["cpu"] = batch.ranks_per_node * batch.threads
+    return yaml.safe_dump(tree, sort_keys=False)

@@ -1,0 +1,109 @@
+"""Why a job failed, from its exit code and what its launcher and its ranks have printed.
+
+The lines are those of Open MPI 4 and 5, MPICH's Hydra, PALS and Slurm's srun (their sources), of
+this package's own errors, and Python's.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+
+OUT_OF_MEMORY = "out of memory"
+# Each finds some of rank, host, signal or code. The first line that one of them matches tells most:
+# the launcher then kills the other ranks, which are not to blame.
+PATTERNS = [
+    re.compile(text)
+    for text in (
+        # Open MPI 4, 5
+        r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on "
+        r"signal (?P<signal>\d+)",
+        r"PRTE? .*rank (?P<rank>\d+).* on node (?P<host>\S+).*signal (?P<signal>\d+)",
+        # srun
+        r"srun: error: (?P<host>\S+): tasks? (?P<rank>\d+)[\d,-]*: (?P<memory>Out Of Memory)",
+        r"srun: error: (?P<host>\S+): tasks? (?P<rank>\d+)[\d,-]*: (?P<killed>Killed)",
+        r"srun: error: (?P<host>\S+): tasks? (?P<rank>\d+)[\d,-]*: (?P<fault>Segmentation fault|"
+        r"Aborted|Bus error|Floating point exception|Illegal instruction)",
+        r"srun: error: (?P<host>\S+): tasks? (?P<rank>\d+)[\d,-]*: Exited with exit code "
+        r"(?P<code>\d+)",
+        r"(?:slurmstepd|srun): error: .*(?P<memory>oom_kill|oom-kill|OOM Killed)",
+        r"srun: error: Node failure on (?P<lost>\S+)",
+        # PALS
+        r"(?P<host>\S+): rank (?P<rank>\d+) died from signal (?P<signal>\d+)",
+        r"(?P<host>\S+): rank (?P<rank>\d+) exited with code (?P<code>\d+)",
+        # Hydra
+        r"RUNNING AT (?P<host>\S+)",
+        r"EXIT STRING: \w+(?: \w+)* \(signal (?P<signal>\d+)\)",
+        # Open MPI lost a host's daemon
+        r"Node name:\s+(?P<lost>\S+)",
+        r"lost communication with a remote daemon|(?P<away>ORTE has lost communication)",
+    )
+]
+OWN = re.compile(r"hpc-train: error: (.*)")
+SIGNALS = {"Killed": 9, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7}
+SIGNALS |= {"Floating point exception": 8, "Illegal instruction": 4}
+
+
+def explain(code: int, lines: Sequence[str]) -> str:
+    """The cause in a few words, such as "rank 3 (node2) was killed by SIGKILL".
+
+    Args:
+        code: the launcher's exit code; negative for a signal.
+        lines: its output and that of the ranks, the last ones.
+    """
+    for line in lines:
+        if own := OWN.search(line):
+            return own[1].strip()
+    found: dict[str, str] = {}
+    for line in lines:
+        for pattern in PATTERNS:
+            if match := pattern.search(line):
+                found = {**match.groupdict(), **found}
+    found = {key: value for key, value in found.items() if value}
+    told = _told(found) or _traceback(lines) or _help(lines)
+    if told:
+        return told
+    return f"the launcher {_end(code)}"
+
+
+def _told(found: dict[str, str]) -> str:
+    who = f"rank {found['rank']}" if "rank" in found else "a rank"
+    host = f" ({found['host'].rstrip(':')})" if "host" in found else ""
+    if "lost" in found:
+        return f"host {found['lost']} was lost"
+    if "memory" in found:
+        return f"{who}{host} ran {OUT_OF_MEMORY}"
+    number = int(found.get("signal", 0)) or SIGNALS.get(
+        found.get("killed", found.get("fault", "")), 0
+    )
+    if number:
+        hint = ", perhaps for lack of memory" if number == signal.SIGKILL else ""
+        return f"{who}{host} was ended by {signal.Signals(number).name}{hint}"
+    if "code" in found:
+        return f"{who}{host} exited with code {found['code']}"
+    return ""
+
+
+def _traceback(lines: Sequence[str]) -> str:
+    """The last line of a traceback: the exception."""
+    for number, line in enumerate(lines):
+        if "Traceback (most recent call last)" in line:
+            for following in lines[number + 1 :]:
+                if following and not following[0].isspace():
+                    return following.strip()
+    return ""
+
+
+def _help(lines: Sequence[str]) -> str:
+    """What Open MPI explains between two lines of dashes, but for what every failure has."""
+    blocks = re.split(r"-{40,}", " ".join(lines))[1::2]
+    texts = [" ".join(block.split()) for block in blocks]
+    told = [text for text in texts if not re.match("Primary job|mpirun detected|$", text)]
+    return told[0][:300] if told else ""
+
+
+def _end(code: int) -> str:
+    if code > 128 and code - 128 in {int(number) for number in signal.Signals}:
+        code = 128 - code
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -1,0 +1,137 @@
+"""`hpc-train launch`: from its options to a line, or to a supervised job."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train import config_file
+from hpc_train.config import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.launch.hosts import Allocation, Host, allocated, parse, read_file, take
+from hpc_train.launch.launchers import Job, Line, cores_here, find, threads_of
+from hpc_train.launch.supervise import Supervisor
+
+OWN_VERBS = ("train", "topology", "doctor")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for.
+
+    Args:
+        command: behind --.
+        ranks: in all; None takes all slots.
+        hosts: as -H has them.
+        hostfile: in place of hosts.
+        program: the launcher's; None chooses.
+        restarts: how often a job that fails is started again.
+        cores: physical ones of a host; None: as many as here.
+        dry_run: print the line, and start nothing.
+    """
+
+    command: Sequence[str]
+    ranks: int | None = None
+    hosts: str | None = None
+    hostfile: Path | None = None
+    program: str | None = None
+    restarts: int = 0
+    cores: int | None = None
+    dry_run: bool = False
+
+
+def launch(request: Request) -> int:
+    """Start a job, and again when it fails; returns its exit code.
+
+    Raises:
+        UserError: the request cannot be met.
+        HpcTrainError: the job failed.
+    """
+    allocation = allocated(os.environ)
+    hosts = _hosts(request, allocation)
+    ranks = request.ranks or sum(host.slots for host in hosts)
+    if not ranks:
+        raise UserError("how many ranks?", "give -np N, or hosts with slots by -H or --hostfile")
+    used = take(hosts, ranks)[0] if hosts else []
+    command, config = _command(request.command)
+    cores = request.cores or cores_here()
+    full = max((host.slots for host in used), default=ranks)
+    threads = threads_of(os.environ, cores, full)
+    variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    job = Job(command, ranks, used, cores, threads, variables)
+    launcher = find(request.program, allocation.scheduler if allocation else None)
+    if launcher.note:
+        _say(launcher.note)
+    line = launcher.make(job)
+    if request.dry_run:
+        print(Line(line.words, {**variables, **line.environ}))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="hpc-train-") as folder:
+        own = Path(config.run.dir) if config else Path(folder)
+        if config:
+            own.mkdir(parents=True, exist_ok=True)
+        return Supervisor(
+            launcher,
+            job,
+            hosts,
+            request.restarts,
+            own / "progress.json",
+            own / "launch.jsonl" if config else None,
+            _shrinking(config),
+            _say,
+        ).run()
+
+
+def _hosts(request: Request, allocation: Allocation | None) -> list[Host]:
+    if request.hosts and request.hostfile:
+        raise UserError("-H and --hostfile are both given", "give one of them")
+    if request.hosts:
+        return parse(request.hosts)
+    if request.hostfile:
+        return read_file(request.hostfile)
+    return allocation.hosts if allocation else []
+
+
+def _command(words: Sequence[str]) -> tuple[list[str], RunConfig | None]:
+    """What each rank runs; the configuration if that is this package's training.
+
+    Raises:
+        UserError: there is none, or its configuration is wrong, which is better known now.
+    """
+    if not words:
+        raise UserError("no command", "write it behind --: hpc-train launch -np 4 -- train my.yaml")
+    if words[0] == "hpc-train":
+        words = words[1:]
+    elif words[0] not in OWN_VERBS:
+        return list(words), None
+    if not words or words[0] not in OWN_VERBS:
+        raise UserError(f"{' '.join(words)!r} does not run on ranks", f"use {', '.join(OWN_VERBS)}")
+    command = [sys.executable, "-m", "hpc_train", *words]
+    if words[0] != "train":
+        return command, None
+    path, options = config_file.split(words[1:])
+    return command, config_file.load(path, options)
+
+
+def _shrinking(config: RunConfig | None) -> Callable[[int], tuple[int, list[str]]]:
+    """How a job does with fewer ranks: dp becomes smaller, so batch and sample order stay."""
+
+    def shrink(slots: int) -> tuple[int, list[str]]:
+        if config is None:
+            return slots, []
+        layout, data = config.parallel, config.data
+        replica = layout.tp * layout.pp
+        for dp in range(slots // replica, 0, -1):
+            if data.batch % (dp * (data.micro_batch or 1)) == 0:
+                return dp * replica, ["--parallel.dp", str(dp)] if layout.dp else []
+        return 0, []
+
+    return shrink
+
+
+def _say(text: str) -> None:
+    print(f"hpc-train launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,194 @@
+"""The hosts of a job and their slots, from the command line, a host file, or the scheduler.
+
+Every source ends in the same list: hosts in their order, each with the number of ranks it takes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a scheduler has given to this job.
+
+    Args:
+        scheduler: slurm, pbs, lsf or mpijob.
+        hosts: in the scheduler's order.
+    """
+
+    scheduler: str
+    hosts: list[Host]
+
+    @property
+    def slots(self) -> int:
+        """Ranks that all hosts take."""
+        return sum(host.slots for host in self.hosts)
+
+
+def parse(text: str) -> list[Host]:
+    """Hosts as -H has them: "node1:4,node2:4"; a host without a number takes one rank.
+
+    Raises:
+        UserError: it is not such a list, or names a host twice.
+    """
+    found = []
+    for entry in text.split(","):
+        parts = re.fullmatch(r"\s*([\w.-]+)(?::(\d+))?\s*", entry)
+        if not parts or parts[2] == "0":
+            raise UserError(f"-H has {entry!r}", "write hosts as node1:4,node2:4")
+        found.append(Host(parts[1], int(parts[2] or 1)))
+    names = [host.name for host in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"-H names {min(twice)} twice", "write each host once, with all its slots")
+    return found
+
+
+def read_file(path: Path) -> list[Host]:
+    """Hosts of a file as Open MPI, MPICH, Horovod or PBS write it.
+
+    Lines are `node1 slots=4`, `node1:4`, or `node1`, once for each slot; # begins a comment.
+
+    Raises:
+        UserError: it cannot be read, or a line is none of these.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"host file {path}: {error}", "give a file with one host per line"
+        ) from None
+    slots: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        parts = re.fullmatch(r"([\w.-]+)(?::(\d+)|\s+(?:.*\s)?slots\s*=\s*(\d+).*)?", text)
+        if not parts:
+            raise UserError(
+                f"host file {path}, line {number}: {text!r}", "write node1 slots=4, or node1:4"
+            )
+        slots[parts[1]] = slots.get(parts[1], 0) + int(parts[2] or parts[3] or 1)
+    if not any(slots.values()):
+        raise UserError(f"host file {path} names no host", "write one per line: node1 slots=4")
+    return [Host(name, count) for name, count in slots.items() if count]
+
+
+def allocated(environ: Mapping[str, str]) -> Allocation | None:
+    """What the scheduler of this process's job has given, or None outside of one.
+
+    Raises:
+        UserError: the scheduler's variables or files are not what its manual says.
+    """
+    if "SLURM_JOB_NODELIST" in environ:
+        return Allocation("slurm", _slurm(environ))
+    if "PBS_NODEFILE" in environ:
+        return Allocation("pbs", read_file(Path(environ["PBS_NODEFILE"])))
+    for variable in ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE"):
+        if variable in environ:
+            return Allocation("lsf", _without_launch_host(read_file(Path(environ[variable]))))
+    if "LSB_MCPU_HOSTS" in environ:
+        words = environ["LSB_MCPU_HOSTS"].split()
+        found = [Host(*pair) for pair in zip(words[::2], map(int, words[1::2]), strict=True)]
+        return Allocation("lsf", _without_launch_host(found))
+    if environ.get("K_MPI_JOB_ROLE") == "launcher":
+        # mpi-operator v2beta1 puts the workers into this file.
+        return Allocation("mpijob", read_file(Path("/etc/mpi/hostfile")))
+    return None
+
+
+def _slurm(environ: Mapping[str, str]) -> list[Host]:
+    names = expand(environ["SLURM_JOB_NODELIST"])
+    counts = _repeated(environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
+    if len(counts) != len(names):
+        raise UserError(
+            f"SLURM_TASKS_PER_NODE has {len(counts)} nodes, SLURM_JOB_NODELIST {len(names)}",
+            "give the hosts by -H",
+        )
+    return [Host(name, count) for name, count in zip(names, counts, strict=True)]
+
+
+def _repeated(text: str) -> list[int]:
+    """SLURM's list of numbers: 2(x3),1 is 2, 2, 2, 1."""
+    found: list[int] = []
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(number)] * int(times or 1)
+    return found
+
+
+def _without_launch_host(hosts: list[Host]) -> list[Host]:
+    """LSF may put the host that the script runs on first, with one slot, where no rank belongs."""
+    first = hosts[0]
+    many = len(hosts) > 1 and max(host.slots for host in hosts[1:]) > 1
+    return hosts[1:] if first.slots == 1 and many else hosts
+
+
+def expand(text: str) -> list[str]:
+    """The names of a SLURM host list: "n[1-3,07],gpu[1-2]-ib" has six.
+
+    Raises:
+        UserError: its brackets do not match, or a range runs backwards.
+    """
+    names: list[str] = []
+    for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        names += _expanded(entry)
+    if text.count("[") != text.count("]") or not names:
+        raise UserError(f"the host list {text!r} cannot be read", "give the hosts by -H")
+    return names
+
+
+def _expanded(entry: str) -> Iterable[str]:
+    before, bracket, rest = entry.partition("[")
+    if not bracket:
+        return [entry]
+    inside, _, after = rest.partition("]")
+    return [
+        f"{before}{number}{end}" for number in _numbers(inside) for end in _expanded(after)
+    ] or [entry]
+
+
+def _numbers(inside: str) -> Iterable[str]:
+    """The numbers of 1-3,07: with as many digits as the first of a range has."""
+    for part in inside.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not (last.isdigit() and int(first) <= int(last))):
+            raise UserError(f"the host list has [{inside}]", "give the hosts by -H")
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{number:0{len(first)}d}"
+
+
+def take(hosts: Iterable[Host], ranks: int) -> tuple[list[Host], list[Host]]:
+    """The first hosts that hold so many ranks, the last one with what is needed of it; the rest.
+
+    Raises:
+        UserError: they hold fewer.
+    """
+    used: list[Host] = []
+    spare: list[Host] = []
+    left = ranks
+    for host in hosts:
+        if left > 0:
+            used.append(Host(host.name, min(host.slots, left)))
+            left -= host.slots
+        else:
+            spare.append(host)
+    if left > 0:
+        total = ranks - left
+        raise UserError(
+            f"-np {ranks} is more than the {total} slots of {len(used)} hosts",
+            f"give -np {total}, or more hosts or slots",
+        )
+    return used, spare

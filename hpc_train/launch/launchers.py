@@ -1,0 +1,294 @@
+"""Launchers: the line that starts a job's ranks, and the variables that it needs.
+
+Sources: the manuals mpirun(1) of Open MPI 4 and 5, mpiexec of MPICH's Hydra, of Intel MPI and of
+HPE's PALS, srun(1) of Slurm, and `horovodrun --help`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import psutil
+
+from hpc_train.errors import SetupError
+from hpc_train.launch.hosts import Host
+from hpc_train.mpi.environment import for_launcher
+
+PROGRAMS = ("srun", "mpiexec", "mpirun", "horovodrun")
+# Handed to ranks on other hosts by launchers that would leave them out.
+FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
+PREFIXES = ("HPC_TRAIN_", "HOROVOD_", "NCCL_", "TORCH_")
+# For srun's --mpi: which of Slurm's plugins start which MPI, best first. Cray's and ParTec's Slurms
+# have their own.
+PLUGINS = {
+    "open_mpi": ("pmix", "pspmix"),
+    "hydra": ("cray_shasta", "pmi2", "pspmix", "pmix"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start.
+
+    Args:
+        command: of each rank.
+        ranks: in all.
+        hosts: with the ranks that each takes; none is this machine.
+        cores: of a host, which its ranks share.
+        threads: of each rank.
+        environ: variables that the ranks are to have.
+    """
+
+    command: Sequence[str]
+    ranks: int
+    hosts: Sequence[Host] = ()
+    cores: int = 1
+    threads: int = 1
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def per_host(self) -> int:
+        """Ranks of the fullest host."""
+        return max((host.slots for host in self.hosts), default=self.ranks)
+
+    @property
+    def even(self) -> bool:
+        """Whether all hosts have the same number of ranks."""
+        return len({host.slots for host in self.hosts}) <= 1
+
+    @property
+    def binds(self) -> bool:
+        """Whether each rank can have cores of its own, as many as its threads."""
+        return self.even and self.per_host * self.threads <= self.cores
+
+    @property
+    def crowded(self) -> bool:
+        """Whether ranks share cores: then those that wait have to give theirs up."""
+        return self.per_host > self.cores
+
+    @property
+    def forwarded(self) -> list[str]:
+        """Names of the variables that ranks on other hosts need."""
+        present = {name for name in os.environ if name in FORWARDED or name.startswith(PREFIXES)}
+        return sorted(present | set(self.environ))
+
+    def listed(self, separator: str = ":") -> str:
+        """The hosts as node1:4,node2:4."""
+        return ",".join(f"{host.name}{separator}{host.slots}" for host in self.hosts)
+
+
+@dataclass(frozen=True)
+class Line:
+    """How a job is started.
+
+    Args:
+        words: the launcher's line with the command.
+        environ: variables that are set for it.
+        note: what the user should know about the choice; "" nothing.
+    """
+
+    words: list[str]
+    environ: dict[str, str]
+    note: str = ""
+
+    def __str__(self) -> str:
+        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environ.items())]
+        return " ".join([*settings, shlex.join(self.words)])
+
+
+def open_mpi(program: str, job: Job) -> Line:
+    """Open MPI's mpirun, version 4 and 5."""
+    words = [program, "-np", str(job.ranks)]
+    environ: dict[str, str] = {}
+    if job.hosts:
+        words += ["--host", job.listed()]
+    if job.binds:
+        words += ["--map-by", f"ppr:{job.per_host}:node:PE={job.threads}", "--bind-to", "core"]
+    elif job.crowded:
+        words += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
+        # Version 4 would have ranks that wait spin; 5 calls its component otherwise, and yields.
+        environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    else:
+        words += ["--map-by", "slot", "--bind-to", "none"]
+    if job.hosts:
+        words += [word for name in job.forwarded for word in ("-x", name)]
+    return Line([*words, *job.command], {**for_launcher({}, os.geteuid()), **environ})
+
+
+def hydra(program: str, job: Job) -> Line:
+    """MPICH's mpiexec; it hands its environment on by itself."""
+    words = [program, "-n", str(job.ranks)]
+    if job.hosts:
+        words += ["-hosts", job.listed()]
+    words += ["-bind-to", f"core:{job.threads}" if job.binds else "none"]
+    return Line([*words, *job.command], {})
+
+
+def intel_mpi(program: str, job: Job) -> Line:
+    """Intel MPI's mpiexec; it gives each rank as many cores as OpenMP has threads."""
+    words = [program, "-n", str(job.ranks)]
+    if job.hosts:
+        words += ["-hosts", ",".join(host.name for host in job.hosts), "-ppn", str(job.per_host)]
+    pin = {"I_MPI_PIN_DOMAIN": "omp"} if job.binds else {"I_MPI_PIN": "0"}
+    return Line([*words, *job.command], pin)
+
+
+def pals(program: str, job: Job) -> Line:
+    """HPE's mpiexec; it hands its environment on by itself."""
+    words = [program, "-n", str(job.ranks), "--ppn", str(job.per_host)]
+    if job.hosts:
+        words += ["--hosts", ",".join(host.name for host in job.hosts)]
+    if job.binds:
+        words += ["--depth", str(job.threads), "--cpu-bind", "depth"]
+    else:
+        words += ["--cpu-bind", "none"]
+    return Line([*words, *job.command], {})
+
+
+def srun(program: str, plugin: str, job: Job) -> Line:
+    """Slurm's srun, inside an allocation; since Slurm 22.05 it has to be told the cores itself."""
+    words = [program, f"--mpi={plugin}", f"--ntasks={job.ranks}", "--kill-on-bad-exit=1"]
+    if job.hosts:
+        names = ",".join(host.name for host in job.hosts)
+        words += [f"--nodes={len(job.hosts)}", f"--nodelist={names}"]
+        if job.even:
+            words.append(f"--ntasks-per-node={job.per_host}")
+    if job.binds:
+        words += [f"--cpus-per-task={job.threads}", "--cpu-bind=cores"]
+    else:
+        words += ["--overcommit", "--cpu-bind=none"]
+    return Line([*words, *job.command], {})
+
+
+def horovodrun(program: str, job: Job) -> Line:
+    """Horovod's own; it starts the mpirun of Open MPI up to version 4, and binds nothing."""
+    words = [program, "-np", str(job.ranks), "-H", job.listed() or f"localhost:{job.ranks}"]
+    return Line([*words, *job.command], for_launcher({}, os.geteuid()))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A launcher that is here.
+
+    Args:
+        kind: open_mpi, hydra, intel_mpi, pals, srun or horovodrun.
+        make: the line of a job.
+        version: what the program says of itself, its first line.
+        note: see `Line`.
+    """
+
+    kind: str
+    make: Callable[[Job], Line]
+    version: str = ""
+    note: str = ""
+
+
+def find(wanted: str | None, scheduler: str | None) -> Found:
+    """The launcher to use.
+
+    Args:
+        wanted: its program, such as mpirun; None chooses by what is here.
+        scheduler: of the allocation that this process is in, if it is in one.
+
+    Raises:
+        SetupError: it is not here, or is none that is known.
+    """
+    if wanted == "horovodrun":
+        return _find_horovodrun()
+    if wanted == "srun" or (wanted is None and scheduler == "slurm"):
+        found = _find_srun(needed=wanted is not None)
+        if found:
+            return found
+    tried = [wanted] if wanted else ["mpiexec", "mpirun"]
+    known = [found for program in tried if (found := identify(program))]
+    # PALS is the machine's own; otherwise the name that Open MPI's manual uses.
+    best = [found for found in known if found.kind == "pals"] or known[-1:]
+    if not best:
+        raise SetupError(
+            f"no launcher is here: tried {', '.join(tried)}",
+            "load the module of your site's MPI, or name the launcher by --with",
+        )
+    return best[0]
+
+
+def identify(program: str) -> Found | None:
+    """Which launcher a program is; None: it is not here, or not one that is known."""
+    if not shutil.which(program):
+        return None
+    text = _output(program, "--version")
+    version = text.strip().partition("\n")[0]
+    if "(Open MPI)" in text or "PRRTE" in text:
+        return Found("open_mpi", partial(open_mpi, program), version)
+    if "Intel(R) MPI" in text:
+        return Found("intel_mpi", partial(intel_mpi, program), version)
+    if "hydra" in text.lower():
+        version = re.sub(r"\s+", " ", "".join(re.findall(r"Version:\s*\S+", text)))
+        return Found("hydra", partial(hydra, program), f"Hydra {version}".strip())
+    if "pals" in text.lower():
+        return Found("pals", partial(pals, program), version)
+    return None
+
+
+def _find_srun(*, needed: bool) -> Found | None:
+    if not shutil.which("srun"):
+        if needed:
+            raise SetupError("srun is not here", "use it inside a SLURM job, or leave out --with")
+        return None
+    mpi = identify("mpirun") or identify("mpiexec")
+    kind = "open_mpi" if mpi and mpi.kind == "open_mpi" else "hydra"
+    offered = re.findall(r"\w+", _output("srun", "--mpi=list"))
+    fitting = [plugin for plugin in PLUGINS[kind] if plugin in offered]
+    if fitting:
+        version = _output("srun", "--version").strip()
+        return Found("srun", partial(srun, "srun", fitting[0]), version)
+    if needed:
+        raise SetupError(
+            f"srun offers none of {', '.join(PLUGINS[kind])}, which this MPI would start by",
+            "use --with mpirun; `srun --mpi=list` shows what it offers",
+        )
+    return None
+
+
+def _find_horovodrun() -> Found:
+    mpi = identify("mpirun")
+    if mpi is None:
+        raise SetupError(
+            "horovodrun needs mpirun, which is not here", "load the module of your MPI"
+        )
+    if mpi.kind != "open_mpi" or not re.search(r"\(Open MPI\) [1-4]\.", mpi.version):
+        note = (
+            f"horovodrun knows Open MPI up to version 4 only, this is {mpi.version}: mpirun is used"
+        )
+        return Found(mpi.kind, mpi.make, mpi.version, note)
+    if not shutil.which("horovodrun"):
+        raise SetupError(
+            "horovodrun is not here", "python -m hpc_train.horovod_build, or use --with mpirun"
+        )
+    return Found("horovodrun", partial(horovodrun, "horovodrun"), "horovodrun")
+
+
+def _output(*words: str) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+def cores_here() -> int:
+    """Physical cores that this process may use."""
+    logical, physical = psutil.cpu_count() or 1, psutil.cpu_count(logical=False) or 1
+    return max(1, len(os.sched_getaffinity(0)) * physical // logical)
+
+
+def threads_of(environ: Mapping[str, str], cores: int, per_host: int) -> int:
+    """Threads of a rank: what the user has set, or an equal part of the host's cores."""
+    given = environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else max(1, cores // per_host)

@@ -1,0 +1,254 @@
+"""`hpc-train submit` and `cancel`: write a job's script beside its outputs, and queue it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hpc_train import config_file, files
+from hpc_train.errors import HpcTrainError, SetupError, UserError
+from hpc_train.launch import sites
+from hpc_train.launch.batch import Batch, Scheduler, seconds_of, text
+from hpc_train.launch.sites import Site
+
+STOP = "STOP"  # a file of this name in a run directory ends the run
+COMMANDS = {
+    "slurm": ("sbatch", "--parsable"),
+    "pbs": ("qsub",),
+    "torque": ("qsub",),
+    "mpijob": ("kubectl", "create", "-o", "name", "-f"),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for; None and empty values are the site's, or else the usual ones.
+
+    Args:
+        config: path of CONFIG.yaml.
+        options: --section.key VALUE ..., for the training.
+        scheduler: slurm, pbs, torque or mpijob.
+        site: a profile's name or file.
+        nodes, ranks_per_node, threads: how many nodes, ranks of each, and cores of each rank.
+        time: limit, HH:MM:SS.
+        name: the job's; by default that of the run directory.
+        account, queue: who pays, and where it waits.
+        directive: more directives.
+        setup: shell lines.
+        start: srun, mpirun or horovodrun; by default `hpc-train launch`.
+        max_restarts: within a job, by `hpc-train launch`.
+        again: how it is queued again when it has stopped early.
+        most: times that it may be queued again.
+        chain: so many jobs at once, each of which waits for the one before.
+        sweep: section.key=V1,V2,...: an array with a task for each combination.
+        image: of containers, for mpijob.
+        dry_run: print the script, and queue nothing.
+    """
+
+    config: str
+    options: Sequence[str] = ()
+    scheduler: Scheduler | None = None
+    site: str | None = None
+    nodes: int = 1
+    ranks_per_node: int | None = None
+    threads: int | None = None
+    time: str = "01:00:00"
+    name: str | None = None
+    account: str | None = None
+    queue: str | None = None
+    directive: Sequence[str] = ()
+    setup: Sequence[str] = ()
+    start: str | None = None
+    max_restarts: int = 3
+    again: Literal["requeue", "submit", "never"] | None = None
+    most: int = 50
+    chain: int = 1
+    sweep: Sequence[str] = field(default_factory=list)
+    image: str = ""
+    dry_run: bool = False
+
+
+def submit(request: Request) -> list[str]:
+    """Queue a job, or more of them; returns their ids.
+
+    The script stays in the run directory, as job.sh or job.yaml.
+
+    Raises:
+        UserError: the request cannot be met.
+        HpcTrainError: the scheduler refuses the job.
+    """
+    batch = make(request)
+    script = text(batch)
+    if request.dry_run:
+        print(script, end="")
+        return []
+    program = COMMANDS[batch.scheduler]
+    if not shutil.which(program[0]):
+        raise SetupError(
+            f"{program[0]} is not here", "submit from a login node, or look at it by --dry_run"
+        )
+    run_dir = Path(batch.run_dir)
+    if (run_dir / STOP).exists():
+        raise UserError(f"{run_dir / STOP} is there", "remove it, and the run may go on")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = Path(batch.script)
+    path.write_text(script)
+    path.chmod(0o755)
+    ids: list[str] = []
+    for _ in range(request.chain):
+        waits = [f"--dependency=afternotok:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
+        ids.append(_queue([*program, *waits, str(path)]))
+    return ids
+
+
+def _queue(words: Sequence[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        told = " ".join((done.stderr or done.stdout).split())
+        raise HpcTrainError(f"{shlex.join(words)}: {told}", "change what it refuses")
+    return done.stdout.strip().partition(";")[0]
+
+
+def make(request: Request) -> Batch:
+    """The job that is asked for.
+
+    Raises:
+        UserError: its configuration is wrong, or the options do not fit together.
+    """
+    config = config_file.load(request.config, request.options)
+    site = sites.load(request.site) if request.site else None
+    scheduler = request.scheduler or (site.scheduler if site else None) or _scheduler_here()
+    _check(request, site, scheduler)
+    ranks_per_node = request.ranks_per_node or (site.ranks_per_node if site else 1)
+    threads = request.threads or (site.threads if site else 1)
+    sweep = _sweep(request.sweep)
+    run_dir = config.run.dir
+    numbers = {
+        "nodes": request.nodes,
+        "ranks": request.nodes * ranks_per_node,
+        "ranks_per_node": ranks_per_node,
+        "threads": threads,
+        "cores": request.nodes * ranks_per_node * threads,
+        "gpus": request.nodes * (site.gpus_per_node if site else 0),
+        "memory_gb": request.nodes * (site.memory_gb_per_node if site else 0),
+    }
+    program = ["hpc-train"] if scheduler == "mpijob" else [sys.executable, "-m", "hpc_train"]
+    script = Path(run_dir, "job.yaml" if scheduler == "mpijob" else "job.sh")
+    return Batch(
+        scheduler=scheduler,
+        name=request.name or Path(run_dir).name,
+        nodes=request.nodes,
+        ranks_per_node=ranks_per_node,
+        threads=threads,
+        seconds=seconds_of(request.time),
+        command=[*program, "train", request.config, *request.options],
+        run_dir=run_dir,
+        start=_start(request, site, program, numbers),
+        script=str(script.absolute()),
+        again=_again(request, scheduler),
+        most=request.most,
+        account=request.account or "",
+        queue=request.queue or (site.queue if site else ""),
+        resources=site.resources.format(**numbers) if site else "",
+        directives=[*(site.directives if site else []), *request.directive],
+        environ=site.environ if site else {},
+        setup=[*(site.setup if site else []), *(request.setup or _activation())],
+        sweep=sweep,
+        image=request.image,
+    )
+
+
+def _check(request: Request, site: Site | None, scheduler: Scheduler) -> None:
+    if site and site.scheduler != scheduler:
+        raise UserError(f"{request.site} has {site.scheduler}, not {scheduler}", "leave one out")
+    for need in site.needs if site else []:
+        if not getattr(request, need):
+            raise UserError(f"{request.site} asks for --{need}", f"give --{need}")
+    if scheduler == "mpijob" and not request.image:
+        raise UserError("an MPIJob runs in containers", "give --image NAME with hpc_train in it")
+    if request.chain > 1 and scheduler != "slurm":
+        raise UserError(f"--chain is SLURM's, this is {scheduler}", "it queues itself again anyhow")
+    if request.sweep and (scheduler == "mpijob" or request.chain > 1):
+        raise UserError("--sweep makes an array of SLURM or PBS", "leave it out here")
+
+
+def _again(request: Request, scheduler: Scheduler) -> Literal["requeue", "submit", "never"]:
+    if request.chain > 1:
+        return "never"  # the next one of the chain is in the queue
+    return request.again or ("requeue" if scheduler == "slurm" else "submit")
+
+
+def _scheduler_here() -> Scheduler:
+    if shutil.which("sbatch"):
+        return "slurm"
+    if shutil.which("qsub"):
+        return "pbs"
+    raise UserError("neither sbatch nor qsub is here", "name the --scheduler, or a --site")
+
+
+def _start(
+    request: Request, site: Site | None, program: Sequence[str], numbers: Mapping[str, int]
+) -> list[str]:
+    """The launcher's line in front of the command."""
+    ranks = str(numbers["ranks"])
+    match request.start:
+        case "srun":
+            return ["srun", "--kill-on-bad-exit=1"]
+        case "mpirun":
+            return ["mpirun", "-np", ranks]
+        case "horovodrun":
+            return [*program, "launch", "--with", "horovodrun", "--"]
+    if site and site.start:
+        return [word.format(**numbers) for word in site.start]
+    return [*program, "launch", "--max_restarts", str(request.max_restarts), "--"]
+
+
+def _activation() -> list[str]:
+    """The lines that make the batch shell find what this process has."""
+    environment = os.environ.get("VIRTUAL_ENV")
+    return [f". {shlex.quote(environment)}/bin/activate"] if environment else []
+
+
+def _sweep(axes: Sequence[str]) -> list[list[str]]:
+    """Options of each task: all combinations of section.key=V1,V2.
+
+    Raises:
+        UserError: an axis is not of that form, or names no key.
+    """
+    if not axes:
+        return []
+    choices = []
+    for axis in axes:
+        key, _, values = axis.partition("=")
+        if not all(values.split(",")):
+            raise UserError(f"--sweep has {axis!r}", "write section.key=VALUE,VALUE")
+        for value in values.split(","):
+            config_file.check_key(key, value)
+        choices.append([(f"--{key}", value) for value in values.split(",")])
+    return [list(itertools.chain(*combination)) for combination in itertools.product(*choices)]
+
+
+def cancel(run: Path) -> str:
+    """Have a run stop for good: with a checkpoint, and not to be queued again.
+
+    Returns:
+        What happens now, in words.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    if not run.is_dir():
+        raise UserError(f"{run} is not a run directory", "give the run.dir of a job")
+    files.write_text(run / STOP, "")
+    return (
+        f"{run / STOP} written: the run stops after its step with a checkpoint and is not queued "
+        "again; a job that waits in the queue ends when it starts; remove the file to go on"
+    )

@@ -1,0 +1,73 @@
+"""When this process's batch job ends, as its scheduler tells.
+
+It is asked once, by one rank, before MPI is started: a process that has MPI must not start others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from hpc_train.mpi.group import Group
+
+VARIABLE = "HPC_TRAIN_DEADLINE"
+PATIENCE = 20.0  # seconds for the scheduler's answer
+
+
+def note() -> None:
+    """Set VARIABLE to the end of the job, in seconds since 1970, if it is in one that ends."""
+    if VARIABLE not in os.environ and (end := ask(os.environ)) is not None:
+        os.environ[VARIABLE] = str(int(end))
+
+
+def of_job(group: Group) -> float | None:
+    """The end of the job as rank 0 has noted it. Collective."""
+    noted = group.from_first(lambda: os.environ.get(VARIABLE))
+    return float(noted) if noted else None
+
+
+def ask(environ: Mapping[str, str]) -> float | None:
+    """The end of the job in seconds since 1970; None: there is no job, no limit, or no answer."""
+    if "SLURM_JOB_ID" in environ:
+        if "SLURM_JOB_END_TIME" in environ:  # since Slurm 22.05 or later, by version
+            return float(environ["SLURM_JOB_END_TIME"])
+        left = seconds(_output("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%L"))
+        return None if left is None else time.time() + left
+    if "PBS_JOBID" in environ:
+        return pbs_end(_output("qstat", "-f", environ["PBS_JOBID"]))
+    return None
+
+
+def seconds(text: str) -> int | None:
+    """Seconds of Slurm's [days-][hours:]minutes:seconds; None for UNLIMITED and the like."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if not found:
+        return None
+    days, hours, minutes, rest = (int(number or 0) for number in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def pbs_end(text: str) -> float | None:
+    """The end of a job that `qstat -f` describes: its start and its walltime.
+
+    PBS Pro has `stime`, Torque `start_time`; both write them as ctime does.
+    """
+    limit = re.search(r"Resource_List\.walltime = (\S+)", text)
+    begin = re.search(r"\b(?:stime|start_time) = (.+)", text)
+    length = seconds(limit[1]) if limit else None
+    if length is None or not begin:
+        return None
+    with suppress(ValueError):
+        return time.mktime(time.strptime(begin[1].strip(), "%a %b %d %H:%M:%S %Y")) + length
+    return None
+
+
+def _output(*words: str) -> str:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        return done.stdout
+    return ""

@@ -1,0 +1,66 @@
+#!/bin/bash -l
+#% if by_hand
+#PBS -N hpc_train
+#PBS -l select=2:ncpus=32:mpiprocs=4:ompthreads=8
+#PBS -l walltime=02:00:00
+#PBS -j oe
+#PBS -r y
+#% endif
+#= directives =#
+# A PBS Pro or OpenPBS job that trains until it is done: it stops with a checkpoint before its time is
+# over, and submits itself again. For Torque replace the line with select by `-l nodes=2:ppn=4`.
+# Copy and edit it, or have `hpc-train submit --scheduler pbs` (or torque) write it.
+#% if by_hand
+
+# Change these.
+run_dir=runs/my             # a file STOP in it ends the job for good, after a checkpoint
+command=(hpc-train train my.yaml --run.dir "$run_dir")
+start=(hpc-train launch --max_restarts 3 --)    # or the mpiexec line of your site
+walltime=7200               # seconds, as above: PBS gives no signal in time, nor tells how long
+again=submit                # or never
+most=50                     # times that it may be submitted again
+script=job.sh               # this file
+task=${HPC_TRAIN_TASK:-${PBS_ARRAY_INDEX:-}}    # in an array, each with a run directory of its own
+setup() {
+    module load python openmpi
+    # shellcheck source=/dev/null
+    . ~/hpc/bin/activate
+}
+#% endif
+#= settings =#
+
+# The rest need not be changed.
+export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+cd "${PBS_O_WORKDIR:-.}" || exit 2
+setup
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+count=${HPC_TRAIN_QUEUED:-0}
+if [ -e "$run_dir/STOP" ]; then
+    echo "$run_dir/STOP is there: nothing is started"
+    exit 0
+fi
+echo "job $PBS_JOBID, start $count, on $(sort -u "$PBS_NODEFILE" | wc -l) nodes"
+
+# At its end, or by qdel, PBS sends SIGTERM and soon SIGKILL; `qsig -s USR1` asks in time.
+signalled=
+trap 'signalled=1; kill -USR1 "$child" 2>/dev/null' USR1 TERM
+"${start[@]}" "${command[@]}" &
+child=$!
+wait "$child"
+code=$?
+while [ -n "$signalled" ]; do # the signal ended `wait`, not the job
+    signalled=
+    wait "$child"
+    code=$?
+done
+
+if [ "$code" -eq 75 ] && [ ! -e "$run_dir/STOP" ]; then
+    if [ "$count" -ge "$most" ]; then
+        echo "submitted again $count times, which is the most: it is not submitted again"
+    elif [ "$again" != never ]; then
+        # One task of an array goes on alone.
+        grep -v '^#PBS -[Jt] ' "$script" |
+            qsub -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task"
+    fi
+fi
+exit "$code"

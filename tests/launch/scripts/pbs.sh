@@ -1,0 +1,60 @@
+#!/bin/bash -l
+#PBS -N my
+#PBS -l select=4:ncpus=6:mpiprocs=2:ompthreads=3
+#PBS -l walltime=02:00:00
+#PBS -o runs/my/
+#PBS -j oe
+#PBS -r y
+#PBS -A project1
+#PBS -q long
+# A PBS Pro or OpenPBS job that trains until it is done: it stops with a checkpoint before its time is
+# over, and submits itself again. For Torque replace the line with select by `-l nodes=2:ppn=4`.
+# Copy and edit it, or have `hpc-train submit --scheduler pbs` (or torque) write it.
+run_dir=runs/my
+command=(hpc-train train my.yaml --run.steps 100)
+start=(hpc-train launch --max_restarts 3 --)
+again=submit
+most=50
+script=/home/me/runs/my/job.sh
+walltime=7200
+export OMP_NUM_THREADS=3
+setup() {
+    module load python openmpi
+}
+task=
+
+# The rest need not be changed.
+export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+cd "${PBS_O_WORKDIR:-.}" || exit 2
+setup
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+count=${HPC_TRAIN_QUEUED:-0}
+if [ -e "$run_dir/STOP" ]; then
+    echo "$run_dir/STOP is there: nothing is started"
+    exit 0
+fi
+echo "job $PBS_JOBID, start $count, on $(sort -u "$PBS_NODEFILE" | wc -l) nodes"
+
+# At its end, or by qdel, PBS sends SIGTERM and soon SIGKILL; `qsig -s USR1` asks in time.
+signalled=
+trap 'signalled=1; kill -USR1 "$child" 2>/dev/null' USR1 TERM
+"${start[@]}" "${command[@]}" &
+child=$!
+wait "$child"
+code=$?
+while [ -n "$signalled" ]; do # the signal ended `wait`, not the job
+    signalled=
+    wait "$child"
+    code=$?
+done
+
+if [ "$code" -eq 75 ] && [ ! -e "$run_dir/STOP" ]; then
+    if [ "$count" -ge "$most" ]; then
+        echo "submitted again $count times, which is the most: it is not submitted again"
+    elif [ "$again" != never ]; then
+        # One task of an array goes on alone.
+        grep -v '^#PBS -[Jt] ' "$script" |
+            qsub -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task"
+    fi
+fi
+exit "$code"

@@ -1,0 +1,295 @@
+"""Batch scripts: the recorded ones, what they do, and that no value can run a command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_train.errors import UserError
+from hpc_train.launch import sites
+from hpc_train.launch.batch import TEMPLATES, Batch, clock, seconds_of, text
+from tests.programs import run
+
+RECORDED = Path(__file__).parent / "scripts"
+PLAIN = Batch(
+    scheduler="slurm",
+    name="my",
+    nodes=4,
+    ranks_per_node=2,
+    threads=3,
+    seconds=7200,
+    command=["hpc-train", "train", "my.yaml", "--run.steps", "100"],
+    run_dir="runs/my",
+    start=["hpc-train", "launch", "--max_restarts", "3", "--"],
+    script="/home/me/runs/my/job.sh",
+    account="project1",
+    queue="long",
+    setup=["module load python openmpi"],
+)
+BATCHES = {
+    "slurm.sh": PLAIN,
+    "slurm-array.sh": replace(
+        PLAIN, sweep=[["--optimizer.lr", "1e-3"], ["--optimizer.lr", "1e-4"]], seconds=60
+    ),
+    "slurm-srun.sh": replace(PLAIN, start=["srun", "--kill-on-bad-exit=1"], again="submit"),
+    "pbs.sh": replace(PLAIN, scheduler="pbs", again="submit"),
+    "pbs-array.sh": replace(
+        PLAIN, scheduler="pbs", again="submit", sweep=[["--run.seed", "1"], ["--run.seed", "2"]]
+    ),
+    "torque.sh": replace(PLAIN, scheduler="torque", again="submit"),
+    "mpijob.yaml": replace(PLAIN, scheduler="mpijob", image="registry.example.org/it:1"),
+}
+SCHEDULERS = ["slurm", "pbs"]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_scripts_are_the_recorded_ones(name):
+    """To record them anew after a change: python -m tests.launch.test_batch."""
+    assert text(BATCHES[name]) == (RECORDED / name).read_text()
+
+
+@pytest.mark.parametrize("path", [*TEMPLATES.glob("*.sh"), *RECORDED.glob("*.sh")], ids=str)
+def test_shellcheck_finds_nothing(path):
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = run(str(shellcheck), str(path))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", sites.names())
+def test_every_site_has_a_script(name, tmp_path):
+    site = sites.load(name)
+    config = tmp_path / "my.yaml"
+    config.write_text("run: {dir: runs/my}\n")
+    words = ["submit", str(config), "--site", name, "--account", "p1", "--nodes", "2", "--dry_run"]
+    done = run(sys.executable, "-m", "hpc_train", *words)
+    assert done.returncode == 0, done.stderr
+    assert {*site.needs} == {"account"}
+    assert "{" not in "".join(line for line in done.stdout.splitlines() if line.startswith("#"))
+    script = tmp_path / "job.sh"
+    script.write_text(done.stdout)
+    assert run("bash", "-n", str(script)).returncode == 0
+    assert "not run there" in " ".join((sites.SITES / f"{name}.yaml").read_text().lower().split())
+
+
+ANY_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=30)
+
+
+@settings(deadline=None, max_examples=40)
+@given(words=st.lists(ANY_TEXT, min_size=1, max_size=4), run_dir=ANY_TEXT, value=ANY_TEXT)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_shell_words_arrive_as_they_are(scheduler, words, run_dir, value):
+    """Up to the launcher's line the script is run, with a program in its place that tells them."""
+    batch = replace(PLAIN, scheduler=scheduler, command=words, environ={"SOME": value})
+    batch = replace(batch, script=run_dir, setup=[], start=["printf", "%s\\0"])
+    script = text(batch).partition("# The rest need not be changed.")[0]
+    script += '"${start[@]}" "${command[@]}" "$script" "$SOME"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True, env={})
+    assert done.stdout.decode().split("\0")[:-1] == [*words, run_dir, value]
+
+
+@given(ANY_TEXT)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("field", ["name", "account", "queue", "run_dir"])
+def test_directives_take_plain_words_only(scheduler, field, value):
+    try:
+        script = text(replace(PLAIN, scheduler=scheduler, **{field: value}))
+    except UserError as error:
+        assert "cannot stand" in str(error)
+        return
+    directives = [line for line in script.splitlines() if line.startswith(("#SBATCH", "#PBS"))]
+    usual = text(replace(PLAIN, scheduler=scheduler)).splitlines()
+    assert len(directives) == sum(line.startswith(("#SBATCH", "#PBS")) for line in usual)
+    assert any(value in line for line in directives)
+    assert not set(value) & set(" \t\n\r;&$`'\"\\<>(){}!#\x0b\x0c\x85\u2028")
+
+
+@pytest.mark.parametrize("directive", ["--wrap=`id`", "-q a\n#PBS -q b", "$(id)", "a;b'", ""])
+def test_strange_directives_are_refused(directive):
+    with pytest.raises(UserError, match="cannot be a directive"):
+        text(replace(PLAIN, directives=[directive]))
+
+
+def test_an_mpijob_is_as_its_operator_takes_it():
+    tree = yaml.safe_load(text(BATCHES["mpijob.yaml"]))
+    spec = tree["spec"]
+    launcher, worker = spec["mpiReplicaSpecs"]["Launcher"], spec["mpiReplicaSpecs"]["Worker"]
+    assert (tree["apiVersion"], tree["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    assert spec["slotsPerWorker"] * worker["replicas"] == 8
+    container = launcher["template"]["spec"]["containers"][0]
+    assert container["command"] + container["args"] == [*PLAIN.start, *PLAIN.command]
+    assert worker["template"]["spec"]["containers"][0]["image"] == "registry.example.org/it:1"
+
+
+def test_times():
+    assert clock(seconds_of("01:02:03")) == "01:02:03"
+    assert seconds_of("100:00:00") == 360000
+    for wrong in ("", "1", "00:00:00", "1:60:00", "1-00:00:00"):
+        with pytest.raises(UserError, match="--time"):
+            seconds_of(wrong)
+
+
+class Shell:
+    """Runs a script with a scheduler's commands that only write down how they are called."""
+
+    def __init__(self, folder: Path, scheduler: str) -> None:
+        self.folder, self.scheduler = folder, scheduler
+        (folder / "bin").mkdir()
+        self.told = folder / "told"
+        for name in ("sbatch", "scontrol", "qsub"):
+            path = folder / "bin" / name
+            path.write_text(
+                f'#!/bin/sh\necho "{name} $* queued=$HPC_TRAIN_QUEUED" >> {self.told}\n'
+                f"[ {name} != qsub ] || cat > {folder}/again.sh\n[ {name} != scontrol ]\n"
+            )
+            path.chmod(0o755)
+        (folder / "nodes").write_text("node1\nnode1\nnode2\nnode2\n")
+        self.environ = {
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "PBS_JOBID": "7.x",
+            "PBS_NODEFILE": f"{folder}/nodes",
+        }
+
+    def script(self, start: str, **fields) -> Path:
+        values = {"run_dir": "run", "setup": [], "command": ["it"], "again": "submit", **fields}
+        path = self.folder / "job.sh"
+        batch = replace(PLAIN, scheduler=self.scheduler, script=str(path), **values)
+        path.write_text(text(replace(batch, start=["bash", "-c", start])))
+        return path
+
+    def run(self, start: str, environ=None, **fields):
+        path = self.script(start, **fields)
+        return subprocess.run(
+            ["bash", str(path)],
+            cwd=self.folder,
+            env=self.environ | (environ or {}),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        return self.told.read_text().splitlines() if self.told.exists() else []
+
+
+@pytest.fixture(params=SCHEDULERS)
+def shell(request, tmp_path):
+    return Shell(tmp_path, request.param)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75])
+def test_a_job_is_queued_again_only_if_it_stopped_early(shell, code):
+    done = shell.run(f"exit {code}")
+    assert done.returncode == code, done.stderr
+    assert len(shell.calls) == (code == 75)
+    if code == 75 and shell.scheduler == "slurm":
+        assert shell.calls == [f"sbatch --export=ALL {shell.folder}/job.sh queued=1"]
+    elif code == 75:
+        assert shell.calls[0].startswith("qsub -v HPC_TRAIN_QUEUED=1,HPC_TRAIN_TASK=")
+        assert (shell.folder / "again.sh").read_text() == (shell.folder / "job.sh").read_text()
+
+
+def test_a_job_is_not_queued_again_more_often_than_it_may(shell):
+    assert shell.run("exit 75", {"HPC_TRAIN_QUEUED": "2"}, most=3).returncode == 75
+    assert len(shell.calls) == 1
+    done = shell.run("exit 75", {"HPC_TRAIN_QUEUED": "3"}, most=3)
+    assert "not" in done.stdout.splitlines()[-1]
+    assert len(shell.calls) == 1
+
+
+def test_a_file_stop_ends_it_for_good(shell):
+    assert shell.run("mkdir -p run; touch run/STOP; exit 75").returncode == 75
+    assert not shell.calls
+    done = shell.run("echo never")
+    assert done.returncode == 0
+    assert "run/STOP is there" in done.stdout
+    assert "never" not in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_reaches_the_launcher_and_its_code_the_script(shell, number):
+    program = "trap 'sleep 0.3; echo saved; exit 75' USR1; echo ready; while :; do sleep 0.05; done"
+    path = shell.script(program)
+    with subprocess.Popen(
+        ["bash", str(path)], cwd=shell.folder, env=shell.environ, stdout=subprocess.PIPE, text=True
+    ) as process:
+        while process.stdout.readline() != "ready\n":
+            pass
+        process.send_signal(number)
+        time.sleep(0.1)
+        process.send_signal(number)
+        text, _ = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert "saved" in text
+    assert len(shell.calls) == 1
+
+
+def test_tasks_of_an_array_have_directories_of_their_own_and_go_on_alone(shell):
+    variable = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}[shell.scheduler]
+    sweep = [["--run.seed", "1"], ["--run.seed", "2"]]
+    done = shell.run('echo "$@"; exit 75', {variable: "1"}, sweep=sweep)
+    assert done.stdout.splitlines()[-1] == "--run.seed 2 --run.dir run/task-1"
+    if shell.scheduler == "slurm":
+        assert "--array=1" in shell.calls[0]
+        return
+    assert "HPC_TRAIN_TASK=1" in shell.calls[0]
+    assert "#PBS -J" not in (shell.folder / "again.sh").read_text()
+    again = subprocess.run(
+        ["bash", str(shell.folder / "again.sh")],
+        env=shell.environ | {"HPC_TRAIN_TASK": "1"},
+        cwd=shell.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.stdout.splitlines()[-1] == "--run.seed 2 --run.dir run/task-1"
+
+
+def test_pbs_tells_the_program_its_deadline(tmp_path):
+    begin = int(time.time())
+    done = Shell(tmp_path, "pbs").run("echo $HPC_TRAIN_DEADLINE")
+    assert 0 <= int(done.stdout.splitlines()[-1]) - begin - PLAIN.seconds < 30
+
+
+def test_the_templates_run_as_they_are(tmp_path):
+    """A user's copy, with nothing edited but the launcher."""
+    for name in SCHEDULERS:
+        folder = tmp_path / name
+        folder.mkdir()
+        shell = Shell(folder, name)
+        raw = (TEMPLATES / f"{name}.sh").read_text()
+        lines = [line for line in raw.splitlines() if not line.startswith("start=")]
+        at = next(i for i, line in enumerate(lines) if line.startswith("again="))
+        lines.insert(at, f"start=({shlex.join(['echo', 'started'])}); module() {{ :; }}")
+        script = "\n".join(lines).replace(". ~/hpc/bin/activate", ":")
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=folder,
+            env=shell.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "started hpc-train train my.yaml --run.dir runs/my"
+
+
+if __name__ == "__main__":
+    RECORDED.mkdir(exist_ok=True)
+    for name, batch in BATCHES.items():
+        (RECORDED / name).write_text(text(batch))

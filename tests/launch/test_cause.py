@@ -1,0 +1,70 @@
+"""Causes of failures, from what launchers print."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.launch.cause import explain
+
+CASES = [
+    (
+        137,
+        [
+            "mpirun noticed that process rank 3 with PID 81 on node node2 exited on signal 9 "
+            "(Killed)."
+        ],
+        "rank 3 (node2) was ended by SIGKILL, perhaps for lack of memory",
+    ),
+    (
+        139,
+        ["mpirun noticed that process rank 0 with PID 0 on node vm exited on signal 11 (Segm...)."],
+        "rank 0 (vm) was ended by SIGSEGV",
+    ),
+    (137, ["srun: error: node2: task 3: Killed"], "rank 3 (node2) was ended by SIGKILL, perhaps"),
+    (
+        137,
+        ["srun: error: node2: tasks 3-4: Killed", "srun: error: node1: task 0: Terminated"],
+        "rank 3 (node2) was ended by SIGKILL",
+    ),
+    (1, ["srun: error: node2: task 3: Out Of Memory"], "rank 3 (node2) ran out of memory"),
+    (1, ["srun: error: node2: task 1: Exited with exit code 1"], "rank 1 (node2) exited with code"),
+    (1, ["srun: error: Node failure on node4"], "host node4 was lost"),
+    (1, ["x4: rank 5 died from signal 9"], "rank 5 (x4) was ended by SIGKILL"),
+    (
+        9,
+        [
+            "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES",
+            "=   PID 4242 RUNNING AT vm",
+            "=   EXIT CODE: 9",
+            "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)",
+        ],
+        "a rank (vm) was ended by SIGKILL",
+    ),
+    (
+        1,
+        ["hpc-train: error: rank 2 (node2) does not answer, stopped, dead or stuck: look there"],
+        "rank 2 (node2) does not answer, stopped, dead or stuck: look there",
+    ),
+    (
+        1,
+        ["Traceback (most recent call last):", '  File "x.py", line 1', "ValueError: no", "mpirun"],
+        "ValueError: no",
+    ),
+    (
+        1,
+        [
+            *("-" * 60, "Primary job  terminated normally, but ...", "-" * 60),
+            *("-" * 60, "While computing bindings, we found no available cpus on", ""),
+            *("the following node:", "", "  Node:  vm", "-" * 60),
+        ],
+        "While computing bindings, we found no available cpus on the following node: Node: vm",
+    ),
+    (-9, [], "the launcher was ended by SIGKILL"),
+    (143, ["nothing that is known"], "the launcher was ended by SIGTERM"),
+    (3, [], "the launcher exited with code 3"),
+]
+
+
+@pytest.mark.parametrize(("code", "lines", "expected"), CASES)
+def test_the_cause_is_named(code, lines, expected):
+    assert explain(code, lines).startswith(expected)

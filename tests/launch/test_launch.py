@@ -1,0 +1,182 @@
+"""`hpc-train launch`: jobs that fail go on, and what the user hears of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from hpc_train.launch.launchers import cores_here
+from tests.programs import ENVIRON, hpc_train, only_line, ranks_of, run
+
+OPTIONS = ("--run.steps", "200", "--checkpoint.every", "20", "--gradients.engine", "mpi")
+
+
+@contextmanager
+def launched(*words, cwd=None):
+    """`hpc-train launch` at work; its output is one pipe of text."""
+    with subprocess.Popen(
+        hpc_train("launch", *words),
+        env=ENVIRON,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        yield process
+
+
+def training(program, *options):
+    return "train", str(program.config), "--run.dir", str(program.root / "run"), *options
+
+
+def read_until(process, text):
+    read = []
+    for line in process.stdout:
+        read.append(line)
+        if text in line:
+            return "".join(read)
+    raise AssertionError("".join(read))
+
+
+def journal(program):
+    lines = (program.root / "run/launch.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def rank_process(launcher, rank):
+    for process in ranks_of(launcher):
+        with_rank = process.environ().get("OMPI_COMM_WORLD_RANK") == str(rank)
+        if with_rank and "hpc_train" in process.cmdline():
+            return process
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_a_killed_rank_is_named_and_the_job_goes_on_bit_for_bit(program):
+    undisturbed = program.train("other", *OPTIONS, launcher="mpirun", ranks=2)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    words = ["-np", "2", "--max_restarts", "2", "--", *training(program, *OPTIONS)]
+    with launched(*words) as process:
+        read_until(process, "step 30 ")
+        rank_process(process, 1).kill()
+        text = read_until(process, "restart 1 of 2")
+        assert "rank 1 (" in text
+        assert "was ended by SIGKILL" in text
+        rest = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, rest
+    assert program.losses("run") == program.losses("other")
+    events = journal(program)
+    assert [event["event"] for event in events] == ["start", "end", "start", "end"]
+    assert "SIGKILL" in events[1]["cause"]
+    assert events[-1]["code"] == 0
+    last = program.metrics("run")[-1]
+    assert last["restarts"] == 1
+    assert 0 <= last["lost_steps"] <= events[1]["step"]
+
+
+def test_a_killed_launcher_takes_its_ranks_with_it_and_the_job_goes_on(program):
+    words = ["-np", "2", "--max_restarts", "1", "--", *training(program, *OPTIONS)]
+    with launched(*words) as process:
+        read_until(process, "step 30 ")
+        old = ranks_of(process)
+        for child in psutil.Process(process.pid).children():
+            child.kill()
+        read_until(process, "restart 1 of 1")
+        psutil.wait_procs(old, 10)
+        assert not [rank for rank in old if rank.is_running() and rank.status() != "zombie"]
+        text = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_told_to_stop_it_saves_and_ends_with_75(program, number):
+    endless = ("--run.steps", "1000000", "--checkpoint.every", "0")
+    with launched("-np", "2", "--max_restarts", "9", "--", *training(program, *endless)) as process:
+        read_until(process, "step 10 ")
+        process.send_signal(number)
+        text = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, text
+    assert "checkpoint written" in text
+    assert len(journal(program)) == 2, "it was not started again"
+
+
+def test_a_job_that_always_fails_ends_early_with_the_cause(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("raise ValueError('no luck')")
+    words = ["-np", "2", "--max_restarts", "50", "--", sys.executable, str(script)]
+    begin = time.monotonic()
+    done = run(*hpc_train("launch", *words))
+    assert done.returncode == 1
+    line = only_line(done.stderr)
+    assert "ValueError: no luck" in line
+    assert "3 starts in a row came no further" in line
+    assert time.monotonic() - begin < 60
+
+
+def test_a_mistake_is_not_tried_again(program):
+    words = ["-np", "2", "--max_restarts", "5", "--", *training(program, "--data.path", "/none")]
+    done = run(*hpc_train("launch", *words))
+    assert done.returncode == 2
+    assert "restart" not in done.stderr
+
+
+def test_any_program_is_launched_with_its_threads_and_its_code(tmp_path):
+    script = tmp_path / "tell.py"
+    script.write_text("import os, sys; print(os.environ['OMP_NUM_THREADS']); sys.exit(75)")
+    words = ["-np", "2", "--", sys.executable, str(script)]
+    done = run(*hpc_train("launch", *words), environ={"OMP_NUM_THREADS": ""})
+    assert done.returncode == 75, done.stderr
+    assert done.stdout.split() == 2 * [str(max(1, cores_here() // 2))]
+
+
+def test_a_dry_run_prints_a_line_that_runs(tmp_path):
+    program = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+    done = run(*hpc_train("launch", "-np", "2", "--dry_run", "--", *program))
+    assert done.returncode == 0, done.stderr
+    assert "mpirun -np 2" in done.stdout
+    again = subprocess.run(
+        ["bash", "-c", done.stdout], env=ENVIRON, capture_output=True, text=True, check=True
+    )
+    assert again.stdout.split() == ["1", "1"]
+
+
+def test_hosts_of_a_pbs_job(tmp_path):
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    environ = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    done = run(*hpc_train("launch", "--dry_run", "--", "train"), environ=environ)
+    assert "mpirun -np 4 --host n1:2,n2:2" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--", "train"], "how many ranks?"),
+        (["-np", "2"], "no command"),
+        (["-np", "2", "train"], "nrecognized arguments: train"),
+        (["-np", "0", "--", "train"], "np"),
+        (["-np", "9", "-H", "a:2,b:2", "--", "train"], "more than the 4 slots"),
+        (["-np", "2", "-H", "a:x", "--", "train"], "-H has 'a:x'"),
+        (["-H", "a:2", "--hostfile", "f", "--", "train"], "both given"),
+        (["--hostfile", "/none", "--", "train"], "/none"),
+        (["-np", "2", "--with", "ssh", "--", "train"], "--with"),
+        (["-np", "2", "--", "hpc-train", "submit"], "does not run on ranks"),
+        (["-np", "2", "--", "train", "--run.stepps", "3"], "did you mean run.steps"),
+    ],
+)
+def test_mistakes_are_one_line(words, message):
+    done = run(*hpc_train("launch", *words))
+    assert done.returncode == 2, done.stderr
+    assert message in only_line(done.stderr)
+
+
+def test_a_program_that_is_not_there_is_told(tmp_path):
+    done = run(*hpc_train("launch", "-np", "2", "--", str(tmp_path / "none")))
+    assert done.returncode == 1
+    assert "none" in done.stderr
+    assert only_line(done.stderr)

@@ -1,0 +1,130 @@
+"""The line for each launcher, and which one is chosen."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hpc_train.errors import SetupError
+from hpc_train.launch import launchers
+from hpc_train.launch.hosts import Host
+from hpc_train.launch.launchers import Job
+
+# What the programs print for --version, and what each of them is.
+VERSIONS = {
+    "open_mpi": "mpirun (Open MPI) 4.1.8\n",
+    "open_mpi 5": "mpirun (Open MPI) 5.0.6\n",
+    "hydra": "HYDRA build details:\n    Version:                                 5.0.2\n",
+    "intel_mpi": "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024\n",
+    "pals": "PALS mpiexec 1.4.0\n",
+}
+TWO = [Host("n1", 4), Host("n2", 4)]
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Put programs into the only folder of PATH, which print a text."""
+
+    def put(**texts):
+        for name, text in texts.items():
+            path = tmp_path / name
+            path.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}\nEND\n")
+            path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+    return put
+
+
+def line(kind, **fields):
+    job = Job(["train"], **{"ranks": 8, "hosts": TWO, "cores": 8, "threads": 2, **fields})
+    return {
+        "open_mpi": lambda: launchers.open_mpi("mpirun", job),
+        "hydra": lambda: launchers.hydra("mpiexec", job),
+        "intel_mpi": lambda: launchers.intel_mpi("mpiexec", job),
+        "pals": lambda: launchers.pals("mpiexec", job),
+        "srun": lambda: launchers.srun("srun", "pmix", job),
+        "horovodrun": lambda: launchers.horovodrun("horovodrun", job),
+    }[kind]()
+
+
+def test_ranks_are_bound_to_as_many_cores_as_they_have_threads():
+    assert "--map-by ppr:4:node:PE=2 --bind-to core" in str(line("open_mpi"))
+    assert "-hosts n1:4,n2:4 -bind-to core:2" in str(line("hydra"))
+    assert "I_MPI_PIN_DOMAIN=omp" in str(line("intel_mpi"))
+    assert "-n 8 --ppn 4 --hosts n1,n2 --depth 2 --cpu-bind depth" in str(line("pals"))
+    text = str(line("srun"))
+    assert "--mpi=pmix --ntasks=8 --kill-on-bad-exit=1 --nodes=2 --nodelist=n1,n2" in text
+    assert "--ntasks-per-node=4 --cpus-per-task=2 --cpu-bind=cores train" in text
+    assert str(line("horovodrun")).endswith("horovodrun -np 8 -H n1:4,n2:4 train")
+
+
+@pytest.mark.parametrize("fields", [{"cores": 2}, {"hosts": [Host("n1", 5), Host("n2", 3)]}])
+def test_ranks_are_not_bound_where_cores_are_too_few_or_hosts_uneven(fields):
+    assert "--bind-to none" in str(line("open_mpi", **fields))
+    assert "-bind-to none" in str(line("hydra", **fields))
+    assert "--cpu-bind none" in str(line("pals", **fields))
+    assert "--cpu-bind=none" in str(line("srun", **fields))
+
+
+def test_ranks_on_other_hosts_get_the_variables(monkeypatch):
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
+    text = str(line("open_mpi", environ={"OMP_NUM_THREADS": "2"}))
+    assert "-x HOROVOD_CYCLE_TIME" in text
+    assert "-x OMP_NUM_THREADS" in text
+    assert "-x" not in line("open_mpi", hosts=[]).words
+
+
+@pytest.mark.parametrize("kind", VERSIONS)
+def test_programs_are_told_apart_by_what_they_say(programs, kind):
+    programs(mpirun=VERSIONS[kind], mpiexec=VERSIONS[kind])
+    assert launchers.find(None, None).kind == kind.partition(" ")[0]
+
+
+def test_what_is_here_is_taken(programs):
+    programs(mpirun=VERSIONS["open_mpi"], mpiexec=VERSIONS["pals"])
+    assert launchers.find(None, "pbs").kind == "pals", "the machine's own comes first"
+    assert launchers.find("mpirun", "pbs").kind == "open_mpi", "unless one is named"
+    with pytest.raises(SetupError, match="srun is not here"):
+        launchers.find("srun", None)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "plugins", "taken"),
+    [
+        ("open_mpi", "none\npmi2\npmix\npmix_v4", "--mpi=pmix"),
+        ("open_mpi", "none\npmi2", "mpirun"),
+        ("hydra", "none\npmi2\npmix", "--mpi=pmi2"),
+        ("hydra", "none\ncray_shasta\npmi2", "--mpi=cray_shasta"),
+    ],
+)
+def test_srun_is_taken_in_a_job_where_it_can_start_this_mpi(programs, mpi, plugins, taken):
+    programs(mpirun=VERSIONS[mpi], srun=plugins)
+    found = launchers.find(None, "slurm")
+    assert taken in str(found.make(Job(["train"], 2)))
+
+
+@pytest.mark.parametrize("kind", ["open_mpi 5", "hydra"])
+def test_where_horovodrun_breaks_mpirun_is_used_and_said_so(programs, kind):
+    programs(mpirun=VERSIONS[kind], horovodrun="")
+    found = launchers.find("horovodrun", None)
+    assert found.kind == kind.partition(" ")[0]
+    assert "mpirun is used" in found.note
+    assert re.search(r"Open MPI\) 5|Hydra", found.note)
+
+
+def test_horovodrun_is_used_where_it_works(programs):
+    programs(mpirun=VERSIONS["open_mpi"], horovodrun="")
+    assert launchers.find("horovodrun", None).kind == "horovodrun"
+
+
+def test_without_any_launcher_the_error_says_what_was_tried(programs):
+    programs()
+    with pytest.raises(SetupError, match="mpiexec, mpirun"):
+        launchers.find(None, None)
+
+
+def test_threads_are_what_the_user_says_or_a_share_of_the_cores():
+    assert launchers.threads_of({}, 8, 2) == 4
+    assert launchers.threads_of({}, 2, 8) == 1
+    assert launchers.threads_of({"OMP_NUM_THREADS": "3"}, 8, 2) == 3

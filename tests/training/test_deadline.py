@@ -1,0 +1,74 @@
+"""When the batch job ends, as SLURM and PBS tell."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hpc_train.training import deadline
+
+PBS_PRO = """Job Id: 7.server
+    job_state = R
+    Resource_List.walltime = 02:00:00
+    resources_used.walltime = 00:01:00
+    stime = {start}
+"""
+TORQUE = PBS_PRO.replace("stime", "start_time")
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    """Have squeue or qstat answer so, and nothing else be there."""
+
+    def answer(name, text):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}\nEND\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0:59", 59),
+        ("12:00", 720),
+        ("1:02:03", 3723),
+        ("2-01:00:00", 2 * 86400 + 3600),
+        ("UNLIMITED", None),
+        ("INVALID", None),
+        ("", None),
+    ],
+)
+def test_slurm_tells_how_much_is_left(answers, text, expected):
+    answers("squeue", text)
+    end = deadline.ask({"SLURM_JOB_ID": "7"})
+    assert end is None if expected is None else abs(end - time.time() - expected) < 5
+
+
+def test_newer_slurms_set_a_variable():
+    assert deadline.ask({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
+
+
+@pytest.mark.parametrize("shape", [PBS_PRO, TORQUE])
+def test_pbs_tells_start_and_length(answers, shape):
+    start = time.time() - 60
+    answers("qstat", shape.format(start=time.ctime(start)))
+    assert abs(deadline.ask({"PBS_JOBID": "7"}) - start - 7200) < 2
+
+
+def test_a_job_that_waits_or_a_scheduler_that_is_silent_has_no_end(answers):
+    answers("qstat", "Job Id: 7\n    Resource_List.walltime = 02:00:00\n")
+    assert deadline.ask({"PBS_JOBID": "7"}) is None
+    assert deadline.ask({"SLURM_JOB_ID": "7"}) is None
+    assert deadline.ask({}) is None
+
+
+def test_what_the_script_says_comes_first(answers, monkeypatch):
+    answers("squeue", "1:00:00")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv(deadline.VARIABLE, "1700000000")
+    deadline.note()
+    assert deadline.os.environ[deadline.VARIABLE] == "1700000000"
