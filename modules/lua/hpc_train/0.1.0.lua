@@ -1,0 +1,40 @@
+-- hpc_train for Lmod. How to use and install it: docs/how-to/modules.md
+
+------ What a site may set: these two lines, nothing else ------------------------------------
+local prefix   = ""  -- The environment that has bin/hpc-train. "": .venv of this file's checkout.
+local requires = {}  -- Modules that it stands on, such as {"python/3.11", "openmpi"}.
+----------------------------------------------------------------------------------------------
+
+-- A user's HPC_TRAIN_PREFIX goes before. What was loaded is unloaded, whatever is set by then.
+local given = os.getenv(mode() == "unload" and "HPC_TRAIN_ROOT" or "HPC_TRAIN_PREFIX") or ""
+if given ~= "" then
+   prefix = given
+elseif prefix == "" then
+   -- This file, with links to it resolved, is CHECKOUT/modules/lua/hpc_train/VERSION.lua.
+   local checkout = abspath(myFileName()):match("(.*)/[^/]+/[^/]+/[^/]+/[^/]+$") or ""
+   prefix = checkout .. "/.venv"
+end
+prefix = abspath(prefix) or prefix
+local bin = pathJoin(prefix, "bin")
+
+whatis("Name: hpc_train")
+whatis("Version: " .. myModuleVersion())
+whatis("Description: trains PyTorch models on HPC clusters over MPI and Horovod")
+
+help([[
+hpc_train trains PyTorch models on HPC clusters over MPI and Horovod.
+
+    hpc-train doctor    what works here, what does not, and what mends it
+    hpc-train --help    all commands
+
+PATH gets $HPC_TRAIN_ROOT/bin; HPC_TRAIN_ROOT is ]] .. prefix .. ".\n")
+
+if mode() == "load" and not isFile(pathJoin(bin, "hpc-train")) then
+   LmodError("no hpc-train in " .. bin .. ": install it there, or set HPC_TRAIN_PREFIX")
+end
+-- No conflict(): Lmod never has two versions of a module loaded.
+for _, name in ipairs(requires) do
+   depends_on(name)
+end
+prepend_path("PATH", bin)
+setenv("HPC_TRAIN_ROOT", prefix)
