@@ -22,6 +22,7 @@ VERSION = hpc_train.__version__
 SYSTEM_PATH = "/usr/bin:/bin"
 LOAD = "module load hpc_train; echo code $?"
 UNLOAD = "module unload hpc_train"
+BOTH_OUTPUTS = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 60}
 # What the systems note for themselves; they leave some of it behind, also for other modules.
 NOTES = re.compile(r"LOADEDMODULES|_LMFILES_|__MODULES_\w+|_ModuleTable\w+|__LMOD_\w+")
 
@@ -65,17 +66,8 @@ class Site:
         script = "\n".join([f"{source} {self.system.init(shell)}", *lines, ""])
         (self.folder / "script").write_text(script.replace("DUMP ", "env -0 > dump-"))
         clean = {"HOME": str(self.folder), "PATH": SYSTEM_PATH, "MODULEPATH": str(self.tree)}
-        done = subprocess.run(
-            [shell, "script"],
-            cwd=self.folder,
-            env=clean | environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        return done.stdout
+        where = {"cwd": self.folder, "env": clean | environ}
+        return subprocess.run([shell, "script"], **where, **BOTH_OUTPUTS, check=False).stdout
 
     def dump(self, name: str) -> dict[str, str]:
         """The environment at `DUMP name`, without the systems' notes."""
