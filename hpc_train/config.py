@@ -48,6 +48,9 @@ class RunSection:
     """Seconds that a rank waits for another before the job ends with an error; 0: for ever."""
     hang_steps: int = 20
     """The same within a step, in times of the longest one so far, and at least 30 s; 0: not so."""
+    preflight: bool = True
+    """Whether ranks and hosts are looked at before the first step: versions, clocks, memory, the
+    run directory, slow ranks and links; it takes a second or two."""
 
     def __post_init__(self) -> None:
         _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hpc_train import files, log
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.collectives import connect
 from hpc_train.config import RunConfig
@@ -22,9 +21,7 @@ from hpc_train.errors import ConfigError
 from hpc_train.gradients import LossScaler
 from hpc_train.gradients.scaling import clip_factor
 from hpc_train.models.dropout import mix
-from hpc_train.monitoring.console import progress
 from hpc_train.monitoring.meter import Meter
-from hpc_train.monitoring.metrics import MetricsFile
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.runtime import Runtime
@@ -34,9 +31,10 @@ from hpc_train.parallel.apply import apply
 from hpc_train.training import averaging
 from hpc_train.training.deadline import of_job
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
-from hpc_train.training.heartbeat import history
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import STOP, StopRequests
+from hpc_train.training.preflight import preflight
+from hpc_train.training.run_directory import reporting, run_directory
 from hpc_train.training.saving import Saving, landing, options_of, resume_or_start
 from hpc_train.training.schedule import last_step, learning_rate
 from hpc_train.training.steps import guarded_steps
@@ -89,7 +87,7 @@ class Trainer:
         tokens_per_sample: int = 0,
     ) -> None:
         self.config, self.dataset, self.loss, self.validation = config, dataset, loss, validation
-        self.group = runtime.world
+        self.runtime, self.group = runtime, runtime.world
         run, data = config.run, config.data
         layout = config.parallel
         self.grid = ParallelGrid.build(
@@ -127,6 +125,9 @@ class Trainer:
         local = self.group if config.gradients.average_every > 1 else None
         self.scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None
         self.model = model.to(getattr(torch, config.precision.parameters))
+        numbers = sum(parameter.numel() for parameter in model.parameters())
+        # With Adam's two moments, before the model is divided over the ranks.
+        self.state_bytes = 3 * numbers * getattr(torch, config.precision.parameters).itemsize
         self.layout = apply(
             self.model,
             self.grid,
@@ -171,18 +172,20 @@ class Trainer:
             HpcTrainError: as the parts raise them, the same on all ranks.
         """
         with (
-            self._run_directory() as directory,
+            run_directory(self.group, self.config) as directory,
             watch_over(self.group, self.config.run.hang_timeout),
             closing(self._stop_requests(directory)) as stop,
             landing(self.checkpoints),
         ):
+            if self.config.run.preflight:
+                preflight(self.runtime, directory, self.device, self.state_bytes)
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
             if after >= self.last_step:
                 logger.info("nothing to do: step %d of %d is done", after, self.last_step)
                 return
             with (
                 closing(self._loader(after)) as loader,
-                self._reporting(directory, after) as report,
+                reporting(self.group, directory, after, self.last_step) as report,
             ):
                 saving = Saving.of(self.config.checkpoint)
                 self.meter.start()
@@ -347,60 +350,6 @@ class Trainer:
         run = self.config.run
         end = of_job(self.group) if run.time_limit == "auto" else None
         return StopRequests(run.time_limit_seconds(), end, directory / STOP)
-
-    @contextmanager
-    def _run_directory(self) -> Iterator[Path]:
-        """Make the run directory, with the configuration in it, and log to it."""
-        directory = Path(self.config.run.dir)
-        with agreed(self.group), _usable(directory):
-            if self.group.rank == 0:
-                if (directory / STOP).exists():
-                    raise ConfigError(
-                        f"{directory / STOP} is there, which ends the run",
-                        "remove it, and the run goes on",
-                    )
-                (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-                files.write_text(directory / "config.yaml", self.config.to_yaml())
-        with agreed(self.group), _usable(directory):
-            handler = log.to_file(directory / "logs", self.group.rank, self.group.size)
-        try:
-            yield directory
-        finally:
-            log.stop(handler)
-
-    @contextmanager
-    def _reporting(
-        self, directory: Path, after: int
-    ) -> Iterator[Callable[[dict[str, float]], None]]:
-        """Where records go: on rank 0 to metrics.jsonl and the console, elsewhere nowhere."""
-        with agreed(self.group), _usable(directory):
-            metrics = (
-                MetricsFile(directory / "metrics.jsonl", after) if self.group.rank == 0 else None
-            )
-        if metrics is None:
-            yield lambda record: None
-            return
-        shown = progress(self.last_step, alone=self.group.comm is None)
-        with closing(metrics), closing(shown):
-            restarts = history(after)
-
-            def report(record: dict[str, float]) -> None:
-                record |= restarts
-                metrics.write(record)
-                shown.show(record)
-
-            yield report
-
-
-@contextmanager
-def _usable(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir {directory} cannot be written ({error.strerror}: {error.filename})",
-            "give a folder that you may write to, or free space",
-        ) from None
 
 
 def sample_order_identity(config: RunConfig, samples: int) -> dict[str, Any]:

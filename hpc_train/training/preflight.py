@@ -1,0 +1,266 @@
+"""What a job looks at before its first step: the same program everywhere, and no host that is slow.
+
+What differs ends the job with an error that names rank and host. What is only slow, or nearly full,
+is a warning: a job on it is worth less, not wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import torch
+
+from hpc_train import files
+from hpc_train.errors import UserError
+from hpc_train.mpi.agreement import agreed, same
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime, import_mpi, library_version
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("torch", "mpi4py", "numpy", "h5py", "horovod")
+COMPUTE_SECONDS = 0.1  # of each rank's trial
+ROUNDS = 3  # of which the fastest counts: others use the machine too
+MESSAGE = 1 << 20  # bytes
+SLOW = 1.5  # times the median of all
+CLOCKS = 2.0  # seconds that clocks may differ: logs and time limits mean them
+LITTLE = 1 << 30  # bytes of memory
+SHOWN = 4  # slow ones that are named
+
+
+class Finding(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    found: str
+    fine: bool = True
+
+
+def preflight(runtime: Runtime, directory: Path, device: torch.device, needed: int) -> None:
+    """Look at all ranks and hosts, and log what was found as one table. Collective.
+
+    Args:
+        runtime: of the job; a process alone has nothing to compare.
+        directory: the run's, which all hosts have to share.
+        device: that this rank computes on.
+        needed: bytes of a checkpoint.
+
+    Raises:
+        UserError: ranks run different versions, or a host does not see the run directory.
+    """
+    world = runtime.world
+    if world.comm is None:
+        return
+    begin = time.monotonic()
+    leaders = world.split(0 if runtime.node.rank == 0 else 1, world.rank)
+    leads = runtime.node.rank == 0
+    found = [same_versions(world), clocks(world)]
+    found.append(shared_directory(world, leaders if leads else None, directory, needed))
+    found.append(memory(world))
+    found.append(computing(world, device))
+    found += links(runtime, leaders if leads else None)
+    leaders.close()
+    logger.info("%s", table(world, found, time.monotonic() - begin))
+    for finding in found:
+        if not finding.fine and world.rank == 0:
+            logger.warning("%s: %s", finding.what, finding.found)
+
+
+def table(world: Group, found: Sequence[Finding], seconds: float) -> str:
+    """The findings as text. Collective."""
+    hosts = len(set(world.gathered(world.host)))
+    title = f"preflight of {world.size} ranks on {hosts} host{'s' * (hosts > 1)}, {seconds:.1f} s"
+    lines = [f"  {' ' if one.fine else '!'} {one.what:<14} {one.found}" for one in found]
+    return "\n".join([title, *lines])
+
+
+def versions() -> dict[str, str]:
+    """This rank's Python, packages and MPI library."""
+    found = {"Python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return {**found, "MPI": library_version(import_mpi())}
+
+
+def same_versions(world: Group) -> Finding:
+    """Whether all ranks have the same packages and the same MPI library. Collective.
+
+    Raises:
+        UserError: a rank differs.
+    """
+    mine = versions()
+    for name in ("Python", *PACKAGES, "MPI"):
+        same(world, f"the version of {name}", mine.get(name, "none"), "install the same everywhere")
+    return Finding("versions", ", ".join(f"{name} {text}" for name, text in mine.items()))
+
+
+def clocks(world: Group) -> Finding:
+    """How far the hosts' clocks differ. Collective."""
+    spreads = []
+    for _ in range(ROUNDS):
+        world.barrier()
+        now = world.gathered(time.time(), "the clocks")
+        spreads.append(max(now) - min(now))
+    return Finding("clocks", f"within {min(spreads):.3f} s", min(spreads) < CLOCKS)
+
+
+def shared_directory(world: Group, leaders: Group | None, directory: Path, needed: int) -> Finding:
+    """Whether all hosts write to the same run directory, and how much it still takes. Collective.
+
+    Raises:
+        UserError: a host cannot write there, or writes to a folder of its own.
+    """
+    begin = time.monotonic()
+    names = [f".preflight-{host}" for host in sorted(set(world.gathered(world.host)))]
+    with agreed(world):
+        if leaders is not None:
+            try:
+                files.write_text(directory / f".preflight-{world.host}", "x" * 4096)
+            except OSError as error:
+                raise UserError(
+                    f"run.dir {directory} cannot be written ({error.strerror})", "free space there"
+                ) from None
+    with agreed(world):
+        missing = [name for name in names if not (directory / name).exists()]
+        if missing and leaders is not None:
+            other = missing[0].removeprefix(".preflight-")
+            raise UserError(
+                f"run.dir {directory.absolute()} is not the folder that {other} sees",
+                "give one on a file system that all hosts share",
+            )
+    if world.rank == 0:
+        for name in names:
+            files.remove(directory / name)
+    seconds = time.monotonic() - begin
+    free = world.from_first(lambda: shutil.disk_usage(directory).free)
+    text = f"{_size(free)} free, written and read by all hosts in {seconds:.2f} s"
+    if free < needed:
+        return Finding("run.dir", f"{text}, less than a checkpoint's {_size(needed)}", False)
+    return Finding("run.dir", text)
+
+
+def memory(world: Group) -> Finding:
+    """The memory that is free on the host that has least. Collective."""
+    free, host = min(world.gathered((psutil.virtual_memory().available, world.host)))
+    return Finding("memory", f"{_size(free)} free at the least ({host})", free > LITTLE)
+
+
+def computing(world: Group, device: torch.device) -> Finding:
+    """How fast each rank multiplies matrices while all do. Collective."""
+    world.barrier()
+    seconds = world.gathered((multiply(device), f"rank {world.rank} ({world.host})"), "a trial")
+    median = statistics.median(second for second, _ in seconds)
+    size = _matrix(device)
+    text = f"{2 * size**3 / median / 1e9:.1f} GFlop/s per rank"
+    return _with_slow("compute", text, seconds, median)
+
+
+def multiply(device: torch.device) -> float:
+    """Seconds of one product of two matrices in float32, the fastest of many."""
+    size = _matrix(device)
+    one = torch.ones(size, size, device=device)
+    best, until = float("inf"), time.monotonic() + COMPUTE_SECONDS
+    while time.monotonic() < until:
+        begin = time.perf_counter()
+        product = one @ one
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+        del product
+    return best
+
+
+def _matrix(device: torch.device) -> int:
+    return 4096 if device.type == "cuda" else 256
+
+
+def links(runtime: Runtime, leaders: Group | None) -> list[Finding]:
+    """How long a message takes inside each host, and between neighbouring ones. Collective."""
+    between = 0.0 if leaders is None or leaders.comm is None else exchange(leaders)
+    mine = runtime.world.host, (sum_inside(runtime.node), between)
+    everyone = sorted(set(runtime.world.gathered(mine, "trials of the links")))
+    found = []
+    for place, (what, how) in enumerate(
+        (("inside hosts", "summed"), ("between hosts", "each way"))
+    ):
+        seconds = [(times[place], host) for host, times in everyone if times[place]]
+        if seconds:
+            median = statistics.median(second for second, _ in seconds)
+            text = f"{_size(MESSAGE)} {how} in {1000 * median:.2f} ms"
+            found.append(_with_slow(what, text, seconds, median))
+    return found
+
+
+def exchange(leaders: Group) -> float:
+    """Seconds of a message each way with a neighbour, the faster one of two. Collective.
+
+    All hosts of a round exchange at the same time, each with one other; a host is slow only if it
+    is with both of its neighbours.
+    """
+    assert leaders.comm is not None
+    out, into = np.zeros(MESSAGE, np.uint8), np.empty(MESSAGE, np.uint8)
+    best = float("inf")
+    for pairs in rounds(leaders.size):
+        partner = dict(pairs + [(b, a) for a, b in pairs]).get(leaders.rank)
+        for _ in range(ROUNDS):
+            leaders.barrier()
+            if partner is None:
+                continue
+            begin = time.perf_counter()
+            with leaders.waiting(f"a message of host {partner}"):
+                leaders.comm.Sendrecv(out, partner, recvbuf=into, source=partner)
+            best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of neighbours on a ring, in rounds in which each is in one pair at most."""
+    pairs = [(i, (i + 1) % count) for i in range(count if count > 2 else count - 1)]
+    for begin in (0, 1):
+        yield [pair for pair in pairs[begin::2] if pair[1] or count == 2]
+    if count > 2:
+        yield pairs[-1:]
+
+
+def sum_inside(node: Group) -> float:
+    """Seconds of a sum over the ranks of this host, the fastest of some. Collective over them."""
+    if node.comm is None:
+        return 0.0
+    values, total = np.zeros(MESSAGE // 8), np.empty(MESSAGE // 8)
+    best = float("inf")
+    for _ in range(ROUNDS):
+        node.barrier()
+        begin = time.perf_counter()
+        with node.waiting("a sum on its host"):
+            node.comm.Allreduce(values, total)
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def _with_slow(
+    what: str, text: str, seconds: Sequence[tuple[float, str]], median: float
+) -> Finding:
+    """The finding, with those that took far longer than most."""
+    slow = sorted((entry for entry in seconds if entry[0] > SLOW * median), reverse=True)
+    if not slow:
+        return Finding(what, text)
+    named = ", ".join(f"{who} {second / median:.1f} times" for second, who in slow[:SHOWN])
+    more = f" and {len(slow) - SHOWN} more" if len(slow) > SHOWN else ""
+    return Finding(what, f"{text}; slower: {named}{more}", False)
+
+
+def _size(count: int) -> str:
+    mib = count / 2**20
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"

@@ -1,0 +1,82 @@
+"""A run's directory: made with its configuration, logged to, and given the records of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from hpc_train import files, log
+from hpc_train.config import RunConfig
+from hpc_train.errors import ConfigError
+from hpc_train.monitoring.console import progress
+from hpc_train.monitoring.metrics import MetricsFile
+from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.group import Group
+from hpc_train.training.heartbeat import history
+from hpc_train.training.preemption import STOP
+
+
+@contextmanager
+def run_directory(group: Group, config: RunConfig) -> Iterator[Path]:
+    """Make the run directory, with the configuration in it, and log to it. Collective.
+
+    Raises:
+        ConfigError: it cannot be written, or a file STOP in it ends the run.
+    """
+    directory = Path(config.run.dir)
+    with agreed(group), _usable(directory):
+        if group.rank == 0:
+            if (directory / STOP).exists():
+                raise ConfigError(
+                    f"{directory / STOP} is there, which ends the run",
+                    "remove it, and the run goes on",
+                )
+            (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+            files.write_text(directory / "config.yaml", config.to_yaml())
+    with agreed(group), _usable(directory):
+        handler = log.to_file(directory / "logs", group.rank, group.size)
+    try:
+        yield directory
+    finally:
+        log.stop(handler)
+
+
+@contextmanager
+def reporting(
+    group: Group, directory: Path, after: int, last_step: int
+) -> Iterator[Callable[[dict[str, float]], None]]:
+    """Where records go: on rank 0 to metrics.jsonl and the console, elsewhere nowhere. Collective.
+
+    Args:
+        group: the ranks of the job.
+        directory: the run's.
+        after: the step after which training goes on; later records are dropped.
+        last_step: of the run.
+    """
+    with agreed(group), _usable(directory):
+        metrics = MetricsFile(directory / "metrics.jsonl", after) if group.rank == 0 else None
+    if metrics is None:
+        yield lambda record: None
+        return
+    shown = progress(last_step, alone=group.comm is None)
+    restarts = history(after)
+    with closing(metrics), closing(shown):
+
+        def report(record: dict[str, float]) -> None:
+            record |= restarts
+            metrics.write(record)
+            shown.show(record)
+
+        yield report
+
+
+@contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir {directory} cannot be written ({error.strerror}: {error.filename})",
+            "give a folder that you may write to, or free space",
+        ) from None

@@ -1,0 +1,115 @@
+"""What a job notices before its first step."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_train.errors import UserError
+from hpc_train.training import preflight as checks
+from hpc_train.training.preflight import exchange, preflight, rounds
+
+CPU = torch.device("cpu")
+
+
+@given(st.integers(2, 300))
+def test_each_host_meets_both_its_neighbours_and_one_at_a_time(count):
+    met = set()
+    for pairs in rounds(count):
+        busy = [host for pair in pairs for host in pair]
+        assert len(busy) == len(set(busy))
+        met |= {frozenset(pair) for pair in pairs}
+    assert met == {frozenset((i, (i + 1) % count)) for i in range(count)}
+
+
+@pytest.fixture
+def messages(job, caplog):
+    """What rank 0 logs of a preflight."""
+
+    def run(directory: Path, needed: int = 0) -> str:
+        with caplog.at_level("INFO", logger="hpc_train"):
+            preflight(job, directory, CPU, needed)
+        return caplog.text
+
+    return run
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_sound_job_has_a_table_without_a_warning(job, messages, together):
+    text = messages(together)
+    assert f"preflight of {job.world.size} ranks on 1 host" in text
+    for what in ("versions", "torch", "clocks", "run.dir", "memory", "compute", "inside hosts"):
+        assert what in text
+    job.world.barrier()
+    assert not list(together.iterdir()), "nothing is left there"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("what", ["torch", "MPI"])
+def test_a_rank_with_another_version_is_named(job, monkeypatch, messages, together, what):
+    last = job.world.rank == job.world.size - 1
+    mine = {**checks.versions(), **({what: "0.1"} if last else {})}
+    monkeypatch.setattr(checks, "versions", lambda: mine)
+    with pytest.raises(UserError) as caught:
+        messages(together)
+    assert f"rank {job.world.size - 1} (" in str(caught.value)
+    assert f"the version of {what} differs" in str(caught.value)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_slow_rank_is_named(job, monkeypatch, messages, together):
+    factor = 3.0 if job.world.rank == 1 else 1.0
+    monkeypatch.setattr(checks, "multiply", lambda device: 0.001 * factor)
+    text = messages(together)
+    if job.world.rank == 0:
+        assert "compute: 33.6 GFlop/s per rank; slower: rank 1 (" in text
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_slow_clock_is_told(job, monkeypatch, messages, together):
+    now = checks.time.time
+    ahead = 60.0 if job.world.rank == 1 else 0.0
+    monkeypatch.setattr(checks.time, "time", lambda: now() + ahead)
+    text = messages(together)
+    assert job.world.rank or "clocks: within 60." in text
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_folder_that_hosts_do_not_share_is_refused(job, monkeypatch, together):
+    """Each rank is a host of its own here, the last one with a folder of its own."""
+    hosts = [f"host{rank}" for rank in range(job.world.size)]
+    monkeypatch.setattr(type(job.world), "host", property(lambda group: hosts[job.world.rank]))
+    directory = together
+    if job.world.rank == job.world.size - 1:
+        directory = together / "own"
+        directory.mkdir()
+    job.world.barrier()
+    with pytest.raises(UserError) as caught:
+        checks.shared_directory(job.world, job.world, directory, 0)
+    assert "is not the folder that host" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_too_little_space_for_a_checkpoint_is_told(job, monkeypatch, messages, together):
+    usage = namedtuple("usage", "total used free")(2 << 30, 1 << 30, 1 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    text = messages(together, needed=5 << 30)
+    assert job.world.rank or "less than a checkpoint's 5.0 GiB" in text
+
+
+@pytest.mark.mpi
+def test_hosts_exchange_with_their_neighbours(group):
+    if group is not None and group.size > 1:
+        assert 0 < exchange(group) < 10
+
+
+def test_a_process_alone_has_nothing_to_compare(job, tmp_path, caplog):
+    preflight(job, tmp_path, CPU, 0)
+    assert not caplog.text
