@@ -140,7 +140,7 @@ def submit() -> ArgumentParser:
     made.add_argument("--nodes", default=1, **count)
     made.add_argument("--ranks_per_node", help="by default the site's, or 1", **count)
     made.add_argument("--threads", help="cores of each rank", **count)
-    made.add_argument("--time", default="01:00:00", metavar="HH:MM:SS", help="the job's limit")
+    made.add_argument("--time", default="01:00:00", metavar="HH:MM:SS", help="limit of the job")
     made.add_argument("--name", help="of the job; by default of the run directory")
     made.add_argument("--account", help="who pays")
     made.add_argument("--queue", help="queue or partition")

@@ -37,7 +37,7 @@ class Batch:
         nodes: how many.
         ranks_per_node: ranks of each.
         threads: cores of a rank.
-        seconds: time limit.
+        seconds: time limit; an MPIJob has none.
         command: what each rank runs.
         run_dir: of the run, in which a file STOP ends it.
         start: the launcher's line, in front of the command.
@@ -231,12 +231,16 @@ def _tasks(batch: Batch) -> list[str]:
 
 
 def _mpijob(batch: Batch) -> str:
+    if not re.fullmatch("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", batch.name):
+        raise UserError(
+            f"the name {batch.name!r} is none for Kubernetes",
+            "give --name with lower-case letters, digits and - only",
+        )
     tree: dict[str, Any] = yaml.safe_load((TEMPLATES / "mpijob.yaml").read_text())
     tree["metadata"]["name"] = batch.name
     spec = tree["spec"]
     spec["slotsPerWorker"] = batch.ranks_per_node
     spec["runPolicy"]["backoffLimit"] = batch.most
-    spec["runPolicy"]["activeDeadlineSeconds"] = batch.seconds
     launcher, worker = (spec["mpiReplicaSpecs"][role] for role in ("Launcher", "Worker"))
     worker["replicas"] = batch.nodes
     variables = [{"name": name, "value": value} for name, value in batch.environ.items()]

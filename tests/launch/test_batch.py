@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -120,15 +121,26 @@ def test_strange_directives_are_refused(directive):
         text(replace(PLAIN, directives=[directive]))
 
 
-def test_an_mpijob_is_as_its_operator_takes_it():
+SCHEMA = yaml.safe_load(Path(__file__).with_name("mpijob-schema.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", [TEMPLATES / "mpijob.yaml", RECORDED / "mpijob.yaml"], ids=str)
+def test_mpijobs_fit_their_operators_schema(path):
+    jsonschema.validate(yaml.safe_load(path.read_text()), SCHEMA)
+
+
+def test_an_mpijob_has_what_was_asked_for():
     tree = yaml.safe_load(text(BATCHES["mpijob.yaml"]))
+    jsonschema.validate(tree, SCHEMA)
     spec = tree["spec"]
     launcher, worker = spec["mpiReplicaSpecs"]["Launcher"], spec["mpiReplicaSpecs"]["Worker"]
-    assert (tree["apiVersion"], tree["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     assert spec["slotsPerWorker"] * worker["replicas"] == 8
     container = launcher["template"]["spec"]["containers"][0]
     assert container["command"] + container["args"] == [*PLAIN.start, *PLAIN.command]
     assert worker["template"]["spec"]["containers"][0]["image"] == "registry.example.org/it:1"
+    for wrong in ("My_run", "a b", "-a"):
+        with pytest.raises(UserError, match="Kubernetes"):
+            text(replace(BATCHES["mpijob.yaml"], name=wrong))
 
 
 def test_times():
