@@ -9,6 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
+#SBATCH --no-kill
 #% endif
 #= directives =#
 # A SLURM job that trains until it is done: it stops with a checkpoint before its time is over, and

@@ -164,6 +164,7 @@ def _slurm(batch: Batch) -> list[str]:
         f"--output={_word('run.dir', output)}",
         "--open-mode=append",
         "--requeue",
+        "--no-kill",  # `hpc-train launch` goes on without a node that fails
     ]
     if batch.seconds >= SHORT:
         lines.append(f"--signal=B:USR1@{min(300, batch.seconds // 10)}")

@@ -7,6 +7,7 @@
 #SBATCH --output=runs/my/%x-%A_%a.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --account=project1
 #SBATCH --partition=long
 #SBATCH --array=0-1

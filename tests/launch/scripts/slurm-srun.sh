@@ -7,6 +7,7 @@
 #SBATCH --output=runs/my/%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --signal=B:USR1@300
 #SBATCH --account=project1
 #SBATCH --partition=long
