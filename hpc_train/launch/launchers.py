@@ -25,8 +25,8 @@ PROGRAMS = ("srun", "mpiexec", "mpirun", "horovodrun")
 # Handed to ranks on other hosts by launchers that would leave them out.
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
 PREFIXES = ("HPC_TRAIN_", "HOROVOD_", "NCCL_", "TORCH_")
-# A host whose link is dead sends nothing, not even its end: without these, mpirun of version 4, and of
-# version 5, would believe in it for minutes. In seconds: 9 all together.
+# A host whose link is dead sends nothing, not even its end: without these mpirun, of version 4 and
+# of 5, would believe in it for minutes. In seconds: 9 all together.
 KEEPALIVE = {
     f"{prefix}_MCA_oob_tcp_keepalive_{name}": value
     for prefix in ("OMPI", "PRTE")

@@ -1,0 +1,148 @@
+"""Kills ranks, slurmds and hosts under a job on emulated hosts, and tells how long it then takes.
+
+    python -m tests.cluster.recovery --kills 20 --seed 0
+
+The job is a small GPT on 4 hosts with 2 ranks each, submitted to a real SLURM. At random moments a
+random rank, a slurmd or a whole host is killed, its link first. What counts is the time until the
+next step that is new. Hosts and slurmds come back after each kill. In the end the losses have to be
+those of a run that nobody disturbed, up to the order of additions, which fewer replicas change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import psutil
+
+from tests.cluster.hosts import hosts
+from tests.cluster.slurm import Slurm, slurm, wait_until
+from tests.conftest import small_program, small_text
+from tests.programs import ENVIRON, Program, hpc_train
+
+SECONDS = 180.0  # in which a job has to be training again
+VICTIMS = ("a rank", "a slurmd", "a host")
+
+
+def ranks(up: Slurm) -> list[int]:
+    """The processes of the job's ranks."""
+    found = []
+    for pid in up.cluster.processes():
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            words = process.cmdline()
+            if (
+                "train" in words
+                and "launch" not in words
+                and "OMPI_COMM_WORLD_RANK" in (process.environ())
+            ):
+                found.append(pid)
+    return found
+
+
+def last_step(program: Program) -> int:
+    """The step of the last whole record; 0: there is none."""
+    with suppress(OSError, ValueError, IndexError):
+        return json.loads((program.root / "run/metrics.jsonl").read_text().splitlines()[-1])["step"]
+    return 0
+
+
+def kill(up: Slurm, victim: str, random: Random) -> Callable[[], None]:
+    """Kill it; returns what brings it back."""
+    if victim == "a rank":
+        os.kill(random.choice(ranks(up)), signal.SIGKILL)
+        return lambda: None
+    host = random.choice(up.cluster.names)
+    if victim == "a slurmd":
+        up.kill_slurmd(host)
+        return lambda: up.start_slurmd(host)
+    up.power_off(host)
+    return lambda: up.boot(host)
+
+
+def importing(count: int) -> float:
+    """Seconds in which so many processes at once import torch."""
+    begin = time.monotonic()
+    words = [sys.executable, "-c", "import torch"]
+    started = [subprocess.Popen(words, env=ENVIRON) for _ in range(count)]
+    for process in started:
+        process.wait()
+    return time.monotonic() - begin
+
+
+def soak(up: Slurm, program: Program, kills: int, random: Random) -> dict[str, list[float]]:
+    """Kill so often; returns the seconds until the next new step, by victim."""
+    seconds: dict[str, list[float]] = {victim: [] for victim in VICTIMS}
+    for number in range(kills):
+        wait_until(lambda: len(ranks(up)) >= 4, SECONDS)
+        before = last_step(program)
+        wait_until(lambda step=before: last_step(program) > step + 3, SECONDS)
+        time.sleep(3 * random.random())
+        victim = VICTIMS[number % 3]
+        reached, begin = last_step(program), time.monotonic()
+        bring_back = kill(up, victim, random)
+        wait_until(lambda step=reached: last_step(program) > step + 1, SECONDS)
+        seconds[victim].append(time.monotonic() - begin)
+        print(f"{number + 1}: {victim} at step {reached}, {seconds[victim][-1]:.1f} s", flush=True)
+        bring_back()
+    return seconds
+
+
+def main() -> None:
+    """Run the job, kill, compare, and print the times."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=5000)
+    options = parser.parse_args()
+    random = Random(options.seed)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        hosts(4, 2) as cluster,
+        slurm(cluster) as up,
+    ):
+        folder = Path(name)
+        program = small_program(folder, small_text(folder / "text"))
+        run = ["--run.steps", str(options.steps), "--gradients.engine", "mpi"]
+        run += ["--checkpoint.every", "10", "--checkpoint.keep", "3"]
+        run += ["--optimizer.schedule", "constant"]  # a rate that does not know of the last step
+        size = ["--scheduler", "slurm", "--nodes", "4", "--ranks_per_node", "2"]
+        size += ["--max_restarts", str(options.kills), "--time", "04:00:00"]
+        words = hpc_train("submit", str(program.config), *size, *run)
+        done = up.run([*words, "--run.dir", str(folder / "run")], cwd=folder)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        seconds = soak(up, program, options.kills, random)
+        up.run(hpc_train("cancel", str(folder / "run")))
+        up.wait(int(done.stdout), SECONDS)
+        run[1] = str(last_step(program))
+        whole = cluster.run(program.command("whole", *run), 8, timeout=1800)
+        if whole.returncode:
+            raise SystemExit(whole.stderr)
+        pairs = list(zip(program.losses("run"), program.losses("whole"), strict=True))
+    everything = [second for values in seconds.values() for second in values]
+    for victim, values in {**seconds, "all": everything}.items():
+        if not values:
+            continue
+        median, worst = statistics.median(values), max(values)
+        print(f"{victim}: {len(values)}, median {median:.1f} s, worst {worst:.1f} s")
+    apart = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
+    print(f"{len(pairs)} steps, losses apart by {apart:.1e} at the most from an undisturbed run's")
+    if apart > 1e-6:
+        raise SystemExit("the losses are others")
+    print(f"importing torch in 8 processes at once: {importing(8):.1f} s")
+
+
+if __name__ == "__main__":
+    main()

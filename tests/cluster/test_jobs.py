@@ -1,0 +1,116 @@
+"""Batch jobs on a real SLURM: they end themselves, go on by themselves, and survive dead hosts."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import hosts
+from tests.cluster.slurm import Slurm, slurm, wait_until, why_not
+from tests.conftest import small_program
+from tests.programs import Program, hpc_train
+
+
+@pytest.fixture(scope="module", autouse=True)
+def possible():
+    """Asked when the first test runs: ranks that only collect this module start nothing."""
+    if why_not():
+        pytest.skip(why_not())
+
+
+@pytest.fixture(scope="module")
+def up():
+    with hosts(4, 2) as cluster, slurm(cluster) as started:
+        yield started
+
+
+@pytest.fixture
+def program(tmp_path: Path, text_data: Path) -> Program:
+    """The small training job, on the engine that needs no search for the fastest way."""
+    made = small_program(tmp_path, text_data)
+    made.config.write_text(made.config.read_text() + "gradients: {engine: mpi}\n")
+    return made
+
+
+def submit(up: Slurm, program: Program, name: str, *words: str) -> int:
+    """Submit the training from its folder, over all hosts."""
+    size = ["--scheduler", "slurm", "--nodes", "4", "--ranks_per_node", "2"]
+    run_dir = ["--run.dir", str(program.root / name)]
+    command = hpc_train("submit", str(program.config), *size, *run_dir, *words)
+    done = up.run(command, cwd=program.root)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def output(program: Program, name: str) -> str:
+    """What a run's jobs have printed."""
+    return "".join(path.read_text() for path in (program.root / name).glob("*.out"))
+
+
+def uninterrupted(up: Slurm, program: Program, *options: str) -> Program:
+    """The run `whole`, by mpirun over the same hosts."""
+    done = up.cluster.run(program.command("whole", *options), 8)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program):
+    options = ["--run.steps", "400", "--checkpoint.every", "0"]
+    uninterrupted(up, program, *options)
+    job = submit(up, program, "chain", "--time", "00:01:00", *options)
+    assert up.wait(job, 400) == "COMPLETED", output(program, "chain")
+    restarts = int(up.job(job)["Restarts"])
+    text = output(program, "chain")
+    assert restarts >= 1, text
+    assert text.count("stopped by run.time_limit (the end of the job)") == restarts
+    assert program.losses("chain") == program.losses("whole")
+    last = [program.checkpoint(name, 400).read_bytes() for name in ("chain", "whole")]
+    assert last[0] == last[1], "the parameters are the same, bit for bit"
+
+
+def test_cancel_ends_a_job_for_good(up, program):
+    job = submit(up, program, "endless", "--run.steps", "1000000", "--checkpoint.every", "0")
+    metrics = program.root / "endless/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 90)
+    done = up.run(hpc_train("cancel", str(program.root / "endless")))
+    assert done.returncode == 0, done.stderr
+    assert up.wait(job, 60) == "FAILED"  # by its exit code, 75
+    assert up.job(job)["Restarts"] == "0"
+    assert "checkpoint written" in output(program, "endless")
+    again = submit_fails(up, program)
+    assert "STOP is there" in again
+
+
+def submit_fails(up: Slurm, program: Program) -> str:
+    """The error of a second submission of the run `endless`."""
+    run_dir = ["--run.dir", str(program.root / "endless")]
+    done = up.run(hpc_train("submit", str(program.config), *run_dir), cwd=program.root)
+    assert done.returncode == 2
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_without_a_host_that_dies(up, program):
+    options = ["--run.steps", "150", "--checkpoint.every", "20"]
+    uninterrupted(up, program, *options)
+    job = submit(up, program, "dying", *options)
+    metrics = program.root / "dying/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 30, 120)
+    begin = time.monotonic()
+    up.power_off("node3")
+    try:
+        assert up.wait(job, 200) == "COMPLETED", output(program, "dying")
+    finally:
+        up.boot("node3")
+    print(f"finished {time.monotonic() - begin:.0f} s after the host's end")
+    lines = (program.root / "dying/launch.jsonl").read_text().splitlines()
+    starts = [json.loads(line) for line in lines if '"start"' in line]
+    assert len(starts) == 2
+    assert "node3" not in starts[1]["hosts"]
+    assert starts[1]["ranks"] == 4, "16 samples by 2 each: 8 or 4 replicas, not 6"
+    assert program.losses("dying") == pytest.approx(program.losses("whole"), rel=1e-10)
