@@ -16,7 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,22 +29,37 @@ from tests.programs import ENVIRON, run
 ROOT = Path(__file__).parents[2]
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mpirun")  # iproute2, util-linux, Open MPI
 
+# What programs on the hosts have to be told: Open MPI cannot know that they share cores and memory.
+ON_HOSTS = {
+    "PYTHONPATH": str(ROOT),
+    "OMPI_MCA_btl": "self,vader,tcp",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "0",
+}
+
 # The first process stands in the bridge's network, where the link to a host has the host's name.
 # Daemons become its children: `wait` reaps them.
-BOOT = """
+FIRST = """
 ip link add switch type bridge
 ip link set switch up
-cd {folder}
-while read -r address name; do
-    mkdir $name
-    unshare --net --uts --mount sh -ec '{host}' - $address $name
-    ip link set $name master switch up
-    {shape_in}
-done < addresses
+for name in {names}; do
+    {folder}/boot $name
+done
 exec 3<&0
 cat <&3 &
 echo ready
 wait $!
+"""
+# boot NAME, in the bridge's network.
+BOOT = """#!/bin/sh -e
+cd {folder}
+rm -rf $1
+mkdir $1
+unshare --net --uts --mount sh -ec '{host}' - $(sed -n "s/ $1$//p" hosts) $1
+ip link set $1 master switch up
+{shape_in}
 """
 # Made inside the host. `netns 1`: the network of process 1, above. The sleeping process keeps the
 # host's namespaces, so that others can enter. Two clusters' shared memory may have the same names.
@@ -57,7 +72,7 @@ ip link add eth0 type veth peer name $2 netns 1
 ip address add $1/24 dev eth0
 ip link set eth0 up
 {shape_out}
-sleep infinity &
+sleep infinity > /dev/null 2>&1 &
 echo $! > $2/pid
 """
 SHAPE = "tc qdisc add dev {link} root tbf rate {mbit}mbit burst 256kb latency 50ms"
@@ -108,10 +123,7 @@ class Cluster:
         """
         hosts = ",".join(f"{name}:{self.slots}" for name in self.names)
         agent = str(self.folder / "enter")
-        options = ["--host", hosts, "--map-by", by, "--bind-to", "none"]
-        # The hosts share this machine's cores and memory, which Open MPI and UCX cannot know.
-        options += ["-mca", "mpi_yield_when_idle", "1", "-mca", "pml", "ob1"]
-        options += ["-mca", "btl", "self,vader,tcp", "-mca", "plm_rsh_agent", agent]
+        options = ["--host", hosts, "--map-by", by, "-mca", "plm_rsh_agent", agent]
         words = ["mpirun", "-np", str(ranks), *options, *command]
         return self.on(self.names[0], words, timeout, environ)
 
@@ -124,20 +136,36 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on one host; arguments, result and errors as in `run`."""
         before = self.processes()
-        enter = ["nsenter", f"--target={self.parent}", "--mount", f"--pid={self._processes}"]
-        added = {"PYTHONPATH": str(ROOT), "OMPI_MCA_rmaps_base_oversubscribe": "0"}
+        words = [*self.inside, str(self.folder / "enter"), host, shlex.join(command)]
         try:
-            return run(
-                *(*enter, str(self.folder / "enter"), host, shlex.join(command)),
-                timeout=timeout,
-                environ={**added, **(environ or {})},
-            )
+            return run(*words, timeout=timeout, environ={**ON_HOSTS, **(environ or {})})
         except BaseException:
-            self._kill_others(before)
+            self.kill_all_but(before)
             raise
 
+    def kill_all_but(self, kept: set[int]) -> None:
+        """Kill all processes on the hosts but these."""
+        _kill(lambda: self.processes() - kept)
+
+    def power_off(self, host: str) -> None:
+        """End a host and all that runs on it; its link goes first, so no other hears of the end."""
+        place = self.on(host, ["readlink", "/proc/self/ns/net"]).stdout.strip()
+        (self.folder / host / "pid").unlink()
+        run(*self.inside, "ip", "link", "delete", host).check_returncode()
+        _kill(lambda: {pid for pid in self.processes() if _namespace(pid, "net") == place})
+
+    def boot(self, host: str) -> None:
+        """Bring a host up, empty, one that was powered off or the one named `head`.
+
+        Raises:
+            RuntimeError: it cannot be made; the message is the failed tool's.
+        """
+        done = run(*self.inside, str(self.folder / "boot"), host)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip())
+
     def bytes_sent(self) -> dict[str, int]:
-        """Bytes that each host has sent to others since it came up, with Ethernet's headers.
+        """Bytes that each host has sent to others since it was booted, with Ethernet's headers.
 
         Large TCP segments cross the emulated links in one piece, with one header: on a real link
         there are up to 5 percent more.
@@ -149,26 +177,33 @@ class Cluster:
 
     def processes(self) -> set[int]:
         """All processes on the hosts, by their numbers outside."""
-        mine = self._processes.readlink()
-        return {pid for pid in psutil.pids() if _process_namespace(pid) == mine}
+        mine = str(self._processes.readlink())
+        return {pid for pid in psutil.pids() if _namespace(pid, "pid") == mine}
+
+    @property
+    def inside(self) -> list[str]:
+        """The words before a command that is to run where the bridge is, beside the hosts."""
+        spaces = ("--net", "--mount", f"--pid={self._processes}")
+        return ["nsenter", f"--target={self.parent}", *spaces]
 
     @property
     def _processes(self) -> Path:
         return Path(f"/proc/{self.parent}/ns/pid_for_children")
 
-    def _kill_others(self, kept: set[int]) -> None:
-        while others := self.processes() - kept:
-            for pid in others:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+
+def _kill(found: Callable[[], set[int]]) -> None:
+    while left := found():
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
-def _process_namespace(pid: int) -> Path | None:
+def _namespace(pid: int, kind: str) -> str:
     try:
-        return Path(f"/proc/{pid}/ns/pid").readlink()
+        return str(Path(f"/proc/{pid}/ns/{kind}").readlink())
     except OSError:  # it has ended
-        return None
+        return ""
 
 
 @contextmanager
@@ -176,7 +211,7 @@ def hosts(count: int, slots: int, mbit: int | None = None) -> Iterator[Cluster]:
     """Bring hosts up; at the end, take down them and all that runs on them.
 
     Args:
-        count: number of hosts, which are named node1, node2, ...; at most 254.
+        count: number of hosts, which are named node1, node2, ...; at most 253.
         slots: ranks that a host takes.
         mbit: bandwidth of each host's link in each direction, in Mbit/s; None does not limit it.
 
@@ -186,30 +221,35 @@ def hosts(count: int, slots: int, mbit: int | None = None) -> Iterator[Cluster]:
     names = [f"node{i + 1}" for i in range(count)]
     with tempfile.TemporaryDirectory(prefix="hosts-") as name:
         folder = Path(name)
-        _write_files(folder, names)
-        with _booted(_script(folder, mbit)) as parent:
+        _write_files(folder, names, mbit)
+        with _started(FIRST.format(folder=folder, names=" ".join(names))) as parent:
             yield Cluster(names, slots, folder, parent)
 
 
-def _write_files(folder: Path, names: Sequence[str]) -> None:
-    addresses = "".join(f"10.0.0.{i + 1} {name}\n" for i, name in enumerate(names))
-    (folder / "addresses").write_text(addresses)
-    (folder / "hosts").write_text("127.0.0.1 localhost\n" + addresses)
-    (folder / "enter").write_text(ENTER.format(folder=folder, root=ROOT))
-    (folder / "enter").chmod(0o755)
+def _write_files(folder: Path, names: Sequence[str], mbit: int | None) -> None:
+    addresses = {f"10.0.0.{i + 1}": name for i, name in enumerate([*names, "head"])}
+    known = {"127.0.0.1": "localhost", **addresses}
+    (folder / "hosts").write_text("".join(f"{at} {name}\n" for at, name in known.items()))
+    into, out = (SHAPE.format(link=link, mbit=mbit) if mbit else "" for link in ("$1", "eth0"))
+    host = HOST.format(shape_out=out)
+    write_script(folder / "boot", BOOT.format(folder=folder, host=host, shape_in=into))
+    write_script(folder / "enter", ENTER.format(folder=folder, root=ROOT))
 
 
-def _script(folder: Path, mbit: int | None) -> str:
-    into, out = (SHAPE.format(link=link, mbit=mbit) if mbit else "" for link in ("$name", "eth0"))
-    return BOOT.format(folder=folder, host=HOST.format(shape_out=out), shape_in=into)
+def write_script(path: Path, text: str) -> None:
+    """Write a program."""
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 @contextmanager
-def _booted(script: str) -> Iterator[int]:
+def _started(script: str) -> Iterator[int]:
     spaces = ("--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
     words = ["unshare", *spaces, "sh", "-ec", script]
     pipe = subprocess.PIPE  # leaving the context closes them, which ends the script
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    how = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True}
+    # A session of its own: Ctrl-C is for this process, which then takes the hosts down.
+    with subprocess.Popen(words, **how, start_new_session=True) as process:
         assert process.stdout
         assert process.stderr
         if process.stdout.readline() != "ready\n":

@@ -14,15 +14,7 @@ import pytest
 from tests.cluster.hosts import ROOT, hosts, why_not
 from tests.programs import run
 
-PLACE = """
-import socket
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-node = world.Split_type(MPI.COMM_TYPE_SHARED)
-places = world.gather((socket.gethostname(), node.size))
-if world.rank == 0:
-    print(places)
-"""
+PLACE = "from tests.cluster import place; place.main()"
 MIB = 4
 ALLREDUCE = f"""
 import numpy as np
@@ -97,6 +89,19 @@ def test_the_status_and_the_environment_pass(cluster):
     refused = cluster.run(["true"], 9)
     assert refused.returncode != 0
     assert "not enough slots" in refused.stderr
+
+
+def test_a_host_that_was_powered_off_comes_back_empty(cluster):
+    before = cluster.processes()
+    hold = "sleep 1000 > /dev/null 2>&1 & touch /dev/shm/mine $TMPDIR/mine"
+    cluster.on("node2", ["sh", "-c", hold]).check_returncode()
+    cluster.power_off("node2")
+    assert len(cluster.processes() - before) == 0
+    assert cluster.on("node2", ["true"]).returncode != 0
+    cluster.boot("node2")
+    done = cluster.on("node2", ["sh", "-c", "hostname; ls /dev/shm $TMPDIR | grep mine"])
+    assert done.stdout == "node2\n"
+    assert ranks(cluster, PLACE, "node") == str([(f"node{rank % 4 + 1}", 2) for rank in range(8)])
 
 
 def test_a_run_over_its_time_is_killed_on_all_hosts(cluster):
