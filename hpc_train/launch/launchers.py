@@ -172,7 +172,9 @@ def srun(program: str, plugin: str, job: Job) -> Line:
         words += [f"--cpus-per-task={job.threads}", "--cpu-bind=cores"]
     else:
         words += ["--overcommit", "--cpu-bind=none"]
-    return Line([*words, *job.command], {})
+    # The other barrier of Slurm 22.05 lets ranks through MPI_Init while others are not there yet.
+    ring = {"SLURM_PMIX_FENCE": "ring"} if plugin == "pmix" else {}
+    return Line([*words, *job.command], ring)
 
 
 def horovodrun(program: str, job: Job) -> Line:
