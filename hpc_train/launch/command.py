@@ -104,17 +104,26 @@ def _command(words: Sequence[str]) -> tuple[list[str], RunConfig | None]:
     """
     if not words:
         raise UserError("no command", "write it behind --: hpc-train launch -np 4 -- train my.yaml")
-    if words[0] == "hpc-train":
-        words = words[1:]
-    elif words[0] not in OWN_VERBS:
+    own = _own(words)
+    if own is None:
         return list(words), None
-    if not words or words[0] not in OWN_VERBS:
-        raise UserError(f"{' '.join(words)!r} does not run on ranks", f"use {', '.join(OWN_VERBS)}")
-    command = [sys.executable, "-m", "hpc_train", *words]
-    if words[0] != "train":
-        return command, None
-    path, options = config_file.split(words[1:])
-    return command, config_file.load(path, options)
+    program, rest = own
+    if not rest or rest[0] not in OWN_VERBS:
+        raise UserError(f"{' '.join(rest)!r} does not run on ranks", f"use {', '.join(OWN_VERBS)}")
+    if rest[0] != "train":
+        return [*program, *rest], None
+    path, options = config_file.split(rest[1:])
+    return [*program, *rest], config_file.load(path, options)
+
+
+def _own(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """This package's program and its arguments, if that is what the words run."""
+    program = [sys.executable, "-m", "hpc_train"]
+    if Path(words[0]).name == "hpc-train":
+        return program, list(words[1:])
+    if list(words[1:3]) == program[1:]:
+        return list(words[:3]), list(words[3:])
+    return (program, list(words)) if words[0] in OWN_VERBS else None
 
 
 def _shrinking(config: RunConfig | None) -> Callable[[int], tuple[int, list[str]]]:

@@ -154,6 +154,18 @@ def test_hosts_of_a_pbs_job(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "program", [["hpc-train"], ["/x/bin/hpc-train"], ["python3", "-m", "hpc_train"], []]
+)
+def test_the_training_is_known_however_it_is_written(program):
+    """So a mistake in its configuration is told before anything starts."""
+    words = [*program, "train", "--run.stepps", "3"]
+    done = run(*hpc_train("launch", "-np", "2", "--", *words))
+    assert done.returncode == 2
+    assert "did you mean run.steps" in only_line(done.stderr)
+    assert "mpirun" not in done.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--", "train"], "how many ranks?"),
