@@ -119,14 +119,21 @@ def test_a_job_goes_on_without_a_host_that_dies(up, program):
     assert program.losses("dying") == pytest.approx(program.losses("whole"), rel=1e-8)
 
 
+# ssh [OPTIONS] HOST [OPTIONS] COMMAND...
 SSH = """#!/bin/sh
-while [ "${{1#-}}" != "$1" ]; do
+host=
+while :; do
     case $1 in
         -o | -p | -i) shift 2 ;;
-        *) shift ;;
+        -*) shift ;;
+        *)
+            [ ! "$host" ] || break
+            host=$1
+            shift
+            ;;
     esac
 done
-exec {folder}/enter "$@"
+exec {folder}/enter $host "$@"
 """
 
 
