@@ -7,12 +7,13 @@ from the stage behind; WEIGHT needs its own INPUT.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
-from hpc_train.parallel.schedule import Action, Kind, Name, Schedule
+from hpc_train.parallel.schedule import Action, Kind, Name, Schedule, build
 
 TRAINING = ([Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.INPUT, Kind.WEIGHT])
 VALIDATION = ([Kind.FORWARD],)
@@ -31,6 +32,8 @@ class Costs:
     weight: float = 1.0
     communication: float = 0.0
     """From the end of an action to the start of the one on another rank that takes its result."""
+    back: float | None = None
+    """The same for gradients, on their way to the chunk before; None: as long."""
 
     def of(self, kind: Kind) -> float:
         """Time of one action."""
@@ -38,6 +41,10 @@ class Costs:
             return self.input + self.weight
         cost: float = getattr(self, kind.value)
         return cost
+
+    def delay(self, kind: Kind) -> float:
+        """Time that the result of an action is on its way."""
+        return self.communication if kind is Kind.FORWARD or self.back is None else self.back
 
 
 EQUAL = Costs()
@@ -143,6 +150,31 @@ def simulate(schedule: Schedule, chunks: int = 1, costs: Costs | Sequence[Costs]
     return Timing(max(timeline.clocks), tuple(timeline.busy), live)
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def makespan(name: Name, stages: int, micro_batches: int, costs: tuple[Costs, ...]) -> float:
+    """Time of a schedule; of a long one the begin is played, and what a micro-batch more takes.
+
+    Args:
+        name: of the schedule.
+        stages: ranks of the pipeline.
+        micro_batches: of a step.
+        costs: of each virtual stage.
+    """
+    chunks = len(costs) // stages
+    played = enough(stages, micro_batches)
+    ends = [simulate(build(name, stages, n, chunks), chunks, costs).makespan for n in played]
+    if played[-1] == micro_batches:
+        return ends[-1]
+    slope = (ends[1] - ends[0]) / (played[1] - played[0])
+    return ends[1] + (micro_batches - played[1]) * slope
+
+
+def enough(stages: int, micro_batches: int) -> tuple[int, ...]:
+    """How many micro-batches show what a step takes: all, or two numbers in its steady state."""
+    few = tuple(rounds * stages + micro_batches % stages for rounds in (3, 4))
+    return few if micro_batches > few[1] else (micro_batches,)
+
+
 class _Timeline:
     """When each rank is free, and when each result (what, micro-batch, virtual stage) is there."""
 
@@ -172,7 +204,7 @@ class _Timeline:
             if end is None:
                 return None
             remote = source % self.stages != rank
-            ready = max(ready, end + remote * self.costs[source].communication)
+            ready = max(ready, end + remote * self.costs[source].delay(kind))
         return ready
 
 
