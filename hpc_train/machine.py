@@ -1,0 +1,160 @@
+"""A description of a machine, as YAML: how fast its ranks compute, and how fast they communicate.
+
+`hpc-train plan` predicts step times from it; `hpc-train plan --measure` writes one, and people may.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpc_train.errors import UserError
+
+GUIDE = "docs/how-to/plan.md has an example"
+DEVICES, LINKS = ("cpu", "cuda"), ("inside", "across")
+FREE = ("alpha", "beta", "processor", "layer")  # these may be 0
+UNLIMITED = ("node", "job", "node_gib", "rank_gib", "ranks_per_node")  # these may be null
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How fast ranks train in one number format.
+
+    Args:
+        rank: flop/s of a rank in forward and backward passes, while all others sleep.
+        node: of the ranks of a node together, while all of them compute; None: each is as fast as
+            alone.
+        job: of a node's ranks together, while those of all nodes compute: less than `node` where
+            nodes share processors, as emulated ones do; None: the same.
+        layer: seconds that a layer takes for a micro-batch however small it is, forward and
+            backward.
+    """
+
+    rank: float
+    node: float | None = None
+    job: float | None = None
+    layer: float = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What messages take.
+
+    Args:
+        alpha: seconds for each message.
+        beta: seconds for each byte, in one direction: inside a node of one rank while all of it
+            send, across nodes of a node, whose ranks share it.
+        processor: seconds for each byte in which a rank that sends it and one that receives it,
+            together, cannot compute.
+    """
+
+    alpha: float
+    beta: float
+    processor: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine on which every node is like the others.
+
+    Args:
+        compute: by number format, as `precision.dtype` names them.
+        memory_bandwidth: bytes/s that a rank reads and writes, with cores to itself.
+        inside: between ranks of a node; None: not known.
+        across: between nodes; None: not known.
+        node_gib: memory of a node, for all its ranks; None: not limited.
+        rank_gib: memory of a rank, such as its GPU's; None: not limited.
+        device: cpu or cuda; on cpu the ranks of a node average gradients in memory that they share.
+        ranks_per_node: with which it was measured; None: it was written.
+    """
+
+    compute: Mapping[str, Compute]
+    memory_bandwidth: float
+    inside: Link | None = None
+    across: Link | None = None
+    node_gib: float | None = None
+    rank_gib: float | None = None
+    device: str = "cpu"
+    ranks_per_node: float | None = None
+
+    def to_yaml(self) -> str:
+        """The description as YAML, which `load` reads."""
+        return yaml.safe_dump(asdict(self), sort_keys=False)
+
+
+def load(path: Path) -> Machine:
+    """Read a description.
+
+    Raises:
+        UserError: there is none, or something in it is wrong; the message names its key.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"there is no machine description {path}",
+            "measure one on a job's ranks: `mpirun -np 8 hpc-train plan CONFIG.yaml --measure`, "
+            f"or write it: {GUIDE}",
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"machine description {path}: {' '.join(str(error).split())}") from None
+    return _machine(tree, f"machine description {path}:")
+
+
+def _machine(tree: object, where: str) -> Machine:
+    given = _known(tree, Machine, where)
+    compute, device = given.pop("compute"), given.pop("device", "cpu")
+    if not isinstance(compute, dict) or not compute:
+        raise UserError(f"{where} compute has no number format", GUIDE)
+    if device not in DEVICES:
+        raise UserError(f"{where} device is {device!r}", f"it is one of {', '.join(DEVICES)}")
+    formats = {
+        str(name): _numbers(_known(keys, Compute, f"{where} compute.{name}"), f"{where} {name}.")
+        for name, keys in compute.items()
+    }
+    links: dict[str, Any] = {
+        name: Link(**_numbers(_known(keys, Link, f"{where} {name}"), f"{where} {name}."))
+        for name in LINKS
+        if (keys := given.pop(name, None)) is not None
+    }
+    made = {name: Compute(**numbers) for name, numbers in formats.items()}
+    return Machine(made, device=device, **links, **_numbers(given, f"{where} "))
+
+
+def _known(tree: object, kind: type, where: str) -> dict[str, Any]:
+    """A mapping whose keys are a dataclass's, with all those that have no default."""
+    keys = {key.name: key for key in fields(kind)}
+    if not isinstance(tree, dict):
+        raise UserError(f"{where} {tree!r} is no mapping", f"write {', '.join(keys)} below it")
+    for key in tree:
+        if key not in keys:
+            near = difflib.get_close_matches(str(key), keys, n=1) or list(keys)
+            raise UserError(f"{where} unknown key {key}", f"take {', '.join(near)}")
+    for name, key in keys.items():
+        if key.default is MISSING and name not in tree:
+            raise UserError(f"{where} {name} is missing", GUIDE)
+    return dict(tree)
+
+
+def _numbers(given: Mapping[str, object], where: str) -> dict[str, Any]:
+    """Checked numbers; YAML reads 1e-6, which has no point, as text."""
+    found: dict[str, float | None] = {}
+    for key, value in given.items():
+        if value is None and key in UNLIMITED:
+            found[key] = None
+            continue
+        try:
+            number = float(str(value))
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf or (number == 0 and key not in FREE):
+            least = "0 or more" if key in FREE else "above 0"
+            raise UserError(f"{where}{key} is {value!r}", f"give a number {least}")
+        found[key] = number
+    return found
