@@ -93,19 +93,51 @@ def _train(path: str | None, options: Sequence[str], runtime: Runtime) -> None:
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """`hpc-train plan CONFIG.yaml [--section.key VALUE ...] [--json]`."""
+    """`hpc-train plan CONFIG.yaml [--nodes N --ranks_per_node R] [--section.key VALUE ...]`."""
+    made = verb_options.plan()
     if not arguments or {"-h", "--help"} & set(arguments):
-        made = config_file.parser()
-        made.prog = "hpc-train plan"
-        made.description = "Tell bubble and memory of each pipeline schedule, without training."
-        made.add_argument("--json", action="store_true", help="machine-readable")
         made.print_help()
         return 0 if arguments else EXIT_USER
+    own, options = config_file.separate(arguments)
+    try:
+        given = made.parse_args(own)
+    except ArgumentError as error:
+        raise UserError(str(error), "`hpc-train plan --help` lists the options") from None
+    if given.measure:
+        from hpc_train.training.program import run
+
+        return run(lambda runtime: _measure(given, options, runtime))
+    settings = config_file.load(given.config, options)
+    if given.nodes or given.ranks_per_node:
+        from hpc_train import choose, machine
+
+        found = choose.choose(
+            settings,
+            machine.load(Path(given.machine)),
+            given.nodes or 1,
+            given.ranks_per_node or 1,
+            top=given.top,
+            every=given.all,
+        )
+        choose.show(found, as_json=given.json)
+        return 0
     from hpc_train import plan as plans
 
-    path, options = config_file.split([word for word in arguments if word != "--json"])
-    plans.show(plans.plan(config_file.load(path, options)), as_json="--json" in arguments)
+    plans.show(plans.plan(settings), as_json=given.json)
     return 0
+
+
+def _measure(given: Namespace, options: Sequence[str], runtime: Runtime) -> None:
+    from hpc_train.mpi.agreement import agreed
+
+    with agreed(runtime.world):
+        settings = config_file.load(given.config, options)
+        from hpc_train.training import measure
+    made, path = measure.measure(settings, runtime), Path(given.machine)
+    with agreed(runtime.world):
+        if runtime.world.rank == 0:
+            measure.write(made, path, runtime.world.size)
+    runtime.print(path.read_text().rstrip() if runtime.world.rank == 0 else "")
 
 
 def launch(arguments: Sequence[str]) -> int:

@@ -124,7 +124,10 @@ def check_layout(model: ModelSection, vocab: int, section: ParallelSection) -> N
     Raises:
         ConfigError: naming what cannot.
     """
-    for key, size in (("model.heads", model.heads), ("model.vocab", vocab)):
+    sizes = [("model.heads", model.heads), ("model.vocab", vocab)]
+    if section.sequence_parallel:
+        sizes.append(("model.sequence", model.sequence))
+    for key, size in sizes:
         if size % section.tp:
             raise ConfigError(f"parallel.tp {section.tp} does not divide {key} {size}")
     stages = section.pp * section.chunks
@@ -229,7 +232,12 @@ def estimate(
 
 
 def memory(
-    config: RunConfig, vocab: int, schedule: Schedule, runs: Sequence[range], micro_batch: int
+    config: RunConfig,
+    vocab: int,
+    schedule: Schedule,
+    runs: Sequence[range],
+    micro_batch: float,
+    share: float = 1,
 ) -> list[tuple[int, int]]:
     """For each pipeline rank, bytes of its activations at their peak and of its state.
 
@@ -239,6 +247,7 @@ def memory(
         schedule: what the ranks do.
         runs: of embedding, blocks and head; run c * pp + r is chunk c of rank r.
         micro_batch: samples.
+        share: ranks of a node that share parameters and the optimizer's state (memory.zero).
     """
     section, pp = config.parallel, len(schedule)
     numbers = gpt_activations(config.model, vocab, section.tp, section.sequence_parallel)
@@ -248,7 +257,9 @@ def memory(
         ITEM_BYTES[config.precision.dtype],
         ITEM_BYTES[config.precision.parameters],
     )
-    copies = 2 + OPTIMIZER_TENSORS[config.optimizer.name]  # the parameter, its gradient, state
+    copies = (
+        1 + (1 + OPTIMIZER_TENSORS[config.optimizer.name]) / share
+    )  # gradient; parameter, state
     return [
         (
             round(peak_live(actions, kept[rank::pp]) * micro_batch * activation),

@@ -49,7 +49,7 @@ def parser() -> ArgumentParser:
     cancel_parser.add_argument("run", metavar="RUN", help="a run directory")
     verbs.add_subcommand("cancel", cancel_parser, help="have a run stop for good")
     verbs.add_subcommand(
-        "plan", ArgumentParser(), help="plan CONFIG.yaml: bubble and memory per pipeline schedule"
+        "plan", ArgumentParser(), help="plan CONFIG.yaml: layouts that fit, and how fast they are"
     )
     verbs.add_subcommand(
         "topology",
@@ -181,6 +181,36 @@ def submit() -> ArgumentParser:
     )
     made.add_argument("--image", default="", help="of containers, for mpijob")
     made.add_argument("--dry_run", action="store_true", help="print the script, and queue nothing")
+    return made
+
+
+def plan() -> ArgumentParser:
+    """The options of `hpc-train plan`."""
+    made = ArgumentParser(
+        prog="hpc-train plan",
+        usage="hpc-train plan [CONFIG.yaml] [--section.key VALUE ...] [options]",
+        description="Tell bubble and memory of each pipeline schedule, without training; with "
+        "--nodes or --ranks_per_node instead the layouts of such a job that fit in memory, the "
+        "fastest first, predicted from a machine description.",
+        exit_on_error=False,
+    )
+    count: dict[str, Any] = {"type": PositiveInt, "metavar": "N"}
+    made.add_argument("config", nargs="?", metavar="CONFIG.yaml")
+    made.add_argument("--nodes", help="of the job", **count)
+    made.add_argument("--ranks_per_node", help="by default 1", **count)
+    made.add_argument("--machine", default="machine.yaml", metavar="FILE", help="the description")
+    made.add_argument(
+        "--measure",
+        action="store_true",
+        help="write the description: run it under a launcher, on the ranks of a job",
+    )
+    made.add_argument("--top", default=10, help="layouts that are shown", **count)
+    made.add_argument(
+        "--all",
+        action="store_true",
+        help="all schedules, micro-batches and options of each dp x tp x pp, not only the fastest",
+    )
+    made.add_argument("--json", action="store_true", help="machine-readable")
     return made
 
 

@@ -1,0 +1,236 @@
+"""`hpc-train plan --nodes N --ranks_per_node R`: layouts that fit in memory, the fastest first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from hpc_train.config import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.layouts import Layout, LeftOut, layouts, misfit
+from hpc_train.machine import GUIDE, Machine
+from hpc_train.parallel.schedule import Name
+from hpc_train.plan import micro_batching, size, vocabulary
+from hpc_train.predict import Step, predict
+
+NOTES = """\
+options   sequence: parallel.sequence_parallel; zero: memory.zero
+samples   of a micro-batch
+tokens/s  of the whole job
+memory    of the rank that needs most
+bubble    share of the step in which processors would wait if messages took no time
+messages  share by which messages make it longer
+All is predicted from the machine description: docs/how-to/plan.md"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout with what is predicted of it.
+
+    Args:
+        dp, tp, pp: its sizes.
+        schedule, virtual_stages, sequence_parallel, micro_batch, zero: as the configuration has
+            them; the schedule counts for pp above 1.
+        step_seconds: of a step.
+        tokens_per_second: of the job.
+        memory_bytes: of the rank that needs most.
+        bubble, communication: shares of the step, see `predict.Prediction`.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+    schedule: Name
+    virtual_stages: int
+    sequence_parallel: bool
+    micro_batch: int
+    zero: int
+    step_seconds: float
+    tokens_per_second: float
+    memory_bytes: int
+    bubble: float
+    communication: float
+
+    @classmethod
+    def of(cls, layout: Layout, machine: Machine) -> Row:
+        """Predict a layout."""
+        config, prediction = layout.config, predict(layout, machine)
+        parallel, tokens = config.parallel, config.data.batch * config.model.sequence
+        dp, tp, pp = layout.sizes
+        return cls(
+            dp,
+            tp,
+            pp,
+            parallel.schedule,
+            parallel.chunks,
+            parallel.sequence_parallel,
+            micro_batching(config)[0],
+            config.memory.zero,
+            prediction.seconds,
+            tokens / prediction.seconds,
+            layout.memory[0],
+            prediction.bubble,
+            prediction.communication,
+        )
+
+    def options(self) -> str:
+        """The options that give a training this layout."""
+        chosen = {f"parallel.{axis}": getattr(self, axis) for axis in ("dp", "tp", "pp")}
+        if self.pp > 1:
+            chosen["parallel.schedule"] = self.schedule
+        if self.virtual_stages > 1:
+            chosen["parallel.virtual_stages"] = self.virtual_stages
+        if self.sequence_parallel:
+            chosen["parallel.sequence_parallel"] = "true"
+        chosen |= {"data.micro_batch": self.micro_batch, "memory.zero": self.zero}
+        return " ".join(f"--{key} {value}" for key, value in chosen.items())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layouts of a job.
+
+    Args:
+        nodes, ranks_per_node: the job.
+        fit: how many fit in memory.
+        layouts: the fastest of them, the very fastest first.
+        left_out: sizes of which there is none.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    fit: int
+    layouts: list[Row]
+    left_out: list[LeftOut]
+
+
+def choose(
+    config: RunConfig,
+    machine: Machine,
+    nodes: int,
+    ranks_per_node: int,
+    *,
+    top: int = 10,
+    every: bool = False,
+) -> Choice:
+    """Predict all layouts of a job that fit in memory.
+
+    Args:
+        config: the training.
+        machine: where it will run.
+        nodes: of the job.
+        ranks_per_node: of each.
+        top: how many are wanted.
+        every: all schedules, micro-batches and options of each dp x tp x pp, not the fastest only.
+
+    Raises:
+        UserError: nothing fits, or the description lacks what the job needs.
+    """
+    check_known(config, machine, nodes, ranks_per_node)
+    timed: list[tuple[float, int, Layout]] = []
+    left_out: list[LeftOut] = []
+    shared = machine.device == "cpu"
+    for found in layouts(config, vocabulary(config), nodes, ranks_per_node, shared=shared):
+        if isinstance(found, LeftOut):
+            left_out.append(found)
+        elif why := misfit(found, machine):
+            left_out.append(LeftOut(*found.sizes, why, found.memory[0]))
+        else:
+            timed.append((Step(found, machine).seconds(), found.memory[0], found))
+    if not timed:
+        raise nothing_fits(nodes * ranks_per_node, left_out)
+    ordered = [layout for _, _, layout in sorted(timed, key=lambda one: one[:2])]
+    best = {layout.sizes: layout for layout in reversed(ordered)}
+    shown = ordered if every else [layout for layout in ordered if best[layout.sizes] is layout]
+    rows = [Row.of(layout, machine) for layout in shown[:top]]
+    without = [one for one in least(left_out) if (one.dp, one.tp, one.pp) not in best]
+    return Choice(nodes, ranks_per_node, len(shown), rows, without)
+
+
+def check_known(config: RunConfig, machine: Machine, nodes: int, ranks_per_node: int) -> None:
+    """Check that a description has what a job needs.
+
+    Raises:
+        UserError: it does not; the message names what is missing.
+    """
+    dtype = config.precision.dtype
+    if dtype not in machine.compute:
+        raise UserError(
+            f"the machine description has no compute.{dtype}",
+            f"it has {', '.join(machine.compute)}: measure it with --precision.dtype {dtype}",
+        )
+    for needed, link, several in (
+        (ranks_per_node > 1, machine.inside, "a node's ranks are not described (inside)"),
+        (nodes > 1, machine.across, "nodes are not described (across)"),
+    ):
+        if needed and link is None:
+            raise UserError(f"messages between {several}", f"measure on several, or see {GUIDE}")
+
+
+def least(left_out: Iterable[LeftOut]) -> list[LeftOut]:
+    """Of each dp x tp x pp, what comes nearest to fitting."""
+    found: dict[tuple[int, int, int], LeftOut] = {}
+    for one in left_out:
+        known = found.setdefault((one.dp, one.tp, one.pp), one)
+        if one.memory_bytes < known.memory_bytes:
+            found[one.dp, one.tp, one.pp] = one
+    return list(found.values())
+
+
+def nothing_fits(ranks: int, left_out: Sequence[LeftOut]) -> UserError:
+    """The error of a job that has no layout."""
+    reasons = least(left_out)
+    near = min(reasons, key=lambda one: (not one.memory_bytes, one.memory_bytes))
+    remedy = "more nodes, fewer ranks of each, or a smaller data.micro_batch need less memory"
+    return UserError(
+        f"none of {len(reasons)} layouts of {ranks} ranks fits: "
+        f"dp {near.dp} x tp {near.tp} x pp {near.pp}: {near.why}",
+        remedy if near.memory_bytes else "",
+    )
+
+
+def show(made: Choice, *, as_json: bool) -> None:
+    """Print the layouts: a table, or one JSON object."""
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    print(f"{made.nodes} nodes x {made.ranks_per_node} ranks, layouts that fit: {made.fit}")
+    Console(highlight=False, width=100).print(_table(made.layouts))
+    print(f"the first: {made.layouts[0].options()}")
+    for why, several in _by_reason(made.left_out).items():
+        print(f"left out: {', '.join(several)}: {why}")
+    print(NOTES)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=SIMPLE, collapse_padding=True)
+    for title in ("dp x tp x pp", "schedule", "options"):
+        table.add_column(title, no_wrap=True)
+    for title in ("samples", "step s", "tokens/s", "memory", "bubble", "messages"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.dp} x {row.tp} x {row.pp}",
+            row.schedule if row.pp > 1 else "",
+            " ".join(["sequence"] * row.sequence_parallel + ["zero"] * row.zero),
+            str(row.micro_batch),
+            f"{row.step_seconds:.4g}",
+            f"{row.tokens_per_second:.0f}",
+            size(row.memory_bytes),
+            f"{row.bubble:.0%}",
+            f"{row.communication:.0%}",
+        )
+    return table
+
+
+def _by_reason(left_out: Iterable[LeftOut]) -> dict[str, list[str]]:
+    """The sizes that were left out for the same reason."""
+    found: dict[str, list[str]] = {}
+    for one in left_out:
+        found.setdefault(one.why, []).append(f"{one.dp} x {one.tp} x {one.pp}")
+    return found

@@ -1,0 +1,204 @@
+"""The layouts dp x tp x pp that a job can have, where their ranks lie, and what they hold."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.config import MemorySection, ParallelSection, RunConfig
+from hpc_train.errors import ConfigError
+from hpc_train.machine import Machine
+from hpc_train.mpi.placement import place
+from hpc_train.mpi.topology import Topology
+from hpc_train.parallel.divide import divide
+from hpc_train.parallel.schedule import Name, build
+from hpc_train.parallel.simulate import enough
+from hpc_train.plan import check_layout, gpt_costs, gpt_parameters, memory, micro_batching, size
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A job's layout.
+
+    Args:
+        config: every key of the layout is set in it: sizes, schedule, micro-batch, memory.zero.
+        vocab: the vocabulary's size.
+        node: of each rank, the node that it lies on; of shape (dp, pp, tp).
+
+    Raises:
+        ConfigError: the model or the batch cannot be divided so.
+    """
+
+    config: RunConfig
+    vocab: int
+    node: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        check_layout(self.config.model, self.vocab, self.config.parallel)
+        micro_batching(self.config)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Data-, tensor- and pipeline-parallel size."""
+        dp, pp, tp = self.node.shape
+        return dp, tp, pp
+
+    @functools.cached_property
+    def runs(self) -> list[range]:
+        """Which of embedding, blocks and head each virtual stage has."""
+        model, parallel = self.config.model, self.config.parallel
+        costs = gpt_costs(model.layers, model.hidden, self.vocab)
+        return divide(costs, parallel.pp * parallel.chunks)
+
+    @functools.cached_property
+    def parameters(self) -> list[int]:
+        """Parameters of embedding, blocks and head on a rank that has them."""
+        _, tp, pp = self.sizes
+        return gpt_parameters(self.config.model, self.vocab, tp, pp)
+
+    @functools.cached_property
+    def replicas(self) -> tuple[int, float]:
+        """Nodes that the replicas of a part of the model lie on, and how many lie on each."""
+        column = np.sort(self.node, axis=0)
+        nodes = 1 + int((np.diff(column, axis=0) != 0).sum(axis=0).max())
+        return nodes, len(self.node) / nodes
+
+    @functools.cached_property
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the rank that needs most, and of the ranks of the node that does, together."""
+        parallel = self.config.parallel
+        micro_batch: float
+        micro_batch, number = micro_batching(self.config)
+        few = enough(parallel.pp, number)[-1]
+        if parallel.schedule == "gpipe":  # the others hold no more with more micro-batches
+            micro_batch *= number / few
+        schedule = build(parallel.schedule, parallel.pp, few, parallel.chunks)
+        share = self.replicas[1] if self.config.memory.zero else 1
+        needs = memory(self.config, self.vocab, schedule, self.runs, micro_batch, share)
+        of_rank = np.array([sum(need) for need in needs], dtype=float)[None, :, None]
+        each = np.broadcast_to(of_rank, self.node.shape)
+        return round(of_rank.max()), round(np.bincount(self.node.ravel(), each.ravel()).max())
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Sizes of a layout that cannot be, and why.
+
+    Args:
+        dp, tp, pp: the sizes.
+        why: in words.
+        memory_bytes: of the rank that would need most; 0 if memory is not the reason.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+    why: str
+    memory_bytes: int = 0
+
+
+def layouts(
+    config: RunConfig, vocab: int, nodes: int, ranks_per_node: int, *, shared: bool
+) -> Iterator[Layout | LeftOut]:
+    """All layouts of a job's ranks, with each schedule, micro-batch and option that they can have.
+
+    Args:
+        config: the job's. Of its section parallel the virtual stages count, for interleaved ones,
+            and data.micro_batch, if it is given; memory.zero does not.
+        vocab: the vocabulary's size.
+        nodes: number of nodes.
+        ranks_per_node: of each.
+        shared: whether ranks of a node can share parameters, as memory.zero has them do.
+    """
+    for dp, tp, pp in sizes(nodes * ranks_per_node):
+        sized = replace(config, parallel=ParallelSection(dp=dp, tp=tp, pp=pp))
+        try:
+            check_layout(config.model, vocab, sized.parallel)
+            micro_batch, number = micro_batching(sized)
+        except ConfigError as error:
+            yield LeftOut(dp, tp, pp, error.cause)
+            continue
+        node = lying(nodes, ranks_per_node, dp, tp, pp)
+        for variant in variants(config, sized.parallel, micro_batch * number, shared=shared):
+            with suppress(ConfigError):  # too few layers for virtual stages, tokens that tp divides
+                layout = Layout(variant, vocab, node)
+                if layout.replicas[1] > 1 or not variant.memory.zero:
+                    yield layout
+
+
+def sizes(ranks: int) -> list[tuple[int, int, int]]:
+    """All (dp, tp, pp) with that product."""
+    divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+    pairs = product(divisors, divisors)
+    return [(ranks // (tp * pp), tp, pp) for tp, pp in pairs if ranks % (tp * pp) == 0]
+
+
+def variants(
+    config: RunConfig, sized: ParallelSection, samples: int, *, shared: bool
+) -> Iterator[RunConfig]:
+    """Configurations with these sizes: those that its own checks let pass.
+
+    Args:
+        config: the job's.
+        sized: dp, tp and pp.
+        samples: of a replica in a step.
+        shared: as for `layouts`.
+    """
+    every: tuple[Name, ...] = get_args(Name)
+    zeros: tuple[Literal[0, 1], ...] = (0, 1) if shared else (0,)
+    virtual = {"interleaved": config.parallel.virtual_stages}
+    given = config.data.micro_batch
+    for schedule, cut, micro_batch, zero in product(
+        every if sized.pp > 1 else every[1:2],
+        (False, True) if sized.tp > 1 else (False,),
+        [given] if given else parts(samples),
+        zeros,
+    ):
+        with suppress(ConfigError):
+            yield replace(
+                config,
+                parallel=replace(
+                    sized,
+                    schedule=schedule,
+                    virtual_stages=virtual.get(schedule),
+                    sequence_parallel=cut,
+                ),
+                data=replace(config.data, micro_batch=micro_batch),
+                memory=MemorySection(zero=zero),
+            )
+
+
+def parts(samples: int) -> list[int]:
+    """Micro-batches that a replica's samples can be cut into: powers of two, and the whole."""
+    powers = {1 << power for power in range(samples.bit_length())}
+    return sorted(part for part in {*powers, samples} if samples % part == 0)
+
+
+@functools.lru_cache(maxsize=256)
+def lying(nodes: int, ranks_per_node: int, dp: int, tp: int, pp: int) -> NDArray[np.int64]:
+    """The node that each rank lies on, of shape (dp, pp, tp), as the package places ranks."""
+    ranks = range(nodes * ranks_per_node)
+    hosts = tuple(f"node{number}" for number in range(nodes))
+    topology = Topology(hosts, tuple(rank // ranks_per_node for rank in ranks), (-1,) * len(ranks))
+    return place(topology, dp, tp, pp).ranks // ranks_per_node
+
+
+def misfit(layout: Layout, machine: Machine) -> str:
+    """Why a layout does not fit in the machine's memory; "" if it does."""
+    of_rank, of_node = layout.memory
+    for need, gib, whose in (
+        (of_rank, machine.rank_gib, "rank"),
+        (of_node, machine.node_gib, "node"),
+    ):
+        if gib is not None and need > gib * GIB:
+            return f"needs {size(need)} of a {whose}'s {size(round(gib * GIB))}"
+    return ""

@@ -1,0 +1,325 @@
+"""What a step takes under a layout on a machine: three bounds, of which the largest counts.
+
+The critical path: one rank's work, waiting and messages after each other, as if its processor and
+link were its own. The processors: all that ranks which share cores compute, and what communication
+takes of them. The links: the bytes that nodes send. docs/how-to/plan.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train import compression
+from hpc_train.config import ModelSection
+from hpc_train.layouts import Layout
+from hpc_train.machine import Link, Machine
+from hpc_train.parallel.simulate import Costs, makespan
+from hpc_train.plan import ITEM_BYTES, OPTIMIZER_TENSORS, gpt_costs, micro_batching
+
+Array = NDArray[np.float64]
+FREE = Link(0.0, 0.0)
+USUAL_BUCKET = 4 << 20  # bytes
+AGREEMENTS = 2  # small sums over all ranks at each step's begin
+
+# Sums of a micro-batch's activations over the tensor group, forward and backward, in the embedding,
+# a block and the head; a gather or a sum of which each rank keeps a part is half of one.
+TENSOR_SUMS = {
+    False: ((1.0, 0.0), (2.0, 2.0), (0.0, 1.0)),
+    True: ((0.5, 0.5), (2.0, 3.0), (0.5, 1.0)),
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes.
+
+    Args:
+        seconds: of a step.
+        bubble: share of it in which processors have nothing to do, if communication took no time.
+        communication: share of it by which communication makes it longer.
+    """
+
+    seconds: float
+    bubble: float
+    communication: float
+
+
+def predict(layout: Layout, machine: Machine) -> Prediction:
+    """Predict a step."""
+    step = Step(layout, machine)
+    silent = Step(layout, replace(machine, inside=FREE, across=FREE), averages=False)
+    seconds, alone = step.seconds(), silent.seconds()
+    return Prediction(
+        seconds, max(0.0, alone - silent.busy()) / seconds, max(0.0, seconds - alone) / seconds
+    )
+
+
+class Step:
+    """A step of a layout on a machine. Times are in seconds, of a rank with cores to itself.
+
+    Arrays have the shape (dp, pp, tp), or one that numpy stretches to it.
+
+    Args:
+        layout: which.
+        machine: where.
+        averages: whether replicas average their gradients.
+    """
+
+    def __init__(self, layout: Layout, machine: Machine, *, averages: bool = True) -> None:
+        self.layout, self.machine = layout, machine
+        self.config, self.node = layout.config, layout.node
+        self.dp, self.tp, self.pp = layout.sizes
+        self.averages = averages and self.dp > 1
+        self.speed = machine.compute[self.config.precision.dtype]
+        self.inside, self.across = machine.inside or FREE, machine.across or FREE
+        self.micro_batch, self.n = micro_batching(self.config)
+        self.item = ITEM_BYTES[self.config.precision.parameters]
+        self.state = self.item * self._by_rank(layout.parameters)  # bytes of parameters, gradients
+        model = self.config.model
+        self.activation = self.micro_batch * model.sequence * model.hidden * self.item
+        self.to_next = self.node != np.roll(self.node, -1, axis=1)
+        self.to_previous = self.node != np.roll(self.node, 1, axis=1)
+        first, last = self.node.min(axis=2, keepdims=True), self.node.max(axis=2, keepdims=True)
+        self.in_tensor_group = np.broadcast_to(first != last, self.node.shape)
+
+    def seconds(self) -> float:
+        """What the step takes: the largest bound."""
+        return max(self.path(), self.processors(), self.links())
+
+    def path(self) -> float:
+        """The critical path."""
+        name = self.config.parallel.schedule
+        pipeline = makespan(name, self.pp, self.n, tuple(self.costs()))
+        own = float((self.averaging_work() + self.optimizing()).max())
+        return pipeline + own + self.exposed() + self.tying() + self.agreeing()
+
+    def processors(self) -> float:
+        """What the processors need at least: those of the busiest node, and all of the job."""
+        in_node, in_job = self._capacities()
+        work = self.work()
+        return max(float(self._by_node(work).max()) / in_node, float(work.sum()) / in_job)
+
+    def busy(self) -> float:
+        """The same if all work were spread evenly."""
+        in_node, in_job = self._capacities()
+        nodes = len(self._by_node(self.node))
+        return float(self.work().sum()) / min(in_node * nodes, in_job)
+
+    def links(self) -> float:
+        """What the links between nodes need at least for what the busiest node sends."""
+        return float(self._by_node(self.traffic()[1]).max()) * self.across.beta
+
+    def work(self) -> Array:
+        """What each rank computes, and what communication takes of its processor."""
+        inside, across = self.traffic()
+        messages = inside * self.inside.processor + across * self.across.processor
+        passes = self._by_rank([sum(module) for module in self.modules()])
+        return self.n * passes + self.averaging_work() + self.optimizing() + messages
+
+    def _capacities(self) -> tuple[float, float]:
+        """How many ranks' work a node's processors do at once, and how many all of the job's."""
+        ranks = self._by_node(np.ones(1))
+        in_node = min((self.speed.node or math.inf) / self.speed.rank, float(ranks.max()))
+        of_job = min((self.speed.job or math.inf) / self.speed.rank, in_node)
+        return in_node, of_job * len(ranks)
+
+    # Computing.
+
+    def modules(self) -> list[tuple[float, float, float]]:
+        """Of embedding, blocks and head: a micro-batch's forward pass, its two gradients.
+
+        Each is a third of the whole; weight gradients are added to those of other micro-batches.
+        """
+        model = self.config.model
+        layers = [0.5, *[1.0] * model.layers, 0.5]  # embedding and head have fewer operations
+        flops = forward_flops(model, self.layout.vocab)
+        found = []
+        for own, layer, parameters in zip(flops, layers, self.layout.parameters, strict=True):
+            third = (
+                own * self.micro_batch / self.tp / self.speed.rank + layer * self.speed.layer / 3
+            )
+            added = 3 * parameters * self.item / self.machine.memory_bandwidth
+            found.append((third, third, third + added))
+        return found
+
+    def costs(self) -> Iterator[Costs]:
+        """Of each virtual stage, with the messages of a micro-batch."""
+        modules = self.modules()
+        sums = TENSOR_SUMS[self.config.parallel.sequence_parallel]
+        for stage, run in enumerate(self.layout.runs):
+            rank = stage % self.pp
+            forward, back, weight = map(sum, zip(*(modules[i] for i in run), strict=True))
+            there, here = zip(*(sums[_kind(i, modules)] for i in run), strict=True)
+            one = summing(self.lane(rank, self.in_tensor_group), self.tp, self.activation)
+            yield Costs(
+                forward + sum(there) * one,
+                back + sum(here) * one,
+                weight,
+                self._sending(rank, self.to_next),
+                self._sending(rank, self.to_previous),
+            )
+
+    def _sending(self, rank: int, crossing: NDArray[np.bool_]) -> float:
+        link = self.lane(rank, crossing)
+        return link.alpha + self._sent_activation * link.beta
+
+    @property
+    def _sent_activation(self) -> float:
+        """Bytes that a rank sends to a stage beside it."""
+        return self.activation / (self.tp if self.config.parallel.sequence_parallel else 1)
+
+    def optimizing(self) -> Array:
+        """The optimizer's step: it reads and writes parameters and state, and reads gradients."""
+        numbers = 3 + 2 * OPTIMIZER_TENSORS[self.config.optimizer.name]
+        share = self.layout.replicas[1] if self.config.memory.zero else 1
+        return numbers * self.state / share / self.machine.memory_bandwidth
+
+    # Communicating.
+
+    def lane(self, rank: int, crossing: NDArray[np.bool_]) -> Link:
+        """What a stage's ranks send over: inside nodes, or each its share of their node's link."""
+        nodes = self.node[:, rank][crossing[:, rank]]
+        if not nodes.size:
+            return self.inside
+        return Link(self.across.alpha, self.across.beta * int(np.bincount(nodes).max()))
+
+    def traffic(self) -> tuple[Array, Array]:
+        """Bytes that each rank sends in a step: inside its node, and to others."""
+        inside, across = np.zeros(self.node.shape), np.zeros(self.node.shape)
+        for crossing, nbytes in (*self._pipeline_traffic(), self._tensor_traffic()):
+            inside += np.where(crossing, 0.0, nbytes)
+            across += np.where(crossing, nbytes, 0.0)
+        return inside, across + self.averaged_across()
+
+    def _pipeline_traffic(self) -> Iterator[tuple[NDArray[np.bool_], Array]]:
+        sent = np.full((1, self.pp, 1), float(len(self.layout.runs) // self.pp))
+        for crossing, end in ((self.to_next, -1), (self.to_previous, 0)):
+            messages = sent.copy()
+            messages[0, end] -= 1
+            yield crossing, self.n * self._sent_activation * messages
+        ends = np.zeros((1, self.pp, 1))
+        ends[0, [0, -1]] = self._tied
+        yield self.node[:, :1] != self.node[:, -1:], ends
+
+    def _tensor_traffic(self) -> tuple[NDArray[np.bool_], Array]:
+        pairs = TENSOR_SUMS[self.config.parallel.sequence_parallel]
+        kinds = range(len(self.layout.parameters))
+        sums = self._by_rank([sum(pairs[_kind(i, kinds)]) for i in kinds])
+        share = 2 * (self.tp - 1) / self.tp
+        return self.in_tensor_group, self.n * share * self.activation * sums
+
+    # Averaging.
+
+    def averaging_work(self) -> Array:
+        """What averaging inside a node takes of each rank.
+
+        In shared memory it reads and writes as many numbers as three times all gradients.
+        """
+        ranks = self.layout.replicas[1]
+        if ranks == 1 or not self.averages:
+            return 0.0 * self.state
+        if self.machine.device == "cpu":
+            return 3 * self.state / self.machine.memory_bandwidth
+        return 2 * (ranks - 1) / ranks * self.state * self.inside.beta
+
+    def averaged_across(self) -> Array:
+        """Bytes that each rank sends to other nodes to average the gradients."""
+        nodes, ranks = self.layout.replicas
+        if nodes == 1 or not self.averages:
+            return np.zeros((1, 1, 1))
+        gradients = self.config.gradients
+        flat = gradients.engine == "horovod" or gradients.two_level == "off"
+        parts, share = (self.dp, 1.0) if flat else (nodes, 1 / ranks)
+        return 2 * (parts - 1) / parts * share * self.state * self._kept(nodes)
+
+    def _kept(self, nodes: int) -> float:
+        """Of the gradients' bytes, what is sent: compressed, or all the state in few steps."""
+        gradients, width = self.config.gradients, self.config.model.hidden
+        scheme = compression.parse(gradients.compression)
+        tensors = 1 + OPTIMIZER_TENSORS[self.config.optimizer.name]
+        every = gradients.average_every
+        return (1.0 if every == 1 else tensors / every) * {
+            "none": 1.0,
+            "fp16": 2 / self.item,
+            "bf16": 2 / self.item,
+            "topk": min(1.0, nodes * scheme.number * (4 + self.item) / (2 * self.item)),
+            "powersgd": min(1.0, 4 * scheme.number / (3 * width)),  # of a block's four matrices
+        }[scheme.kind]
+
+    def exposed(self) -> float:
+        """What of the averaging across nodes the backward pass does not hide: see scaling.md."""
+        nodes, _ = self.layout.replicas
+        sent = float(self._by_node(self.averaged_across()).max()) * self.across.beta
+        if not sent:
+            return 0.0
+        section = self.config.parallel
+        early = self.pp == 1 or section.schedule in ("gpipe", "1f1b")
+        passes = self._by_rank([back + weight for _, back, weight in self.modules()])
+        hidden = float(passes.max()) if early and self.config.gradients.average_every == 1 else 0.0
+        bucket = self.config.gradients.bucket_bytes or USUAL_BUCKET
+        last = sent * min(1.0, bucket / float(self.state.max()))
+        rounds = min(2 * (nodes - 1), 2 * math.ceil(math.log2(nodes)))
+        return max(last, sent - hidden) + rounds * self.across.alpha
+
+    @property
+    def _tied(self) -> float:
+        """Bytes of the gradients that the first and the last stage add up."""
+        model = self.config.model
+        tied = self.pp > 1 and model.tie_embeddings
+        return self.layout.vocab * model.hidden / self.tp * self.item * tied
+
+    def tying(self) -> float:
+        """The sum of the gradients of the embedding that the first and the last stage have."""
+        crossing = np.broadcast_to(self.node[:, :1] != self.node[:, -1:], self.node.shape)
+        return summing(self.lane(0, crossing), 2, self._tied) if self._tied else 0.0
+
+    def agreeing(self) -> float:
+        """What ranks tell each other at each step's begin."""
+        alpha = self.across.alpha if self.node.max() else self.inside.alpha
+        return AGREEMENTS * 2 * math.ceil(math.log2(self.node.size)) * alpha
+
+    def _by_rank(self, modules: Sequence[float]) -> Array:
+        """Sums over the modules that each pipeline rank has, of shape (1, pp, 1)."""
+        runs = self.layout.runs
+        sums = [
+            sum(modules[i] for run in runs[rank :: self.pp] for i in run) for rank in range(self.pp)
+        ]
+        return np.array(sums, dtype=float)[None, :, None]
+
+    def _by_node(self, values: NDArray[Any]) -> Array:
+        """Sums over the ranks of each node."""
+        each = np.broadcast_to(values, self.node.shape).ravel().astype(float)
+        return np.bincount(self.node.ravel(), each).astype(float)
+
+
+def forward_flops(model: ModelSection, vocab: int) -> list[float]:
+    """Floating-point operations of embedding, blocks and head in a sample's forward pass.
+
+    A product of T x K and K x N takes 2 T K N. A block has 12 C^2 weights, and causal attention
+    half of two products of T x T x C.
+    """
+    T, C = model.sequence, model.hidden
+    products = gpt_costs(model.layers, C, vocab)
+    attention = [0.0, *[2.0 * T * T * C] * model.layers, 0.0]
+    return [2 * T * weights + more for weights, more in zip(products, attention, strict=True)]
+
+
+def summing(link: Link, ranks: int, nbytes: float) -> float:
+    """Seconds of an allreduce: a reduce-scatter by halving and a gather by doubling.
+
+    Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
+    IJHPCA 19, 2005.
+    """
+    rounds = 2 * math.ceil(math.log2(ranks))
+    return rounds * link.alpha + 2 * (ranks - 1) / ranks * nbytes * link.beta
+
+
+def _kind(module: int, modules: Sequence[object]) -> int:
+    """0 for the embedding, 1 for a block, 2 for the head."""
+    return 0 if module == 0 else 2 if module == len(modules) - 1 else 1

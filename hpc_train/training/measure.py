@@ -1,0 +1,297 @@
+"""Measure a machine on the ranks of a job, for `hpc-train plan`: collective, about ten seconds.
+
+Two things are measured, by functions that return this rank's own number: passes of a layer
+(`pass_seconds`) and messages to the next rank of a group (`message_seconds`). What they come to is
+a pure function of all ranks' numbers (`described`).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from hpc_train import files
+from hpc_train.collectives.mpi import reads_gpu_memory
+from hpc_train.collectives.steps import Steps, run
+from hpc_train.config import ModelSection, RunConfig
+from hpc_train.errors import UserError
+from hpc_train.machine import Compute, Link, Machine
+from hpc_train.models.gpt import Block
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.levels import Levels
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.mpi.topology import discover
+from hpc_train.training.device import choose_device, use_cores
+
+SECONDS = 1.0  # that each of the five measurements of computing takes
+HIDDEN, TOKENS = 1024, 256  # of the measured layer at most, on processors
+SAMPLES = 4  # of the larger of two passes; the smaller one has one
+STREAM = 32 << 20  # bytes of each of three tensors
+SMALL, LARGE = 8, 4 << 20  # bytes of messages
+REPEATS = {SMALL: 50, LARGE: 4}
+GIB = 1 << 30
+NAP = 5e-3  # seconds between two looks of a rank that waits for its turn
+
+
+@dataclass(frozen=True)
+class Message:
+    """What sending takes: seconds, and those in which it holds a processor."""
+
+    seconds: float = 0.0
+    processor: float = 0.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank has measured; seconds, 0 where it has measured nothing.
+
+    Args:
+        node: the number of its node.
+        one, several: passes of 1 and of SAMPLES samples, by the first rank alone.
+        in_node, in_job: passes of SAMPLES while the first node's, and all, ranks compute.
+        stream: bytes/s that it has read and written while all did.
+        inside, across: small and large messages inside its node, and between nodes.
+        free: bytes of memory that are free: of the device's, or of the node's.
+    """
+
+    node: int
+    one: float
+    several: float
+    in_node: float
+    in_job: float
+    stream: float
+    inside: tuple[Message, Message]
+    across: tuple[Message, Message]
+    free: int
+
+
+def measure(config: RunConfig, runtime: Runtime) -> Machine:
+    """Measure on all ranks of a job; the same on all of them. Collective."""
+    use_cores(runtime)
+    world, device, model = runtime.world, choose_device(), config.model
+    node = discover(world, runtime.node).node[world.rank]
+    levels = Levels.of(world)
+    one, several = (
+        layer_pass(model, config.precision.dtype, device, samples) for samples in (1, SAMPLES)
+    )
+    first = world.rank == 0
+    found = Found(
+        node,
+        in_turn(world, first, one),
+        in_turn(world, first, several),
+        in_turn(world, node == 0, several),
+        in_turn(world, True, several),
+        3 * STREAM / in_turn(world, True, stream(device)),
+        messages(world, levels.node, device, mine=node == 0),
+        messages(world, levels.cross, device, mine=True),
+        free_bytes(device),
+    )
+    levels.close()
+    flops = layer_flops(model, device)
+    return described(world.gathered(found), flops, config.precision.dtype, device.type)
+
+
+def measured_shape(model: ModelSection, device: torch.device) -> tuple[int, int, int]:
+    """Tokens, width and heads of the layer that is measured: a large model's is cut down."""
+    if device.type == "cuda":
+        return model.sequence, model.hidden, model.heads
+    width = model.hidden // model.heads
+    heads = max(1, min(model.heads, HIDDEN // width))
+    return min(model.sequence, TOKENS), heads * width, heads
+
+
+def layer_flops(model: ModelSection, device: torch.device) -> float:
+    """Floating-point operations of a sample's forward and backward pass in that layer."""
+    T, C, _ = measured_shape(model, device)
+    return 3 * (24.0 * T * C * C + 2.0 * T * T * C)
+
+
+def layer_pass(
+    model: ModelSection, dtype: str, device: torch.device, samples: int
+) -> Callable[[], None]:
+    """A forward and backward pass of one layer, which is over when this returns."""
+    T, C, heads = measured_shape(model, device)
+    kind = torch.float64 if dtype == "float64" else torch.float32
+    layer = Block(C, heads, 0.0, 0).to(device, kind)
+    x = torch.randn(samples, T, C, device=device, dtype=kind, requires_grad=True)
+    gradient = torch.randn_like(x)
+    short = dtype in ("float16", "bfloat16")
+
+    def once() -> None:
+        layer.zero_grad()
+        with torch.autocast(device.type, getattr(torch, dtype)) if short else nullcontext():
+            y = layer(x)
+        y.backward(gradient)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return once
+
+
+def stream(device: torch.device) -> Callable[[], None]:
+    """A pass over three tensors of STREAM bytes."""
+    one, other, total = (torch.ones(STREAM // 4, device=device) for _ in range(3))
+
+    def once() -> None:
+        torch.add(one, other, out=total)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return once
+
+
+def pass_seconds(once: Callable[[], None], duration: float = SECONDS) -> float:
+    """Mean seconds of a call that is repeated for so long, but for the first."""
+    once()
+    count, taken, begin = 0, 0.0, time.perf_counter()
+    while taken < duration:
+        once()
+        count, taken = count + 1, time.perf_counter() - begin
+    return taken / count
+
+
+def message_seconds(group: Group, nbytes: int, device: torch.device) -> Message:
+    """What it takes to send to the next rank of a group while the one before sends. Collective.
+
+    Tensors of a GPU go through host memory unless MPI reads them, as those of pipelines do.
+    """
+    mine, arrived = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    staged = device.type == "cuda" and not reads_gpu_memory()
+    polite = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # see `runtime.start`
+    into = torch.empty_like(arrived, device="cpu" if staged else device)
+    begin = spent = 0.0
+    for number in range(1 + REPEATS[nbytes]):
+        out = mine.cpu() if staged else mine
+        run(_passed_on(group, _buffer(out), _buffer(into)), polite=polite)
+        if staged:
+            arrived.copy_(into)
+        if number == 0:  # it makes connections
+            begin, spent = time.perf_counter(), time.process_time()
+    seconds, processor = time.perf_counter() - begin, time.process_time() - spent
+    return Message(seconds / REPEATS[nbytes], processor / REPEATS[nbytes])
+
+
+def _passed_on(group: Group, out: Any, into: Any) -> Steps[None]:
+    assert group.comm is not None
+    yield group.comm.Irecv(into, source=(group.rank - 1) % group.size)
+    yield group.comm.Isend(out, dest=(group.rank + 1) % group.size)
+
+
+def _buffer(tensor: torch.Tensor) -> Any:
+    return tensor if tensor.is_cuda else tensor.numpy()
+
+
+def messages(
+    world: Group, group: Group, device: torch.device, *, mine: bool
+) -> tuple[Message, Message]:
+    """Small and large messages in those groups whose turn it is. Collective over world."""
+    taken = [Message(), Message()]
+    for number, nbytes in enumerate((SMALL, LARGE)):
+        meet(world)
+        if mine and group.size > 1:
+            taken[number] = message_seconds(group, nbytes, device)
+    meet(world)
+    return taken[0], taken[1]
+
+
+def in_turn(world: Group, mine: bool, once: Callable[[], None]) -> float:
+    """`pass_seconds` on the ranks whose turn it is; the others sleep. Collective."""
+    meet(world)
+    taken = pass_seconds(once) if mine else 0.0
+    meet(world)
+    return taken
+
+
+def meet(group: Group) -> None:
+    """Wait for all ranks, asleep: they may share cores with those that are measured. Collective."""
+    if group.comm is None:
+        return
+    with group.waiting("a measurement of the other ranks"):
+        everyone = group.comm.Ibarrier()
+        while not everyone.Test():
+            time.sleep(NAP)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free here, now that all libraries are loaded."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return psutil.virtual_memory().available
+
+
+def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> Machine:
+    """The description that all ranks' numbers come to.
+
+    Args:
+        found: by rank.
+        flops: of a sample's pass.
+        dtype: the number format.
+        device: cpu or cuda.
+    """
+    first = found[0]
+    ranks = sum(one.node == 0 for one in found)
+    sample = (first.several - first.one) / (SAMPLES - 1)
+    if sample <= 0:  # small layers take as long for one sample as for several
+        sample = first.several / SAMPLES
+    speed = flops / sample
+    capacity = sum(first.several / one.in_node for one in found if one.in_node)
+    slowest = min(_by_node(found, lambda one: first.several / one.in_job))
+    share = slowest / ranks  # of a core, while all compute
+    stream_speed = statistics.median(one.stream for one in found)
+    free = min(one.free for one in found) / GIB
+    layer = max(0.0, first.one - sample)
+    compute = (short(number) for number in (speed, speed * capacity, speed * slowest, layer))
+    return Machine(
+        {dtype: Compute(*compute)},
+        short(stream_speed / min(1.0, share)),
+        _link([one.inside for one in found if one.inside[1].seconds], sharing=1),
+        _link([one.across for one in found if one.across[1].seconds], sharing=ranks),
+        node_gib=short(free) if device == "cpu" else None,
+        rank_gib=short(free) if device == "cuda" else None,
+        device=device,
+        ranks_per_node=ranks,
+    )
+
+
+def _by_node(found: Sequence[Found], number: Callable[[Found], float]) -> list[float]:
+    """The sums of the ranks of each node."""
+    nodes = sorted({one.node for one in found})
+    return [sum(number(one) for one in found if one.node == node) for node in nodes]
+
+
+def _link(taken: Sequence[tuple[Message, Message]], sharing: int) -> Link | None:
+    """What messages take, from small and large ones that so many ranks share a link for."""
+    if not taken:
+        return None
+    alpha = statistics.median(small.seconds for small, _ in taken)
+    more = LARGE - SMALL
+    beta = statistics.median(large.seconds - small.seconds for small, large in taken) / more
+    processor = statistics.fmean(large.processor - small.processor for small, large in taken) / more
+    return Link(short(alpha), short(max(0.0, beta / sharing)), short(max(0.0, processor)))
+
+
+def short(number: float) -> float:
+    """A number with as many digits as a measurement has."""
+    return float(f"{number:.4g}")
+
+
+def write(made: Machine, path: Path, ranks: int) -> None:
+    """Write a description that was measured on so many ranks.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    header = f"# Measured by `hpc-train plan --measure` on {ranks} ranks.\n"
+    try:
+        files.write_text(path, header + made.to_yaml())
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}", "give --machine") from None
