@@ -83,10 +83,10 @@ class Step:
         self.state = self.item * self._by_rank(layout.parameters)  # bytes of parameters, gradients
         model = self.config.model
         self.activation = self.micro_batch * model.sequence * model.hidden * self.item
-        self.to_next = self.node != np.roll(self.node, -1, axis=1)
-        self.to_previous = self.node != np.roll(self.node, 1, axis=1)
+        self.crossing_next = self.node != np.roll(self.node, -1, axis=1)
+        self.crossing_previous = self.node != np.roll(self.node, 1, axis=1)
         first, last = self.node.min(axis=2, keepdims=True), self.node.max(axis=2, keepdims=True)
-        self.in_tensor_group = np.broadcast_to(first != last, self.node.shape)
+        self.crossing_tensor = np.broadcast_to(first != last, self.node.shape)
 
     def seconds(self) -> float:
         """What the step takes: the largest bound."""
@@ -156,13 +156,13 @@ class Step:
             rank = stage % self.pp
             forward, back, weight = map(sum, zip(*(modules[i] for i in run), strict=True))
             there, here = zip(*(sums[_kind(i, modules)] for i in run), strict=True)
-            one = summing(self.lane(rank, self.in_tensor_group), self.tp, self.activation)
+            one = summing(self.lane(rank, self.crossing_tensor), self.tp, self.activation)
             yield Costs(
                 forward + sum(there) * one,
                 back + sum(here) * one,
                 weight,
-                self._sending(rank, self.to_next),
-                self._sending(rank, self.to_previous),
+                self._sending(rank, self.crossing_next),
+                self._sending(rank, self.crossing_previous),
             )
 
     def _sending(self, rank: int, crossing: NDArray[np.bool_]) -> float:
@@ -199,7 +199,7 @@ class Step:
 
     def _pipeline_traffic(self) -> Iterator[tuple[NDArray[np.bool_], Array]]:
         sent = np.full((1, self.pp, 1), float(len(self.layout.runs) // self.pp))
-        for crossing, end in ((self.to_next, -1), (self.to_previous, 0)):
+        for crossing, end in ((self.crossing_next, -1), (self.crossing_previous, 0)):
             messages = sent.copy()
             messages[0, end] -= 1
             yield crossing, self.n * self._sent_activation * messages
@@ -212,7 +212,7 @@ class Step:
         kinds = range(len(self.layout.parameters))
         sums = self._by_rank([sum(pairs[_kind(i, kinds)]) for i in kinds])
         share = 2 * (self.tp - 1) / self.tp
-        return self.in_tensor_group, self.n * share * self.activation * sums
+        return self.crossing_tensor, self.n * share * self.activation * sums
 
     # Averaging.
 

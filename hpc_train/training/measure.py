@@ -20,7 +20,6 @@ import psutil
 import torch
 
 from hpc_train import files
-from hpc_train.collectives.mpi import reads_gpu_memory
 from hpc_train.collectives.steps import Steps, run
 from hpc_train.config import ModelSection, RunConfig
 from hpc_train.errors import UserError
@@ -149,11 +148,11 @@ def stream(device: torch.device) -> Callable[[], None]:
     return once
 
 
-def pass_seconds(once: Callable[[], None], duration: float = SECONDS) -> float:
-    """Mean seconds of a call that is repeated for so long, but for the first."""
+def pass_seconds(once: Callable[[], None]) -> float:
+    """Mean seconds of a call that is repeated for SECONDS, without the first one."""
     once()
     count, taken, begin = 0, 0.0, time.perf_counter()
-    while taken < duration:
+    while taken < SECONDS:
         once()
         count, taken = count + 1, time.perf_counter() - begin
     return taken / count
@@ -164,6 +163,8 @@ def message_seconds(group: Group, nbytes: int, device: torch.device) -> Message:
 
     Tensors of a GPU go through host memory unless MPI reads them, as those of pipelines do.
     """
+    from hpc_train.collectives.mpi import reads_gpu_memory  # a group of several ranks has MPI
+
     mine, arrived = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     staged = device.type == "cuda" and not reads_gpu_memory()
     polite = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # see `runtime.start`

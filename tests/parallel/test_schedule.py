@@ -20,6 +20,8 @@ from hpc_train.parallel.simulate import (
     ScheduleError,
     bubble_formula,
     check,
+    enough,
+    makespan,
     peak_live,
     simulate,
 )
@@ -231,3 +233,25 @@ def test_nonsense_is_refused(arguments):
 def test_an_action_tells_what_it_is():
     assert str(Action(Kind.INPUT, 3, 1)) == "input of micro-batch 3, chunk 1"
     assert len(set(chain.from_iterable(build("1f1b", 2, 2)))) == 4
+
+
+def test_gradients_may_take_another_time_on_their_way():
+    """Two stages, one micro-batch: forward there, backward back."""
+    there = Costs(communication=10, back=100)
+    assert simulate(build("1f1b", 2, 1), 1, there).makespan == 2 + 10 + 4 + 100
+    assert simulate(build("1f1b", 2, 1), 1, Costs(communication=10)).makespan == 6 + 2 * 10
+
+
+@given(TRAINING, st.integers(1, 40), st.data())
+@settings(max_examples=60)
+def test_the_time_of_many_micro_batches_is_told_from_few(size, micro_batches, data):
+    name, stages, _, chunks = size
+    costs = tuple(
+        Costs(*(data.draw(COST) for _ in range(3)), data.draw(COST), data.draw(COST))
+        for _ in range(stages * chunks)
+    )
+    played = simulate(build(name, stages, micro_batches, chunks), chunks, costs).makespan
+    told = makespan(name, stages, micro_batches, costs)
+    if enough(stages, micro_batches) == (micro_batches,):
+        assert told == played
+    assert told == pytest.approx(played, rel=0.05)
