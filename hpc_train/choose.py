@@ -100,6 +100,7 @@ class Choice:
         fit: how many fit in memory.
         layouts: the fastest of them, the very fastest first.
         left_out: sizes of which there is none.
+        warning: in what the description is of another job; "" if in nothing.
     """
 
     nodes: int
@@ -107,6 +108,7 @@ class Choice:
     fit: int
     layouts: list[Row]
     left_out: list[LeftOut]
+    warning: str = ""
 
 
 def choose(
@@ -149,7 +151,8 @@ def choose(
     shown = ordered if every else [layout for layout in ordered if best[layout.sizes] is layout]
     rows = [Row.of(layout, machine) for layout in shown[:top]]
     without = [one for one in least(left_out) if (one.dp, one.tp, one.pp) not in best]
-    return Choice(nodes, ranks_per_node, len(shown), rows, without)
+    warning = another_job(machine, ranks_per_node)
+    return Choice(nodes, ranks_per_node, len(shown), rows, without, warning)
 
 
 def check_known(config: RunConfig, machine: Machine, nodes: int, ranks_per_node: int) -> None:
@@ -170,6 +173,16 @@ def check_known(config: RunConfig, machine: Machine, nodes: int, ranks_per_node:
     ):
         if needed and link is None:
             raise UserError(f"messages between {several}", f"measure on several, or see {GUIDE}")
+
+
+def another_job(machine: Machine, ranks_per_node: int) -> str:
+    """What to say of a machine that was measured with other ranks; "" if with the same."""
+    if machine.ranks_per_node in (None, ranks_per_node):
+        return ""
+    return (
+        f"the machine was measured with {machine.ranks_per_node:.0f} ranks of each node: others "
+        "share cores and links in another way"
+    )
 
 
 def least(left_out: Iterable[LeftOut]) -> list[LeftOut]:
@@ -199,11 +212,15 @@ def show(made: Choice, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(made)))
         return
-    print(f"{made.nodes} nodes x {made.ranks_per_node} ranks, layouts that fit: {made.fit}")
+    print(
+        f"nodes: {made.nodes}, ranks of each: {made.ranks_per_node}, layouts that fit: {made.fit}"
+    )
     Console(highlight=False, width=100).print(_table(made.layouts))
     print(f"the first: {made.layouts[0].options()}")
     for why, several in _by_reason(made.left_out).items():
         print(f"left out: {', '.join(several)}: {why}")
+    if made.warning:
+        print(f"warning: {made.warning}")
     print(NOTES)
 
 

@@ -278,8 +278,16 @@ def test_the_fastest_come_first_and_each_size_once(capsys):
     assert max(map(len, text.split("the first")[0].splitlines())) <= 100
 
 
+def test_a_description_of_other_ranks_is_warned_of(capsys):
+    assert choose(CONFIG, replace(MACHINE, ranks_per_node=2), *SHARED).warning == ""
+    made = choose(CONFIG, replace(MACHINE, ranks_per_node=4), *SHARED)
+    show(made, as_json=False)
+    assert "warning: the machine was measured with 4 ranks of each node" in capsys.readouterr().out
+
+
 def test_the_options_give_the_layout():
-    for row in choose(CONFIG, MACHINE, *SHARED, top=10**6, every=True).layouts:
+    every = choose(CONFIG, MACHINE, *SHARED, top=10**6, every=True).layouts
+    for row in every[::12]:
         config = load(None, [*MODEL.split(), "--data.batch=32", *row.options().split()])
         section = config.parallel
         assert (section.dp, section.tp, section.pp) == (row.dp, row.tp, row.pp)
