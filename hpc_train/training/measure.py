@@ -172,7 +172,8 @@ def message_seconds(group: Group, nbytes: int, device: torch.device) -> Message:
     begin = spent = 0.0
     for number in range(1 + REPEATS[nbytes]):
         out = mine.cpu() if staged else mine
-        run(_passed_on(group, _buffer(out), _buffer(into)), polite=polite)
+        with group.waiting("a message of a measurement"):
+            run(_passed_on(group, _buffer(out), _buffer(into)), polite=polite)
         if staged:
             arrived.copy_(into)
         if number == 0:  # it makes connections
@@ -183,8 +184,10 @@ def message_seconds(group: Group, nbytes: int, device: torch.device) -> Message:
 
 def _passed_on(group: Group, out: Any, into: Any) -> Steps[None]:
     assert group.comm is not None
-    yield group.comm.Irecv(into, source=(group.rank - 1) % group.size)
-    yield group.comm.Isend(out, dest=(group.rank + 1) % group.size)
+    arrived = group.comm.Irecv(into, source=(group.rank - 1) % group.size)
+    sent = group.comm.Isend(out, dest=(group.rank + 1) % group.size)
+    yield arrived
+    yield sent
 
 
 def _buffer(tensor: torch.Tensor) -> Any:
