@@ -2,6 +2,7 @@
 #
 #   make demo    train a GPT on Python's own sources, stop it, resume it, read what it writes
 #   make test    all tests
+#   make test-long    more of the kind, each of which takes minutes
 #   make test-mpich, make test-openmpi5    those of several ranks, with another MPI
 #   make lint    formatting, types, import rules
 #   make docs    the documentation as HTML, in docs/_build
@@ -15,16 +16,16 @@ WITH ?=
 
 export PATH := $(CURDIR)/.venv$(addprefix -,$(WITH))/bin:$(PATH)
 # Threads of several ranks on one machine would fight for its cores.
-test-mpi test: export OMP_NUM_THREADS := 1
+test-mpi test test-long: export OMP_NUM_THREADS := 1
 # Ranks may outnumber cores on a laptop: Open MPI 4 and 5 each want to be told so.
-test-mpi test: export OMPI_MCA_rmaps_base_oversubscribe := 1
-test-mpi test: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+test-mpi test test-long: export OMPI_MCA_rmaps_base_oversubscribe := 1
+test-mpi test test-long: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup demo test test-mpi test-mpich test-openmpi5 lint docs clean
+.PHONY: setup demo test test-mpi test-long test-mpich test-openmpi5 lint docs clean
 
 setup:
 	@$(PYTHON) bootstrap.py $(WITH)
@@ -42,7 +43,10 @@ test-mpi: setup
 	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -m mpi -p no:cacheprovider $(PYTEST_OPTIONS)
 
 test: test-mpi
-	python -m pytest -m "not mpi" $(PYTEST_OPTIONS)
+	python -m pytest -m "not mpi and not long" $(PYTEST_OPTIONS)
+
+test-long: setup
+	python -m pytest -m long $(PYTEST_OPTIONS)
 
 lint: setup
 	ruff format --check

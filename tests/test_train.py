@@ -200,19 +200,6 @@ def test_losses_do_not_depend_on_the_number_of_ranks_also_after_a_resume(program
     assert program.losses("bent") == pytest.approx(program.losses("straight"), rel=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
-def test_32_ranks(program, launcher):
-    options = ["--run.steps", "3", "--data.batch", "64", "--data.micro_batch", "1"]
-    if "horovod" in ENGINES:
-        options += ["--gradients.engine", "horovod"]
-    done = program.train("many", *options, launcher=launcher, ranks=32, timeout=280)
-    assert_succeeded(done)
-    assert_succeeded(program.train("one", *options[:-2]))
-    assert program.losses("many") == pytest.approx(program.losses("one"), rel=1e-10)
-    assert len(list((program.root / "many" / "logs").iterdir())) == 32
-
-
 def test_generate_knows_only_the_tokens_of_the_text(program):
     assert_succeeded(program.train("run", "--run.steps", "1", "--model.vocab", "4096"))
     words = ["generate", str(program.root / "run"), "--tokens", "50", "--temperature", "5"]

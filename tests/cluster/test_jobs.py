@@ -155,7 +155,10 @@ LINES = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("launcher", LINES)
+@pytest.mark.parametrize(
+    "launcher",
+    ["horovodrun", *(pytest.param(name, marks=pytest.mark.long) for name in ("mpirun", "srun"))],
+)
 def test_32_ranks_on_4_hosts_by_every_launcher(wide, program, launcher):
     options = ["--run.steps", "4", "--data.batch", "32", "--data.micro_batch", "1"]
     engine = "horovod" if launcher == "horovodrun" else "mpi"
