@@ -42,11 +42,7 @@ def ranks(up: Slurm) -> list[int]:
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             words = process.cmdline()
-            if (
-                "train" in words
-                and "launch" not in words
-                and "OMPI_COMM_WORLD_RANK" in (process.environ())
-            ):
+            if "python" in process.name() and "train" in words and "launch" not in words:
                 found.append(pid)
     return found
 
