@@ -48,12 +48,14 @@ class Outcome:
         lines: the last ones that were printed.
         silent: seconds without any progress, after which it was ended; 0: it ended by itself.
         progress: the last.
+        starved: whether the kernel of this host ended a process meanwhile for lack of memory.
     """
 
     code: int
     lines: list[str]
     silent: float
     progress: Progress
+    starved: bool = False
 
 
 def read_progress(path: Path) -> Progress:
@@ -62,6 +64,14 @@ def read_progress(path: Path) -> Progress:
         told = json.loads(path.read_text())
         return Progress(told["step"], told["due"], path.stat().st_mtime)
     return Progress(-1, 0.0, 0.0)
+
+
+def memory_kills() -> int:
+    """Processes of this host that its kernel has ended for lack of memory."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0
 
 
 class Attempt:
@@ -126,7 +136,7 @@ class Attempt:
 
     def watch(self) -> Outcome:
         """Wait for its end, which comes too when the job's first rank is silent for too long."""
-        begun = time.time()
+        begun, before = time.time(), memory_kills()
         silent = 0.0
         while not self.wait(LOOK):
             told = read_progress(self.path)
@@ -137,7 +147,9 @@ class Attempt:
         else:
             silent = 0.0
         self._clear()
-        return Outcome(self.process.returncode, list(self.lines), silent, read_progress(self.path))
+        starved = memory_kills() > before
+        told = read_progress(self.path)
+        return Outcome(self.process.returncode, list(self.lines), silent, told, starved)
 
     def kill(self) -> None:
         """End launcher and ranks."""

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Sequence
 
 OUT_OF_MEMORY = "out of memory"
+PERHAPS_MEMORY = ", perhaps for lack of memory"
 # Each finds some of rank, host, signal or code. The first line that one of them matches tells most:
 # the launcher then kills the other ranks, which are not to blame.
 PATTERNS = [
@@ -78,7 +79,7 @@ def _told(found: dict[str, str]) -> str:
         found.get("killed", found.get("fault", "")), 0
     )
     if number:
-        hint = ", perhaps for lack of memory" if number == signal.SIGKILL else ""
+        hint = PERHAPS_MEMORY if number == signal.SIGKILL else ""
         return f"{who}{host} was ended by {signal.Signals(number).name}{hint}"
     if "code" in found:
         return f"{who}{host} exited with code {found['code']}"

@@ -23,7 +23,7 @@ from typing import Any
 
 from hpc_train.errors import EXIT_STOPPED, EXIT_USER, HpcTrainError
 from hpc_train.launch.attempt import Attempt, Outcome
-from hpc_train.launch.cause import explain
+from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
 from hpc_train.launch.hosts import Host, take
 from hpc_train.launch.launchers import Found, Job
 
@@ -194,4 +194,7 @@ def _cause(outcome: Outcome) -> str:
             f"no progress for {outcome.silent:.0f} s after step {outcome.progress.step}: "
             "all ranks hang or have been stopped"
         )
-    return explain(outcome.code, outcome.lines)
+    cause = explain(outcome.code, outcome.lines)
+    if outcome.starved and f"({socket.gethostname()})" in cause:
+        return cause.replace(PERHAPS_MEMORY, f": its host ran {OUT_OF_MEMORY}")
+    return cause

@@ -119,6 +119,40 @@ def test_a_job_goes_on_without_a_host_that_dies(up, program):
     assert program.losses("dying") == pytest.approx(program.losses("whole"), rel=1e-8)
 
 
+@pytest.fixture(scope="module")
+def pbs():
+    """Two hosts whose jobs find PBS's variables, and whose qsub is SLURM's translation."""
+    with hosts(2, 2) as cluster, slurm(cluster, pbs=True) as started:
+        yield started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["pbs", "torque"])
+def test_a_pbs_job_submits_itself_again_until_it_is_done(pbs, program, scheduler):
+    """Its script is given less time by hand: real ones have minutes at the least."""
+    size = ["--scheduler", scheduler, "--nodes", "2", "--ranks_per_node", "2"]
+    run_dir = program.root / "run"
+    options = ["--run.dir", str(run_dir), "--checkpoint.every", "0", "--run.steps", "600"]
+    words = hpc_train("submit", str(program.config), *size, *options, "--dry_run")
+    made = pbs.run(words, cwd=program.root)
+    assert made.returncode == 0, made.stderr
+    run_dir.mkdir()
+    script = run_dir / "job.sh"
+    script.write_text(made.stdout.replace("walltime=3600", "walltime=25"))
+    done = pbs.run(["qsub", str(script)], cwd=program.root)
+    assert done.returncode == 0, done.stderr
+    metrics = run_dir / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) == 600, 200)
+    wait_until(lambda: not pbs.run(["squeue", "--noheader"]).stdout, 60)
+    printed = "".join(path.read_text() for path in program.root.rglob("*.o*"))
+    assert "start 0, on 2 nodes" in printed
+    assert "start 1, on 2 nodes" in printed
+    assert "stopped by run.time_limit (the end of the job)" in printed
+    alone = program.train("alone", "--run.steps", "600")
+    assert alone.returncode == 0, alone.stderr
+    assert program.losses("run") == pytest.approx(program.losses("alone"), rel=1e-6)
+
+
 # ssh [OPTIONS] HOST [OPTIONS] COMMAND...
 SSH = """#!/bin/sh
 host=

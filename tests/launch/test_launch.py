@@ -146,11 +146,20 @@ def test_a_dry_run_prints_a_line_that_runs(tmp_path):
     assert again.stdout.split() == ["1", "1"]
 
 
-def test_hosts_of_a_pbs_job(tmp_path):
-    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("n1\nn1\nn2\nn2\n", "-np 4 --host n1:2,n2:2"),  # PBS Pro's mpiprocs=2, Torque's ppn=2
+        ("n1\nn2\n", "-np 2 --host n1:1,n2:1"),  # PBS Pro without mpiprocs: a line per chunk
+        ("n1\nn2\nn1\nn2\n", "-np 4 --host n1:2,n2:2"),  # chunks dealt out by turns
+        ("n1.cluster\nn1.cluster\nn2.cluster\n", "-np 3 --host n1.cluster:2,n2.cluster:1"),
+    ],
+)
+def test_hosts_of_a_pbs_job(tmp_path, nodes, expected):
+    (tmp_path / "nodes").write_text(nodes)
     environ = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
     done = run(*hpc_train("launch", "--dry_run", "--", "train"), environ=environ)
-    assert "mpirun -np 4 --host n1:2,n2:2" in done.stdout, done.stderr
+    assert f"mpirun {expected} " in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

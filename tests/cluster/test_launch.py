@@ -1,0 +1,52 @@
+"""`hpc-train launch` over hosts that die, without a scheduler."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import hosts, why_not
+from tests.cluster.slurm import wait_until
+from tests.conftest import small_program
+from tests.programs import hpc_train
+
+HOSTS = "node1:2,node2:2,node3:2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def possible():
+    """Asked when the first test runs: ranks that only collect this module start nothing."""
+    if why_not():
+        pytest.skip(why_not())
+
+
+@pytest.mark.slow
+def test_a_spare_host_takes_the_place_of_one_that_dies(tmp_path: Path, text_data: Path):
+    program = small_program(tmp_path, text_data)
+    options = ["--run.steps", "150", "--checkpoint.every", "20", "--gradients.engine", "mpi"]
+    train = ["train", str(program.config), *options]
+    metrics = tmp_path / "run/metrics.jsonl"
+    with hosts(3, 2) as cluster:
+        whole = cluster.run(program.command("whole", *options), 4)
+        assert whole.returncode == 0, whole.stderr
+        agent = {"OMPI_MCA_plm_rsh_agent": str(cluster.folder / "enter")}
+        start = ["launch", "-np", "4", "-H", HOSTS, "--max_restarts", "2", "--"]
+        words = hpc_train(*start, *train, "--run.dir", str(tmp_path / "run"))
+        done = []
+        thread = threading.Thread(
+            target=lambda: done.append(cluster.on("node1", words, environ=agent))
+        )
+        thread.start()
+        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 30, 60)
+        cluster.power_off("node2")
+        thread.join(150)
+    assert done, "the job hangs"
+    assert done[0].returncode == 0, done[0].stderr
+    assert "node2" in done[0].stderr
+    lines = (tmp_path / "run/launch.jsonl").read_text().splitlines()
+    starts = [record for line in lines if (record := json.loads(line))["event"] == "start"]
+    assert [record["hosts"] for record in starts] == ["node1:2,node2:2", "node1:2,node3:2"]
+    assert program.losses("run") == program.losses("whole")
