@@ -162,7 +162,8 @@ class Shell:
             path = folder / "bin" / name
             path.write_text(
                 f'#!/bin/sh\necho "{name} $* queued=$HPC_TRAIN_QUEUED" >> {self.told}\n'
-                f"[ {name} != qsub ] || cat > {folder}/again.sh\n[ {name} != scontrol ]\n"
+                f'for last; do :; done; [ {name} != qsub ] || cp "$last" {folder}/again.sh\n'
+                f"[ {name} != scontrol ]\n"
             )
             path.chmod(0o755)
         (folder / "nodes").write_text("node1\nnode1\nnode2\nnode2\n")
@@ -254,6 +255,7 @@ def test_a_signal_reaches_the_launcher_and_its_code_the_script(shell, number):
 def test_tasks_of_an_array_have_directories_of_their_own_and_go_on_alone(shell):
     variable = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}[shell.scheduler]
     sweep = [["--run.seed", "1"], ["--run.seed", "2"]]
+    (shell.folder / "run/task-1").mkdir(parents=True)  # as the training does
     done = shell.run('echo "$@"; exit 75', {variable: "1"}, sweep=sweep)
     assert done.stdout.splitlines()[-1] == "--run.seed 2 --run.dir run/task-1"
     if shell.scheduler == "slurm":

@@ -52,9 +52,11 @@ if [ "$code" -eq 75 ] && [ ! -e "$run_dir/STOP" ]; then
     if [ "$count" -ge "$most" ]; then
         echo "submitted again $count times, which is the most: it is not submitted again"
     elif [ "$again" != never ]; then
-        # One task of an array goes on alone.
-        grep -v '^#PBS -[Jt] ' "$script" |
-            qsub -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task"
+        if [ -n "$task" ]; then # one task of an array goes on alone
+            grep -v '^#PBS -[Jt] ' "$script" > "$run_dir/job.sh"
+            script=$run_dir/job.sh
+        fi
+        qsub -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script"
     fi
 fi
 exit "$code"
