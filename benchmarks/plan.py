@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import harness
-from hpc_train import machine as machines
-from hpc_train.choose import Row, choose
 from hpc_train.config_file import load
 from hpc_train.data.prepare import prepare_text
+from hpc_train.planning import machine as machines
+from hpc_train.planning.choose import Row, choose
 
 HOSTS, SLOTS, MBIT = 4, 2, 800
 ALL = 10**9

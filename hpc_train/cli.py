@@ -109,7 +109,7 @@ def plan(arguments: Sequence[str]) -> int:
         return run(lambda runtime: _measure(given, options, runtime))
     settings = config_file.load(given.config, options)
     if given.nodes or given.ranks_per_node:
-        from hpc_train import choose, machine
+        from hpc_train.planning import choose, machine
 
         found = choose.choose(
             settings,
@@ -121,7 +121,7 @@ def plan(arguments: Sequence[str]) -> int:
         )
         choose.show(found, as_json=given.json)
         return 0
-    from hpc_train import plan as plans
+    from hpc_train.planning import schedules as plans
 
     plans.show(plans.plan(settings), as_json=given.json)
     return 0

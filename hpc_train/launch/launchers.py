@@ -11,9 +11,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import psutil
 
@@ -37,6 +39,7 @@ KEEPALIVE = {
 PLUGINS = {
     "open_mpi": ("pmix", "pspmix"),
     "hydra": ("cray_shasta", "pmi2", "pspmix", "pmix"),
+    "unknown": ("cray_shasta", "pspmix", "pmix", "pmi2"),
 }
 
 
@@ -229,9 +232,18 @@ def find(wanted: str | None, scheduler: str | None) -> Found:
 
 
 def identify(program: str) -> Found | None:
-    """Which launcher a program is; None: it is not here, or not one that is known."""
-    if not shutil.which(program):
-        return None
+    """Which launcher a program is; None: it is not here, or not one that is known.
+
+    It is looked for on the PATH, then beside this Python, whose environment need not be activated.
+    """
+    beside = Path(sys.executable).with_name(program)
+    for path in (program, str(beside)):
+        if shutil.which(path) and (found := _known(path)):
+            return found
+    return None
+
+
+def _known(program: str) -> Found | None:
     text = _output(program, "--version")
     version = text.strip().partition("\n")[0]
     if "(Open MPI)" in text or "PRRTE" in text:
@@ -252,15 +264,15 @@ def _find_srun(*, needed: bool) -> Found | None:
             raise SetupError("srun is not here", "use it inside a SLURM job, or leave out --with")
         return None
     mpi = identify("mpirun") or identify("mpiexec")
-    kind = "open_mpi" if mpi and mpi.kind == "open_mpi" else "hydra"
+    kind = "unknown" if mpi is None else mpi.kind
     offered = re.findall(r"\w+", _output("srun", "--mpi=list"))
-    fitting = [plugin for plugin in PLUGINS[kind] if plugin in offered]
+    fitting = [plugin for plugin in PLUGINS.get(kind, PLUGINS["hydra"]) if plugin in offered]
     if fitting:
         version = _output("srun", "--version").strip()
         return Found("srun", partial(srun, "srun", fitting[0]), version)
     if needed:
         raise SetupError(
-            f"srun offers none of {', '.join(PLUGINS[kind])}, which this MPI would start by",
+            f"srun --mpi offers {', '.join(offered) or 'nothing'}: no way that this MPI starts by",
             "use --with mpirun; `srun --mpi=list` shows what it offers",
         )
     return None

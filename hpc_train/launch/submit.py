@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shlex
 import shutil
 import subprocess
@@ -212,9 +211,10 @@ def _start(
 
 
 def _activation() -> list[str]:
-    """The lines that make the batch shell find what this process has."""
-    environment = os.environ.get("VIRTUAL_ENV")
-    return [f". {shlex.quote(environment)}/bin/activate"] if environment else []
+    """The line that makes the batch shell find what this Python's virtual environment has."""
+    if sys.prefix == sys.base_prefix:
+        return []
+    return [f". {shlex.quote(str(Path(sys.prefix, 'bin', 'activate')))}"]
 
 
 def _sweep(axes: Sequence[str]) -> list[list[str]]:

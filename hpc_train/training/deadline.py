@@ -16,6 +16,7 @@ from hpc_train.mpi.group import Group
 
 VARIABLE = "HPC_TRAIN_DEADLINE"
 PATIENCE = 20.0  # seconds for the scheduler's answer
+ENDING = 8.0  # seconds before the job's end, for the launcher and the script to end in
 
 
 def note() -> None:
@@ -25,9 +26,9 @@ def note() -> None:
 
 
 def of_job(group: Group) -> float | None:
-    """The end of the job as rank 0 has noted it. Collective."""
+    """When training has to be over, by the end of the job that rank 0 has noted. Collective."""
     noted = group.from_first(lambda: os.environ.get(VARIABLE))
-    return float(noted) if noted else None
+    return float(noted) - ENDING if noted else None
 
 
 def ask(environ: Mapping[str, str]) -> float | None:

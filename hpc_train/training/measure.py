@@ -23,12 +23,12 @@ from hpc_train import files
 from hpc_train.collectives.steps import Steps, run
 from hpc_train.config import ModelSection, RunConfig
 from hpc_train.errors import UserError
-from hpc_train.machine import Compute, Link, Machine
 from hpc_train.models.gpt import Block
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
+from hpc_train.planning.machine import Compute, Link, Machine
 from hpc_train.training.device import choose_device, use_cores
 
 SECONDS = 1.0  # that each of the five measurements of computing takes

@@ -1,4 +1,4 @@
-"""`hpc-train launch` over hosts that die, without a scheduler."""
+"""Jobs over hosts that die or are slow, without a scheduler."""
 
 from __future__ import annotations
 
@@ -50,3 +50,19 @@ def test_a_spare_host_takes_the_place_of_one_that_dies(tmp_path: Path, text_data
     starts = [record for line in lines if (record := json.loads(line))["event"] == "start"]
     assert [record["hosts"] for record in starts] == ["node1:2,node2:2", "node1:2,node3:2"]
     assert program.losses("run") == program.losses("whole")
+
+
+def test_a_slow_link_is_named_before_the_first_step(tmp_path: Path, text_data: Path):
+    program = small_program(tmp_path, text_data)
+    options = ["--run.steps", "1", "--data.batch", "12", "--gradients.engine", "mpi"]
+    slow = ["rate", "40mbit", "burst", "256kb", "latency", "50ms"]
+    with hosts(3, 1) as cluster:
+        shaped = cluster.on("node2", ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *slow])
+        assert shaped.returncode == 0, shaped.stderr
+        done = cluster.run(program.command("run", *options), 3)
+    assert done.returncode == 0, done.stderr
+    between = [line for line in done.stdout.splitlines() if "between hosts" in line]
+    assert "! between hosts" in between[0]
+    assert "slower: node2 " in between[0]
+    assert "node1" not in between[0]
+    assert "node3" not in between[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
@@ -32,6 +33,7 @@ def programs(tmp_path, monkeypatch):
             path.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}\nEND\n")
             path.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setattr(sys, "executable", "/none/python")
 
     return put
 
@@ -116,6 +118,19 @@ def test_where_horovodrun_breaks_mpirun_is_used_and_said_so(programs, kind):
 def test_horovodrun_is_used_where_it_works(programs):
     programs(mpirun=VERSIONS["open_mpi"], horovodrun="")
     assert launchers.find("horovodrun", None).kind == "horovodrun"
+
+
+def test_a_launcher_beside_this_python_is_found(programs, monkeypatch, tmp_path):
+    """What PATH has may be another program of this name."""
+    beside = tmp_path / "environment"
+    beside.mkdir()
+    programs(mpirun=VERSIONS["open_mpi"])
+    (tmp_path / "mpirun").rename(beside / "mpirun")
+    programs(mpirun="mpirun of somebody else")
+    monkeypatch.setattr(sys, "executable", str(beside / "python"))
+    found = launchers.find(None, None)
+    assert found.kind == "open_mpi"
+    assert found.make(Job(["train"], 2)).words[0] == str(beside / "mpirun")
 
 
 def test_without_any_launcher_the_error_says_what_was_tried(programs):

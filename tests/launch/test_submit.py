@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,7 @@ class Desk:
         path.chmod(0o755)
 
     def run(self, *words: str):
-        environ = {"PATH": f"{self.folder}/bin", "VIRTUAL_ENV": ""}
-        return run(*hpc_train(*words), cwd=self.folder, environ=environ)
+        return run(*hpc_train(*words), cwd=self.folder, environ={"PATH": f"{self.folder}/bin"})
 
     def calls(self, name: str) -> list[str]:
         return (self.folder / f"{name}.calls").read_text().splitlines()
@@ -55,6 +55,8 @@ def test_a_job_is_queued_with_its_script_beside_its_outputs(desk):
     words = shlex.split(command.removeprefix("command=(").removesuffix(")"))
     assert words[-4:] == ["train", "my.yaml", "--run.seed", "3"]
     assert os.access(script, os.X_OK)
+    if sys.prefix != sys.base_prefix:
+        assert f". {sys.prefix}/bin/activate\n" in text, "whether or not it is activated here"
 
 
 def test_a_dry_run_queues_and_writes_nothing(desk):

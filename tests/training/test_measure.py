@@ -9,9 +9,9 @@ import torch
 
 from hpc_train.config import ModelSection
 from hpc_train.config_file import load
-from hpc_train.machine import load as read
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.planning.machine import load as read
 from hpc_train.training import measure
 from hpc_train.training.measure import GIB, LARGE, SAMPLES, SMALL, Found, Message, described
 

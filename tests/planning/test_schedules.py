@@ -14,7 +14,15 @@ from hpc_train.config_file import load
 from hpc_train.errors import ConfigError
 from hpc_train.models import GPT
 from hpc_train.parallel.schedule import build
-from hpc_train.plan import gpt_activations, gpt_costs, gpt_parameters, memory, plan, show, size
+from hpc_train.planning.schedules import (
+    gpt_activations,
+    gpt_costs,
+    gpt_parameters,
+    memory,
+    plan,
+    show,
+    size,
+)
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
 

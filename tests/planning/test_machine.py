@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.machine import Compute, Link, Machine, load
+from hpc_train.planning.machine import Compute, Link, Machine, load
 
 WHOLE = Machine(
     {"float32": Compute(3e10, 5.5e10, None, 1e-3), "bfloat16": Compute(6e10)},

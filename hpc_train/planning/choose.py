@@ -12,11 +12,11 @@ from rich.table import Table
 
 from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.layouts import Layout, LeftOut, layouts, misfit
-from hpc_train.machine import GUIDE, Machine
 from hpc_train.parallel.schedule import Name
-from hpc_train.plan import micro_batching, size, vocabulary
-from hpc_train.predict import Step, predict
+from hpc_train.planning.layouts import Layout, LeftOut, layouts, misfit
+from hpc_train.planning.machine import GUIDE, Machine
+from hpc_train.planning.predict import Step, predict
+from hpc_train.planning.schedules import micro_batching, size, vocabulary
 
 NOTES = """\
 options   sequence: parallel.sequence_parallel; zero: memory.zero

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.choose import choose, show
 from hpc_train.config_file import load
 from hpc_train.data.loader import cut
 from hpc_train.errors import UserError
-from hpc_train.layouts import Layout, LeftOut, layouts, lying, misfit, parts, sizes
-from hpc_train.machine import Compute, Link, Machine
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.topology import Topology
-from hpc_train.plan import micro_batching
-from hpc_train.predict import FREE, Step, forward_flops, predict, summing
+from hpc_train.planning.choose import choose, show
+from hpc_train.planning.layouts import Layout, LeftOut, layouts, lying, misfit, parts, sizes
+from hpc_train.planning.machine import Compute, Link, Machine
+from hpc_train.planning.predict import FREE, Step, forward_flops, predict, summing
+from hpc_train.planning.schedules import micro_batching
 from hpc_train.training.gpt import check_layout
 from tests.cluster.test_layouts import crossing, sent_in_a_step
 from tests.programs import hpc_train as command

@@ -14,13 +14,20 @@ from numpy.typing import NDArray
 
 from hpc_train.config import MemorySection, ParallelSection, RunConfig
 from hpc_train.errors import ConfigError
-from hpc_train.machine import Machine
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.topology import Topology
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.schedule import Name, build
 from hpc_train.parallel.simulate import enough
-from hpc_train.plan import check_layout, gpt_costs, gpt_parameters, memory, micro_batching, size
+from hpc_train.planning.machine import Machine
+from hpc_train.planning.schedules import (
+    check_layout,
+    gpt_costs,
+    gpt_parameters,
+    memory,
+    micro_batching,
+    size,
+)
 
 GIB = 1 << 30
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from hpc_train import compression
 from hpc_train.config import ModelSection
-from hpc_train.layouts import Layout
-from hpc_train.machine import Link, Machine
 from hpc_train.parallel.simulate import Costs, makespan
-from hpc_train.plan import ITEM_BYTES, OPTIMIZER_TENSORS, gpt_costs, micro_batching
+from hpc_train.planning.layouts import Layout
+from hpc_train.planning.machine import Link, Machine
+from hpc_train.planning.schedules import ITEM_BYTES, OPTIMIZER_TENSORS, gpt_costs, micro_batching
 
 Array = NDArray[np.float64]
 FREE = Link(0.0, 0.0)

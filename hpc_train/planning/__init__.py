@@ -1,0 +1,8 @@
+"""What layouts cost, told before any rank is started; on login nodes, without torch and MPI.
+
+schedules.py  bubble and memory of each pipeline schedule under a layout
+machine.py    a machine as numbers: compute, memory, links (training/measure.py measures them)
+layouts.py    all layouts of a job's ranks, placed on its nodes
+predict.py    the time of a step under a layout, on a machine
+choose.py     the fastest first
+"""
