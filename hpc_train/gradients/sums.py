@@ -102,6 +102,7 @@ class LevelSums:
         self._buffers = list(zip(*parts, strict=True))  # of each bucket, those of the node's ranks
         self.flats = parts[levels.node.rank]
         """See `Sums`."""
+        self._begun = self._passed = 0
         self._everyone = range(levels.node.size)
         self._owners = range(levels.owners)
 
@@ -109,10 +110,15 @@ class LevelSums:
         """Sum a bucket."""
         begin = time.perf_counter()
         self.rounds[number] += 1
-        memory, round_ = self.memory, self.rounds[number]
+        memory, round_, turn = self.memory, self.rounds[number], self._begun
+        self._begun += 1
         if memory is not None:
             memory.tell(2 * number + FILLED, round_)
             yield from memory.wait(2 * number + FILLED, round_, self._everyone)
+            # A later bucket may be seen to be filled before an earlier one. Yet all nodes have to
+            # come to what crosses them in one order: MPI pairs collectives by it.
+            yield lambda: self._passed == turn
+            self._passed += 1
         filled = time.perf_counter()
         if self.levels.owns:
             yield from self._sum_part(number)

@@ -1,0 +1,41 @@
+"""Sums of many buckets that are under way at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from hpc_train.collectives.ring import Library, Ring
+from hpc_train.collectives.steps import Scheduler
+from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.sums import LevelSums
+from tests.gradients.test_same import levels_of
+
+pytestmark = pytest.mark.mpi
+ROUNDS = 50
+
+
+@pytest.mark.parametrize("kind", [Ring, Library])
+def test_each_bucket_meets_itself_on_the_other_nodes(job, kind):
+    """However late the ranks of a node fill their buckets, all nodes sum them in one order."""
+    world = job.world
+    if world.size < 4:
+        return
+    levels = levels_of(world, tuple(2 * rank // world.size for rank in range(world.size)))
+    buckets = [Bucket([Parameter(torch.empty(7, dtype=torch.float64))]) for _ in range(32)]
+    sums = LevelSums(levels, buckets, kind(levels.cross) if levels.owns else None)
+    wrong = []
+    for round_ in range(ROUNDS):
+        scheduler = Scheduler()
+        for number, flat in enumerate(sums.flats):
+            flat.fill_(number * 1000 + world.rank)
+            scheduler.start(sums.begin(number))
+            scheduler.advance()
+        scheduler.finish(polite=True)
+        ranks = world.size * (world.size - 1) // 2
+        for number, flat in enumerate(sums.flats):
+            if flat.unique().tolist() != [number * 1000 * world.size + ranks]:
+                wrong.append((round_, number))
+    sums.close()
+    assert not wrong
