@@ -76,10 +76,17 @@ class MpiWriter:
         if self.collective:
             hints["cb_buffer_size"] = str(EXTENT_BYTES)
         info = MPI.Info.Create(hints)
-        comm = MPI.COMM_SELF if group is None else group.comm
-        self._file: Any = self._checked(
-            "open", MPI.File.Open, comm, str(path), MPI.MODE_WRONLY, info
-        )
+        comm = group.comm if group is not None and group.comm is not None else MPI.COMM_SELF
+
+        def opened() -> Any:
+            file = MPI.File.Open(comm, str(path), MPI.MODE_WRONLY, info)
+            kept = file.Get_info()
+            if kept.Get("romio_ds_write") == "automatic":  # Open MPI 5 forgets them: as if not set
+                file.Set_info(info)
+            kept.Free()
+            return file
+
+        self._file: Any = self._checked("open", opened)
         info.Free()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
