@@ -134,6 +134,13 @@ def choose(
         UserError: nothing fits, or the description lacks what the job needs.
     """
     check_known(config, machine, nodes, ranks_per_node)
+    most = config.data.batch * config.model.heads * (config.model.layers + 2)
+    if nodes * ranks_per_node > most:
+        raise UserError(
+            f"{nodes * ranks_per_node} ranks are more than this training can be divided into: "
+            f"{most}, by samples of a batch, heads, and layers with embedding and head",
+            "plan for fewer",
+        )
     timed: list[tuple[float, int, Layout]] = []
     left_out: list[LeftOut] = []
     shared = machine.device == "cpu"
@@ -172,7 +179,7 @@ def check_known(config: RunConfig, machine: Machine, nodes: int, ranks_per_node:
         (nodes > 1, machine.across, "nodes are not described (across)"),
     ):
         if needed and link is None:
-            raise UserError(f"messages between {several}", f"measure on several, or see {GUIDE}")
+            raise UserError(f"messages between {several}", f"measure on several; {GUIDE}")
 
 
 def another_job(machine: Machine, ranks_per_node: int) -> str:

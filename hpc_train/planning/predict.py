@@ -1,4 +1,4 @@
-"""What a step takes under a layout on a machine: three bounds, of which the largest counts.
+"""What a step takes under a layout on a machine, from three bounds.
 
 The critical path: one rank's work, waiting and messages after each other, as if its processor and
 link were its own. The processors: all that ranks which share cores compute, and what communication
@@ -53,7 +53,7 @@ class Prediction:
 def predict(layout: Layout, machine: Machine) -> Prediction:
     """Predict a step."""
     step = Step(layout, machine)
-    silent = Step(layout, replace(machine, inside=FREE, across=FREE), averages=False)
+    silent = step.silent()
     seconds, alone = step.seconds(), silent.seconds()
     return Prediction(
         seconds, max(0.0, alone - silent.busy()) / seconds, max(0.0, seconds - alone) / seconds
@@ -87,10 +87,32 @@ class Step:
         self.crossing_previous = self.node != np.roll(self.node, 1, axis=1)
         first, last = self.node.min(axis=2, keepdims=True), self.node.max(axis=2, keepdims=True)
         self.crossing_tensor = np.broadcast_to(first != last, self.node.shape)
+        self.tensor_nodes = 1 + int(
+            (np.diff(np.sort(self.node, axis=2), axis=2) != 0).sum(axis=2).max()
+        )
 
     def seconds(self) -> float:
-        """What the step takes: the largest bound."""
-        return max(self.path(), self.processors(), self.links())
+        """What the step takes."""
+        return max(self.path(), self.processors() + self.missed(), self.links())
+
+    def silent(self) -> Step:
+        """The same step if messages took no time."""
+        machine = replace(self.machine, inside=FREE, across=FREE)
+        return Step(self.layout, machine, averages=False)
+
+    def missed(self) -> float:
+        """What ranks that share cores lose because a core is not free at the right moment.
+
+        The others do not make good for the time that a rank of the pipeline has waited. It cannot
+        be more than by any schedule that leaves no core idle while there is work: Graham, "Bounds
+        on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969.
+        """
+        at_once = self._capacities()[1]
+        if at_once >= self.node.size:
+            return 0.0
+        silent = self.silent()
+        waited = silent.path() - float(silent.work().max())
+        return max(0.0, min(waited, (1 - 1 / at_once) * silent.path()))
 
     def path(self) -> float:
         """The critical path."""
@@ -156,7 +178,8 @@ class Step:
             rank = stage % self.pp
             forward, back, weight = map(sum, zip(*(modules[i] for i in run), strict=True))
             there, here = zip(*(sums[_kind(i, modules)] for i in run), strict=True)
-            one = summing(self.lane(rank, self.crossing_tensor), self.tp, self.activation)
+            lane = self.lane(rank, self.crossing_tensor)
+            one = summing(self.inside, lane, self.tp, self.tensor_nodes, self.activation)
             yield Costs(
                 forward + sum(there) * one,
                 back + sum(here) * one,
@@ -192,9 +215,11 @@ class Step:
     def traffic(self) -> tuple[Array, Array]:
         """Bytes that each rank sends in a step: inside its node, and to others."""
         inside, across = np.zeros(self.node.shape), np.zeros(self.node.shape)
-        for crossing, nbytes in (*self._pipeline_traffic(), self._tensor_traffic()):
+        for crossing, nbytes in self._pipeline_traffic():
             inside += np.where(crossing, 0.0, nbytes)
             across += np.where(crossing, nbytes, 0.0)
+        for total, nbytes in zip((inside, across), self._tensor_traffic(), strict=True):
+            total += nbytes
         return inside, across + self.averaged_across()
 
     def _pipeline_traffic(self) -> Iterator[tuple[NDArray[np.bool_], Array]]:
@@ -207,12 +232,12 @@ class Step:
         ends[0, [0, -1]] = self._tied
         yield self.node[:, :1] != self.node[:, -1:], ends
 
-    def _tensor_traffic(self) -> tuple[NDArray[np.bool_], Array]:
+    def _tensor_traffic(self) -> tuple[Array, Array]:
         pairs = TENSOR_SUMS[self.config.parallel.sequence_parallel]
         kinds = range(len(self.layout.parameters))
         sums = self._by_rank([sum(pairs[_kind(i, kinds)]) for i in kinds])
-        share = 2 * (self.tp - 1) / self.tp
-        return self.crossing_tensor, self.n * share * self.activation * sums
+        inside, across = halving(self.tp, self.tensor_nodes)
+        return self.n * inside * self.activation * sums, self.n * across * self.activation * sums
 
     # Averaging.
 
@@ -277,7 +302,9 @@ class Step:
     def tying(self) -> float:
         """The sum of the gradients of the embedding that the first and the last stage have."""
         crossing = np.broadcast_to(self.node[:, :1] != self.node[:, -1:], self.node.shape)
-        return summing(self.lane(0, crossing), 2, self._tied) if self._tied else 0.0
+        nodes = 1 + bool(crossing.any())
+        lane = self.lane(0, crossing)
+        return summing(self.inside, lane, 2, nodes, self._tied) if self._tied else 0.0
 
     def agreeing(self) -> float:
         """What ranks tell each other at each step's begin."""
@@ -310,14 +337,24 @@ def forward_flops(model: ModelSection, vocab: int) -> list[float]:
     return [2 * T * weights + more for weights, more in zip(products, attention, strict=True)]
 
 
-def summing(link: Link, ranks: int, nbytes: float) -> float:
-    """Seconds of an allreduce: a reduce-scatter by halving and a gather by doubling.
+def halving(ranks: int, nodes: int) -> tuple[float, float]:
+    """What each rank sends in an allreduce, in times of the data: inside its node, and to others.
 
-    Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-    IJHPCA 19, 2005.
+    A reduce-scatter by halving and a gather by doubling, of which the steps with the larger
+    distance leave the node: Thakur, Rabenseifner and Gropp, "Optimization of collective
+    communication operations in MPICH", IJHPCA 19, 2005.
     """
-    rounds = 2 * math.ceil(math.log2(ranks))
-    return rounds * link.alpha + 2 * (ranks - 1) / ranks * nbytes * link.beta
+    across = 2 * (nodes - 1) / nodes
+    return 2 * (ranks - 1) / ranks - across, across
+
+
+def summing(inside: Link, across: Link, ranks: int, nodes: int, nbytes: float) -> float:
+    """Seconds of that allreduce."""
+    far = 2 * math.ceil(math.log2(nodes))
+    near = 2 * math.ceil(math.log2(ranks)) - far
+    share = halving(ranks, nodes)
+    latency = near * inside.alpha + far * across.alpha
+    return latency + nbytes * (share[0] * inside.beta + share[1] * across.beta)
 
 
 def _kind(module: int, modules: Sequence[object]) -> int:

@@ -181,9 +181,12 @@ def test_products_have_two_operations_for_each_weight_and_token():
 
 
 def test_a_sum_moves_twice_what_all_but_one_have():
-    assert summing(Link(1.0, 0.0), 4, 100) == 4
-    assert summing(Link(0.0, 1.0), 4, 100) == 150
-    assert summing(Link(1.0, 1.0), 1, 100) == 0
+    slow, none = Link(1.0, 1.0), Link(0.0, 0.0)
+    assert summing(slow, none, 4, 1, 100) == 4 + 150
+    assert summing(none, slow, 4, 4, 100) == 4 + 150
+    assert summing(none, slow, 4, 2, 100) == 2 + 100, "the far half leaves the node"
+    assert summing(slow, none, 4, 2, 100) == 2 + 50
+    assert summing(slow, slow, 1, 1, 100) == 0
 
 
 @pytest.mark.parametrize(
