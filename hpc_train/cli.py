@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
@@ -147,19 +148,26 @@ def launch(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments[:cut]):
         made.print_help()
         return 0 if arguments else EXIT_USER
+    from hpc_train.launch.protocol import STOP_SIGNALS
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there is somebody to hear them
     from hpc_train.launch.command import Request
     from hpc_train.launch.command import launch as start
 
     try:
         given = made.parse_args(arguments[:cut])
     except ArgumentError as error:
-        raise UserError(str(error), "`hpc-train launch --help` lists the options") from None
+        remedy = "`hpc-train launch --help` lists the options"
+        if cut == len(arguments):
+            remedy = "write the command behind --: hpc-train launch -np 4 -- train my.yaml"
+        raise UserError(str(error), remedy) from None
     return start(
         Request(
             arguments[cut + 1 :],
             given.np,
             given.H,
             Path(given.hostfile) if given.hostfile else None,
+            given.ranks_per_node,
             given["with"],
             given.max_restarts,
             given.cores,

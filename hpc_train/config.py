@@ -47,7 +47,7 @@ class RunSection:
     hang_timeout: float = 1800.0
     """Seconds that a rank waits for another before the job ends with an error; 0: for ever."""
     hang_steps: int = 20
-    """The same within a step, in times of the longest one so far, and at least 30 s; 0: not so."""
+    """The same within a step, in times of the longest one so far, and at least 60 s; 0: not so."""
     preflight: bool = True
     """Whether ranks and hosts are looked at before the first step: versions, clocks, memory, the
     run directory, slow ranks and links; it takes a second or two."""

@@ -107,6 +107,12 @@ def launch() -> ArgumentParser:
     made.add_argument("-H", metavar="HOSTS", help="hosts with their slots: node1:4,node2:4")
     made.add_argument("--hostfile", metavar="FILE", help="hosts, one per line: node1 slots=4")
     made.add_argument(
+        "--ranks_per_node",
+        type=PositiveInt,
+        metavar="N",
+        help="of each host, in place of its slots",
+    )
+    made.add_argument(
         "--with", choices=PROGRAMS, metavar="PROGRAM", help=f"one of {', '.join(PROGRAMS)}"
     )
     made.add_argument(
@@ -140,17 +146,17 @@ def submit() -> ArgumentParser:
     made.add_argument("--nodes", default=1, **count)
     made.add_argument("--ranks_per_node", help="by default the site's, or 1", **count)
     made.add_argument("--threads", help="cores of each rank", **count)
-    made.add_argument("--time", default="01:00:00", metavar="HH:MM:SS", help="limit of the job")
+    made.add_argument("--time", metavar="HH:MM:SS", help="limit of the job; by default an hour")
     made.add_argument("--name", help="of the job; by default of the run directory")
     made.add_argument("--account", help="who pays")
     made.add_argument("--queue", help="queue or partition")
     made.add_argument(
-        "--directive", nargs="+", default=[], metavar="TEXT", help="more lines: '--qos=debug'"
+        "--directive", nargs="+", default=(), metavar="TEXT", help="more lines: '--qos=debug'"
     )
     made.add_argument(
         "--setup",
         nargs="+",
-        default=[],
+        default=(),
         metavar="LINE",
         help="shell lines before the start: 'module load python'; by default this environment's "
         "activation",
@@ -163,19 +169,18 @@ def submit() -> ArgumentParser:
     made.add_argument(
         "--max_restarts",
         type=NonNegativeInt,
-        default=3,
         metavar="K",
-        help="within a job, after failures",
+        help="within a job, after failures; by default 3",
     )
     made.add_argument(
         "--again", choices=("requeue", "submit", "never"), help="how it is queued again"
     )
-    made.add_argument("--most", type=NonNegativeInt, default=50, help="times that it may be")
+    made.add_argument("--most", type=NonNegativeInt, help="times that it may be; by default 50")
     made.add_argument("--chain", default=1, help="jobs at once, one after the other", **count)
     made.add_argument(
         "--sweep",
         nargs="+",
-        default=[],
+        default=(),
         metavar="KEY=V,V",
         help="an array with a task for each combination of values, such as optimizer.lr=1e-3,1e-4",
     )

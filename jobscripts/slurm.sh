@@ -22,6 +22,7 @@ command=(hpc-train train my.yaml --run.dir "$run_dir")
 start=(hpc-train launch --max_restarts 3 --)    # or (srun --mpi=pmix --kill-on-bad-exit=1), (mpirun)
 again=requeue               # or submit: a new job; or never
 most=50                     # times that it may be queued again
+all=$run_dir                # the run directory of all tasks, in an array
 script=job.sh               # this file, for again=submit
 task=${SLURM_ARRAY_TASK_ID:-}   # in an array, each with a run directory of its own
 setup() {
@@ -33,35 +34,67 @@ setup() {
 #= settings =#
 
 # The rest need not be changed.
-setup
+# SLURM signals this shell; the launcher passes it on to the ranks, which save and exit with 75.
+signalled=
+child=
+trap 'signalled=1' USR1 TERM
+if ! setup; then
+    echo "the setup failed: nothing is started"
+    exit 1
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
-count=${HPC_TRAIN_QUEUED:-${SLURM_RESTART_COUNT:-0}}
-if [ -e "$run_dir/STOP" ]; then
-    echo "$run_dir/STOP is there: nothing is started"
+count=$((${HPC_TRAIN_QUEUED:-0} + ${SLURM_RESTART_COUNT:-0}))
+stopped() {
+    for stop in "$run_dir/STOP" "$all/STOP"; do
+        [ ! -e "$stop" ] || return 0
+    done
+    return 1
+}
+if stopped; then
+    echo "$stop is there: nothing is started"
     exit 0
 fi
 echo "job $SLURM_JOB_ID, start $count, on $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
 
-# SLURM signals this shell; the launcher passes it on to the ranks, which save and exit with 75.
-signalled=
-trap 'signalled=1; kill -USR1 "$child" 2>/dev/null' USR1 TERM
-"${start[@]}" "${command[@]}" &
-child=$!
-wait "$child"
-code=$?
-while [ -n "$signalled" ]; do # the signal ended `wait`, not the job
-    signalled=
+# With --no-kill a job lives on when SLURM has lost this script's node, and its script with it. The
+# last node watches: if nothing happens in the run directory any more, it queues the job again.
+watcher=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
+if [ "$again" != never ] && [ "$count" -lt "$most" ] && [ -n "$watcher" ] && [ "$watcher" != "$SLURMD_NODENAME" ]; then
+    # shellcheck disable=SC2016
+    srun --overlap --mpi=none --mem=0 --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$watcher" \
+        --output=none --error=none bash -c '
+            while sleep "$(($2 / 2))"; do
+                nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N)
+                if [ -n "$nodes" ] && ! scontrol show hostnames "$nodes" | grep -qxF "$1" &&
+                    [ -z "$(find "$3" -newermt "-$2 seconds" -print -quit)" ]; then
+                    scontrol requeue "$SLURM_JOB_ID"
+                fi
+            done' watch "$SLURMD_NODENAME" "${HPC_TRAIN_SILENCE:-120}" "$run_dir" 2>/dev/null &
+fi
+
+code=75
+if [ -z "$signalled" ]; then
+    "${start[@]}" "${command[@]}" &
+    child=$!
     wait "$child"
     code=$?
+fi
+while [ -n "$signalled" ] && [ -n "$child" ]; do # the signal ended `wait`, not the job
+    signalled=
+    kill -USR1 "$child" 2>/dev/null
+    wait "$child"
+    code=$?
+    [ "$code" -ne 138 ] || code=75 # it ended a program that was not listening yet
 done
 
-if [ "$code" -eq 75 ] && [ ! -e "$run_dir/STOP" ]; then
+if [ "$code" -eq 75 ] && ! stopped; then
     if [ "$count" -ge "$most" ]; then
         echo "queued again $count times, which is the most: it is not queued again"
     elif [ "$again" = requeue ] && scontrol requeue "$SLURM_JOB_ID"; then
         sleep 60 # SLURM ends this script now
     elif [ "$again" != never ]; then
+        unset SLURM_RESTART_COUNT # the new job's own begins with 0
         HPC_TRAIN_QUEUED=$((count + 1)) sbatch --export=ALL ${task:+--array="$task"} "$script"
     fi
 fi

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from hpc_train.mpi import runtime
+from hpc_train.training.heartbeat import HANG
 from tests.programs import ENVIRON, hpc_train, only_line, run
 
 ENGINES = ["mpi", *(["horovod"] if runtime.horovod_built() else [])]
@@ -73,6 +74,20 @@ def test_a_stopped_rank_ends_the_job_with_an_error_that_names_it(program, engine
         log = (program.root / f"run/logs/rank-{other:03d}.log").read_text()
         assert line in log
         assert "trainer.py" in log, "the stack of its main thread"
+
+
+@pytest.mark.long
+def test_a_stopped_rank_is_noticed_by_what_steps_usually_take(program):
+    """Within a minute, though `run.hang_timeout` is left at its half hour."""
+    with start(program, *ENDLESS) as process:
+        wait_for_step(process, 100)
+        begin = time.monotonic()
+        rank_process(process, 2).suspend()
+        text = process.communicate(timeout=120)[0]
+        noticed = time.monotonic() - begin
+    assert process.returncode == 1, text
+    assert only_line(text).startswith(f"rank 2 ({HOST}) does not answer")
+    assert noticed < HANG + 15
 
 
 CUBE = ("--parallel.tp", "2", "--parallel.pp", "2", "--model.vocab", "264")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,29 +14,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import psutil
 
 from hpc_train.launch.launchers import Line
+from hpc_train.launch.left_behind import LeftBehind
+from hpc_train.launch.protocol import Progress, read_progress
 
 KEPT = 400  # last lines of the output, in which the cause of a failure is looked for
 LOOK = 0.1  # seconds between two looks at the job
 GRACE = 5.0  # seconds that a launcher has to end its ranks, before it is killed with them
-
-
-class Progress(NamedTuple):
-    """What the job's first rank has told last.
-
-    Args:
-        step: the last one that is done; -1: nothing is known.
-        due: seconds until it will tell more at the latest; 0: not known.
-        since: when it was told, by `time.time`.
-    """
-
-    step: int
-    due: float
-    since: float
+PR_SET_PDEATHSIG = 1  # prctl(2)
+_LIBC = ctypes.CDLL(None)  # loaded before a fork, after which little is safe
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,7 @@ class Outcome:
     Args:
         code: the launcher's exit code.
         lines: the last ones that were printed.
-        silent: seconds without any progress, after which it was ended; 0: it ended by itself.
+        silent: seconds without any progress, after which it was ended; 0: it was not.
         progress: the last.
         starved: whether the kernel of this host ended a process meanwhile for lack of memory.
     """
@@ -58,12 +48,9 @@ class Outcome:
     starved: bool = False
 
 
-def read_progress(path: Path) -> Progress:
-    """What the job's first rank has told last; see `training/heartbeat.py`."""
-    with suppress(OSError, ValueError):
-        told = json.loads(path.read_text())
-        return Progress(told["step"], told["due"], path.stat().st_mtime)
-    return Progress(-1, 0.0, 0.0)
+def _end_with_parent() -> None:
+    """Have this process, a launcher, get SIGTERM when we are killed: its ranks end with it."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def memory_kills() -> int:
@@ -81,10 +68,15 @@ class Attempt:
         line: what is started.
         environ: the variables, besides those of the line.
         progress: the file in which the job's first rank tells how far it is.
+        start_limit: seconds until it must have told it for the first time; 0: for ever.
     """
 
-    def __init__(self, line: Line, environ: Mapping[str, str], progress: Path) -> None:
-        self.path = progress
+    def __init__(
+        self, line: Line, environ: Mapping[str, str], progress: Path, start_limit: float = 0.0
+    ) -> None:
+        self.path, self.start_limit = progress, start_limit
+        self.unwanted = False
+        """Set it to have `watch` end the job at once."""
         with suppress(FileNotFoundError):
             progress.unlink()
         self.process = subprocess.Popen(
@@ -94,8 +86,10 @@ class Attempt:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # the terminal's Ctrl-C reaches us alone
+            preexec_fn=_end_with_parent,
         )
         self.lines: deque[str] = deque(maxlen=KEPT)
+        self._left_behind = LeftBehind()
         assert self.process.stdout and self.process.stderr  # noqa: PT018
         self._threads = [
             threading.Thread(target=self._copy, args=pair, daemon=True)
@@ -105,12 +99,14 @@ class Attempt:
             thread.start()
 
     def _copy(self, source: IO[bytes], target: IO[str]) -> None:
-        for raw in source:
-            text = raw.decode(errors="replace")
-            self.lines.append(text.rstrip("\n"))
-            with suppress(OSError, ValueError):  # nobody reads ours any more
-                target.write(text)
-                target.flush()
+        with source:
+            for raw in source:
+                text = raw.decode(errors="replace")
+                self.lines.append(text.rstrip("\n"))
+                self._left_behind.hear(text)
+                with suppress(OSError, ValueError):  # nobody reads ours any more
+                    target.write(text)
+                    target.flush()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for its end; returns whether it has ended."""
@@ -136,15 +132,22 @@ class Attempt:
 
     def watch(self) -> Outcome:
         """Wait for its end, which comes too when the job's first rank is silent for too long."""
-        begun, before = time.time(), memory_kills()
-        silent = 0.0
+        before = memory_kills()
+        heard, last, silent = time.monotonic(), read_progress(self.path), 0.0
         while not self.wait(LOOK):
             told = read_progress(self.path)
-            silent = time.time() - max(told.since, begun)
-            if told.due and silent > told.due:
+            if told != last:  # by our clock: that of the file's server may differ
+                heard, last = time.monotonic(), told
+            if self._left_behind.due:
+                self._left_behind.end()
+            silent = time.monotonic() - heard
+            due = told.due if told.step >= 0 else self.start_limit
+            if self.unwanted or (due and silent > due):
                 self.kill()
                 break
         else:
+            silent = 0.0
+        if self.unwanted:
             silent = 0.0
         self._clear()
         starved = memory_kills() > before

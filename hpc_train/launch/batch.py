@@ -45,6 +45,7 @@ class Batch:
         again: how it is queued again when it has stopped early.
         most: times that it may be.
         account: that pays; "" the site's default.
+        account_option: PBS's for it.
         queue: or partition; "" the site's default.
         resources: PBS's, in place of nodes and ranks as usual.
         directives: more of them, as the scheduler spells them.
@@ -67,6 +68,7 @@ class Batch:
     again: Literal["requeue", "submit", "never"] = "requeue"
     most: int = 50
     account: str = ""
+    account_option: str = "-A"
     queue: str = ""
     resources: str = ""
     directives: Sequence[str] = ()
@@ -182,7 +184,7 @@ def _pbs(batch: Batch) -> list[str]:
     if batch.scheduler == "pbs":
         usual = f"select={batch.nodes}:ncpus={cores}:mpiprocs={ranks}:ompthreads={batch.threads}"
     else:
-        usual = f"nodes={batch.nodes}:ppn={ranks}"
+        usual = f"nodes={batch.nodes}:ppn={cores}"
     lines = [
         f"-N {_word('the name', batch.name)}",
         f"-l {batch.resources or usual}",
@@ -192,7 +194,7 @@ def _pbs(batch: Batch) -> list[str]:
         "-r y",
     ]
     if batch.account:
-        lines.append(f"-A {_word('--account', batch.account)}")
+        lines.append(f"{batch.account_option} {_word('--account', batch.account)}")
     if batch.queue:
         lines.append(f"-q {_word('--queue', batch.queue)}")
     if batch.sweep:
@@ -204,20 +206,33 @@ def _pbs(batch: Batch) -> list[str]:
 def _settings(batch: Batch) -> str:
     lines = [
         f"run_dir={shlex.quote(batch.run_dir)}",
-        f"command=({shlex.join(batch.command)})",
-        f"start=({shlex.join(batch.start)})",
+        "all=$run_dir",
+        f"command=({_array(batch.command)})",
+        f"start=({_array(batch.start)})",
         f"again={batch.again}",
         f"most={batch.most}",
         f"script={shlex.quote(batch.script)}",
     ]
     if batch.scheduler != "slurm":
         lines.append(f"walltime={batch.seconds}")
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in batch.environ.items()]
+    lines += [f"export {_name(key)}={shlex.quote(value)}" for key, value in batch.environ.items()]
     if "OMP_NUM_THREADS" not in batch.environ and batch.scheduler != "slurm":
         lines.append(f"export OMP_NUM_THREADS={batch.threads}")
     lines += ["setup() {", *(f"    {line}" for line in batch.setup or [":"]), "}"]
     lines += _tasks(batch) if batch.sweep else ["task="]
     return "\n".join(lines)
+
+
+def _array(words: Sequence[str]) -> str:
+    """Words of an array of bash; a comma would look like a mistake."""
+    quoted = [shlex.quote(word) for word in words]
+    return " ".join(f"'{word}'" if "," in word and word[0] != "'" else word for word in quoted)
+
+
+def _name(variable: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
+        raise UserError(f"{variable!r} cannot be a variable", "use letters, digits and _ only")
+    return variable
 
 
 def _tasks(batch: Batch) -> list[str]:
@@ -227,7 +242,7 @@ def _tasks(batch: Batch) -> list[str]:
         variable = "PBS_ARRAYID"
     lines = [f"task=${{HPC_TRAIN_TASK:-${variable}}}", 'case "$task" in']
     for number, words in enumerate(batch.sweep):
-        lines.append(f"    {number}) command+=({shlex.join(words)}) ;;")
+        lines.append(f"    {number}) command+=({_array(words)}) ;;")
     return [*lines, "esac", 'run_dir+="/task-$task"', 'command+=(--run.dir "$run_dir")']
 
 
@@ -240,10 +255,10 @@ def _mpijob(batch: Batch) -> str:
     tree: dict[str, Any] = yaml.safe_load((TEMPLATES / "mpijob.yaml").read_text())
     tree["metadata"]["name"] = batch.name
     spec = tree["spec"]
-    spec["slotsPerWorker"] = batch.ranks_per_node
-    spec["runPolicy"]["backoffLimit"] = batch.most
+    spec["slotsPerWorker"] = int(batch.ranks_per_node)
+    spec["runPolicy"]["backoffLimit"] = int(batch.most)
     launcher, worker = (spec["mpiReplicaSpecs"][role] for role in ("Launcher", "Worker"))
-    worker["replicas"] = batch.nodes
+    worker["replicas"] = int(batch.nodes)
     variables = [{"name": name, "value": value} for name, value in batch.environ.items()]
     for role in (launcher, worker):
         container = role["template"]["spec"]["containers"][0]
@@ -252,5 +267,5 @@ def _mpijob(batch: Batch) -> str:
     container = launcher["template"]["spec"]["containers"][0]
     container["command"], container["args"] = list(batch.start), list(batch.command)
     limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
-    limits["cpu"] = batch.ranks_per_node * batch.threads
+    limits["cpu"] = int(batch.ranks_per_node * batch.threads)
     return yaml.safe_dump(tree, sort_keys=False)

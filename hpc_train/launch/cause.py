@@ -38,9 +38,13 @@ PATTERNS = [
         r"EXIT STRING: \w+(?: \w+)* \(signal (?P<signal>\d+)\)",
         # Open MPI lost a host's daemon
         r"Node name:\s+(?P<lost>\S+)",
-        r"lost communication with a remote daemon|(?P<away>ORTE has lost communication)",
+        r"(?P<away>lost communication with a remote daemon)",
+        # Open MPI, of a rank that has ended by itself
+        r"Process name:\s+\[(?:\[\d+,\d+\]|[^\s\[\]]+@\d+),(?P<rank>\d+)\]",
+        r"Exit code:\s+(?P<code>\d+)",
     )
 ]
+TRACEBACK = "Traceback (most recent call last)"
 OWN = re.compile(r"hpc-train: error: (.*)")
 SIGNALS = {"Killed": 9, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7}
 SIGNALS |= {"Floating point exception": 8, "Illegal instruction": 4}
@@ -62,8 +66,10 @@ def explain(code: int, lines: Sequence[str]) -> str:
             if match := pattern.search(line):
                 found = {**match.groupdict(), **found}
     found = {key: value for key, value in found.items() if value}
-    told = _told(found) or _traceback(lines) or _help(lines)
-    if told:
+    told, raised = _told(found), _traceback(lines)
+    if raised and (not told or "exited" in told):
+        told = f"{told}: {raised}" if told else raised
+    if told := told or _help(lines):
         return told
     return f"the launcher {_end(code)}"
 
@@ -80,19 +86,20 @@ def _told(found: dict[str, str]) -> str:
     )
     if number:
         hint = PERHAPS_MEMORY if number == signal.SIGKILL else ""
-        return f"{who}{host} was ended by {signal.Signals(number).name}{hint}"
+        return f"{who}{host} was ended by {_signal(number)}{hint}"
     if "code" in found:
         return f"{who}{host} exited with code {found['code']}"
-    return ""
+    return "a host was lost" if "away" in found else ""
 
 
 def _traceback(lines: Sequence[str]) -> str:
-    """The last line of a traceback: the exception."""
-    for number, line in enumerate(lines):
-        if "Traceback (most recent call last)" in line:
-            for following in lines[number + 1 :]:
-                if following and not following[0].isspace():
-                    return following.strip()
+    """The last line of a traceback, the exception; those of several ranks may be mixed."""
+    within = False
+    for line in lines:
+        if TRACEBACK in line:
+            within = True
+        elif within and line and not line[0].isspace():
+            return line.strip()
     return ""
 
 
@@ -105,6 +112,13 @@ def _help(lines: Sequence[str]) -> str:
 
 
 def _end(code: int) -> str:
-    if code > 128 and code - 128 in {int(number) for number in signal.Signals}:
-        code = 128 - code
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    if code > 128 and signal.strsignal(code - 128):
+        return f"tells of no rank, but that one was ended by {_signal(code - 128)}"
+    return f"was ended by {_signal(-code)}" if code < 0 else f"exited with code {code}"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals
+        return f"signal {number}"

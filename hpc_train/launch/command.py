@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,7 +16,8 @@ from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.hosts import Allocation, Host, allocated, parse, read_file, take
 from hpc_train.launch.launchers import Job, Line, cores_here, find, threads_of
-from hpc_train.launch.supervise import Supervisor
+from hpc_train.launch.protocol import STOP
+from hpc_train.launch.supervise import START, Supervisor
 
 OWN_VERBS = ("train", "topology", "doctor")
 
@@ -28,6 +31,7 @@ class Request:
         ranks: in all; None takes all slots.
         hosts: as -H has them.
         hostfile: in place of hosts.
+        ranks_per_node: of each host, in place of its slots.
         program: the launcher's; None chooses.
         restarts: how often a job that fails is started again.
         cores: physical ones of a host; None: as many as here.
@@ -38,6 +42,7 @@ class Request:
     ranks: int | None = None
     hosts: str | None = None
     hostfile: Path | None = None
+    ranks_per_node: int | None = None
     program: str | None = None
     restarts: int = 0
     cores: int | None = None
@@ -53,16 +58,26 @@ def launch(request: Request) -> int:
     """
     allocation = allocated(os.environ)
     hosts = _hosts(request, allocation)
+    if request.ranks_per_node:
+        if not hosts:
+            raise UserError("--ranks_per_node is of hosts, of which none is named", "give -np N")
+        hosts = [Host(host.name, request.ranks_per_node) for host in hosts]
     ranks = request.ranks or sum(host.slots for host in hosts)
     if not ranks:
         raise UserError("how many ranks?", "give -np N, or hosts with slots by -H or --hostfile")
-    used = take(hosts, ranks)[0] if hosts else []
+    used = take(hosts, ranks) if hosts else []
     command, config = _command(request.command)
     cores = request.cores or cores_here()
     full = max((host.slots for host in used), default=ranks)
     threads = threads_of(os.environ, cores, full)
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     job = Job(command, ranks, used, cores, threads, variables)
+    if config and allocation and allocation.scheduler == "mpijob":
+        # Kubernetes starts the launcher again whatever it exits with, but for 0.
+        stop = Path(config.run.dir, STOP)
+        if stop.exists():
+            _say(f"{stop} is there: nothing is started")
+            return 0
     launcher = find(request.program, allocation.scheduler if allocation else None)
     if launcher.note:
         _say(launcher.note)
@@ -71,17 +86,18 @@ def launch(request: Request) -> int:
         print(Line(line.words, {**variables, **line.environ}))
         return 0
     with tempfile.TemporaryDirectory(prefix="hpc-train-") as folder:
-        own = Path(config.run.dir) if config else Path(folder)
-        if config:
-            own.mkdir(parents=True, exist_ok=True)
+        run_dir = Path(config.run.dir) if config else None
+        if run_dir:
+            run_dir.mkdir(parents=True, exist_ok=True)
         return Supervisor(
             launcher,
             job,
             hosts,
             request.restarts,
-            own / "progress.json",
-            own / "launch.jsonl" if config else None,
-            _shrinking(config),
+            (run_dir or Path(folder)) / "progress.json",
+            run_dir,
+            max(START, config.run.hang_timeout) if config and config.run.hang_timeout else 0.0,
+            shrinking(config),
             _say,
         ).run()
 
@@ -105,6 +121,10 @@ def _command(words: Sequence[str]) -> tuple[list[str], RunConfig | None]:
     if not words:
         raise UserError("no command", "write it behind --: hpc-train launch -np 4 -- train my.yaml")
     own = _own(words)
+    if own is None and not shutil.which(words[0]):
+        near = difflib.get_close_matches(words[0], OWN_VERBS, n=1)
+        meant = f"did you mean {near[0]}?" if near else "give its path, or load its module"
+        raise UserError(f"there is no program {words[0]!r}", meant)
     if own is None:
         return list(words), None
     program, rest = own
@@ -112,6 +132,8 @@ def _command(words: Sequence[str]) -> tuple[list[str], RunConfig | None]:
         raise UserError(f"{' '.join(rest)!r} does not run on ranks", f"use {', '.join(OWN_VERBS)}")
     if rest[0] != "train":
         return [*program, *rest], None
+    if len(rest) == 1:
+        raise UserError("train has no configuration", "write train CONFIG.yaml --section.key VALUE")
     path, options = config_file.split(rest[1:])
     return [*program, *rest], config_file.load(path, options)
 
@@ -126,7 +148,7 @@ def _own(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
     return (program, list(words)) if words[0] in OWN_VERBS else None
 
 
-def _shrinking(config: RunConfig | None) -> Callable[[int], tuple[int, list[str]]]:
+def shrinking(config: RunConfig | None) -> Callable[[int], tuple[int, list[str]]]:
     """How a job does with fewer ranks: dp becomes smaller, so batch and sample order stay."""
 
     def shrink(slots: int) -> tuple[int, list[str]]:

@@ -33,11 +33,6 @@ class Allocation:
     scheduler: str
     hosts: list[Host]
 
-    @property
-    def slots(self) -> int:
-        """Ranks that all hosts take."""
-        return sum(host.slots for host in self.hosts)
-
 
 def parse(text: str) -> list[Host]:
     """Hosts as -H has them: "node1:4,node2:4"; a host without a number takes one rank.
@@ -102,6 +97,8 @@ def allocated(environ: Mapping[str, str]) -> Allocation | None:
             return Allocation("lsf", _without_launch_host(read_file(Path(environ[variable]))))
     if "LSB_MCPU_HOSTS" in environ:
         words = environ["LSB_MCPU_HOSTS"].split()
+        if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
+            raise UserError(f"LSB_MCPU_HOSTS is {' '.join(words)!r}", "give the hosts by -H")
         found = [Host(*pair) for pair in zip(words[::2], map(int, words[1::2]), strict=True)]
         return Allocation("lsf", _without_launch_host(found))
     if environ.get("K_MPI_JOB_ROLE") == "launcher":
@@ -170,25 +167,22 @@ def _numbers(inside: str) -> Iterable[str]:
             yield f"{number:0{len(first)}d}"
 
 
-def take(hosts: Iterable[Host], ranks: int) -> tuple[list[Host], list[Host]]:
-    """The first hosts that hold so many ranks, the last one with what is needed of it; the rest.
+def take(hosts: Iterable[Host], ranks: int) -> list[Host]:
+    """The first hosts that hold so many ranks, the last one with what is needed of it.
 
     Raises:
         UserError: they hold fewer.
     """
     used: list[Host] = []
-    spare: list[Host] = []
     left = ranks
     for host in hosts:
         if left > 0:
             used.append(Host(host.name, min(host.slots, left)))
             left -= host.slots
-        else:
-            spare.append(host)
     if left > 0:
         total = ranks - left
         raise UserError(
             f"-np {ranks} is more than the {total} slots of {len(used)} hosts",
             f"give -np {total}, or more hosts or slots",
         )
-    return used, spare
+    return used

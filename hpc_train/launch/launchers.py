@@ -19,8 +19,9 @@ from pathlib import Path
 
 import psutil
 
-from hpc_train.errors import SetupError
+from hpc_train.errors import SetupError, UserError
 from hpc_train.launch.hosts import Host
+from hpc_train.launch.left_behind import step_name
 from hpc_train.mpi.environment import for_launcher
 
 PROGRAMS = ("srun", "mpiexec", "mpirun", "horovodrun")
@@ -89,6 +90,19 @@ class Job:
         present = {name for name in os.environ if name in FORWARDED or name.startswith(PREFIXES)}
         return sorted(present | set(self.environ))
 
+    def blocks(self, launcher: str) -> str:
+        """The hosts' names, for a launcher that fills one after the other with `per_host` ranks.
+
+        Raises:
+            UserError: another than the last one has fewer slots.
+        """
+        if any(host.slots != self.per_host for host in self.hosts[:-1]):
+            raise UserError(
+                f"{launcher} takes no unequal numbers of ranks per host: {self.listed()}",
+                "give all hosts the same number of slots",
+            )
+        return ",".join(host.name for host in self.hosts)
+
     def listed(self, separator: str = ":") -> str:
         """The hosts as node1:4,node2:4."""
         return ",".join(f"{host.name}{separator}{host.slots}" for host in self.hosts)
@@ -146,7 +160,7 @@ def intel_mpi(program: str, job: Job) -> Line:
     """Intel MPI's mpiexec; it gives each rank as many cores as OpenMP has threads."""
     words = [program, "-n", str(job.ranks)]
     if job.hosts:
-        words += ["-hosts", ",".join(host.name for host in job.hosts), "-ppn", str(job.per_host)]
+        words += ["-hosts", job.blocks("mpiexec"), "-ppn", str(job.per_host)]
     pin = {"I_MPI_PIN_DOMAIN": "omp"} if job.binds else {"I_MPI_PIN": "0"}
     return Line([*words, *job.command], pin)
 
@@ -155,7 +169,7 @@ def pals(program: str, job: Job) -> Line:
     """HPE's mpiexec; it hands its environment on by itself."""
     words = [program, "-n", str(job.ranks), "--ppn", str(job.per_host)]
     if job.hosts:
-        words += ["--hosts", ",".join(host.name for host in job.hosts)]
+        words += ["--hosts", job.blocks("PALS")]
     if job.binds:
         words += ["--depth", str(job.threads), "--cpu-bind", "depth"]
     else:
@@ -165,7 +179,8 @@ def pals(program: str, job: Job) -> Line:
 
 def srun(program: str, plugin: str, job: Job) -> Line:
     """Slurm's srun, inside an allocation; since Slurm 22.05 it has to be told the cores itself."""
-    words = [program, f"--mpi={plugin}", f"--ntasks={job.ranks}", "--kill-on-bad-exit=1"]
+    words = [program, f"--mpi={plugin}", f"--ntasks={job.ranks}", f"--job-name={step_name()}"]
+    words.append("--kill-on-bad-exit=0")  # `LeftBehind` does it, without waiting
     if job.hosts:
         names = ",".join(host.name for host in job.hosts)
         words += [f"--nodes={len(job.hosts)}", f"--nodelist={names}"]
@@ -246,7 +261,7 @@ def identify(program: str) -> Found | None:
 def _known(program: str) -> Found | None:
     text = _output(program, "--version")
     version = text.strip().partition("\n")[0]
-    if "(Open MPI)" in text or "PRRTE" in text:
+    if "(Open MPI)" in text or "(OpenRTE)" in text or "PRRTE" in text:
         return Found("open_mpi", partial(open_mpi, program), version)
     if "Intel(R) MPI" in text:
         return Found("intel_mpi", partial(intel_mpi, program), version)
@@ -263,19 +278,26 @@ def _find_srun(*, needed: bool) -> Found | None:
         if needed:
             raise SetupError("srun is not here", "use it inside a SLURM job, or leave out --with")
         return None
+    if plugin := srun_plugin():
+        version = _output("srun", "--version").strip()
+        return Found("srun", partial(srun, "srun", plugin), version)
+    if not needed:
+        return None
+    if not (offered := _output("srun", "--mpi=list", needs_success=True)):
+        raise SetupError("srun finds no SLURM here", "use it inside a SLURM job, or --with mpirun")
+    raise SetupError(
+        f"srun has {', '.join(offered.split())}: no way that this MPI starts by",
+        "use --with mpirun; `srun --mpi=list` shows what it offers",
+    )
+
+
+def srun_plugin() -> str | None:
+    """The way by which Slurm's srun, if it is here, starts ranks of this MPI."""
     mpi = identify("mpirun") or identify("mpiexec")
     kind = "unknown" if mpi is None else mpi.kind
-    offered = re.findall(r"\w+", _output("srun", "--mpi=list"))
+    offered = re.findall(r"\w+", _output("srun", "--mpi=list", needs_success=True))
     fitting = [plugin for plugin in PLUGINS.get(kind, PLUGINS["hydra"]) if plugin in offered]
-    if fitting:
-        version = _output("srun", "--version").strip()
-        return Found("srun", partial(srun, "srun", fitting[0]), version)
-    if needed:
-        raise SetupError(
-            f"srun --mpi offers {', '.join(offered) or 'nothing'}: no way that this MPI starts by",
-            "use --with mpirun; `srun --mpi=list` shows what it offers",
-        )
-    return None
+    return fitting[0] if fitting else None
 
 
 def _find_horovodrun() -> Found:
@@ -296,10 +318,12 @@ def _find_horovodrun() -> Found:
     return Found("horovodrun", partial(horovodrun, "horovodrun"), "horovodrun")
 
 
-def _output(*words: str) -> str:
+def _output(*words: str, needs_success: bool = False) -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
+        return ""
+    if needs_success and done.returncode:
         return ""
     return done.stdout + done.stderr
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import difflib
+from argparse import ArgumentError
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Literal
 
 import yaml
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from hpc_train.errors import UserError
 from hpc_train.launch.batch import TEMPLATES, Scheduler
 
 SITES = TEMPLATES / "sites"
+NUMBERS = ("nodes", "ranks", "ranks_per_node", "threads", "cores", "gpus", "memory_gb")
 
 
 @dataclass(frozen=True)
@@ -24,24 +30,28 @@ class Site:
     Args:
         scheduler: the machine's.
         needs: options of `submit` that the site asks of every job.
+        account_option: how PBS is given the account.
         ranks_per_node: ranks of each node, such as one per GPU.
         threads: cores that each rank asks for.
+        bound: whether `start` lists cores, so that neither of the two can be another number.
         queue: or partition.
         gpus_per_node, memory_gb_per_node: of a node.
         resources: PBS's, in place of the usual select.
         directives: more lines of the script, without #SBATCH or #PBS.
         start: the launcher's line; [] leaves it to `hpc-train launch`.
         setup: lines of shell that load modules.
-        environ: variables.
+        environ: variables; --threads wins over OMP_NUM_THREADS.
     """
 
     scheduler: Scheduler
-    needs: list[str] = field(default_factory=list)
-    ranks_per_node: int = 1
-    threads: int = 1
+    needs: list[Literal["account", "queue"]] = field(default_factory=list)
+    account_option: Literal["-A", "-P"] = "-A"
+    ranks_per_node: PositiveInt = 1
+    threads: PositiveInt = 1
+    bound: bool = False
     queue: str = ""
-    gpus_per_node: int = 0
-    memory_gb_per_node: int = 0
+    gpus_per_node: NonNegativeInt = 0
+    memory_gb_per_node: NonNegativeInt = 0
     resources: str = ""
     directives: list[str] = field(default_factory=list)
     start: list[str] = field(default_factory=list)
@@ -69,11 +79,29 @@ def load(name: str) -> Site:
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"site profile {path}: {' '.join(str(error).split())}") from None
-    known = {key.name: key for key in fields(Site)}
+    known = {key.name for key in fields(Site)}
     if not isinstance(tree, dict) or "scheduler" not in tree:
         raise UserError(f"site profile {path} has no scheduler", "write scheduler: slurm, or pbs")
     for key in tree:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1) or sorted(known)
             raise UserError(f"site profile {path}: unknown key {key}", f"take {', '.join(near)}")
-    return Site(**tree)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Site)
+    try:
+        site = Site(**parser.parse_object(tree).as_dict())
+        for words in (site.start, [site.resources]):
+            filled(words, dict.fromkeys(NUMBERS, 1))
+    except (ArgumentError, KeyError, IndexError, ValueError) as error:
+        told = " ".join(str(error).split())
+        raise UserError(f"site profile {path}: {told}", "hpc_train/launch/sites.py tells") from None
+    if site.resources and site.scheduler == "slurm":
+        raise UserError(f"site profile {path}: resources are PBS's", "write directives")
+    if "account_option" in tree and site.scheduler == "slurm":
+        raise UserError(f"site profile {path}: account_option is PBS's", "leave it out")
+    return site
+
+
+def filled(words: Sequence[str], numbers: Mapping[str, int]) -> list[str]:
+    """Words with the numbers of a job in place of {nodes} and the like."""
+    return [word.format(**numbers) for word in words]

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,14 +16,24 @@ from hpc_train import config_file, files
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch import sites
 from hpc_train.launch.batch import Batch, Scheduler, seconds_of, text
+from hpc_train.launch.launchers import srun_plugin
+from hpc_train.launch.protocol import STOP
 from hpc_train.launch.sites import Site
 
-STOP = "STOP"  # a file of this name in a run directory ends the run
 COMMANDS = {
     "slurm": ("sbatch", "--parsable"),
     "pbs": ("qsub",),
     "torque": ("qsub",),
     "mpijob": ("kubectl", "create", "-o", "name", "-f"),
+}
+HOUR = "01:00:00"
+RESTARTS, MOST = 3, 50
+# Options that mean nothing to a scheduler: to take them and do nothing would be to lie.
+NOT_FOR: dict[str, tuple[str, ...]] = {
+    "slurm": ("image",),
+    "pbs": ("image", "chain"),
+    "torque": ("image", "chain"),
+    "mpijob": ("time", "account", "queue", "directive", "setup", "again", "chain", "sweep"),
 }
 
 
@@ -43,9 +53,9 @@ class Request:
         directive: more directives.
         setup: shell lines.
         start: srun, mpirun or horovodrun; by default `hpc-train launch`.
-        max_restarts: within a job, by `hpc-train launch`.
+        max_restarts: within a job, by `hpc-train launch`; None: RESTARTS.
         again: how it is queued again when it has stopped early.
-        most: times that it may be queued again.
+        most: times that it may be queued again; None: MOST.
         chain: so many jobs at once, each of which waits for the one before.
         sweep: section.key=V1,V2,...: an array with a task for each combination.
         image: of containers, for mpijob.
@@ -59,18 +69,18 @@ class Request:
     nodes: int = 1
     ranks_per_node: int | None = None
     threads: int | None = None
-    time: str = "01:00:00"
+    time: str | None = None
     name: str | None = None
     account: str | None = None
     queue: str | None = None
     directive: Sequence[str] = ()
     setup: Sequence[str] = ()
     start: str | None = None
-    max_restarts: int = 3
+    max_restarts: int | None = None
     again: Literal["requeue", "submit", "never"] | None = None
-    most: int = 50
+    most: int | None = None
     chain: int = 1
-    sweep: Sequence[str] = field(default_factory=list)
+    sweep: Sequence[str] = ()
     image: str = ""
     dry_run: bool = False
 
@@ -129,6 +139,12 @@ def make(request: Request) -> Batch:
     ranks_per_node = request.ranks_per_node or (site.ranks_per_node if site else 1)
     threads = request.threads or (site.threads if site else 1)
     sweep = _sweep(request.sweep)
+    if len(sweep) == 1 and scheduler != "slurm":
+        raise UserError(
+            "--sweep has a single task, of which PBS makes no array", "give more values"
+        )
+    for words in sweep:
+        config_file.load(request.config, [*request.options, *words])
     run_dir = config.run.dir
     numbers = {
         "nodes": request.nodes,
@@ -139,6 +155,9 @@ def make(request: Request) -> Batch:
         "gpus": request.nodes * (site.gpus_per_node if site else 0),
         "memory_gb": request.nodes * (site.memory_gb_per_node if site else 0),
     }
+    environ = dict(site.environ) if site else {}
+    if request.threads:
+        environ["OMP_NUM_THREADS"] = str(request.threads)
     program = ["hpc-train"] if scheduler == "mpijob" else [sys.executable, "-m", "hpc_train"]
     script = Path(run_dir, "job.yaml" if scheduler == "mpijob" else "job.sh")
     return Batch(
@@ -147,18 +166,19 @@ def make(request: Request) -> Batch:
         nodes=request.nodes,
         ranks_per_node=ranks_per_node,
         threads=threads,
-        seconds=seconds_of(request.time),
+        seconds=seconds_of(request.time or HOUR),
         command=[*program, "train", request.config, *request.options],
         run_dir=run_dir,
-        start=_start(request, site, program, numbers),
+        start=_start(request, site, scheduler, program, numbers),
         script=str(script.absolute()),
         again=_again(request, scheduler),
-        most=request.most,
+        most=MOST if request.most is None else request.most,
         account=request.account or "",
+        account_option=site.account_option if site else "-A",
         queue=request.queue or (site.queue if site else ""),
-        resources=site.resources.format(**numbers) if site else "",
+        resources=sites.filled([site.resources], numbers)[0] if site else "",
         directives=[*(site.directives if site else []), *request.directive],
-        environ=site.environ if site else {},
+        environ=environ,
         setup=[*(site.setup if site else []), *(request.setup or _activation())],
         sweep=sweep,
         image=request.image,
@@ -166,17 +186,73 @@ def make(request: Request) -> Batch:
 
 
 def _check(request: Request, site: Site | None, scheduler: Scheduler) -> None:
-    if site and site.scheduler != scheduler:
+    """Refuse what would be accepted and not done.
+
+    Raises:
+        UserError: options that do not go together, or not with this site or scheduler.
+    """
+    if site:
+        _check_site(request, site, scheduler)
+    for option in NOT_FOR[scheduler]:
+        if getattr(request, option) != getattr(Request, option):
+            raise UserError(f"--{option} means nothing to {scheduler}", "leave it out")
+    torque_cores = scheduler == "torque" and (request.threads or 1) > 1
+    starts_itself = request.start in ("srun", "mpirun") or bool(
+        not request.start and site and site.start
+    )
+    for wrong, why, remedy in (
+        (
+            scheduler == "mpijob" and not request.image,
+            "an MPIJob runs in containers",
+            "give --image NAME with hpc_train in it",
+        ),
+        (
+            request.again == "requeue" and scheduler != "slurm",
+            f"--again requeue is SLURM's, this is {scheduler}",
+            "give --again submit",
+        ),
+        (
+            request.chain > 1 and (request.sweep or request.again not in (None, "never")),
+            "--chain goes with neither --sweep nor --again",
+            "its jobs are in the queue already",
+        ),
+        (
+            request.most is not None and _again(request, scheduler) == "never",
+            "--most is how often a job is queued again, which this one is not",
+            "leave it out",
+        ),
+        (
+            request.start == "srun" and scheduler != "slurm",
+            f"srun is SLURM's, this is {scheduler}",
+            "leave out --start",
+        ),
+        (
+            starts_itself and torque_cores,
+            "Torque's slots are cores: --start and --threads do not go together",
+            "leave one out",
+        ),
+        (
+            request.max_restarts is not None and starts_itself,
+            "--max_restarts is that of `hpc-train launch`, which does not start this job",
+            "leave it out, or take --start and a site's own start away",
+        ),
+    ):
+        if wrong:
+            raise UserError(why, remedy)
+
+
+def _check_site(request: Request, site: Site, scheduler: Scheduler) -> None:
+    if site.scheduler != scheduler:
         raise UserError(f"{request.site} has {site.scheduler}, not {scheduler}", "leave one out")
-    for need in site.needs if site else []:
+    for need in site.needs:
         if not getattr(request, need):
             raise UserError(f"{request.site} asks for --{need}", f"give --{need}")
-    if scheduler == "mpijob" and not request.image:
-        raise UserError("an MPIJob runs in containers", "give --image NAME with hpc_train in it")
-    if request.chain > 1 and scheduler != "slurm":
-        raise UserError(f"--chain is SLURM's, this is {scheduler}", "it queues itself again anyhow")
-    if request.sweep and (scheduler == "mpijob" or request.chain > 1):
-        raise UserError("--sweep makes an array of SLURM or PBS", "leave it out here")
+    for option in ("threads", "ranks_per_node"):
+        if site.bound and getattr(request, option):
+            raise UserError(
+                f"{request.site} lists its ranks' cores: --{option} is {getattr(site, option)}",
+                "leave it out, or copy the profile to a file and change it",
+            )
 
 
 def _again(request: Request, scheduler: Scheduler) -> Literal["requeue", "submit", "never"]:
@@ -194,27 +270,35 @@ def _scheduler_here() -> Scheduler:
 
 
 def _start(
-    request: Request, site: Site | None, program: Sequence[str], numbers: Mapping[str, int]
+    request: Request,
+    site: Site | None,
+    scheduler: Scheduler,
+    program: Sequence[str],
+    numbers: Mapping[str, int],
 ) -> list[str]:
     """The launcher's line in front of the command."""
-    ranks = str(numbers["ranks"])
-    match request.start:
-        case "srun":
-            return ["srun", "--kill-on-bad-exit=1"]
-        case "mpirun":
-            return ["mpirun", "-np", ranks]
-        case "horovodrun":
-            return [*program, "launch", "--with", "horovodrun", "--"]
-    if site and site.start:
-        return [word.format(**numbers) for word in site.start]
-    return [*program, "launch", "--max_restarts", str(request.max_restarts), "--"]
+    if request.start == "srun":
+        plugin = srun_plugin()
+        return ["srun", *([f"--mpi={plugin}"] if plugin else []), "--kill-on-bad-exit=1"]
+    if request.start == "mpirun":
+        return ["mpirun", "-np", str(numbers["ranks"])]
+    if site and site.start and not request.start:
+        return sites.filled(site.start, numbers)
+    words = [*program, "launch"]
+    if request.start == "horovodrun":
+        words += ["--with", "horovodrun"]
+    if scheduler == "torque" and numbers["threads"] > 1:  # whose slots are cores
+        words += ["--ranks_per_node", str(numbers["ranks_per_node"])]
+    restarts = RESTARTS if request.max_restarts is None else request.max_restarts
+    return [*words, "--max_restarts", str(restarts), "--"]
 
 
 def _activation() -> list[str]:
     """The line that makes the batch shell find what this Python's virtual environment has."""
     if sys.prefix == sys.base_prefix:
         return []
-    return [f". {shlex.quote(str(Path(sys.prefix, 'bin', 'activate')))}"]
+    activate = shlex.quote(str(Path(sys.prefix, "bin", "activate")))
+    return ["# shellcheck source=/dev/null", f". {activate}"]
 
 
 def _sweep(axes: Sequence[str]) -> list[list[str]]:
@@ -230,6 +314,10 @@ def _sweep(axes: Sequence[str]) -> list[list[str]]:
         key, _, values = axis.partition("=")
         if not all(values.split(",")):
             raise UserError(f"--sweep has {axis!r}", "write section.key=VALUE,VALUE")
+        if key == "run.dir":
+            raise UserError("--sweep has run.dir", "each task has a directory of its own anyhow")
+        if [other.partition("=")[0] for other in axes].count(key) > 1:
+            raise UserError(f"--sweep has {key} twice", f"write {key}=VALUE,VALUE once")
         for value in values.split(","):
             config_file.check_key(key, value)
         choices.append([(f"--{key}", value) for value in values.split(",")])
@@ -245,9 +333,12 @@ def cancel(run: Path) -> str:
     Raises:
         UserError: there is no such run.
     """
-    if not run.is_dir():
+    tasks = [path for path in run.glob("task-*") if path.is_dir()]
+    made = [run / name for name in ("config.yaml", "job.sh", "job.yaml", "checkpoints")]
+    if not tasks and not any(path.exists() for path in made):
         raise UserError(f"{run} is not a run directory", "give the run.dir of a job")
-    files.write_text(run / STOP, "")
+    for directory in (run, *tasks):
+        files.write_text(directory / STOP, "")
     return (
         f"{run / STOP} written: the run stops after its step with a checkpoint and is not queued "
         "again; a job that waits in the queue ends when it starts; remove the file to go on"

@@ -26,11 +26,13 @@ from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
 from hpc_train.launch.hosts import Host, take
 from hpc_train.launch.launchers import Found, Job
+from hpc_train.launch.protocol import PROGRESS, REACHED, RESTARTS, STOP, STOP_SIGNALS
 
 PROBE_SECONDS = 15.0  # in which a host must have started and ended a process
+PROBES = 2  # tries for a host that says no at once
 FUTILE = 3  # attempts in a row that come no further than those before: it would never end
 FINAL = (0, EXIT_USER, EXIT_STOPPED)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+START = 600.0  # seconds, at least, for imports, MPI and loading: slow on thousands of ranks
 
 
 @dataclass
@@ -43,7 +45,9 @@ class Supervisor:
         hosts: all that there are, the spare ones too; none: this machine alone.
         restarts: how often it may be started again.
         progress: file in which the job tells how far it is.
-        journal: file that gets a JSON line for each start and end; None: none.
+        run_dir: its run directory, which gets launch.jsonl with a line for each start and end, and
+            in which a file STOP ends it; None: it is not a training of this package.
+        start_limit: seconds until it has to tell its progress for the first time; 0: for ever.
         shrink: the largest number of ranks below a limit that the job can run with, and the options
             that it needs for that; 0 if none.
         say: prints a line for the user.
@@ -54,7 +58,8 @@ class Supervisor:
     hosts: Sequence[Host]
     restarts: int
     progress: Path
-    journal: Path | None
+    run_dir: Path | None
+    start_limit: float
     shrink: Callable[[int], tuple[int, list[str]]]
     say: Callable[[str], None]
     _stopping: bool = False
@@ -70,15 +75,21 @@ class Supervisor:
             return self._run()
 
     def _run(self) -> int:
-        job, best, futile, lost_after = self.job, -1, 0, -1
+        job, best, futile, lost_after = self.job, -1, 0, 0
         for restart in range(self.restarts + 1):
+            if self._stopping or (restart and self.run_dir and (self.run_dir / STOP).exists()):
+                self.say("asked to stop: it is not started")
+                return EXIT_STOPPED
             outcome = self._once(job, restart, lost_after)
-            if outcome.code in FINAL:
+            if self._is_final(outcome):
                 return outcome.code
-            cause = _cause(outcome)
+            cause = cause_of(outcome)
             reached = outcome.progress.step
             futile = 0 if reached > best else futile + 1
-            best, lost_after = max(best, reached), max(reached, 0)
+            best, lost_after = max(best, reached), reached if reached >= 0 else lost_after
+            if self._stopping and reached < 0:
+                self.say("asked to stop before the first step, when ranks do not listen yet")
+                return EXIT_STOPPED
             if self._stopping:
                 raise HpcTrainError(f"{cause}, while it was stopping")
             self._check(restart, futile, cause)
@@ -90,25 +101,25 @@ class Supervisor:
         raise AssertionError("the last attempt returns or raises")
 
     def _check(self, restart: int, futile: int, cause: str) -> None:
-        again = "the logs in the run directory show more; the same command goes on from the last "
+        logs = "the logs in the run directory show more"
+        again = f"{logs}; the same command goes on from the last checkpoint" if self.run_dir else ""
         if futile >= FUTILE:
             raise HpcTrainError(
                 f"{cause}; {futile} starts in a row came no further than those before",
-                f"it would fail for ever: mend the cause; {again}checkpoint",
+                "; ".join(["it would fail for ever: mend the cause", *([again] if again else [])]),
             )
         if restart >= self.restarts:
-            times = f" after {restart} restarts" if restart else ""
-            raise HpcTrainError(f"{cause}{times}", f"{again}checkpoint")
+            raise HpcTrainError(f"{cause} after {restart} restarts" if restart else cause, again)
 
     def _once(self, job: Job, restart: int, lost_after: int) -> Outcome:
-        told = {"HPC_TRAIN_PROGRESS": str(self.progress.absolute())}
+        told = {PROGRESS: str(self.progress.absolute())}
         if restart:
-            told |= {"HPC_TRAIN_RESTARTS": str(restart), "HPC_TRAIN_REACHED": str(lost_after)}
+            told |= {RESTARTS: str(restart), REACHED: str(lost_after)}
         line = self.launcher.make(replace(job, environ={**job.environ, **told}))
         environ = {**os.environ, **job.environ, **told}
         begun = time.time()
         self._write(event="start", restart=restart, ranks=job.ranks, hosts=job.listed())
-        self._attempt = Attempt(line, environ, self.progress)
+        self._attempt = Attempt(line, environ, self.progress, self.start_limit)
         if self._stopping:
             self._attempt.ask_to_stop()
         outcome = self._attempt.watch()
@@ -116,11 +127,16 @@ class Supervisor:
             event="end",
             restart=restart,
             code=outcome.code,
-            cause="" if outcome.code in FINAL else _cause(outcome),
+            cause="" if self._is_final(outcome) else cause_of(outcome),
             step=outcome.progress.step,
             seconds=round(time.time() - begun, 3),
         )
         return outcome
+
+    def _is_final(self, outcome: Outcome) -> bool:
+        # srun has been seen to exit with 0 when it could not start all ranks.
+        unfinished = outcome.code == 0 and self.run_dir and not outcome.progress.done
+        return outcome.code in FINAL and not unfinished
 
     def _next(self, cause: str) -> Job:
         """The job on what is left of the hosts."""
@@ -137,8 +153,9 @@ class Supervisor:
                 f"{cause}; what is left, {slots} slots on {len(alive)} hosts, is too little",
                 "start the same command when there are more; it goes on from the last checkpoint",
             )
-        used, _ = take(alive, ranks)
-        return replace(self.job, ranks=ranks, hosts=used, command=[*self.job.command, *options])
+        return replace(
+            self.job, ranks=ranks, hosts=take(alive, ranks), command=[*self.job.command, *options]
+        )
 
     def _alive(self) -> list[Host]:
         with ThreadPoolExecutor(max_workers=16) as pool:
@@ -148,30 +165,35 @@ class Supervisor:
     def _answers(self, host: Host) -> bool:
         if host.name in ("localhost", socket.gethostname()):
             return True
-        probe = Job([sys.executable, "-c", "pass"], 1, [Host(host.name, 1)])
-        words, environ = self.launcher.make(probe).words, self.launcher.make(probe).environ
-        try:
-            done = subprocess.run(
-                words,
-                env={**os.environ, **environ},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=PROBE_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
+        line = self.launcher.make(Job([sys.executable, "-c", "pass"], 1, [Host(host.name, 1)]))
+        for _ in range(PROBES):
+            try:
+                done = subprocess.run(
+                    line.words,
+                    env={**os.environ, **line.environ},
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=PROBE_SECONDS,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return False
+            if done.returncode == 0:
+                return True
+            time.sleep(1.0)  # several launchers at once, and the end of the last, may disturb it
+        return False
 
     def _write(self, **record: Any) -> None:
-        if self.journal is not None:
-            self.journal.parent.mkdir(parents=True, exist_ok=True)
-            with self.journal.open("a") as file:
+        if self.run_dir is not None:
+            with (self.run_dir / "launch.jsonl").open("a") as file:
                 file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        # What was ignored stays so: `nohup` is to outlive the terminal.
+        heard = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in heard}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what was held arrives now
         try:
             yield
         finally:
@@ -182,18 +204,26 @@ class Supervisor:
         """The first signal has the job save and stop; a second Ctrl-C ends it at once."""
         if self._attempt is not None:
             if self._stopping and number == signal.SIGINT:
-                self._attempt.kill()
+                self._attempt.unwanted = True
             else:
                 self._attempt.ask_to_stop()
         self._stopping = True
 
 
-def _cause(outcome: Outcome) -> str:
+def cause_of(outcome: Outcome) -> str:
+    """Why an attempt failed, in a few words."""
+    if outcome.silent and outcome.progress.step < 0:
+        return (
+            f"no sign of training for {outcome.silent:.0f} s: a rank hangs as it starts, or its "
+            "host does not answer"
+        )
     if outcome.silent:
         return (
             f"no progress for {outcome.silent:.0f} s after step {outcome.progress.step}: "
             "all ranks hang or have been stopped"
         )
+    if outcome.code == 0:
+        return "the launcher exited with code 0, but the training has not come to its end"
     cause = explain(outcome.code, outcome.lines)
     if outcome.starved and f"({socket.gethostname()})" in cause:
         return cause.replace(PERHAPS_MEMORY, f": its host ran {OUT_OF_MEMORY}")

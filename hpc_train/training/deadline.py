@@ -12,29 +12,36 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from hpc_train.errors import UserError
+from hpc_train.launch.protocol import DEADLINE
 from hpc_train.mpi.group import Group
 
-VARIABLE = "HPC_TRAIN_DEADLINE"
 PATIENCE = 20.0  # seconds for the scheduler's answer
 ENDING = 8.0  # seconds before the job's end, for the launcher and the script to end in
 
 
 def note() -> None:
-    """Set VARIABLE to the end of the job, in seconds since 1970, if it is in one that ends."""
-    if VARIABLE not in os.environ and (end := ask(os.environ)) is not None:
-        os.environ[VARIABLE] = str(int(end))
+    """Set DEADLINE to the end of the job, in seconds since 1970, if it is in one that ends."""
+    if DEADLINE not in os.environ and (end := ask(os.environ)) is not None:
+        os.environ[DEADLINE] = str(int(end))
 
 
 def of_job(group: Group) -> float | None:
-    """When training has to be over, by the end of the job that rank 0 has noted. Collective."""
-    noted = group.from_first(lambda: os.environ.get(VARIABLE))
-    return float(noted) - ENDING if noted else None
+    """When training has to be over, by the end of the job that rank 0 has noted. Collective.
+
+    Raises:
+        UserError: DEADLINE was set to something else.
+    """
+    noted = group.from_first(lambda: os.environ.get(DEADLINE))
+    with suppress(ValueError):
+        return float(noted) - ENDING if noted else None
+    raise UserError(f"{DEADLINE} is {noted!r}", "set it to the job's end in seconds since 1970")
 
 
 def ask(environ: Mapping[str, str]) -> float | None:
     """The end of the job in seconds since 1970; None: there is no job, no limit, or no answer."""
     if "SLURM_JOB_ID" in environ:
-        if "SLURM_JOB_END_TIME" in environ:  # since Slurm 22.05 or later, by version
+        if environ.get("SLURM_JOB_END_TIME", "").isdigit():  # since Slurm 22.05, or later
             return float(environ["SLURM_JOB_END_TIME"])
         left = seconds(_output("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%L"))
         return None if left is None else time.time() + left

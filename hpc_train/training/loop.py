@@ -19,13 +19,15 @@ from hpc_train.data.order import SampleOrder
 from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.averager import Engine
+from hpc_train.launch.protocol import STOP
 from hpc_train.models.dropout import mix
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.training.deadline import of_job
 from hpc_train.training.device import use_cores
-from hpc_train.training.preemption import STOP, StopRequests
+from hpc_train.training.heartbeat import Pace
+from hpc_train.training.preemption import StopRequests
 from hpc_train.training.saving import Saving, landing
 from hpc_train.training.steps import guarded_steps
 
@@ -51,6 +53,8 @@ class Loop:
             SLURM or PBS job that it is in.
         hang_timeout: seconds that a rank in `epochs` waits for another before the job ends with an
             error; 0: for ever.
+        hang_steps: the same between two steps, in times of the longest one so far, and at least
+            60 s; 0: not so, for a loop in which one rank may work while the others wait.
     """
 
     def __init__(
@@ -67,11 +71,12 @@ class Loop:
         background: bool = False,
         time_limit: float | Literal["auto"] | None = "auto",
         hang_timeout: float = 1800.0,
+        hang_steps: int = 0,
     ) -> None:
         self.group = runtime.world
         self.saving = Saving(every, background=background)
         self.time_limit = time_limit
-        self.hang_timeout = hang_timeout
+        self.hang_timeout, self.hang_steps = hang_timeout, hang_steps
         self.collectives = connect(self.group)
         use_cores(runtime)
         self.averager = average_gradients(
@@ -149,7 +154,8 @@ class Loop:
         return StopRequests(self.time_limit, file=file)
 
     def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
-        for step in guarded_steps(loader, self.checkpoints, stop, self.saving):
+        pace = Pace(self.hang_steps, self.hang_timeout)
+        for step in guarded_steps(loader, self.checkpoints, stop, self.saving, pace):
             torch.manual_seed(mix(seed, step.number, self.group.rank))
             yield step.micro_batches[0].data
 

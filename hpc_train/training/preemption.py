@@ -13,7 +13,6 @@ import psutil
 from hpc_train.mpi.group import Group
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-STOP = "STOP"  # a file of this name in a run directory ends the run
 TIME_LIMIT = 1000  # above all signal numbers
 STOP_FILE = 1001
 OFTEN = 1.0  # seconds between two looks for the file, which may lie on a network

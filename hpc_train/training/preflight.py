@@ -26,6 +26,7 @@ from hpc_train.errors import UserError
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, import_mpi, library_version
+from hpc_train.planning.schedules import size as size_text
 
 logger = logging.getLogger(__name__)
 
@@ -124,37 +125,43 @@ def shared_directory(world: Group, leaders: Group | None, directory: Path, neede
     """
     begin = time.monotonic()
     names = [f".preflight-{host}" for host in sorted(set(world.gathered(world.host)))]
-    with agreed(world):
-        if leaders is not None:
-            try:
-                files.write_text(directory / f".preflight-{world.host}", "x" * 4096)
-            except OSError as error:
+    own = directory / f".preflight-{world.host}"
+    try:
+        with agreed(world):
+            if leaders is not None:
+                _write(own)
+        with agreed(world):
+            missing = [name for name in names if not (directory / name).exists()]
+            if missing and leaders is not None:
+                other = missing[0].removeprefix(".preflight-")
                 raise UserError(
-                    f"run.dir {directory} cannot be written ({error.strerror})", "free space there"
-                ) from None
-    with agreed(world):
-        missing = [name for name in names if not (directory / name).exists()]
-        if missing and leaders is not None:
-            other = missing[0].removeprefix(".preflight-")
-            raise UserError(
-                f"run.dir {directory.absolute()} is not the folder that {other} sees",
-                "give one on a file system that all hosts share",
-            )
-    if world.rank == 0:
-        for name in names:
-            files.remove(directory / name)
+                    f"run.dir {directory.absolute()} is not the folder that {other} sees",
+                    "give one on a file system that all hosts share",
+                )
+    finally:
+        if leaders is not None:
+            own.unlink(missing_ok=True)
     seconds = time.monotonic() - begin
     free = world.from_first(lambda: shutil.disk_usage(directory).free)
-    text = f"{_size(free)} free, written and read by all hosts in {seconds:.2f} s"
+    text = f"{size_text(free)} free, written and read by all hosts in {seconds:.2f} s"
     if free < needed:
-        return Finding("run.dir", f"{text}, less than a checkpoint's {_size(needed)}", False)
+        return Finding("run.dir", f"{text}, less than a checkpoint's {size_text(needed)}", False)
     return Finding("run.dir", text)
+
+
+def _write(path: Path) -> None:
+    try:
+        files.write_text(path, "x" * 4096)
+    except OSError as error:
+        raise UserError(
+            f"run.dir {path.parent} cannot be written ({error.strerror})", "free space there"
+        ) from None
 
 
 def memory(world: Group) -> Finding:
     """The memory that is free on the host that has least. Collective."""
     free, host = min(world.gathered((psutil.virtual_memory().available, world.host)))
-    return Finding("memory", f"{_size(free)} free at the least ({host})", free > LITTLE)
+    return Finding("memory", f"{size_text(free)} free at the least ({host})", free > LITTLE)
 
 
 def computing(world: Group, device: torch.device) -> Finding:
@@ -198,7 +205,7 @@ def links(runtime: Runtime, leaders: Group | None) -> list[Finding]:
         seconds = [(times[place], host) for host, times in everyone if times[place]]
         if seconds:
             median = statistics.median(second for second, _ in seconds)
-            text = f"{_size(MESSAGE)} {how} in {1000 * median:.2f} ms"
+            text = f"{size_text(MESSAGE)} {how} in {1000 * median:.2f} ms"
             found.append(_with_slow(what, text, seconds, median))
     return found
 
@@ -259,8 +266,3 @@ def _with_slow(
     named = ", ".join(f"{who} {second / median:.1f} times" for second, who in slow[:SHOWN])
     more = f" and {len(slow) - SHOWN} more" if len(slow) > SHOWN else ""
     return Finding(what, f"{text}; slower: {named}{more}", False)
-
-
-def _size(count: int) -> str:
-    mib = count / 2**20
-    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"

@@ -11,11 +11,9 @@ from hpc_train.data.loader import Loader, Step
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.agreement import agreed
-from hpc_train.training.heartbeat import Heartbeat
+from hpc_train.training.heartbeat import Heartbeat, Pace, restarts
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.saving import Saving
-
-HANG = 30.0  # seconds: shorter waits are a machine's own hiccups
 
 
 def guarded_steps(
@@ -23,8 +21,8 @@ def guarded_steps(
     checkpoints: Checkpoints,
     stop: StopRequests,
     saving: Saving,
+    pace: Pace,
     meter: Meter | None = None,
-    hang_steps: int = 0,
 ) -> Iterator[Step]:
     """Deliver the loader's steps, each of which the caller computes before the next. Collective.
 
@@ -36,9 +34,8 @@ def guarded_steps(
         checkpoints: hold the state; their group is all ranks of the job.
         stop: collects the reasons to stop.
         saving: knows when to save.
+        pace: knows how long a rank may wait for another within a step.
         meter: is told how long batches are waited for.
-        hang_steps: a rank that waits for another, within a step, for as long as so many steps have
-            taken hangs, if that is at least HANG seconds; 0: only the watchdog's time counts.
 
     Raises:
         Stopped: a signal or the time limit.
@@ -47,9 +44,9 @@ def guarded_steps(
     """
     group = checkpoints.group
     steps = iter(loader)
-    longest = 0.0
     done = loader.steps.start - 1
-    heartbeat = Heartbeat(group, done)
+    heartbeat = Heartbeat(group)
+    heartbeat.tell(done, pace.until(done + 1, save_seconds=0.0))
     begin = time.monotonic()
     for done in range(loader.steps.start - 1, loader.steps.stop - 1):
         asked = time.monotonic()
@@ -57,23 +54,22 @@ def guarded_steps(
             step = next(steps)
             if meter is not None:
                 meter.data_seconds += time.monotonic() - asked
-        reason = stop.agree(group, needed_seconds=longest + 2 * checkpoints.save_seconds)
+        reason = stop.agree(group, needed_seconds=pace.longest + 2 * checkpoints.save_seconds)
         if reason:
-            if done == loader.steps.start - 1 and reason.startswith("run.time_limit"):
+            # What was started again shortly before its end has done its part in the time before.
+            first = done == loader.steps.start - 1 and not restarts()
+            if first and reason.startswith("run.time_limit"):
                 raise ConfigError(f"{reason} is over before the first step", "give more time")
             if done:
                 saving.last(checkpoints, done)
             raise Stopped(done, reason)
-        measured = hang_steps and step.number > loader.steps.start + 1  # the first steps tell less
-        limit = max(HANG, hang_steps * longest) if measured else math.inf
         try:
-            group.waiting.limit = limit
+            group.waiting.limit = pace.within(step.number)
             yield step
         finally:
             group.waiting.limit = math.inf
-        saves = 4 * checkpoints.save_seconds
-        heartbeat.tell(step.number, 2 * limit + saves if measured and saves else 0.0)
-        longest = max(longest, time.monotonic() - begin)
+        pace.took(step.number, time.monotonic() - begin)
+        heartbeat.tell(step.number, pace.until(step.number + 1, checkpoints.save_seconds))
         if step.number == loader.steps[-1]:
             saving.last(checkpoints, step.number)
         else:

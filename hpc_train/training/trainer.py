@@ -20,6 +20,7 @@ from hpc_train.data.order import SampleOrder
 from hpc_train.errors import ConfigError
 from hpc_train.gradients import LossScaler
 from hpc_train.gradients.scaling import clip_factor
+from hpc_train.launch.protocol import STOP
 from hpc_train.models.dropout import mix
 from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.agreement import agreed, same
@@ -31,8 +32,9 @@ from hpc_train.parallel.apply import apply
 from hpc_train.training import averaging
 from hpc_train.training.deadline import of_job
 from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
+from hpc_train.training.heartbeat import Heartbeat, Pace
 from hpc_train.training.optimizers import build_optimizer
-from hpc_train.training.preemption import STOP, StopRequests
+from hpc_train.training.preemption import StopRequests
 from hpc_train.training.preflight import preflight
 from hpc_train.training.run_directory import reporting, run_directory
 from hpc_train.training.saving import Saving, landing, options_of, resume_or_start
@@ -171,6 +173,10 @@ class Trainer:
             Stopped: a signal or the time limit stopped it, with a checkpoint.
             HpcTrainError: as the parts raise them, the same on all ranks.
         """
+        self._train()
+        Heartbeat(self.group).finish(self.last_step)
+
+    def _train(self) -> None:
         with (
             run_directory(self.group, self.config) as directory,
             watch_over(self.group, self.config.run.hang_timeout),
@@ -189,8 +195,10 @@ class Trainer:
             ):
                 saving = Saving.of(self.config.checkpoint)
                 self.meter.start()
-                watched = self.meter, self.config.run.hang_steps
-                for step in guarded_steps(loader, self.checkpoints, stop, saving, *watched):
+                run = self.config.run
+                pace = Pace(run.hang_steps, run.hang_timeout, self._validation_due)
+                steps = guarded_steps(loader, self.checkpoints, stop, saving, pace, self.meter)
+                for step in steps:
                     self._train_step(step, report)
                 if summary := self.averager.profile.describe():
                     logger.info(summary)

@@ -4,8 +4,10 @@
 
 The job is a small GPT on 4 hosts with 2 ranks each, submitted to a real SLURM. At random moments a
 random rank, a slurmd or a whole host is killed, its link first. What counts is the time until the
-next step that is new. Hosts and slurmds come back after each kill. In the end the losses have to be
-those of a run that nobody disturbed, up to the order of additions, which fewer replicas change.
+next step that is new. Slurmds come back after each kill, hosts 15 seconds after their end: if it
+was the one that the job's script ran on, only then can SLURM start the job again, on the four hosts
+that it asks for. In the end the losses have to be those of a run that nobody disturbed, up to the
+order of additions, which fewer replicas change.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,7 +35,8 @@ from tests.conftest import small_program, small_text
 from tests.programs import ENVIRON, Program, hpc_train
 
 SECONDS = 180.0  # in which a job has to be training again
-VICTIMS = ("a rank", "a slurmd", "a host")
+AWAY = 15.0  # seconds that a host is away
+VICTIMS = ("a rank", "a slurmd", "a host", "the script's host")
 
 
 def ranks(up: Slurm) -> list[int]:
@@ -54,17 +58,28 @@ def last_step(program: Program) -> int:
     return 0
 
 
-def kill(up: Slurm, victim: str, random: Random) -> Callable[[], None]:
-    """Kill it; returns what brings it back."""
-    if victim == "a rank":
+def kill(up: Slurm, job: int, kind: int, random: Random) -> tuple[str, Callable[[], object]]:
+    """Kill a rank, a slurmd or a host; returns which of VICTIMS it was, and what brings it back."""
+    if kind == 0:
         os.kill(random.choice(ranks(up)), signal.SIGKILL)
-        return lambda: None
+        return VICTIMS[0], lambda: None
     host = random.choice(up.cluster.names)
-    if victim == "a slurmd":
+    if kind == 1:
         up.kill_slurmd(host)
-        return lambda: up.start_slurmd(host)
+        return VICTIMS[1], lambda: up.start_slurmd(host)
+    script = up.job(job)["BatchHost"]
     up.power_off(host)
-    return lambda: up.boot(host)
+    back = threading.Timer(AWAY, up.boot, [host])
+    back.start()
+    return VICTIMS[2 + (host == script)], back.join
+
+
+def state(up: Slurm, program: Program) -> str:
+    """What there is to tell of a job that does not go on."""
+    outputs = [path.read_text()[-4000:] for path in (program.root / "run").glob("*.out")]
+    journal = (program.root / "run/launch.jsonl").read_text().splitlines()[-6:]
+    told = [up.run(["squeue", "--long"]).stdout, up.run(["sinfo", "-N", "--long"]).stdout]
+    return "\n".join(["it does not go on", *told, *journal, *outputs])
 
 
 def importing(count: int) -> float:
@@ -77,7 +92,9 @@ def importing(count: int) -> float:
     return time.monotonic() - begin
 
 
-def soak(up: Slurm, program: Program, kills: int, random: Random) -> dict[str, list[float]]:
+def soak(
+    up: Slurm, job: int, program: Program, kills: int, random: Random
+) -> dict[str, list[float]]:
     """Kill so often; returns the seconds until the next new step, by victim."""
     seconds: dict[str, list[float]] = {victim: [] for victim in VICTIMS}
     for number in range(kills):
@@ -85,10 +102,13 @@ def soak(up: Slurm, program: Program, kills: int, random: Random) -> dict[str, l
         before = last_step(program)
         wait_until(lambda step=before: last_step(program) > step + 3, SECONDS)
         time.sleep(3 * random.random())
-        victim = VICTIMS[number % 3]
-        reached, begin = last_step(program), time.monotonic()
-        bring_back = kill(up, victim, random)
-        wait_until(lambda step=reached: last_step(program) > step + 1, SECONDS)
+        begin = time.monotonic()
+        victim, bring_back = kill(up, job, number % 3, random)
+        reached = last_step(program)
+        try:
+            wait_until(lambda step=reached: last_step(program) > step + 1, SECONDS)
+        except TimeoutError:
+            raise SystemExit(state(up, program)) from None
         seconds[victim].append(time.monotonic() - begin)
         print(f"{number + 1}: {victim} at step {reached}, {seconds[victim][-1]:.1f} s", flush=True)
         bring_back()
@@ -113,15 +133,19 @@ def main() -> None:
         run = ["--run.steps", str(options.steps), "--gradients.engine", "mpi"]
         run += ["--checkpoint.every", "10", "--checkpoint.keep", "3"]
         run += ["--optimizer.schedule", "constant"]  # a rate that does not know of the last step
+        run += ["--optimizer.lr", "1e-4"]  # with 1e-2 a difference of 1e-16 is 1e-2 100 steps later
         size = ["--scheduler", "slurm", "--nodes", "4", "--ranks_per_node", "2"]
         size += ["--max_restarts", str(options.kills), "--time", "04:00:00"]
         words = hpc_train("submit", str(program.config), *size, *run)
-        done = up.run([*words, "--run.dir", str(folder / "run")], cwd=folder)
+        silence = {"HPC_TRAIN_SILENCE": "6"}  # after which a job without its script is queued again
+        words += ["--run.dir", str(folder / "run")]
+        done = up.run(words, cwd=folder, environ=silence)
         if done.returncode:
             raise SystemExit(done.stderr)
-        seconds = soak(up, program, options.kills, random)
+        job = int(done.stdout)
+        seconds = soak(up, job, program, options.kills, random)
         up.run(hpc_train("cancel", str(folder / "run")))
-        up.wait(int(done.stdout), SECONDS)
+        up.wait(job, SECONDS)
         run[1] = str(last_step(program))
         whole = cluster.run(program.command("whole", *run), 8, timeout=1800)
         if whole.returncode:

@@ -59,6 +59,7 @@ def uninterrupted(up: Slurm, program: Program, *options: str) -> int:
 @pytest.mark.timeout(600)
 def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program):
     options = ["--checkpoint.every", "0", "--optimizer.schedule", "constant"]
+    options += ["--run.deterministic", "true"]  # not whichever way of averaging is faster now
     endless = ["--run.steps", "1000000", "--run.time_limit", "65"]
     assert uninterrupted(up, program, *options, *endless) == 75
     steps = len(program.losses("whole"))  # what takes more than a minute here
@@ -127,7 +128,7 @@ def pbs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", ["pbs", "torque"])
+@pytest.mark.parametrize("scheduler", ["pbs", pytest.param("torque", marks=pytest.mark.long)])
 def test_a_pbs_job_submits_itself_again_until_it_is_done(pbs, program, scheduler):
     """Its script is given less time by hand: real ones have minutes at the least."""
     size = ["--scheduler", scheduler, "--nodes", "2", "--ranks_per_node", "2"]

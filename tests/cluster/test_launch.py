@@ -27,6 +27,7 @@ def possible():
 def test_a_spare_host_takes_the_place_of_one_that_dies(tmp_path: Path, text_data: Path):
     program = small_program(tmp_path, text_data)
     options = ["--run.steps", "150", "--checkpoint.every", "20", "--gradients.engine", "mpi"]
+    options += ["--run.deterministic", "true"]  # not whichever way of averaging is faster now
     train = ["train", str(program.config), *options]
     metrics = tmp_path / "run/metrics.jsonl"
     with hosts(3, 2) as cluster:
@@ -63,4 +64,6 @@ def test_a_slow_link_is_named_before_the_first_step(tmp_path: Path, text_data: P
     assert done.returncode == 0, done.stderr
     between = [line for line in done.stdout.splitlines() if "between hosts" in line]
     assert "! between hosts" in between[0]
-    assert "slower: node2 " in between[0], "the slowest one comes first"
+    assert "slower: node2 " in between[0]
+    assert "node1" not in between[0]
+    assert "node3" not in between[0]

@@ -22,6 +22,7 @@ from hpc_train.launch import sites
 from hpc_train.launch.batch import TEMPLATES, Batch, clock, seconds_of, text
 from tests.programs import run
 
+SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
 RECORDED = Path(__file__).parent / "scripts"
 PLAIN = Batch(
     scheduler="slurm",
@@ -62,8 +63,7 @@ def test_scripts_are_the_recorded_ones(name):
 
 @pytest.mark.parametrize("path", [*TEMPLATES.glob("*.sh"), *RECORDED.glob("*.sh")], ids=str)
 def test_shellcheck_finds_nothing(path):
-    shellcheck = Path(sys.executable).with_name("shellcheck")
-    done = run(str(shellcheck), str(path))
+    done = run(SHELLCHECK, str(path))
     assert done.returncode == 0, done.stdout
 
 
@@ -79,7 +79,8 @@ def test_every_site_has_a_script(name, tmp_path):
     assert "{" not in "".join(line for line in done.stdout.splitlines() if line.startswith("#"))
     script = tmp_path / "job.sh"
     script.write_text(done.stdout)
-    assert run("bash", "-n", str(script)).returncode == 0
+    checked = run(SHELLCHECK, str(script))
+    assert checked.returncode == 0, checked.stdout
     assert "not run there" in " ".join((sites.SITES / f"{name}.yaml").read_text().lower().split())
 
 
@@ -161,7 +162,8 @@ class Shell:
         for name in ("sbatch", "scontrol", "qsub"):
             path = folder / "bin" / name
             path.write_text(
-                f'#!/bin/sh\necho "{name} $* queued=$HPC_TRAIN_QUEUED" >> {self.told}\n'
+                '#!/bin/sh\n[ "$1" != show ] || exit 0\n'
+                f'echo "{name} $* queued=$HPC_TRAIN_QUEUED" >> {self.told}\n'
                 f'for last; do :; done; [ {name} != qsub ] || cp "$last" {folder}/again.sh\n'
                 f"[ {name} != scontrol ]\n"
             )
@@ -250,6 +252,41 @@ def test_a_signal_reaches_the_launcher_and_its_code_the_script(shell, number):
     assert process.returncode == 75
     assert "saved" in text
     assert len(shell.calls) == 1
+
+
+def test_a_signal_that_comes_too_early_loses_nothing(shell):
+    """During the setup, and before the program has a handler."""
+    done = shell.run("echo never", setup=["kill -USR1 $$"])
+    assert done.returncode == 75
+    assert "never" not in done.stdout
+    done = shell.run("kill -USR1 $PPID; sleep 10")
+    assert done.returncode == 75
+    assert len(shell.calls) == 2, "it is queued again"
+
+
+def test_a_setup_that_fails_is_told(shell):
+    done = shell.run("echo never", setup=["false"])
+    assert done.returncode == 1
+    assert done.stdout == "the setup failed: nothing is started\n"
+
+
+def test_slurms_restarts_and_ours_are_added_up(tmp_path):
+    shell = Shell(tmp_path, "slurm")
+    counts = {"HPC_TRAIN_QUEUED": "1", "SLURM_RESTART_COUNT": "2"}
+    assert shell.run("exit 75", counts, most=4).returncode == 75
+    assert shell.calls[0].endswith("queued=4")
+    assert shell.run("exit 75", counts, most=3).returncode == 75
+    assert len(shell.calls) == 1
+
+
+def test_a_file_stop_ends_all_tasks_of_an_array(shell):
+    variable = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}[shell.scheduler]
+    (shell.folder / "run").mkdir()
+    (shell.folder / "run/STOP").touch()
+    done = shell.run("echo never", {variable: "0"}, sweep=[["--run.seed", "1"]])
+    assert done.returncode == 0
+    assert "run/STOP is there" in done.stdout
+    assert "never" not in done.stdout
 
 
 def test_tasks_of_an_array_have_directories_of_their_own_and_go_on_alone(shell):

@@ -8,6 +8,15 @@ from hpc_train.launch.cause import explain
 
 CASES = [
     (
+        163,
+        ["mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 35 (Real...)."],
+        "rank 1 (vm) was ended by signal 35",
+    ),
+    (3, ["  Process name: [[27641,1],2]", "  Exit code:    3"], "rank 2 exited with code 3"),
+    (3, ["   Process name: [prterun-vm-15698@1,1]", "   Exit code:    3"], "rank 1 exited with"),
+    (1, ["ORTE has lost communication with a remote daemon."], "a host was lost"),
+    (139, [], "the launcher tells of no rank, but that one was ended by SIGSEGV"),
+    (
         137,
         [
             "mpirun noticed that process rank 3 with PID 81 on node node2 exited on signal 9 "
@@ -53,6 +62,15 @@ CASES = [
     (
         1,
         [
+            *["Traceback (most recent call last):"] * 2,
+            *['  File "x.py", line 1'] * 2,
+            "ValueError: no",
+        ],
+        "ValueError: no",
+    ),
+    (
+        1,
+        [
             *("-" * 60, "Primary job  terminated normally, but ...", "-" * 60),
             *("-" * 60, "While computing bindings, we found no available cpus on", ""),
             *("the following node:", "", "  Node:  vm", "-" * 60),
@@ -60,7 +78,11 @@ CASES = [
         "While computing bindings, we found no available cpus on the following node: Node: vm",
     ),
     (-9, [], "the launcher was ended by SIGKILL"),
-    (143, ["nothing that is known"], "the launcher was ended by SIGTERM"),
+    (
+        143,
+        ["nothing that is known"],
+        "the launcher tells of no rank, but that one was ended by SIGTERM",
+    ),
     (3, [], "the launcher exited with code 3"),
 ]
 

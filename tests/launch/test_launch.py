@@ -19,12 +19,13 @@ OPTIONS = ("--run.steps", "200", "--checkpoint.every", "20", "--gradients.engine
 
 
 @contextmanager
-def launched(*words, cwd=None):
+def launched(*words, cwd=None, on_hangup=signal.SIG_DFL):
     """`hpc-train launch` at work; its output is one pipe of text."""
     with subprocess.Popen(
         hpc_train("launch", *words),
         env=ENVIRON,
         cwd=cwd,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, on_hangup),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -128,7 +129,8 @@ def test_a_mistake_is_not_tried_again(program):
 
 def test_any_program_is_launched_with_its_threads_and_its_code(tmp_path):
     script = tmp_path / "tell.py"
-    script.write_text("import os, sys; print(os.environ['OMP_NUM_THREADS']); sys.exit(75)")
+    tell = "os.write(1, os.environb[b'OMP_NUM_THREADS'] + b' ')"
+    script.write_text(f"import os, sys; {tell}; sys.exit(75)")
     words = ["-np", "2", "--", sys.executable, str(script)]
     done = run(*hpc_train("launch", *words), environ={"OMP_NUM_THREADS": ""})
     assert done.returncode == 75, done.stderr
@@ -136,7 +138,8 @@ def test_any_program_is_launched_with_its_threads_and_its_code(tmp_path):
 
 
 def test_a_dry_run_prints_a_line_that_runs(tmp_path):
-    program = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+    tell = "import os; os.write(1, os.environb[b'OMP_NUM_THREADS'] + b' ')"
+    program = [sys.executable, "-c", tell]
     done = run(*hpc_train("launch", "-np", "2", "--dry_run", "--", *program))
     assert done.returncode == 0, done.stderr
     assert "mpirun -np 2" in done.stdout
@@ -158,7 +161,8 @@ def test_a_dry_run_prints_a_line_that_runs(tmp_path):
 def test_hosts_of_a_pbs_job(tmp_path, nodes, expected):
     (tmp_path / "nodes").write_text(nodes)
     environ = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
-    done = run(*hpc_train("launch", "--dry_run", "--", "train"), environ=environ)
+    words = ["--dry_run", "--", "train", "--run.seed", "1"]
+    done = run(*hpc_train("launch", *words), environ=environ)
     assert f"mpirun {expected} " in done.stdout, done.stderr
 
 
@@ -179,7 +183,11 @@ def test_the_training_is_known_however_it_is_written(program):
     [
         (["--", "train"], "how many ranks?"),
         (["-np", "2"], "no command"),
-        (["-np", "2", "train"], "nrecognized arguments: train"),
+        (["-np", "2", "train"], "write the command behind --"),
+        (["-np", "2", "--", "trian", "my.yaml"], "did you mean train?"),
+        (["-np", "2", "--", "/none/program"], "there is no program '/none/program'"),
+        (["-np", "2", "--", "train"], "train has no configuration"),
+        (["--ranks_per_node", "2", "--", "train"], "--ranks_per_node is of hosts"),
         (["-np", "0", "--", "train"], "np"),
         (["-np", "9", "-H", "a:2,b:2", "--", "train"], "more than the 4 slots"),
         (["-np", "2", "-H", "a:x", "--", "train"], "-H has 'a:x'"),
@@ -196,8 +204,80 @@ def test_mistakes_are_one_line(words, message):
     assert message in only_line(done.stderr)
 
 
-def test_a_program_that_is_not_there_is_told(tmp_path):
-    done = run(*hpc_train("launch", "-np", "2", "--", str(tmp_path / "none")))
+def test_ranks_per_node_take_the_place_of_slots():
+    words = [
+        "-H",
+        "a:6,b:6",
+        "--ranks_per_node",
+        "2",
+        "--dry_run",
+        "--",
+        "train",
+        "--run.seed",
+        "1",
+    ]
+    done = run(*hpc_train("launch", *words))
+    assert "-np 4 --host a:2,b:2 " in done.stdout, done.stderr
+
+
+def test_a_rank_that_ends_by_itself_is_named():
+    program = "import os, sys; sys.exit(7 * (os.environ['OMPI_COMM_WORLD_RANK'] == '1'))"
+    done = run(*hpc_train("launch", "-np", "2", "--", sys.executable, "-c", program))
     assert done.returncode == 1
-    assert "none" in done.stderr
-    assert only_line(done.stderr)
+    assert "rank 1 exited with code 7" in only_line(done.stderr)
+    assert "checkpoint" not in only_line(done.stderr), "it is no training of ours"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_no_rank_outlives_the_launch(program, number):
+    """A closed terminal stops the job; if `launch` is killed, its ranks end with it."""
+    endless = ("--run.steps", "1000000", "--checkpoint.every", "0")
+    with launched("-np", "2", "--", *training(program, *endless)) as process:
+        read_until(process, "step 10 ")
+        ranks = ranks_of(process)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        _, left = psutil.wait_procs(ranks, 20)
+    assert process.returncode == (75 if number == signal.SIGHUP else -9)
+    assert not [rank for rank in left if rank.status() != "zombie"]
+
+
+def test_nohup_outlives_the_terminal(program):
+    with launched("-np", "2", "--", *training(program, *OPTIONS), on_hangup=signal.SIG_IGN) as job:
+        read_until(job, "step 10 ")
+        job.send_signal(signal.SIGHUP)
+        text = job.communicate(timeout=120)[0]
+    assert job.returncode == 0, text
+
+
+def test_a_signal_that_comes_before_the_ranks_listen_stops_it_too(program):
+    words = ["-np", "2", "--max_restarts", "3", "--", *training(program)]
+    for seconds in (0.9, 1.5):
+        with launched(*words) as process:
+            time.sleep(seconds)
+            process.send_signal(signal.SIGUSR1)
+            text = process.communicate(timeout=60)[0]
+        assert process.returncode == 75, text
+
+
+def test_what_is_started_again_at_the_very_end_is_queued_again(program):
+    """The job has come far; that no time is left for a step is no mistake of the user's."""
+    soon = {"HPC_TRAIN_DEADLINE": str(int(time.time()) + 5)}
+    assert program.train("run", environ=soon).returncode == 2, "too short for anything"
+    again = program.train("run", environ={**soon, "HPC_TRAIN_RESTARTS": "1"})
+    assert again.returncode == 75, again.stderr
+    wrong = program.train("run", environ={"HPC_TRAIN_DEADLINE": "soon"})
+    assert wrong.returncode == 2
+    assert "HPC_TRAIN_DEADLINE is 'soon'" in only_line(wrong.stderr)
+
+
+def test_a_launcher_that_says_all_is_well_is_not_believed(program):
+    """srun has exited with 0 when it could not start all ranks."""
+    fake = program.root / "mpirun"
+    fake.write_text("#!/bin/sh\n[ $1 != --version ] || echo 'mpirun (Open MPI) 4.1.8'\nexit 0\n")
+    fake.chmod(0o755)
+    path = {"PATH": f"{program.root}:{ENVIRON['PATH']}"}
+    words = ["-np", "2", "--with", "mpirun", "--", *training(program)]
+    done = run(*hpc_train("launch", *words), environ=path)
+    assert done.returncode == 1
+    assert "the training has not come to its end" in only_line(done.stderr)

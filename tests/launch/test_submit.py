@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.programs import hpc_train, only_line, run
 
@@ -91,12 +92,30 @@ def test_a_sweep_is_an_array(desk):
         (["--scheduler", "slurm"], "sbatch is not here"),
         (["--scheduler", "lsf"], "--scheduler"),
         (["--scheduler", "mpijob"], "give --image"),
-        (["--scheduler", "pbs", "--chain", "2"], "--chain is SLURM's"),
+        (["--scheduler", "pbs", "--chain", "2"], "--chain means nothing to pbs"),
+        (["--scheduler", "slurm", "--chain", "2", "--sweep", "run.seed=1,2"], "--sweep"),
+        (["--scheduler", "slurm", "--chain", "2", "--again", "submit"], "--again"),
+        (["--scheduler", "torque", "--again", "requeue"], "give --again submit"),
+        (["--scheduler", "slurm", "--again", "never", "--most", "3"], "--most"),
+        (["--scheduler", "slurm", "--chain", "2", "--most", "3"], "--most"),
+        (["--scheduler", "slurm", "--image", "x"], "--image means nothing to slurm"),
+        (["--scheduler", "mpijob", "--image", "x", "--time", "01:00:00"], "--time"),
+        (["--scheduler", "mpijob", "--image", "x", "--account", "me"], "--account"),
+        (["--scheduler", "mpijob", "--image", "x", "--setup", "true"], "--setup"),
+        (["--scheduler", "mpijob", "--image", "x", "--sweep", "run.seed=1"], "--sweep"),
+        (["--scheduler", "slurm", "--start", "srun", "--max_restarts", "2"], "--max_restarts"),
         (["--scheduler", "slurm", "--time", "1h"], "--time is '1h'"),
         (["--scheduler", "slurm", "--nodes", "0"], "nodes"),
         (["--scheduler", "slurm", "--name", "a b"], "'a b' cannot stand"),
         (["--scheduler", "slurm", "--sweep", "run.sed=1"], "did you mean run.seed"),
         (["--scheduler", "slurm", "--sweep", "run.seed"], "write section.key=VALUE,VALUE"),
+        (["--scheduler", "slurm", "--sweep", "run.dir=a,b"], "a directory of its own"),
+        (["--scheduler", "slurm", "--sweep", "run.seed=1,2", "run.seed=3"], "twice"),
+        (["--scheduler", "slurm", "--sweep", "optimizer.lr=1e-3,abc"], "optimizer.lr"),
+        (["--scheduler", "pbs", "--sweep", "run.seed=1"], "a single task"),
+        (["--scheduler", "pbs", "--start", "srun"], "srun is SLURM's"),
+        (["--scheduler", "torque", "--start", "mpirun", "--threads", "2"], "slots are cores"),
+        (["--site", "lumi", "--account", "x", "--threads", "2"], "--threads is 7"),
         (["--scheduler", "slurm", "--run.sede", "1"], "did you mean run.seed"),
         (["--site", "nowhere"], "no site profile nowhere: there are aurora"),
         (["--site", "frontier"], "give --account"),
@@ -108,6 +127,65 @@ def test_mistakes_are_one_line(desk, words, message):
     assert done.returncode == 2, done.stderr
     assert message in only_line(done.stderr)
     assert not (desk.folder / "runs").exists()
+
+
+def test_an_mpijob_is_written(desk):
+    words = ["--scheduler", "mpijob", "--image", "x:1", "--nodes", "2", "--ranks_per_node", "4"]
+    done = desk.run("submit", "my.yaml", *words, "--threads", "3", "--most", "7", "--dry_run")
+    assert done.returncode == 0, done.stderr
+    spec = yaml.safe_load(done.stdout)["spec"]
+    assert spec["slotsPerWorker"] == 4
+    assert spec["runPolicy"]["backoffLimit"] == 7
+    worker = spec["mpiReplicaSpecs"]["Worker"]
+    assert worker["replicas"] == 2
+    assert worker["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == 12
+
+
+def test_slots_of_torque_are_cores(desk):
+    words = ["--scheduler", "torque", "--nodes", "4", "--ranks_per_node", "2", "--dry_run"]
+    done = desk.run("submit", "my.yaml", *words, "--threads", "3")
+    assert "#PBS -l nodes=4:ppn=6\n" in done.stdout
+    start = next(line for line in done.stdout.splitlines() if line.startswith("start="))
+    assert "launch --ranks_per_node 2 --max_restarts 3" in start
+
+
+def test_horovodrun_is_supervised_too(desk):
+    words = ["--scheduler", "slurm", "--start", "horovodrun", "--max_restarts", "7", "--dry_run"]
+    done = desk.run("submit", "my.yaml", *words)
+    assert "launch --with horovodrun --max_restarts 7 --)" in done.stdout, done.stderr
+
+
+def test_what_a_user_gives_wins_over_the_site(desk):
+    words = ["--site", "frontier", "--account", "p1", "--threads", "3", "--dry_run"]
+    done = desk.run("submit", "my.yaml", *words)
+    assert "#SBATCH --cpus-per-task=3\n" in done.stdout
+    assert "--cpus-per-task=3 " in done.stdout
+    assert "export OMP_NUM_THREADS=3\n" in done.stdout
+    done = desk.run("submit", "my.yaml", "--site", "gadi", "--account", "p1", "--dry_run")
+    assert "#PBS -P p1\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("scheduler: foo", "scheduler"),
+        ("scheduler: slurm\nthreads: many", "threads"),
+        ("scheduler: slurm\nranks_per_node: 0", "ranks_per_node"),
+        ("scheduler: slurm\nneeds: account", "needs"),
+        ("scheduler: slurm\nneeds: [foo]", "needs"),
+        ("scheduler: slurm\nstart: srun -n 3", "start"),
+        ("scheduler: slurm\nstart: ['{foo}']", "foo"),
+        ("scheduler: pbs\nresources: '{nope}'", "nope"),
+        ("scheduler: slurm\nresources: 'select=1'", "resources"),
+        ("scheduler: slurm\naccount_option: -P", "account_option"),
+        ("scheduler: slurm\nenviron: {'A B;id': '1'}", "variable"),
+    ],
+)
+def test_mistakes_in_a_profile_are_one_line(desk, text, message):
+    (desk.folder / "here.yaml").write_text(text + "\n")
+    done = desk.run("submit", "my.yaml", "--site", "here.yaml", "--dry_run")
+    assert done.returncode == 2, done.stderr
+    assert message in only_line(done.stderr)
 
 
 def test_what_the_scheduler_refuses_is_told(desk):
@@ -135,13 +213,15 @@ def test_a_profile_of_ones_own(desk):
 def test_cancel_stops_a_run_for_good(program):
     """A run is not begun again while the file is there."""
     run_dir = program.root / "run"
-    run_dir.mkdir()
+    (run_dir / "task-0").mkdir(parents=True)
     assert run(*hpc_train("cancel", str(program.root / "none"))).returncode == 2
     done = run(*hpc_train("cancel", str(run_dir)))
     assert done.returncode == 0
     assert "STOP" in done.stdout
+    assert (run_dir / "task-0/STOP").exists(), "of a sweep all tasks stop"
     done = program.train("run")
     assert done.returncode == 2
     assert "remove it" in only_line(done.stderr)
     (run_dir / "STOP").unlink()
+    assert run(*hpc_train("cancel", "/etc")).returncode == 2, "a folder, but no run"
     assert program.train("run", "--run.steps", "2").returncode == 0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 
 import pytest
 
 from hpc_train.config import DataSection, ParallelSection, RunConfig
-from hpc_train.launch.attempt import Outcome, Progress
-from hpc_train.launch.command import _shrinking
-from hpc_train.launch.supervise import _cause
+from hpc_train.launch.attempt import Attempt, Outcome
+from hpc_train.launch.command import shrinking
+from hpc_train.launch.launchers import Line
+from hpc_train.launch.protocol import Progress
+from hpc_train.launch.supervise import cause_of
 
 NOTICED = "mpirun noticed that process rank 3 with PID 0 on node {} exited on signal 9 (Killed)."
 
@@ -23,13 +27,13 @@ NOTICED = "mpirun noticed that process rank 3 with PID 0 on node {} exited on si
     ],
 )
 def test_a_kernel_that_has_ended_a_rank_for_memory_is_told(host, starved, expected):
-    outcome = Outcome(137, [NOTICED.format(host)], 0.0, Progress(5, 0.0, 0.0), starved)
-    assert _cause(outcome) == f"rank 3 ({host}) {expected}"
+    outcome = Outcome(137, [NOTICED.format(host)], 0.0, Progress(5, 0.0), starved)
+    assert cause_of(outcome) == f"rank 3 ({host}) {expected}"
 
 
-def test_silence_is_a_cause():
-    outcome = Outcome(-9, [], 61.0, Progress(5, 60.0, 0.0))
-    assert _cause(outcome).startswith("no progress for 61 s after step 5")
+def test_silence_is_acause_of():
+    outcome = Outcome(-9, [], 61.0, Progress(5, 60.0))
+    assert cause_of(outcome).startswith("no progress for 61 s after step 5")
 
 
 @pytest.mark.parametrize(
@@ -47,11 +51,19 @@ def test_a_job_shrinks_to_what_its_batch_can_be_divided_by(batch, micro_batch, t
     config = RunConfig(
         data=DataSection(batch=batch, micro_batch=micro_batch), parallel=ParallelSection(tp=tp)
     )
-    assert _shrinking(config)(slots) == (ranks, [])
+    assert shrinking(config)(slots) == (ranks, [])
     given = RunConfig(data=config.data, parallel=ParallelSection(tp=tp, dp=8))
     options = ["--parallel.dp", str(ranks // tp)] if ranks else []
-    assert _shrinking(given)(slots) == (ranks, options)
+    assert shrinking(given)(slots) == (ranks, options)
+
+
+def test_a_job_that_never_begins_is_given_up(tmp_path):
+    line = Line([sys.executable, "-c", "import time; time.sleep(60)"], {})
+    attempt = Attempt(line, os.environ, tmp_path / "progress.json", start_limit=1.0)
+    outcome = attempt.watch()
+    assert outcome.silent > 1
+    assert cause_of(outcome).startswith("no sign of training for 1 s")
 
 
 def test_any_other_program_takes_what_is_left():
-    assert _shrinking(None)(7) == (7, [])
+    assert shrinking(None)(7) == (7, [])

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from hpc_train.launch import protocol
 from hpc_train.training import deadline
 
 PBS_PRO = """Job Id: 7.server
@@ -69,6 +70,6 @@ def test_a_job_that_waits_or_a_scheduler_that_is_silent_has_no_end(answers):
 def test_what_the_script_says_comes_first(answers, monkeypatch):
     answers("squeue", "1:00:00")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv(deadline.VARIABLE, "1700000000")
+    monkeypatch.setenv(protocol.DEADLINE, "1700000000")
     deadline.note()
-    assert deadline.os.environ[deadline.VARIABLE] == "1700000000"
+    assert deadline.os.environ[protocol.DEADLINE] == "1700000000"

@@ -12,6 +12,7 @@
 # over, and submits itself again. For Torque replace the line with select by `-l nodes=2:ppn=4`.
 # Copy and edit it, or have `hpc-train submit --scheduler pbs` (or torque) write it.
 run_dir=runs/my
+all=$run_dir
 command=(hpc-train train my.yaml --run.steps 100)
 start=(hpc-train launch --max_restarts 3 --)
 again=submit
@@ -33,29 +34,44 @@ command+=(--run.dir "$run_dir")
 # The rest need not be changed.
 export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
 cd "${PBS_O_WORKDIR:-.}" || exit 2
-setup
+# At its end, or by qdel, PBS sends SIGTERM and soon SIGKILL; `qsig -s USR1` asks in time.
+signalled=
+child=
+trap 'signalled=1' USR1 TERM
+if ! setup; then
+    echo "the setup failed: nothing is started"
+    exit 1
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 count=${HPC_TRAIN_QUEUED:-0}
-if [ -e "$run_dir/STOP" ]; then
-    echo "$run_dir/STOP is there: nothing is started"
+stopped() {
+    for stop in "$run_dir/STOP" "$all/STOP"; do
+        [ ! -e "$stop" ] || return 0
+    done
+    return 1
+}
+if stopped; then
+    echo "$stop is there: nothing is started"
     exit 0
 fi
 echo "job $PBS_JOBID, start $count, on $(sort -u "$PBS_NODEFILE" | wc -l) nodes"
 
-# At its end, or by qdel, PBS sends SIGTERM and soon SIGKILL; `qsig -s USR1` asks in time.
-signalled=
-trap 'signalled=1; kill -USR1 "$child" 2>/dev/null' USR1 TERM
-"${start[@]}" "${command[@]}" &
-child=$!
-wait "$child"
-code=$?
-while [ -n "$signalled" ]; do # the signal ended `wait`, not the job
-    signalled=
+code=75
+if [ -z "$signalled" ]; then
+    "${start[@]}" "${command[@]}" &
+    child=$!
     wait "$child"
     code=$?
+fi
+while [ -n "$signalled" ] && [ -n "$child" ]; do # the signal ended `wait`, not the job
+    signalled=
+    kill -USR1 "$child" 2>/dev/null
+    wait "$child"
+    code=$?
+    [ "$code" -ne 138 ] || code=75 # it ended a program that was not listening yet
 done
 
-if [ "$code" -eq 75 ] && [ ! -e "$run_dir/STOP" ]; then
+if [ "$code" -eq 75 ] && ! stopped; then
     if [ "$count" -ge "$most" ]; then
         echo "submitted again $count times, which is the most: it is not submitted again"
     elif [ "$again" != never ]; then

@@ -1,0 +1,60 @@
+"""Ends the ranks of a step of SLURM that a dead one has left behind.
+
+srun would ask them by SIGTERM, which they take for a request to stop, and wait KillWait, by default
+30 seconds, before it kills them; but they wait for the dead one, in vain. mpirun and the others
+need no help.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import time
+from contextlib import suppress
+
+KILLED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: (?!Exited with exit code)")
+EXITED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?!75\b)")
+SOON = 0.3  # seconds for srun to tell of others
+LATER = 5.0  # for ranks that all end with an error, each after its last words
+
+
+def step_name() -> str:
+    """Of this process's steps, by which they are found."""
+    return f"hpc-train-{os.getpid()}"
+
+
+class LeftBehind:
+    """Listens to srun's output; ranks that have stopped in order, with exit code 75, are left."""
+
+    def __init__(self) -> None:
+        self._when = math.inf
+        self._ended = False
+
+    def hear(self, line: str) -> None:
+        """Take note of a line of output."""
+        seconds = SOON if KILLED.search(line) else LATER if EXITED.search(line) else math.inf
+        self._when = min(self._when, time.monotonic() + seconds)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to end those that are left."""
+        return not self._ended and time.monotonic() >= self._when
+
+    def end(self) -> None:
+        """End the steps of this process; it is due once."""
+        self._ended = True
+        job = os.environ.get("SLURM_JOB_ID", "")
+        steps = _output("squeue", "--steps", "--noheader", "--jobs", job, "--format=%i %j")
+        for line in steps.splitlines():
+            step, _, name = line.strip().partition(" ")
+            if name.strip() == step_name():
+                _output("scancel", "--signal=KILL", step)
+
+
+def _output(*words: str) -> str:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+        return done.stdout
+    return ""

@@ -1,0 +1,66 @@
+"""How long a job may be silent, and what it tells its launcher."""
+
+from __future__ import annotations
+
+import math
+
+from hpc_train.launch import protocol
+from hpc_train.mpi.group import Group
+from hpc_train.training.heartbeat import HANG, LEARNING, Heartbeat, Pace
+
+TIMEOUT = 1800.0
+
+
+def paced(steps: int, seconds: float) -> Pace:
+    """A pace that has seen steps, each fifth of which validates."""
+    pace = Pace(steps, TIMEOUT, lambda step: step % 5 == 0)
+    for step in range(1, 10):
+        pace.took(step, 100 * seconds if step % 5 == 0 else seconds)
+    return pace
+
+
+def test_a_wait_within_a_step_is_measured_in_usual_steps():
+    assert paced(20, 6.0).within(11) == 120
+    assert paced(20, 0.1).within(11) == HANG, "not less"
+
+
+def test_nothing_is_concluded_from_what_has_not_been_measured():
+    pace = Pace(20, TIMEOUT)
+    for step in range(1, LEARNING + 1):
+        assert pace.within(step) == math.inf
+        pace.took(step, 100.0)
+    assert pace.within(LEARNING + 1) == math.inf, "the first steps are none to go by"
+    pace.took(LEARNING + 1, 1.0)
+    assert pace.within(LEARNING + 2) == HANG
+    assert paced(20, 6.0).within(10) == math.inf, "a step with a validation"
+    assert paced(0, 6.0).within(11) == math.inf, "not wanted"
+
+
+def test_the_launcher_waits_longer_than_the_ranks_and_for_saves():
+    assert paced(20, 6.0).until(11, save_seconds=30.0) == 2 * 120 + 4 * 30
+    for pace, step, save_seconds in (
+        (paced(20, 6), 11, 0),
+        (paced(20, 6), 10, 9),
+        (Pace(0, 9), 1, 9),
+    ):
+        assert pace.until(step, save_seconds) == 1.5 * pace.timeout
+    assert Pace(20, 0).until(1, 0.0) == 0, "nobody knows"
+
+
+def test_time_for_one_more_step_counts_validation_too():
+    assert paced(20, 6.0).longest == 600
+
+
+def test_progress_goes_through_the_file_that_the_launcher_names(tmp_path, monkeypatch):
+    path = tmp_path / "progress.json"
+    Heartbeat(Group()).tell(3, 60.0)
+    assert protocol.read_progress(path).step == -1, "nobody asked"
+    monkeypatch.setenv(protocol.PROGRESS, str(path))
+    Heartbeat(Group()).tell(3, 60.0)
+    assert protocol.read_progress(path)[:2] == (3, 60.0)
+    heartbeat = Heartbeat(Group())
+    for step, due in ((4, 60.0), (5, 60.0), (6, 900.0), (7, 60.0)):
+        heartbeat.tell(step, due)
+    assert protocol.read_progress(path)[:2] == (6, 900.0), "a longer wait is told at once"
+    monkeypatch.setenv(protocol.PROGRESS, str(tmp_path / "missing" / "progress.json"))
+    Heartbeat(Group()).tell(4, 60.0)
