@@ -39,6 +39,17 @@ def test_every_launcher_runs_the_same_program_with_the_same_result(program, engi
     assert both[0] == both[1]
 
 
+def test_ranks_do_not_load_what_they_do_not_need(program):
+    """Imports take most of the time that a job needs to start again."""
+    python, *words = program.command("run", "--run.steps", "1")
+    done = run(python, "-X", "importtime", *words)
+    assert_succeeded(done)
+    loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "torch" in loaded
+    unneeded = {"torch._dynamo", "sympy", "tensorboard", "pandas", "matplotlib"}
+    assert loaded & unneeded == set()
+
+
 def test_a_run_leaves_what_the_design_promises(program):
     done = program.train("run", launcher="mpirun", ranks=2)
     assert_succeeded(done)

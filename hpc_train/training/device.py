@@ -33,7 +33,7 @@ def make_deterministic() -> None:
     """
     os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms loads the compiler
     torch.backends.cudnn.benchmark = False
 
 

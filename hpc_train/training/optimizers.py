@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
+import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -23,5 +27,17 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     if section.name == "sgd":
-        return SGD(groups, lr=section.lr, momentum=SGD_MOMENTUM, fused=True)
-    return AdamW(groups, lr=section.lr, betas=ADAM_BETAS, fused=True)
+        return _lean(SGD)(groups, lr=section.lr, momentum=SGD_MOMENTUM, fused=True)
+    return _lean(AdamW)(groups, lr=section.lr, betas=ADAM_BETAS, fused=True)
+
+
+def _lean(kind: type[Optimizer]) -> Callable[..., Optimizer]:
+    """The same optimizer without `torch.compile`, which takes as long to load as torch itself.
+
+    Methods of optimizers load it to be left out of what it compiles (torch/_compile.py), once each
+    unless they find that done; `step` loads it to part what it compiles (torch/optim/optimizer.py).
+    """
+    for method in vars(Optimizer).values():
+        if plain := getattr(method, "__wrapped__", None):
+            vars(plain).setdefault("__dynamo_disable", plain)
+    return type(kind.__name__, (kind,), {"step": torch.no_grad()(inspect.unwrap(kind.step))})
