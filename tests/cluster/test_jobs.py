@@ -60,7 +60,7 @@ def uninterrupted(up: Slurm, program: Program, *options: str) -> int:
 def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program):
     options = ["--checkpoint.every", "0", "--optimizer.schedule", "constant"]
     options += ["--run.deterministic", "true"]  # not whichever way of averaging is faster now
-    endless = ["--run.steps", "1000000", "--run.time_limit", "65"]
+    endless = ["--run.steps", "1000000", "--run.time_limit", "60"]
     assert uninterrupted(up, program, *options, *endless) == 75
     steps = len(program.losses("whole"))  # what takes more than a minute here
     job = submit(up, program, "chain", "--time", "00:01:00", *options, "--run.steps", str(steps))
@@ -130,26 +130,33 @@ def pbs():
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["pbs", pytest.param("torque", marks=pytest.mark.long)])
 def test_a_pbs_job_submits_itself_again_until_it_is_done(pbs, program, scheduler):
-    """Its script is given less time by hand: real ones have minutes at the least."""
+    """By hand its script is given less time, and steps until it has stopped once."""
     size = ["--scheduler", scheduler, "--nodes", "2", "--ranks_per_node", "2"]
     run_dir = program.root / "run"
-    options = ["--run.dir", str(run_dir), "--checkpoint.every", "0", "--run.steps", "3000"]
+    options = ["--run.dir", str(run_dir), "--checkpoint.every", "0", "--run.steps", "1234567"]
     words = hpc_train("submit", str(program.config), *size, *options, "--dry_run")
     made = pbs.run(words, cwd=program.root)
     assert made.returncode == 0, made.stderr
     run_dir.mkdir()
+    steps = program.root / "steps"
+    steps.write_text("1234567")
     script = run_dir / "job.sh"
-    script.write_text(made.stdout.replace("walltime=3600", "walltime=25"))
+    changed = made.stdout.replace("walltime=3600", "walltime=25")
+    script.write_text(changed.replace(" 1234567", f' "$(cat {steps})"'))
+
+    def printed() -> str:
+        return "".join(path.read_text() for path in program.root.rglob("*.o*"))
+
     done = pbs.run(["qsub", str(script)], cwd=program.root)
     assert done.returncode == 0, done.stderr
-    metrics = run_dir / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) == 3000, 250)
+    wait_until(lambda: "stopped by run.time_limit (the end of the job)" in printed(), 60)
+    last = len(program.losses("run")) + 20
+    steps.write_text(str(last))
+    wait_until(lambda: len(program.losses("run")) == last, 120)
     wait_until(lambda: not pbs.run(["squeue", "--noheader"]).stdout, 60)
-    printed = "".join(path.read_text() for path in program.root.rglob("*.o*"))
-    assert "start 0, on 2 nodes" in printed
-    assert "start 1, on 2 nodes" in printed
-    assert "stopped by run.time_limit (the end of the job)" in printed
-    assert len(program.losses("run")) == 3000, "each step once"
+    assert "start 0, on 2 nodes" in printed()
+    assert "start 1, on 2 nodes" in printed()
+    assert len(program.losses("run")) == last, "each step once"
 
 
 # ssh [OPTIONS] HOST [OPTIONS] COMMAND...

@@ -20,17 +20,25 @@ OPTIONS = ("--run.steps", "200", "--checkpoint.every", "20", "--gradients.engine
 
 @contextmanager
 def launched(*words, cwd=None, on_hangup=signal.SIG_DFL):
-    """`hpc-train launch` at work; its output is one pipe of text."""
+    """`hpc-train launch` at work, as from a terminal; its output is one pipe of text."""
+
+    def hear() -> None:
+        signal.signal(signal.SIGHUP, on_hangup)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored if these tests are in a background
+
     with subprocess.Popen(
         hpc_train("launch", *words),
         env=ENVIRON,
         cwd=cwd,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, on_hangup),
+        preexec_fn=hear,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        yield process
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def training(program, *options):
