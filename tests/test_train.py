@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import subprocess
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -48,6 +49,16 @@ def test_ranks_do_not_load_what_they_do_not_need(program):
     assert "torch" in loaded
     unneeded = {"torch._dynamo", "sympy", "tensorboard", "pandas", "matplotlib"}
     assert loaded & unneeded == set()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["loaded before", "loaded after"])
+def test_a_compiled_model_is_deterministic_too(first):
+    load = "import torch._inductor.config as inductor"
+    make = "from hpc_train.training.device import make_deterministic as make; make()"
+    tell = "print(inductor.deterministic, torch.are_deterministic_algorithms_enabled())"
+    lines = ["import torch", *([load, make] if first else [make, load]), tell]
+    done = run(sys.executable, "-c", "\n".join(lines))
+    assert done.stdout == "True True\n", done.stderr
 
 
 def test_a_run_leaves_what_the_design_promises(program):

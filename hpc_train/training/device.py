@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -33,7 +34,11 @@ def make_deterministic() -> None:
     """
     os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms loads the compiler
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+    if "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(True)
+    else:  # the same, without loading torch.compile, which takes as long to load as torch itself
+        torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.benchmark = False
 
 
