@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `hpc-train`; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if arguments[:1] == ["train"] and (code := _forked(arguments)) is not None:
+            return code
         if arguments and arguments[0] in CONFIGURED:
             return CONFIGURED[arguments[0]](arguments[1:])
         parsed = verb_options.parser().parse_args(arguments)
@@ -33,6 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HpcTrainError as error:
         print_error(error)
         return error.exit_code
+
+
+def _forked(arguments: list[str]) -> int | None:
+    """Have the fork server of this node run the program; its exit code, or None to run it here."""
+    from hpc_train.mpi import environment
+    from hpc_train.warm import stand_in
+
+    cold = "--cold" in arguments
+    if cold:
+        arguments.remove("--cold")
+    launch = None if cold or stand_in.forked else environment.read(os.environ)
+    beside = launch is not None and (launch.local_size or 1) > 1
+    if cold or not (beside or stand_in.WARM in os.environ):
+        return None
+    return stand_in.start(["-m", "hpc_train", *arguments], sys.path[0])
 
 
 def doctor(options: Namespace) -> int:
@@ -172,6 +189,7 @@ def launch(arguments: Sequence[str]) -> int:
             given.max_restarts,
             given.cores,
             given.dry_run,
+            given.cold,
         )
     )
 

@@ -127,6 +127,11 @@ def launch() -> ArgumentParser:
         "--cores", type=PositiveInt, metavar="N", help="of a host; by default as many as here"
     )
     made.add_argument("--dry_run", action="store_true", help="print the line, and start nothing")
+    made.add_argument(
+        "--cold",
+        action="store_true",
+        help="every rank imports its libraries itself, in place of one process per node for all",
+    )
     return made
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from hpc_train import config_file
 from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch import warm_start
 from hpc_train.launch.hosts import Allocation, Host, allocated, parse, read_file, take
 from hpc_train.launch.launchers import Job, Line, cores_here, find, threads_of
 from hpc_train.launch.protocol import STOP
@@ -36,6 +37,7 @@ class Request:
         restarts: how often a job that fails is started again.
         cores: physical ones of a host; None: as many as here.
         dry_run: print the line, and start nothing.
+        cold: every rank imports its libraries itself; otherwise one process per node does.
     """
 
     command: Sequence[str]
@@ -47,6 +49,7 @@ class Request:
     restarts: int = 0
     cores: int | None = None
     dry_run: bool = False
+    cold: bool = False
 
 
 def launch(request: Request) -> int:
@@ -70,14 +73,15 @@ def launch(request: Request) -> int:
     cores = request.cores or cores_here()
     full = max((host.slots for host in used), default=ranks)
     threads = threads_of(os.environ, cores, full)
-    variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    warm = warm_start.variables(full, request.restarts, cold=request.cold)
+    command = warm_start.command(command, warm)
+    variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **warm}
     job = Job(command, ranks, used, cores, threads, variables)
-    if config and allocation and allocation.scheduler == "mpijob":
-        # Kubernetes starts the launcher again whatever it exits with, but for 0.
-        stop = Path(config.run.dir, STOP)
-        if stop.exists():
-            _say(f"{stop} is there: nothing is started")
-            return 0
+    # Kubernetes starts the launcher again whatever it exits with, but for 0.
+    again = allocation is not None and allocation.scheduler == "mpijob"
+    if config and again and (stop := Path(config.run.dir, STOP)).exists():
+        _say(f"{stop} is there: nothing is started")
+        return 0
     launcher = find(request.program, allocation.scheduler if allocation else None)
     if launcher.note:
         _say(launcher.note)
@@ -89,7 +93,7 @@ def launch(request: Request) -> int:
         run_dir = Path(config.run.dir) if config else None
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
-        return Supervisor(
+        supervisor = Supervisor(
             launcher,
             job,
             hosts,
@@ -99,7 +103,11 @@ def launch(request: Request) -> int:
             max(START, config.run.hang_timeout) if config and config.run.hang_timeout else 0.0,
             shrinking(config),
             _say,
-        ).run()
+        )
+        try:
+            return supervisor.run()
+        finally:
+            warm_start.dismiss(warm)
 
 
 def _hosts(request: Request, allocation: Allocation | None) -> list[Host]:

@@ -1,0 +1,54 @@
+"""How a launched job's ranks are forked from one process per node (hpc_train/warm)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc_train.warm import stand_in
+
+RESTART = 30.0  # seconds that a node's fork server waits for the job to be started again
+
+
+def variables(ranks_per_host: int, restarts: int, *, cold: bool) -> dict[str, str]:
+    """The variables by which ranks find their node's fork server; none where it brings nothing.
+
+    Args:
+        ranks_per_host: ranks of the fullest host.
+        restarts: maximum number of restarts.
+        cold: whether each rank imports its libraries itself.
+    """
+    if cold:
+        return {stand_in.WARM: "off"}
+    if stand_in.WARM in os.environ:  # whoever started this launcher has named a server
+        names = (stand_in.WARM, stand_in.LINGER, stand_in.LOAD)
+        return {name: os.environ[name] for name in names if name in os.environ}
+    if ranks_per_host == 1 and not restarts:
+        return {}
+    name = f"launch-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
+    return {stand_in.WARM: name, stand_in.LINGER: str(RESTART if restarts else 0.0)}
+
+
+def command(words: Sequence[str], warm: Mapping[str, str]) -> list[str]:
+    """A command whose ranks are forked; unchanged if it does not run a program of this Python."""
+    same = list(words)
+    if warm.get(stand_in.WARM, "off") == "off":
+        return same
+    python, program = shutil.which(words[0]), same[1:]
+    if python is None or Path(python).parent != Path(sys.executable).parent:
+        return same
+    if program[:1] == ["-u"]:  # what launched ranks print is not buffered anyway
+        del program[0]
+    runs = program[:1] == ["-m"] or (program and program[0].endswith(".py"))
+    return stand_in.command(program) if runs and Path(python).name.startswith("python") else same
+
+
+def dismiss(warm: Mapping[str, str]) -> None:
+    """End this node's fork server of a launched job; those of other nodes end by themselves."""
+    if warm.get(stand_in.WARM, "").startswith("launch-"):
+        stand_in.dismiss(warm[stand_in.WARM])

@@ -1,0 +1,8 @@
+"""Ranks that start warm: forked from one process per node that has imported everything.
+
+stand_in.py  the process that the launcher started: hands all over to the fork server, and waits
+server.py    imports once, forks a rank for each stand-in, tells how it ended
+rank.py      makes of a fork the process that a cold start would have made
+
+docs/explanation/warm-start.md has the protocol. Nothing here imports MPI.
+"""

@@ -1,0 +1,223 @@
+"""Makes of a fork the process that a cold start would have made, and runs its program."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import io
+import os
+import random
+import re
+import resource
+import runpy
+import signal
+import sys
+import threading
+import types
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from hpc_train.warm import stand_in
+
+OWN = "hpc_train"
+
+
+@dataclass
+class Request:
+    """What a stand-in asks for, see `stand_in.hand_over`.
+
+    Args:
+        values: the fields of its message.
+        descriptors: received with it; first its working directory.
+    """
+
+    values: dict[str, Any]
+    descriptors: list[int]
+
+
+def become(request: Request, connection: int) -> None:
+    """Take over what is the rank's own: session, directory, descriptors, limits, signals.
+
+    Raises:
+        OSError: the kernel does not let this process have it.
+    """
+    stand_in.forked = True
+    values = request.values
+    os.setsid()  # a signal to its own process group is not to reach the server
+    here, *descriptors = request.descriptors
+    os.fchdir(here)
+    os.close(here)
+    os.umask(values["umask"])
+    for number, soft, hard in values["limits"]:
+        if resource.getrlimit(number) != (soft, hard):
+            resource.setrlimit(number, (soft, hard))
+    os.sched_setaffinity(0, values["affinity"])
+    if os.getpriority(os.PRIO_PROCESS, 0) != values["nice"]:
+        os.setpriority(os.PRIO_PROCESS, 0, values["nice"])
+    score = Path("/proc/self/oom_score_adj")
+    if score.read_text().strip() != values["memory"]:
+        score.write_text(values["memory"])
+    place(descriptors, values["descriptors"], connection)
+    os.environ.clear()
+    os.environb.update(values["environ"])
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = stream_of(number, mode, getattr(sys, name))
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    write_command_line([sys.executable, *values["program"]])
+    differ()
+    for number in values["ignored"]:
+        with suppress(OSError):  # SIGKILL and SIGSTOP
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, values["mask"])
+
+
+def place(received: list[int], numbers: list[int], kept: int) -> None:
+    """Move descriptors to the numbers that they had in the stand-in.
+
+    Raises:
+        OSError: a number is in use here.
+    """
+    above = max([*numbers, *received, kept]) + 1
+    high = []
+    for descriptor in received:
+        while _open(above):
+            above += 1
+        os.dup2(descriptor, above)
+        os.close(descriptor)
+        high.append(above)
+        above += 1
+    for descriptor, number in zip(high, numbers, strict=True):
+        if number > 2 and _open(number):
+            raise OSError(f"descriptor {number} is in use")
+        os.dup2(descriptor, number)  # inheritable, as it is after an exec
+        os.close(descriptor)
+    for number in (0, 1, 2):
+        if number not in numbers:
+            os.close(number)
+
+
+def _open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def stream_of(number: int, mode: str, like: TextIO) -> TextIO | None:
+    """A standard stream as Python makes it at its start; None if the descriptor is closed."""
+    if not _open(number):
+        return None
+    raw = io.FileIO(number, mode, closefd=False)
+    bare = bool(os.environ.get("PYTHONUNBUFFERED")) and mode == "w"
+    buffer: Any = raw
+    if not bare:
+        buffer = io.BufferedWriter(raw) if mode == "w" else io.BufferedReader(raw)
+    return io.TextIOWrapper(
+        buffer,
+        like.encoding,
+        like.errors,
+        newline="\n" if mode == "w" else None,
+        line_buffering=number == 2 or raw.isatty(),
+        write_through=bare,
+    )
+
+
+def write_command_line(words: list[str]) -> None:
+    """Let `ps` show the rank's own command line, in the memory of the server's, which is padded."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
+    text = b"\0".join(os.fsencode(word) for word in words)[: end - begin - 1]
+    if begin and end - begin > len(text):
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, text, len(text))
+
+
+def differ() -> None:
+    """Undo what forks would have in common and processes of their own would not."""
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
+    set_openblas_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
+    torch = sys.modules.get("torch")
+    if torch is not None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+
+def set_openblas_threads(count: int) -> None:
+    """Have numpy's matrix library use threads; the server has loaded it with one."""
+    found = re.search(r"\S*openblas\S*\.so\S*", Path("/proc/self/maps").read_text())
+    if not found or count == 1:
+        return
+    library = ctypes.CDLL(found[0])
+    for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads"):
+        with suppress(AttributeError):
+            getattr(library, name)(count)
+            return
+
+
+def run(request: Request) -> NoReturn:
+    """Run a rank's program as Python runs its main program.
+
+    Raises:
+        SystemExit: at its end.
+    """
+    words, path = request.values["program"], request.values["path"]
+    sys.path.insert(0, path)
+    sys.orig_argv = [sys.executable, *words]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    try:
+        if words[:2] == ["-m", OWN]:
+            sys.argv = words[1:]
+            end_at_once(main_of_package(words[2:]))
+        elif words[0] == "-m":
+            sys.argv = words[1:]
+            runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+        else:
+            sys.argv = words
+            main.__dict__["__file__"] = words[0]
+            code = compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True)
+            exec(code, main.__dict__)
+    except Exception as error:  # noqa: BLE001  # Python prints it so, too
+        error.__traceback__ = _of_program(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+    sys.exit(0)
+
+
+def main_of_package(arguments: list[str]) -> int:
+    """Run this package's command line; returns its exit code."""
+    main = importlib.import_module(f"{OWN}.cli").main  # which stands above this layer
+    try:
+        code: int = main(arguments)
+        return code
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this process without taking every object apart, which touches all shared pages.
+
+    Our own program leaves nothing open; a user's may rely on its objects' ends.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def _of_program(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the frame of `run`."""
+    return traceback.tb_next if traceback is not None else None

@@ -1,0 +1,227 @@
+"""The fork server of a node: it imports everything once, and forks a rank for each stand-in.
+
+It has one thread and loads neither MPI nor a GPU's driver. When a stand-in's connection closes, its
+rank is killed; when this process is killed, the kernel kills the ranks. It ends by itself when all
+ranks have ended, at once or after it has waited for another start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import marshal
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.warm import rank, stand_in
+from hpc_train.warm.stand_in import packed
+
+# What ranks of this package load, so that a fork finds it there. Neither mpi4py.MPI nor Horovod:
+# MPI has to be loaded with the variables of its own rank.
+LIBRARIES = (
+    *("torch", "numpy", "h5py", "mpi4py", "safetensors", "xxhash", "psutil", "yaml", "jinja2"),
+    *("jsonargparse", "docstring_parser", "typeshed_client", "rich.console", "rich.progress"),
+    *("torch.utils.data", "tokenizers"),
+)
+PROGRAM = ("hpc_train.cli", "hpc_train.verb_options", "hpc_train.training.gpt")
+BEFORE = 20.0  # seconds for the first stand-in to come
+AFTER = 1.0  # seconds for another of the same start
+PR_SET_PDEATHSIG = 1  # prctl(2)
+FINAL = (0, 2, 75)  # exit codes after which a job is not started again
+_LIBC = ctypes.CDLL(None)
+
+
+@dataclass
+class Peer:
+    """A stand-in: its connection, and the rank that was forked for it."""
+
+    connection: socket.socket
+    pid: int = 0
+
+
+def main() -> None:
+    """Serve; in a fork, run the rank's program as Python runs a main program."""
+    folder, alive, listening, *_ = sys.argv[1:]
+    unfit = load(os.environ.get(stand_in.LOAD, ""))
+    server = Server(folder, int(alive), int(listening), unfit)
+    request = server.serve()
+    if request is None:
+        stand_in.clear(folder)
+        return
+    rank.run(request)
+
+
+def load(what: str) -> str:
+    """Import what ranks need; returns why this process must not be forked, or ""."""
+    for name in LIBRARIES if what == "libraries" else (*LIBRARIES, *PROGRAM):
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that forks share
+    if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
+        return f"loading the libraries has started {threads - 1} threads"
+    if "mpi4py.MPI" in sys.modules:
+        return "loading the libraries has loaded MPI"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "loading the libraries has started CUDA"
+    return ""
+
+
+class Server:
+    """Accepts stand-ins, forks ranks, and tells how they ended.
+
+    Args:
+        folder: holds the socket.
+        alive: descriptor of the file whose lock says that this process lives.
+        listening: descriptor of the socket.
+        unfit: why no rank may be forked; "" if it may.
+    """
+
+    def __init__(self, folder: str, alive: int, listening: int, unfit: str) -> None:
+        self.folder, self.alive, self.unfit = folder, alive, unfit
+        self.listening = socket.socket(fileno=listening)
+        self.listening.setblocking(False)
+        os.set_inheritable(alive, False)
+        self.peers: dict[int, Peer] = {}
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listening, selectors.EVENT_READ)
+        self.woken, waking = os.pipe()
+        for end in (self.woken, waking):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+        self.selector.register(self.woken, selectors.EVENT_READ)
+        self._waking = waking
+        self._linger = float(os.environ.get(stand_in.LINGER) or 0)
+        self._leaving = False
+        self._until = time.monotonic() + max(BEFORE, self._linger)
+
+    def serve(self) -> rank.Request | None:
+        """Serve until nobody is left; in a fork, what the rank has to run."""
+        while self.peers or time.monotonic() < self._until:
+            for key, _ in self.selector.select(None if self.peers else 0.2):
+                if key.fileobj is self.listening:
+                    self._accept()
+                elif key.fd == self.woken:
+                    with suppress(BlockingIOError):
+                        os.read(self.woken, 4096)
+                elif (peer := self.peers.get(key.fd)) and (request := self._hear(peer)):
+                    return request
+            self._reap()
+            if not self.peers and time.monotonic() >= self._until:
+                with suppress(FileNotFoundError):
+                    Path(self.folder, "socket").unlink()  # nobody can come from here on
+                self._accept()  # who has come before
+        return None
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                connection, _ = self.listening.accept()
+                peer = struct.unpack(
+                    "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                )
+                if peer[1] != os.getuid():
+                    connection.close()
+                    continue
+                self.peers[connection.fileno()] = Peer(connection)
+                self.selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, peer: Peer) -> rank.Request | None:
+        """Take a stand-in's request or signal; in the fork that it asks for, the request."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(peer.connection, 1 << 20, 256)
+        except OSError:
+            data, descriptors = b"", []
+        if not data:  # it has ended: so does its rank, which is not reaped yet
+            if peer.pid:
+                os.kill(peer.pid, signal.SIGKILL)
+                self.selector.unregister(peer.connection)
+            else:
+                self._drop(peer)
+        elif peer.pid:
+            os.kill(peer.pid, marshal.loads(data))
+        elif data == packed("leave"):
+            self._leaving, self._until = True, 0.0
+        elif self.unfit:
+            peer.connection.send(packed({"cold": self.unfit}))
+            for descriptor in descriptors:
+                os.close(descriptor)
+        else:
+            return self._fork(peer, rank.Request(marshal.loads(data), descriptors))
+        return None
+
+    def _fork(self, peer: Peer, request: rank.Request) -> rank.Request | None:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        server, pid = os.getpid(), os.fork()
+        if pid:
+            peer.pid = pid
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            for descriptor in request.descriptors:
+                os.close(descriptor)
+            return None
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(1)
+        try:
+            self._leave(peer.connection)
+            rank.become(request, peer.connection.fileno())
+            peer.connection.send(packed({"cold": ""}))
+        except Exception as error:  # noqa: BLE001  # whatever it is, a cold start does without
+            peer.connection.send(packed({"cold": f"the fork cannot be this rank: {error!r}"}))
+            os._exit(0)
+        peer.connection.close()
+        return request
+
+    def _leave(self, kept: socket.socket) -> None:
+        """In a fork: close what is the server's, but the connection to the rank's stand-in."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.selector.close()
+        self.listening.close()
+        for number in (self.alive, self.woken, self._waking):
+            os.close(number)
+        for other in self.peers.values():
+            if other.connection is not kept:
+                other.connection.close()
+        self.peers = {}
+
+    def _reap(self) -> None:
+        """Tell stand-ins how their ranks have ended."""
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                self._ended(pid, status)
+
+    def _ended(self, pid: int, status: int) -> None:
+        for peer in self._with(pid):
+            with suppress(OSError):
+                peer.connection.send(packed({"status": status}))
+            self._drop(peer)
+        final = os.WIFEXITED(status) and os.WEXITSTATUS(status) in FINAL
+        shared = bool(os.environ.get(stand_in.LOAD))  # by several jobs: one's end is not all's
+        wait = AFTER if final and not shared else max(AFTER, self._linger)
+        self._until = 0.0 if self._leaving else time.monotonic() + wait
+
+    def _with(self, pid: int) -> Iterable[Peer]:
+        return [peer for peer in self.peers.values() if peer.pid == pid]
+
+    def _drop(self, peer: Peer) -> None:
+        number = peer.connection.fileno()
+        with suppress(KeyError):
+            self.selector.unregister(peer.connection)
+        del self.peers[number]
+        peer.connection.close()
