@@ -19,7 +19,13 @@ from hpc_train.data.prepare import prepare_text
 from hpc_train.mpi import environment, runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from tests.programs import Program
+from hpc_train.warm import stand_in
+from tests.programs import WARM, Program
+
+
+def pytest_sessionfinish(session):
+    if not hasattr(session.config, "workerinput"):  # not in one of several that run side by side
+        stand_in.dismiss(WARM[stand_in.WARM])
 
 
 @pytest.hookimpl(trylast=True)

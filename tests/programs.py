@@ -14,14 +14,28 @@ from pathlib import Path
 import psutil
 
 from hpc_train.mpi import environment
+from hpc_train.warm import stand_in
 
-ENVIRON = environment.for_launcher(os.environ, os.geteuid()) | {
-    "OMP_NUM_THREADS": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    # Programs are found as in an activated environment.
-    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+# Ranks are forked from one process for all tests, which imports the libraries but not the package;
+# HPC_TRAIN_WARM=off starts each one cold.
+WARM = {
+    stand_in.WARM: os.environ.get(stand_in.WARM) or f"tests-{os.getpid()}",
+    stand_in.LINGER: "60",
+    stand_in.LOAD: "libraries",
 }
+COLD = {stand_in.WARM: "off"}
+FORKED = ("train", "generate", "checkpoint", "topology", "prepare")  # verbs that load libraries
+ENVIRON = (
+    environment.for_launcher(os.environ, os.geteuid())
+    | WARM
+    | {
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        # Programs are found as in an activated environment.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+)
 LAUNCHERS = {
     "alone": [],
     "mpirun": ["mpirun", "-np"],
@@ -38,7 +52,12 @@ def command(launcher: str, ranks: int, *arguments: str) -> list[str]:
 
 def hpc_train(*arguments: str) -> list[str]:
     """The command line that runs hpc-train in one process."""
-    return [sys.executable, "-m", "hpc_train", *arguments]
+    return python("-m", "hpc_train", *arguments, warm=arguments[0] in FORKED)
+
+
+def python(*program: str, warm: bool = True) -> list[str]:
+    """The command line that runs a module or script in one process."""
+    return stand_in.command(program) if warm else [sys.executable, *program]
 
 
 def run(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run
+from tests.programs import python, run
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -16,7 +16,7 @@ EXAMPLES = ROOT / "examples"
 
 def example(name, folder, *options, ranks=1):
     launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
-    done = run(*launcher, sys.executable, str(EXAMPLES / name), *options, cwd=folder)
+    done = run(*launcher, *python(str(EXAMPLES / name)), *options, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

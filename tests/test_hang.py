@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.mpi import runtime
 from hpc_train.training.heartbeat import HANG
-from tests.programs import ENVIRON, hpc_train, only_line, run
+from tests.programs import ENVIRON, hpc_train, only_line, processes_of, run
 
 ENGINES = ["mpi", *(["horovod"] if runtime.horovod_built() else [])]
 HOST = socket.gethostname()
@@ -41,9 +41,10 @@ def wait_for_step(process, step):
     raise AssertionError("".join(read))
 
 
-def rank_process(launcher, rank):
-    for process in psutil.Process(launcher.pid).children(recursive=True):
-        if process.environ().get("OMPI_COMM_WORLD_RANK") == str(rank):
+def rank_process(program, rank):
+    """The process that computes, by its log: a launcher may have started another in its place."""
+    for process in processes_of(program.root / "run"):
+        if any(file.path.endswith(f"rank-{rank:03d}.log") for file in process.open_files()):
             return process
     raise AssertionError(f"no rank {rank}")
 
@@ -60,7 +61,7 @@ def test_a_stopped_rank_ends_the_job_with_an_error_that_names_it(program, engine
     options = ["--run.hang_timeout", "5", "--gradients.engine", engine]
     with start(program, *ENDLESS, *options) as process:
         wait_for_step(process, 3)
-        stopped = rank_process(process, rank)
+        stopped = rank_process(program, rank)
         stopped.suspend()
         text = process.communicate(timeout=60)[0]
     assert process.returncode == 1, text
@@ -82,7 +83,7 @@ def test_a_stopped_rank_is_noticed_by_what_steps_usually_take(program):
     with start(program, *ENDLESS) as process:
         wait_for_step(process, 100)
         begin = time.monotonic()
-        rank_process(process, 2).suspend()
+        rank_process(program, 2).suspend()
         text = process.communicate(timeout=120)[0]
         noticed = time.monotonic() - begin
     assert process.returncode == 1, text
@@ -97,7 +98,7 @@ CUBE = ("--parallel.tp", "2", "--parallel.pp", "2", "--model.vocab", "264")
 def test_a_stopped_rank_of_2_x_2_x_2_is_named_too(program):
     with start(program, *ENDLESS, *CUBE, "--run.hang_timeout", "8", ranks=8) as process:
         wait_for_step(process, 3)
-        rank_process(process, 5).suspend()
+        rank_process(program, 5).suspend()
         text = process.communicate(timeout=120)[0]
     assert process.returncode == 1, text
     line = only_line(text)
@@ -109,7 +110,7 @@ def test_a_stopped_rank_of_2_x_2_x_2_is_named_too(program):
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(program):
     with start(program, "--run.steps", "60", "--run.hang_timeout", "12") as process:
         text = wait_for_step(process, 3)
-        stopped = rank_process(process, 1)
+        stopped = rank_process(program, 1)
         stopped.suspend()
         time.sleep(6)  # the others have asked by now, and wait for an answer
         stopped.send_signal(signal.SIGCONT)
@@ -122,7 +123,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(progra
 def test_a_job_that_is_suspended_as_a_whole_goes_on(program):
     with start(program, "--run.steps", "60", "--run.hang_timeout", "4") as process:
         text = wait_for_step(process, 3)
-        ranks = [rank_process(process, rank) for rank in range(4)]
+        ranks = [rank_process(program, rank) for rank in range(4)]
         for rank in ranks:
             rank.suspend()
         time.sleep(6)

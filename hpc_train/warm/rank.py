@@ -113,17 +113,17 @@ def stream_of(number: int, mode: str, like: TextIO) -> TextIO | None:
     if not _open(number):
         return None
     raw = io.FileIO(number, mode, closefd=False)
-    bare = bool(os.environ.get("PYTHONUNBUFFERED")) and mode == "w"
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     buffer: Any = raw
-    if not bare:
+    if mode == "r" or not unbuffered:
         buffer = io.BufferedWriter(raw) if mode == "w" else io.BufferedReader(raw)
     return io.TextIOWrapper(
         buffer,
         like.encoding,
         like.errors,
         newline="\n" if mode == "w" else None,
-        line_buffering=number == 2 or raw.isatty(),
-        write_through=bare,
+        line_buffering=not unbuffered and (number == 2 or raw.isatty()),
+        write_through=unbuffered,
     )
 
 

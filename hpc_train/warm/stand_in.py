@@ -36,6 +36,7 @@ READ_LATER = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 WARM = "HPC_TRAIN_WARM"  # "off", or the name of the server that several starts share
 LINGER = "HPC_TRAIN_WARM_LINGER"  # seconds that a server waits for another start
 LOAD = "HPC_TRAIN_WARM_LOAD"  # "program", or "libraries" alone
+WHY = "HPC_TRAIN_WARM_WHY"  # set: a rank that starts cold prints the reason
 
 SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
@@ -101,7 +102,7 @@ def start(program: Sequence[str], path: str) -> int | None:
             server.close()
             raise Cold(str(error)) from None
     except Cold as reason:
-        if os.environ.get("HPC_TRAIN_WARM_WHY"):
+        if os.environ.get(WHY):
             print(f"hpc-train: a rank starts cold: {reason}", file=sys.stderr)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return None

@@ -14,9 +14,9 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -26,9 +26,10 @@ from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import Call, faults, kill
 from tests.checkpoint.states import SMALL, found, save, store
-from tests.programs import ENVIRON, wait_for_end
+from tests.programs import ENVIRON, python, wait_for_end
 
 ALL, LAUNCHER = -1, -2  # what is killed, besides a rank by its number
+LAUNCHER_PID = "launcher-pid"
 SECONDS = 60.0  # after which a job hangs
 
 
@@ -39,10 +40,14 @@ class Case(NamedTuple):
     call: int
 
 
-def kill_launcher(name: str, function: Call, *arguments: Any) -> Any:
-    """End mpirun without warning; this rank goes on."""
-    os.kill(os.getppid(), signal.SIGKILL)
-    return function(*arguments)
+def kill_launcher(directory: Path) -> Callable[..., Any]:
+    """A fault that ends mpirun without warning; this rank goes on."""
+
+    def fault(name: str, function: Call, *arguments: Any) -> Any:
+        os.kill(int((directory / LAUNCHER_PID).read_text()), signal.SIGKILL)
+        return function(*arguments)
+
+    return fault
 
 
 def rank(directory: Path, case: Case | None, how: str) -> None:
@@ -54,7 +59,7 @@ def rank(directory: Path, case: Case | None, how: str) -> None:
     mine = case is not None and case.who in (group.rank, ALL)
     if case is not None and case.who == LAUNCHER and group.rank == 0:
         mine = True
-    fault = kill_launcher if case is not None and case.who == LAUNCHER else kill
+    fault = kill_launcher(directory) if case is not None and case.who == LAUNCHER else kill
     with faults(fault, case.call if case is not None and mine else -1) as seen:
         save(made, 3, background=how == "background")
     if case is None:
@@ -66,12 +71,15 @@ def rank(directory: Path, case: Case | None, how: str) -> None:
 
 def job(ranks: int, directory: Path, case: Case | None, how: str) -> int:
     """Run the ranks; returns mpirun's exit code."""
-    words = ["mpirun", "-np", str(ranks), sys.executable, "-m", "tests.checkpoint.kills"]
+    words = ["mpirun", "-np", str(ranks), *python("-m", "tests.checkpoint.kills")]
     words += ["--directory", str(directory), "--how", how]
     words += ["--case", json.dumps(case)] if case is not None else []
-    done = subprocess.run(words, env=ENVIRON, timeout=SECONDS, capture_output=True, check=False)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, env=ENVIRON, **pipes) as process:
+        (directory / LAUNCHER_PID).write_text(str(process.pid))
+        process.communicate(timeout=SECONDS)
     wait_for_end(directory, SECONDS)
-    return done.returncode
+    return process.returncode
 
 
 def prepare(directory: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.checkpoint.reshard import try_many
-from tests.programs import run
+from tests.programs import python, run
 
 
 @pytest.mark.mpi
@@ -20,7 +18,7 @@ def test_what_some_ranks_save_in_parts_others_load_in_other_parts(job, together,
 
 @pytest.mark.slow
 def test_eight_ranks_save_and_load_in_any_parts():
-    words = ["mpirun", "-np", "8", sys.executable, "-m", "tests.checkpoint.reshard"]
+    words = ["mpirun", "-np", "8", *python("-m", "tests.checkpoint.reshard")]
     done = run(*words, "--cases", "100", "--seed", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "100 cases on up to 8 ranks, 0 wrong" in done.stdout

@@ -1,0 +1,242 @@
+"""Ranks that a fork server makes are the processes that a cold start would have made."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpc_train.warm import stand_in
+from tests.programs import COLD, ENVIRON, hpc_train, python, run
+
+# All that a program can see of how it was started.
+TELL = """
+import json, os, resource, signal, stat, sys, threading
+streams = [sys.stdin, sys.stdout, sys.stderr]
+print(json.dumps({
+    "argv": sys.argv, "first": sys.path[0], "name": __name__, "file": __file__,
+    "main": sys.modules["__main__"].__dict__ is globals(), "executable": sys.executable,
+    "environ": {n: v for n, v in os.environ.items() if n not in ("HPC_TRAIN_WARM", "_")},
+    "cwd": os.getcwd(), "umask": os.umask(0o77), "nice": os.nice(0),
+    "affinity": sorted(os.sched_getaffinity(0)),
+    "limits": [
+        resource.getrlimit(getattr(resource, n)) for n in sorted(dir(resource)) if "RLIMIT" in n
+    ],
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "signals": [str(signal.getsignal(n)) for n in sorted(signal.valid_signals())],
+    "streams": [(s.encoding, s.errors, s.line_buffering, s.write_through) for s in streams if s],
+    "kinds": [stat.S_IFMT(os.fstat(n).st_mode) for n in range(3)],
+    "open": sorted(n for n in range(3, 64) if os.path.exists(f"/proc/self/fd/{n}")
+                   and not os.readlink(f"/proc/self/fd/{n}").startswith(("/proc", "anon"))),
+    "threads": threading.active_count(), "torch": __import__("torch").get_num_threads(),
+    "given": os.read(7, 5).decode() if os.path.exists("/proc/self/fd/7") else "",
+    "input": sys.stdin.read(),
+}))
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "program.py"
+    path.write_text(text)
+    return str(path)
+
+
+def warmed(*program: str, environ: dict[str, str] | None = None, **how):
+    """A finished program that a fork ran; it fails if it started cold."""
+    done = run(*python(*program), environ={stand_in.WHY: "1", **(environ or {})}, **how)
+    assert "starts cold" not in done.stderr, done.stderr
+    return done
+
+
+@contextmanager
+def at_work(*words, environ=None):
+    """A program that has printed its first line, which is its process's number."""
+    with subprocess.Popen(
+        words,
+        env=ENVIRON | (environ or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process, psutil.Process(int(process.stdout.readline()))
+        finally:
+            process.kill()
+
+
+def ended(process: psutil.Process) -> bool:
+    psutil.wait_procs([process], 10)
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("start", ["script", "module"])
+def test_a_program_sees_what_it_would_see_if_started_cold(tmp_path, start):
+    path = script(tmp_path, TELL)
+    program = [path] if start == "script" else ["-m", "program"]
+    limit = "ulimit -S -n 512; umask 027; trap '' HUP; exec 7< "
+    (tmp_path / "given").write_text("seven")
+    seen = {}
+    for warm in (True, False):
+        words = " ".join(map(repr, python(*program, "one", "two words", warm=warm)))
+        shell = f"{limit}{tmp_path}/given; exec nice -n 3 taskset -c 0 {words}"
+        done = subprocess.run(
+            ["bash", "-c", shell],
+            env=ENVIRON | {stand_in.WHY: "1", "OF_MY_OWN": "ä"},
+            cwd=tmp_path,
+            input="typed",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "starts cold" not in done.stderr
+        seen[warm] = json.loads(done.stdout)
+    assert seen[True] == seen[False]
+    assert seen[True]["given"] == "seven"
+    assert seen[True]["argv"][1:] == ["one", "two words"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("pass", 0),
+        ("sys.exit(75)", 75),
+        ("sys.exit('a message')", 1),
+        ("raise ValueError('a mistake')", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("os.abort()", -signal.SIGABRT),
+        ("os._exit(3)", 3),
+    ],
+)
+def test_it_ends_as_the_program_ends(tmp_path, end, code):
+    path = script(
+        tmp_path, f"import os, signal, sys\nfile = open('left', 'w')\nfile.write('x')\n{end}"
+    )
+    warm, cold = (run(*python(path, warm=way), cwd=tmp_path) for way in (True, False))
+    assert warm.returncode == cold.returncode == code
+    assert (warm.stdout, warm.stderr) == (cold.stdout, cold.stderr)
+    if code in (0, 75, 1):
+        assert (tmp_path / "left").read_text() == "x", "a file that was never closed is written"
+
+
+def test_signals_reach_the_program(tmp_path):
+    hear = "signal.signal(n, lambda n, f: (print('heard', n, flush=True), n == 15 and sys.exit(7)))"
+    path = script(
+        tmp_path,
+        f"import os, signal, sys\nfor n in (10, 12, 15): {hear}\n"
+        "print(os.getpid(), flush=True)\nwhile True: signal.pause()",
+    )
+    with at_work(*python(path)) as (process, _):
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+            process.send_signal(number)
+            assert process.stdout.readline() == f"heard {int(number)}\n"
+        assert process.wait(10) == 7
+
+
+SLEEP = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)"
+
+
+def test_a_rank_ends_with_its_stand_in_and_it_with_the_rank(tmp_path):
+    path = script(tmp_path, SLEEP)
+    with at_work(*python(path)) as (process, rank):
+        assert rank.pid != process.pid
+        process.kill()
+        assert ended(rank)
+    with at_work(*python(path)) as (process, rank):
+        rank.kill()
+        assert process.wait(10) == -signal.SIGKILL
+
+
+def test_all_end_with_the_server_and_the_next_start_makes_another(tmp_path):
+    path = script(tmp_path, SLEEP)
+    own = {stand_in.WARM: f"{ENVIRON[stand_in.WARM]}-own", stand_in.LINGER: "2"}
+    folder = Path(stand_in.ROOTS[0], f"hpc-train-{os.getuid()}", own[stand_in.WARM])
+    with at_work(*python(path), environ=own) as (process, rank):
+        server = rank.parent()
+        server.kill()
+        assert process.wait(10) == -signal.SIGKILL
+        assert "fork server was killed" in process.stderr.read()
+        assert ended(rank)
+    done = run(*python(script(tmp_path, "print('again')")), environ=own)
+    assert done.stdout == "again\n", done.stderr
+    limit = time.monotonic() + 15
+    while folder.exists():
+        assert time.monotonic() < limit, "the server leaves nothing behind"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "PYTHONHASHSEED"])
+def test_another_value_of_what_libraries_read_at_load_starts_cold(tmp_path, name):
+    path = script(tmp_path, f"import os\nprint(os.environ[{name!r}])")
+    done = run(*python(path), environ={stand_in.WHY: "1", name: "3"})
+    assert done.stdout == "3\n"
+    assert "a rank starts cold: the server is of another variables" in done.stderr
+
+
+def test_a_folder_that_others_can_enter_is_not_used(tmp_path):
+    name = f"{ENVIRON[stand_in.WARM]}-open"
+    folder = Path(stand_in.ROOTS[0], f"hpc-train-{os.getuid()}", name)
+    folder.mkdir(parents=True, mode=0o700)
+    folder.chmod(0o777)
+    try:
+        done = run(
+            *python(script(tmp_path, "print('runs')")),
+            environ={stand_in.WHY: "1", stand_in.WARM: name},
+        )
+    finally:
+        folder.rmdir()
+    assert done.stdout == "runs\n"
+    assert "is open to others" in done.stderr
+
+
+def test_forks_draw_different_numbers(tmp_path):
+    path = script(tmp_path, "import numpy, random\nprint(random.random(), numpy.random.rand())")
+    drawn = [warmed(path).stdout.split() for _ in range(2)]
+    assert drawn[0][0] != drawn[1][0]
+    assert drawn[0][1] != drawn[1][1]
+
+
+def test_ps_shows_the_rank_s_own_command(tmp_path):
+    path = script(tmp_path, SLEEP)
+    with at_work(*python(path, "--of", "mine")) as (_, rank):
+        assert rank.cmdline() == [sys.executable, path, "--of", "mine"]
+
+
+def test_ranks_of_a_node_are_forked_under_any_launcher(program):
+    """No server is named: the first rank of a node starts it."""
+    environ = {stand_in.WHY: "1"}
+    without = {name: value for name, value in ENVIRON.items() if "WARM" not in name}
+    endless = ("--run.steps", "1000000", "--checkpoint.every", "0")
+    command = program.command("run", *endless, launcher="mpirun", ranks=2)
+    words = ["mpirun", "-np", "2", sys.executable, *command[command.index("-m") :]]
+    with subprocess.Popen(
+        words, env=without | environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            for line in process.stdout:
+                assert "starts cold" not in line
+                if "step 5 " in line:
+                    break
+            stand_ins = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGUSR1)
+            assert process.wait(60) == 75
+        finally:
+            process.kill()
+    assert len(stand_ins) == 2
+    assert all(ended(one) for one in stand_ins)
+
+
+def test_cold_is_cold(program):
+    done = run(*program.command("run", "--run.steps", "1", "--cold"), environ=COLD)
+    assert done.returncode == 0, done.stderr
+    done = run(*hpc_train("launch", "-np", "2", "--cold", "--dry_run", "--", "topology"))
+    assert "stand_in" not in done.stdout
+    assert "HPC_TRAIN_WARM=off" in done.stdout
