@@ -1,8 +1,8 @@
-"""How long a command takes that only tells something: `hpc-train --help`, beside python itself.
+"""How long commands take that only tell something, or write a small file, beside python itself.
 
     python -m benchmarks.startup
 
-The limit is an interpreter that imports nothing; the peer is one that imports torch, which is what
+The limit is an interpreter that does nothing; the peer is one that imports torch, which is what
 programs of this kind commonly do before they print their help.
 """
 
@@ -10,17 +10,47 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
 
 from benchmarks import harness
+from hpc_train.checkpoint import Checkpoints
+from hpc_train.collectives import connect
+from hpc_train.mpi.group import Group
 
-CANDIDATES = {
-    "hpc-train --help": ([sys.executable, "-m", "hpc_train", "--help"], "VERB"),
-    "hpc-train train --help": ([sys.executable, "-m", "hpc_train", "train", "--help"], "--run.dir"),
-    "python": ([sys.executable, "-c", "print('nothing')"], "nothing"),
-    "import torch": ([sys.executable, "-c", "import torch; print('torch')"], "torch"),
-}
+LIMIT = "python -c pass"
+STEPS = (100, 200, 300)
+
+
+def candidates(run: Path) -> dict[str, tuple[list[str], str]]:
+    """Of each command the words, and what it has to print.
+
+    Args:
+        run: a run directory with checkpoints.
+    """
+    program = [sys.executable, "-m", "hpc_train"]
+    return {
+        "hpc-train --help": ([*program, "--help"], "VERB"),
+        "hpc-train cancel": ([*program, "cancel", str(run)], "the run stops"),
+        "hpc-train checkpoint list": ([*program, "checkpoint", "list", str(run)], "complete"),
+        "hpc-train train --help": ([*program, "train", "--help"], "--run.dir"),
+        LIMIT: ([sys.executable, "-c", "pass"], ""),
+        "import torch": ([sys.executable, "-c", "import torch; print('torch')"], "torch"),
+    }
+
+
+def make_run(run: Path) -> None:
+    """A run directory with checkpoints of a model of a hundred tensors."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(50)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints = Checkpoints(run / "checkpoints", connect(Group()), model, optimizer)
+    for step in STEPS:
+        checkpoints.save(step)
 
 
 def timed(command: list[str], expected: str) -> Callable[[], float]:
@@ -39,12 +69,13 @@ def timed(command: list[str], expected: str) -> Callable[[], float]:
 
 def main() -> None:
     """Run all commands in turn."""
-    options = harness.arguments(
-        "seconds until a command that only tells something is done", rounds=15
-    )
-    found = harness.in_turn({name: timed(*how) for name, how in CANDIDATES.items()}, options.rounds)
-    harness.show("start-up", "seconds", found, "python")
-    ratios = {name: harness.paired_ratio(found, name, "python") for name in CANDIDATES}
+    options = harness.arguments("seconds until a short command is done", rounds=15)
+    with tempfile.TemporaryDirectory() as folder:
+        make_run(Path(folder))
+        measured = {name: timed(*how) for name, how in candidates(Path(folder)).items()}
+        found = harness.in_turn(measured, options.rounds)
+    harness.show("start-up", "seconds", found, LIMIT)
+    ratios = {name: harness.paired_ratio(found, name, LIMIT) for name in found}
     harness.finish("startup", ratios, harness.medians(found), options.json)
 
 

@@ -1,4 +1,4 @@
-"""`hpc-train checkpoint`: list, verify, diff and export."""
+"""`hpc-train checkpoint`: list, verify, diff and export. To list takes no torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train import files
-from hpc_train.checkpoint import tools
+from hpc_train.checkpoint import headers
 from hpc_train.checkpoint.directory import find, newest
-from hpc_train.checkpoint.restore import Tensors
 from hpc_train.errors import EXIT_FAILURE, CheckpointError, CheckpointMismatch, ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ SHOWN = 20  # differences, unless all are asked for
 
 def show_list(run: str) -> int:
     """Print the checkpoints of a run directory; only headers are read."""
-    for found in tools.listed(Path(run)):
+    for found in headers.listed(Path(run)):
         size, when = f"{found.nbytes / 2**20:.1f} MiB", f"{found.written:%Y-%m-%d %H:%M}"
         print(f"{found.path.name}  {size:>12}  {when}  {found.damage or 'complete'}")
     return 0
@@ -37,6 +36,8 @@ def verify(source: str, *, every: bool) -> int:
 
 
 def _verify(path: Path, *, foreign: bool = False) -> int:
+    from hpc_train.checkpoint import tools
+
     damage = 0
     try:
         for begin, end, names in tools.damaged(path):
@@ -54,6 +55,8 @@ def _verify(path: Path, *, foreign: bool = False) -> int:
 
 def diff(first: str, second: str, *, every: bool) -> int:
     """Print in what two checkpoints differ; returns 1 if they do."""
+    from hpc_train.checkpoint import tools
+
     count = 0
     for difference in tools.differences(newest(Path(first)), newest(Path(second))):
         count += 1
@@ -76,6 +79,8 @@ def export(
     """Write the model's tensors alone: to a file, or to a folder for Hugging Face."""
     import torch
 
+    from hpc_train.checkpoint import tools
+    from hpc_train.checkpoint.restore import Tensors
     from hpc_train.models.gpt2 import as_gpt2, config_json
 
     path, target, convert, shape = newest(Path(source)), Path(out), None, {}

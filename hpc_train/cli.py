@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from argparse import ArgumentError
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jsonargparse import Namespace
-
-from hpc_train import config_file, verb_options
+from hpc_train import verb_options
 from hpc_train.errors import EXIT_FAILURE, EXIT_USER, HpcTrainError, UserError, print_error
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Sequence
+
     from hpc_train.mpi.runtime import Runtime
 
 
@@ -25,13 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["train"] and (code := _forked(arguments)) is not None:
             return code
-        if arguments and arguments[0] in CONFIGURED:
-            return CONFIGURED[arguments[0]](arguments[1:])
-        parsed = verb_options.parser().parse_args(arguments)
-        return VERBS[parsed.verb](parsed[parsed.verb])
-    except ArgumentError as error:
-        print_error(UserError(str(error), "`hpc-train --help` lists the verbs"))
-        return EXIT_USER
+        if arguments and arguments[0] in VERBS:
+            run, _ = VERBS[arguments[0]]
+            return run(arguments[1:])
+        made = verb_options.parser({name: text for name, (_, text) in VERBS.items()})
+        made.parse_args(arguments)  # prints the help or the version, or finds the mistake
+        raise UserError("the verb does not come first", "`hpc-train --help` lists the verbs")
     except HpcTrainError as error:
         print_error(error)
         return error.exit_code
@@ -52,8 +50,9 @@ def _forked(arguments: list[str]) -> int | None:
     return stand_in.start(["-m", "hpc_train", *arguments], sys.path[0])
 
 
-def doctor(options: Namespace) -> int:
+def doctor(arguments: Sequence[str]) -> int:
     """`hpc-train doctor [--json]`."""
+    options = verb_options.doctor().parse_args(arguments)
     from hpc_train import doctor as doctors
     from hpc_train.mpi import environment
 
@@ -64,12 +63,12 @@ def doctor(options: Namespace) -> int:
     return 0 if doctors.runs(findings) else EXIT_FAILURE
 
 
-def prepare(options: Namespace) -> int:
+def prepare(arguments: Sequence[str]) -> int:
     """`hpc-train prepare text PATH... --out DIR`."""
+    text = verb_options.prepare().parse_args(arguments)
     from hpc_train import log
     from hpc_train.data.prepare import prepare_text
 
-    text = options.text
     log.to_console(rank=0)
     manifest = prepare_text(
         text.paths,
@@ -87,6 +86,8 @@ def prepare(options: Namespace) -> int:
 
 def train(arguments: Sequence[str]) -> int:
     """`hpc-train train CONFIG.yaml [--section.key VALUE ...]`, on every rank of the job."""
+    from hpc_train import config_file
+
     path, options = config_file.split(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
         config_file.parser().print_help()
@@ -102,6 +103,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _train(path: str | None, options: Sequence[str], runtime: Runtime) -> None:
+    from hpc_train import config_file
     from hpc_train.mpi.agreement import agreed
 
     with agreed(runtime.world):
@@ -116,11 +118,10 @@ def plan(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         made.print_help()
         return 0 if arguments else EXIT_USER
+    from hpc_train import config_file
+
     own, options = config_file.separate(arguments)
-    try:
-        given = made.parse_args(own)
-    except ArgumentError as error:
-        raise UserError(str(error), "`hpc-train plan --help` lists the options") from None
+    given = made.parse_args(own)
     if given.measure:
         from hpc_train.training.program import run
 
@@ -146,6 +147,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def _measure(given: Namespace, options: Sequence[str], runtime: Runtime) -> None:
+    from hpc_train import config_file
     from hpc_train.mpi.agreement import agreed
 
     with agreed(runtime.world):
@@ -168,16 +170,16 @@ def launch(arguments: Sequence[str]) -> int:
     from hpc_train.launch.protocol import STOP_SIGNALS
 
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there is somebody to hear them
+    try:
+        given = made.parse_args(arguments[:cut])
+    except UserError as error:
+        if cut < len(arguments):
+            raise
+        remedy = "write the command behind --: hpc-train launch -np 4 -- train my.yaml"
+        raise UserError(error.cause, remedy) from None
     from hpc_train.launch.command import Request
     from hpc_train.launch.command import launch as start
 
-    try:
-        given = made.parse_args(arguments[:cut])
-    except ArgumentError as error:
-        remedy = "`hpc-train launch --help` lists the options"
-        if cut == len(arguments):
-            remedy = "write the command behind --: hpc-train launch -np 4 -- train my.yaml"
-        raise UserError(str(error), remedy) from None
     return start(
         Request(
             arguments[cut + 1 :],
@@ -185,7 +187,7 @@ def launch(arguments: Sequence[str]) -> int:
             given.H,
             Path(given.hostfile) if given.hostfile else None,
             given.ranks_per_node,
-            given["with"],
+            given.program,
             given.max_restarts,
             given.cores,
             given.dry_run,
@@ -200,22 +202,22 @@ def submit(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         made.print_help()
         return 0 if arguments else EXIT_USER
+    from hpc_train import config_file
+
+    own, options = config_file.separate(arguments)
+    given = made.parse_args(own)
     from hpc_train.launch.submit import Request
     from hpc_train.launch.submit import submit as queue
 
-    own, options = config_file.separate(arguments)
-    try:
-        given = made.parse_args(own)
-    except ArgumentError as error:
-        raise UserError(str(error), "`hpc-train submit --help` lists the options") from None
-    for job in queue(Request(**given.as_dict(), options=options)):
+    for job in queue(Request(**vars(given), options=options)):
         print(job)
     return 0
 
 
-def cancel(options: Namespace) -> int:
+def cancel(arguments: Sequence[str]) -> int:
     """`hpc-train cancel RUN`."""
-    from hpc_train.launch.submit import cancel as stop
+    options = verb_options.cancel().parse_args(arguments)
+    from hpc_train.launch.cancel import cancel as stop
 
     print(stop(Path(options.run)))
     return 0
@@ -234,15 +236,13 @@ def topology(arguments: Sequence[str]) -> int:
 def _topology(arguments: Sequence[str], runtime: Runtime) -> None:
     from hpc_train.topology import show
 
-    try:
-        options = verb_options.topology().parse_args(arguments)
-    except ArgumentError as error:
-        raise UserError(str(error), "`hpc-train topology --help` lists the options") from None
+    options = verb_options.topology().parse_args(arguments)
     show(runtime, dp=options.dp, tp=options.tp, pp=options.pp, as_json=options.json)
 
 
-def generate(options: Namespace) -> int:
+def generate(arguments: Sequence[str]) -> int:
     """`hpc-train generate CHECKPOINT --prompt TEXT`."""
+    options = verb_options.generate().parse_args(arguments)
     from hpc_train.training.generate import generate as write
 
     for piece in write(
@@ -257,33 +257,34 @@ def generate(options: Namespace) -> int:
     return 0
 
 
-def checkpoint(options: Namespace) -> int:
+def checkpoint(arguments: Sequence[str]) -> int:
     """`hpc-train checkpoint list | verify | diff | export`."""
+    given = verb_options.checkpoint().parse_args(arguments)
     from hpc_train import checkpoint_verbs as verbs
 
-    given = options[options.action]
-    if options.action == "list":
+    if given.action == "list":
         return verbs.show_list(given.run)
-    if options.action == "verify":
+    if given.action == "verify":
         return verbs.verify(given.checkpoint, every=given.all)
-    if options.action == "diff":
+    if given.action == "diff":
         return verbs.diff(given.first, given.second, every=given.all)
     patterns = given.include, given.exclude
     return verbs.export(given.checkpoint, given.out, *patterns, given.dtype, gpt2=bool(given.to))
 
 
-# Verbs whose options come from the configuration's dataclasses, or are read on all ranks together.
-CONFIGURED: dict[str, Callable[[Sequence[str]], int]] = {
-    "train": train,
-    "launch": launch,
-    "submit": submit,
-    "plan": plan,
-    "topology": topology,
-}
-VERBS: dict[str, Callable[[Namespace], int]] = {
-    "doctor": doctor,
-    "prepare": prepare,
-    "cancel": cancel,
-    "generate": generate,
-    "checkpoint": checkpoint,
+# Of each verb the function, and what `hpc-train --help` says.
+VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "doctor": (doctor, "what works here, and what mends the rest"),
+    "prepare": (prepare, "turn files into shards to train on"),
+    "train": (train, "train CONFIG.yaml: alone, or under horovodrun, mpirun, srun or mpiexec"),
+    "launch": (
+        launch,
+        "start a job's ranks by the launcher that is here, and again when they fail",
+    ),
+    "submit": (submit, "submit CONFIG.yaml: write a batch script, and queue it"),
+    "cancel": (cancel, "have a run stop for good"),
+    "plan": (plan, "plan CONFIG.yaml: layouts that fit, and how fast they are"),
+    "topology": (topology, "draw nodes, sockets, and where each rank and group of a layout lies"),
+    "generate": (generate, "write text from a checkpoint"),
+    "checkpoint": (checkpoint, "list, verify, compare or export checkpoints"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -102,6 +101,8 @@ def reserve(descriptor: int, begin: int, nbytes: int) -> None:
     Where the file system cannot claim space, the C library's posix_fallocate would write to every
     block of it, which on a network takes hours; there the file gets its length only.
     """
+    import ctypes  # not for commands that only read
+
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.fallocate(descriptor, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)):
         number = ctypes.get_errno()

@@ -6,13 +6,19 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import hpc_train
+from hpc_train.checkpoint.fileformat import Held
 from hpc_train.config_file import KEYS, load
+from hpc_train.mpi.group import Group
+from tests.checkpoint.states import save_tensors
 from tests.programs import hpc_train as command
 from tests.programs import run
 
 HEAVY = ("torch", "mpi4py", "horovod", "h5py", "numpy")
+UNUSED = {*HEAVY, "jsonargparse", "jinja2", "psutil", "yaml", "rich", "xxhash"}
+LAUNCH = "hpc_train.launch."
 
 
 @pytest.mark.parametrize(
@@ -28,6 +34,66 @@ def test_the_front_door_loads_neither_torch_nor_mpi(program):
     check = f"{program}\nimport sys\nassert not {{*{HEAVY}}} & sys.modules.keys()"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def modules_of(*arguments: object) -> tuple[str, set[str]]:
+    """What a command prints, and the modules that it has loaded at its end."""
+    program = (
+        "import atexit, sys; from hpc_train.cli import main\n"
+        "atexit.register(lambda: print(*sys.modules))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = run(sys.executable, "-c", program, *map(str, arguments))
+    *printed, modules = done.stdout.splitlines()
+    return "\n".join([*printed, done.stderr]), set(modules.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--help", "checkpoint"),
+        ("", "required: VERB"),
+        ("--version", hpc_train.__version__),
+        ("trian", "invalid choice: 'trian'"),
+        ("doctor --help", "--json"),
+        ("prepare --help", "KIND"),
+        ("prepare text --help", "--shard_mb"),
+        ("launch --help", "--max_restarts"),
+        ("launch -np 0 -- train my.yaml", "no whole number of 1 or more"),
+        ("submit --help", "--ranks_per_node"),
+        ("submit", "--ranks_per_node"),
+        ("cancel --help", "RUN"),
+        ("plan --help", "--measure"),
+        ("topology --help", "--dp"),
+        ("generate --help", "--prompt"),
+        ("checkpoint --help", "ACTION"),
+        ("checkpoint export --help", "--include"),
+    ],
+)
+def test_what_only_tells_something_loads_no_libraries(words, shown):
+    text, modules = modules_of(*words.split())
+    assert shown in text
+    assert not UNUSED & modules
+    loaded = {name for name in modules if name.startswith(LAUNCH)}
+    assert loaded <= {f"{LAUNCH}protocol"}, "which signals stop a job"
+
+
+def test_cancel_loads_no_libraries(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    text, modules = modules_of("cancel", tmp_path)
+    assert "the run stops" in text
+    assert not UNUSED & modules
+    loaded = {name for name in modules if name.startswith(LAUNCH)}
+    assert loaded == {f"{LAUNCH}cancel", f"{LAUNCH}protocol"}
+
+
+def test_a_list_of_checkpoints_loads_what_checks_hashes_alone(tmp_path):
+    held = {"model.weight": Held.whole(torch.ones(3))}
+    save_tensors(tmp_path / "step-000000007.safetensors", held, b"{}", Group())
+    text, modules = modules_of("checkpoint", "list", tmp_path)
+    assert "step-000000007.safetensors" in text
+    assert "complete" in text
+    assert UNUSED & modules == {"xxhash"}
 
 
 def test_everything_that_is_exported_exists():

@@ -3,15 +3,29 @@
 store                   what a run calls: save, poll, finish, resume
 state, more             names of a model's and its optimizer's tensors; what else is saved
 directory, retention    names of files; which are kept
-fileformat              where each byte of a file lies: pure
+fileformat, dtypes      where each byte of a file lies: pure; names of torch's types
 parts, exchange         bytes of extents in a rank's tensors; moved between ranks
 save, phases, snapshot  write a file; on the spot or in the background
 engines, striping       ways to write; stripes on Lustre
+headers                 read a file's header; the checkpoints of a run: without torch
 restore, extents        read a file, verified
 divergence              replicas that should hold the same, and do not
-weights, tools          start from other files; list, verify, diff, export
+weights, tools          start from other files; verify, diff, export
 """
 
-from hpc_train.checkpoint.store import Checkpoints
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_train.checkpoint.store import Checkpoints as Checkpoints
 
 __all__ = ["Checkpoints"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Checkpoints":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hpc_train.checkpoint.store import Checkpoints  # torch, which a list of files does without
+
+    return Checkpoints

@@ -22,14 +22,16 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 import xxhash
-from torch import Tensor
 
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.sharding import ShardSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 VERSION = "1"
 ALIGNMENT = 1 << 20
@@ -40,22 +42,21 @@ STATE = "__hpc_train__.state"
 HASHES = "__hpc_train__.hash"
 NO_HASH = "0" * 2 * HASH_BYTES
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+# Bytes of an element, by the format's names of types; `dtypes.py` has torch's for them.
+SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
 }
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
-
-Form = tuple[torch.dtype, tuple[int, ...]]
+Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
 """Type and shape of a whole tensor."""
 
 
@@ -151,6 +152,8 @@ def plan(forms: Mapping[str, Form], state: bytes) -> Layout:
     Raises:
         CheckpointError: a tensor's dtype has no name in the format, or there are too many tensors.
     """
+    from hpc_train.checkpoint.dtypes import DTYPES  # torch, which reading a header does without
+
     for name, (dtype, _) in forms.items():
         if dtype not in DTYPES:
             raise CheckpointError(f"{name} has dtype {dtype}, which checkpoints cannot hold")
@@ -265,7 +268,7 @@ def _check_sizes(entries: Iterable[Entry]) -> None:
             raise ValueError(f"{entry.name}: {numbers}")
         if math.prod(max(number, 1) for number in entry.shape) >= 1 << 63:
             raise ValueError(f"{entry.name} has the shape {entry.shape}")  # of which torch has none
-        size = math.prod(entry.shape) * TORCH_DTYPES[entry.dtype].itemsize
+        size = math.prod(entry.shape) * SIZES[entry.dtype]
         if (entry.begin, entry.end) != (position, position + size):
             raise ValueError(f"{entry.name} is not {size} bytes from {position} on")
         position = entry.end

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from hpc_train.checkpoint.fileformat import TORCH_DTYPES, Held, Layout, names_between
+from hpc_train.checkpoint.fileformat import SIZES, Held, Layout, names_between
 from hpc_train.sharding import Block, ShardSpec
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,8 +44,8 @@ def pieces_of(specs: Specs, layout: Layout, begin: int, end: int) -> list[Piece]
         spec = specs.get(entry.name)
         if spec is not None:
             first, last = max(begin, entry.begin), min(end, entry.end)
-            itemsize = TORCH_DTYPES[entry.dtype].itemsize
-            blocks = spec.overlap(first - entry.begin, last - entry.begin, itemsize)
+            size = SIZES[entry.dtype]
+            blocks = spec.overlap(first - entry.begin, last - entry.begin, size)
             found += [Piece(entry.name, first - begin, block) for block in blocks]
     return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,23 +18,22 @@ import numpy as np
 import torch
 
 from hpc_train import files
-from hpc_train.checkpoint import extents, fileformat
+from hpc_train.checkpoint import extents, fileformat, headers
+from hpc_train.checkpoint.dtypes import TORCH_DTYPES
 from hpc_train.checkpoint.exchange import AT_ONCE, Exchange, Scratch
 from hpc_train.checkpoint.fileformat import (
     HASHES,
-    MAX_HEADER_BYTES,
     STATE,
     Entry,
     Held,
     Layout,
     names_between,
 )
+from hpc_train.checkpoint.headers import BROKEN
 from hpc_train.checkpoint.parts import Bytes, Parts, pieces_of, total
-from hpc_train.errors import CheckpointError, CheckpointMismatch
+from hpc_train.errors import CheckpointError
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
-
-BROKEN = "it is damaged: use an older one, or delete it"
 
 
 @dataclass(frozen=True)
@@ -60,24 +58,7 @@ class Reader:
             CheckpointMismatch: it is a safetensors file of somebody else, or of another version.
             CheckpointError: the file is missing, was never committed, or is damaged.
         """
-        try:
-            with files.opened(path) as descriptor:
-                size = files.call("size", os.fstat, descriptor).st_size
-                length = int.from_bytes(files.read_at(descriptor, 8, 0), "little")
-                if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.ALIGNMENT):
-                    raise CheckpointError("it was never completed")
-                layout, table_hash = fileformat.parse(files.read_at(descriptor, length, 8), size)
-                begin = layout.data_start + layout.content_bytes
-                table = files.read_at(descriptor, layout.file_bytes - begin, begin)
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {path}: {error.strerror}") from None
-        except CheckpointMismatch as error:
-            raise CheckpointMismatch(f"{path}: {error.cause}", error.remedy) from None
-        except CheckpointError as error:
-            raise CheckpointError(f"checkpoint {path}: {error.cause}", BROKEN) from None
-        if fileformat.hash_of(table).hex() != table_hash:
-            raise CheckpointError(f"checkpoint {path}: its hash table is wrong", BROKEN)
-        return cls(path, layout, table)
+        return cls(path, *headers.read(path))
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -137,7 +118,7 @@ class Tensors:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry, layout = self.entries[name], self.reader.layout
-        tensor = torch.empty(entry.shape, dtype=fileformat.TORCH_DTYPES[entry.dtype])
+        tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
         held = Held.whole(tensor)
         parts = Parts({name: held})
         for number in range(

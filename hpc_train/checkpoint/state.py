@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint.fileformat import TORCH_DTYPES, Entry, Form, Held
+from hpc_train.checkpoint.dtypes import TORCH_DTYPES
+from hpc_train.checkpoint.fileformat import Entry, Form, Held
 from hpc_train.errors import CheckpointMismatch
 from hpc_train.sharding import Shard, ShardSpec
 

@@ -1,11 +1,10 @@
-"""`hpc-train checkpoint`: list, verify, compare and export checkpoints, in one process."""
+"""`hpc-train checkpoint`: verify, compare and export checkpoints, in one process."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +12,12 @@ import torch
 from torch import Tensor
 
 from hpc_train import files
-from hpc_train.checkpoint.directory import find
 from hpc_train.checkpoint.fileformat import Entry, Form, names_between
 from hpc_train.checkpoint.restore import Reader, Tensors
 from hpc_train.checkpoint.state import MODEL
-from hpc_train.errors import CheckpointError, CheckpointMismatch, ConfigError
+from hpc_train.errors import CheckpointError, ConfigError
 
 SUFFIXES = (".safetensors", ".pt")
-
-
-@dataclass(frozen=True)
-class Listed:
-    """One checkpoint of a run.
-
-    Args:
-        path: the file.
-        nbytes: of the file.
-        written: when.
-        damage: what is wrong with its header, or "".
-    """
-
-    path: Path
-    nbytes: int
-    written: datetime
-    damage: str
-
-
-def listed(run: Path) -> list[Listed]:
-    """The checkpoints of a run directory, newest first; only their headers are read.
-
-    Raises:
-        CheckpointMismatch: it has none.
-    """
-    found = find(run / "checkpoints", "auto") or find(run, "auto")
-    if not found:
-        raise CheckpointMismatch(f"{run} has no checkpoints", "give a run directory")
-    return [_listed(path) for path in found]
-
-
-def _listed(path: Path) -> Listed:
-    damage = ""
-    try:
-        Reader.open(path)
-    except (CheckpointError, CheckpointMismatch) as error:
-        damage = error.cause.removeprefix(f"checkpoint {path}: ")
-    status = path.stat()
-    written = datetime.fromtimestamp(status.st_mtime)
-    return Listed(path, status.st_size, written, damage)
 
 
 def damaged(path: Path) -> Iterator[tuple[int, int, list[str]]]:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from hpc_train.checkpoint import state
 from hpc_train.checkpoint.directory import find
-from hpc_train.checkpoint.fileformat import DTYPES, MAX_HEADER_BYTES, Form, Held
+from hpc_train.checkpoint.dtypes import DTYPES
+from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, Form, Held
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.checkpoint.save import together
 from hpc_train.checkpoint.state import MODEL

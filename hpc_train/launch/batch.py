@@ -21,9 +21,9 @@ import jinja2
 import yaml
 
 from hpc_train.errors import UserError
+from hpc_train.launch import Scheduler
 
 TEMPLATES = Path(__file__).parents[1] / "jobscripts"
-Scheduler = Literal["slurm", "pbs", "torque", "mpijob"]
 SHORT = 600  # seconds; a shorter SLURM job could get a signal, up to 60 s early, as it starts
 
 

@@ -24,7 +24,6 @@ from hpc_train.launch.hosts import Host
 from hpc_train.launch.left_behind import step_name
 from hpc_train.mpi.environment import for_launcher
 
-PROGRAMS = ("srun", "mpiexec", "mpirun", "horovodrun")
 # Handed to ranks on other hosts by launchers that would leave them out.
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
 PREFIXES = ("HPC_TRAIN_", "HOROVOD_", "NCCL_", "TORCH_")

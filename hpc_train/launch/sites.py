@@ -14,7 +14,8 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from hpc_train.errors import UserError
-from hpc_train.launch.batch import TEMPLATES, Scheduler
+from hpc_train.launch import Scheduler
+from hpc_train.launch.batch import TEMPLATES
 
 SITES = TEMPLATES / "sites"
 NUMBERS = ("nodes", "ranks", "ranks_per_node", "threads", "cores", "gpus", "memory_gb")

@@ -1,4 +1,4 @@
-"""`hpc-train submit` and `cancel`: write a job's script beside its outputs, and queue it."""
+"""`hpc-train submit`: write a job's script beside its outputs, and queue it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpc_train import config_file, files
+from hpc_train import config_file
 from hpc_train.errors import HpcTrainError, SetupError, UserError
-from hpc_train.launch import sites
-from hpc_train.launch.batch import Batch, Scheduler, seconds_of, text
+from hpc_train.launch import Scheduler, sites
+from hpc_train.launch.batch import Batch, seconds_of, text
 from hpc_train.launch.launchers import srun_plugin
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.sites import Site
@@ -322,24 +322,3 @@ def _sweep(axes: Sequence[str]) -> list[list[str]]:
             config_file.check_key(key, value)
         choices.append([(f"--{key}", value) for value in values.split(",")])
     return [list(itertools.chain(*combination)) for combination in itertools.product(*choices)]
-
-
-def cancel(run: Path) -> str:
-    """Have a run stop for good: with a checkpoint, and not to be queued again.
-
-    Returns:
-        What happens now, in words.
-
-    Raises:
-        UserError: there is no such run.
-    """
-    tasks = [path for path in run.glob("task-*") if path.is_dir()]
-    made = [run / name for name in ("config.yaml", "job.sh", "job.yaml", "checkpoints")]
-    if not tasks and not any(path.exists() for path in made):
-        raise UserError(f"{run} is not a run directory", "give the run.dir of a job")
-    for directory in (run, *tasks):
-        files.write_text(directory / STOP, "")
-    return (
-        f"{run / STOP} written: the run stops after its step with a checkpoint and is not queued "
-        "again; a job that waits in the queue ends when it starts; remove the file to go on"
-    )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from hpc_train.warm import stand_in
+from hpc_train.warm.stand_in import PADDING
 
 OWN = "hpc_train"
 
@@ -128,13 +129,16 @@ def stream_of(number: int, mode: str, like: TextIO) -> TextIO | None:
 
 
 def write_command_line(words: list[str]) -> None:
-    """Let `ps` show the rank's own command line, in the memory of the server's, which is padded."""
+    """Let `ps` show the rank's own command line, in the memory of the server's, which is padded.
+
+    The kernel takes memory whose last byte is not 0 for one text (proc(5), setproctitle(3)).
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
-    text = b"\0".join(os.fsencode(word) for word in words)[: end - begin - 1]
-    if begin and end - begin > len(text):
-        ctypes.memset(begin, 0, end - begin)
-        ctypes.memmove(begin, text, len(text))
+    size = end - begin
+    if size > PADDING:
+        text = b" ".join(os.fsencode(word) for word in words)[: size - 2]
+        ctypes.memmove(begin, text.ljust(size - 1, b"\0") + b"\1", size)
 
 
 def differ() -> None:

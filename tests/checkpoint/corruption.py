@@ -110,7 +110,7 @@ def forged(entry: Entry, random: Random) -> Entry:
             replace(entry, shape=(number, *entry.shape)),
             replace(entry, begin=number),
             replace(entry, end=number),
-            replace(entry, dtype=random.choice([*fileformat.TORCH_DTYPES, "F8", "", number])),
+            replace(entry, dtype=random.choice([*fileformat.SIZES, "F8", "", number])),
             replace(entry, name=random.choice(["", "a", fileformat.STATE, fileformat.HASHES])),
         ]
     )

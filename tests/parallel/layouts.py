@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.fileformat import TORCH_DTYPES, Held
+from hpc_train.checkpoint.dtypes import TORCH_DTYPES
+from hpc_train.checkpoint.fileformat import Held
 from hpc_train.checkpoint.restore import Reader, load
 from hpc_train.config_file import load as configuration
 from hpc_train.models import GPT

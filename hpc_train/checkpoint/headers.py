@@ -1,0 +1,83 @@
+"""What a checkpoint says of itself without its tensors, and so without torch; those of a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from hpc_train import files
+from hpc_train.checkpoint import fileformat
+from hpc_train.checkpoint.directory import find
+from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, Layout
+from hpc_train.errors import CheckpointError, CheckpointMismatch
+
+BROKEN = "it is damaged: use an older one, or delete it"
+
+
+def read(path: Path) -> tuple[Layout, bytes]:
+    """Read and check a file's header and hash table; returns its layout and the extents' hashes.
+
+    Raises:
+        CheckpointMismatch: it is a safetensors file of somebody else, or of another version.
+        CheckpointError: the file is missing, was never committed, or is damaged.
+    """
+    try:
+        with files.opened(path) as descriptor:
+            size = files.call("size", os.fstat, descriptor).st_size
+            length = int.from_bytes(files.read_at(descriptor, 8, 0), "little")
+            if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.ALIGNMENT):
+                raise CheckpointError("it was never completed")
+            layout, table_hash = fileformat.parse(files.read_at(descriptor, length, 8), size)
+            begin = layout.data_start + layout.content_bytes
+            table = files.read_at(descriptor, layout.file_bytes - begin, begin)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: {error.strerror}") from None
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{path}: {error.cause}", error.remedy) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path}: {error.cause}", BROKEN) from None
+    if fileformat.hash_of(table).hex() != table_hash:
+        raise CheckpointError(f"checkpoint {path}: its hash table is wrong", BROKEN)
+    return layout, table
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One checkpoint of a run.
+
+    Args:
+        path: the file.
+        nbytes: of the file.
+        written: when.
+        damage: what is wrong with its header, or "".
+    """
+
+    path: Path
+    nbytes: int
+    written: datetime
+    damage: str
+
+
+def listed(run: Path) -> list[Listed]:
+    """The checkpoints of a run directory, newest first; only their headers are read.
+
+    Raises:
+        CheckpointMismatch: it has none.
+    """
+    found = find(run / "checkpoints", "auto") or find(run, "auto")
+    if not found:
+        raise CheckpointMismatch(f"{run} has no checkpoints", "give a run directory")
+    return [_listed(path) for path in found]
+
+
+def _listed(path: Path) -> Listed:
+    damage = ""
+    try:
+        read(path)
+    except (CheckpointError, CheckpointMismatch) as error:
+        damage = error.cause.removeprefix(f"checkpoint {path}: ")
+    status = path.stat()
+    written = datetime.fromtimestamp(status.st_mtime)
+    return Listed(path, status.st_size, written, damage)
