@@ -24,6 +24,8 @@ from hpc_train.warm import stand_in
 from hpc_train.warm.stand_in import PADDING
 
 OWN = "hpc_train"
+# Where Open MPI 4 puts the memory that ranks share, which it leaves behind when they are killed.
+SEGMENTS = "OMPI_MCA_btl_vader_backing_directory"
 
 
 @dataclass
@@ -39,8 +41,13 @@ class Request:
     descriptors: list[int]
 
 
-def become(request: Request, connection: int) -> None:
+def become(request: Request, connection: int, folder: str) -> None:
     """Take over what is the rank's own: session, directory, descriptors, limits, signals.
+
+    Args:
+        request: of its stand-in.
+        connection: descriptor of the connection to it.
+        folder: the server's, which is removed with what is in it when the server ends.
 
     Raises:
         OSError: the kernel does not let this process have it.
@@ -64,6 +71,8 @@ def become(request: Request, connection: int) -> None:
     place(descriptors, values["descriptors"], connection)
     os.environ.clear()
     os.environb.update(values["environ"])
+    if folder.startswith("/dev/shm"):
+        os.environ.setdefault(SEGMENTS, folder)
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = stream_of(number, mode, getattr(sys, name))
         setattr(sys, name, stream)

@@ -176,7 +176,7 @@ class Server:
             os._exit(1)
         try:
             self._leave(peer.connection)
-            rank.become(request, peer.connection.fileno())
+            rank.become(request, peer.connection.fileno(), self.folder)
             peer.connection.send(packed({"cold": ""}))
         except Exception as error:  # noqa: BLE001  # whatever it is, a cold start does without
             peer.connection.send(packed({"cold": f"the fork cannot be this rank: {error!r}"}))

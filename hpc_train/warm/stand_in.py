@@ -242,8 +242,7 @@ def first(folder: str, key: bytes) -> socket.socket | None:
         if not _still(folder, alive):
             return None  # the last server took the folder with it
         sweep(os.path.dirname(folder), folder)
-        for name in ("socket", "key.new"):
-            _unlink(f"{folder}/{name}")
+        _unlink(f"{folder}/socket")
         with open(f"{folder}/key", "wb") as file:
             file.write(key)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
@@ -300,13 +299,15 @@ def sweep(own: str, but: str = "") -> None:
 
 def clear(folder: str) -> None:
     """Remove a server's folder; the file that holds its lock goes last."""
-    for name in ("socket", "key", "alive"):
-        _unlink(f"{folder}/{name}")
-    for empty in (folder, os.path.dirname(folder)):
-        try:
-            os.rmdir(empty)
-        except OSError:
-            return  # the next one has come already
+    try:
+        # Besides the socket and the key, memory that killed ranks have shared.
+        others = [name for name in os.listdir(folder) if name != "alive"]
+        for name in ("socket", *others, "alive"):
+            _unlink(f"{folder}/{name}")
+        os.rmdir(folder)
+        os.rmdir(os.path.dirname(folder))
+    except OSError:
+        pass  # the next one has come already
 
 
 SERVE = "import sys; del sys.path[0]; from hpc_train.warm.server import main; main()"

@@ -20,11 +20,12 @@ from tests.programs import COLD, ENVIRON, hpc_train, python, run
 # All that a program can see of how it was started.
 TELL = """
 import json, os, resource, signal, stat, sys, threading
+SET = ("HPC_TRAIN_WARM", "OMPI_MCA_btl_vader_backing_directory", "_")
 streams = [sys.stdin, sys.stdout, sys.stderr]
 print(json.dumps({
     "argv": sys.argv, "first": sys.path[0], "name": __name__, "file": __file__,
     "main": sys.modules["__main__"].__dict__ is globals(), "executable": sys.executable,
-    "environ": {n: v for n, v in os.environ.items() if n not in ("HPC_TRAIN_WARM", "_")},
+    "environ": {n: v for n, v in os.environ.items() if n not in SET},
     "cwd": os.getcwd(), "umask": os.umask(0o77), "nice": os.nice(0),
     "affinity": sorted(os.sched_getaffinity(0)),
     "limits": [
