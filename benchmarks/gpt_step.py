@@ -3,26 +3,26 @@
     python -m benchmarks.gpt_step
 
 All have the same shape, the same data and a fused AdamW; one thread each. Light: 1 x 128 tokens per
-step; heavy: 8 x 128. Ours runs a second time with torch's own linear layers, to tell what oneDNN
-brings on processors where we use it.
+step; heavy: 8 x 128. Ours runs with what the table of `hpc_train.processor` chooses for float32
+matrices here, with torch's own linear layers, and with oneDNN: two of them are the same, and tell
+how much the figures wander. What the table has to say is the ratio of the other two.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.reference_gpt import ReferenceGPT
 from hpc_train.config import OptimizerSection
 from hpc_train.gradients import average_gradients
-from hpc_train.models import GPT
-from hpc_train.models.linear import Linear
+from hpc_train.models import GPT, linear
 from hpc_train.mpi.group import Group
+from hpc_train.processor import Way
 from hpc_train.training.optimizers import build_optimizer
 
 SHAPE = {"vocab": 256, "sequence": 128, "layers": 6, "hidden": 384, "heads": 6}
@@ -60,17 +60,15 @@ def reference(batch: tuple[Tensor, Tensor]) -> Callable[[], float]:
     return step
 
 
-def ours(batch: tuple[Tensor, Tensor], *, onednn: bool = True) -> Callable[[], float]:
+def ours(batch: tuple[Tensor, Tensor], way: Way) -> Callable[[], float]:
     """The step of our parts: model, optimizer and averager as the Trainer uses them."""
     torch.manual_seed(0)
-    model: nn.Module = GPT(**SHAPE)
-    for module in model.modules():
-        if isinstance(module, Linear) and not onednn:
-            module.forward = functools.partial(nn.Linear.forward, module)
+    model = GPT(**SHAPE)
     optimizer = build_optimizer(model, OptimizerSection(weight_decay=0.1))
     averager = average_gradients(model, optimizer, Group())
 
     def step() -> float:
+        linear.use(way)
         averager.zero_grad()
         loss = model(*batch)
         loss.backward()
@@ -85,6 +83,11 @@ def main() -> None:
     """Run both loads."""
     options = harness.arguments("training step of one rank", rounds=15)
     torch.set_num_threads(1)
+    choice = linear.of_table()
+    print(f"the table: {choice.way} ({choice.why})")
+    ways: dict[str, Way] = {"ours": choice.way, "ours, torch": "torch"}
+    if linear.onednn_works():
+        ways["ours, onednn"] = "onednn"
     ratios, middles = {}, {}
     for load, samples_per_step in LOADS.items():
         torch.manual_seed(1)
@@ -92,13 +95,12 @@ def main() -> None:
         batch = (text[:, :-1], text[:, 1:])
         tokens, steps = batch[0].numel(), 16 // samples_per_step
         candidates = {
-            "ours": timed(ours(batch), tokens, steps),
-            "ours, torch's linear": timed(ours(batch, onednn=False), tokens, steps),
+            **{name: timed(ours(batch, way), tokens, steps) for name, way in ways.items()},
             "minimal GPT": timed(reference(batch), tokens, steps),
         }
         found = harness.in_turn(candidates, options.rounds)
         harness.show(f"{load}: {samples_per_step} x 128 tokens", "tokens/s", found, "minimal GPT")
-        for name in list(candidates)[:-1]:
+        for name in ways:
             ratios[f"{load} {name}"] = harness.paired_ratio(found, name, "minimal GPT")
         middles |= {f"{load} {name}": value for name, value in harness.medians(found).items()}
     harness.finish("gpt_step", ratios, middles, options.json)

@@ -23,6 +23,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from hpc_train import processor
 from hpc_train.mpi import environment
 
 if TYPE_CHECKING:
@@ -198,9 +199,14 @@ def machine() -> dict[str, Any]:
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
+    kind = processor.here()
     return {
         "date": date.today().isoformat(),
         "processor": names[0] if names else platform.processor(),
+        "vendor": kind.vendor,
+        "family": kind.family,
+        "model": kind.model,
+        "instruction_sets": kind.sets,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30,
         "python": platform.python_version(),

@@ -254,6 +254,16 @@ class PrecisionSection:
 
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """float32, float64: of everything; bfloat16, float16: of matrix products (torch.autocast)."""
+    matmul: Literal["auto", "onednn", "torch"] = "auto"
+    """Which library multiplies the float32 matrices of linear layers on CPUs: onednn, or torch's
+    own; auto: what was measured to be faster on this kind of processor (docs/architecture)."""
+
+    def __post_init__(self) -> None:
+        if self.matmul == "onednn" and self.dtype != "float32":
+            raise ConfigError(
+                f"precision.matmul is onednn, precision.dtype {self.dtype}",
+                "leave precision.matmul out: it is about float32",
+            )
 
     @property
     def parameters(self) -> Literal["float32", "float64"]:

@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from hpc_train.mpi import environment, runtime
 OK, WARNING, ERROR = "ok", "warning", "error"
 LAUNCHERS = ("mpirun", "mpiexec", "srun", "horovodrun")
 PROBE_SECONDS = 60
+FASTER = 1.1  # a way to multiply matrices that the table does not have is told from here on
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
         return [*findings, Finding("MPI", ERROR, probed[0]["error"], probed[0]["remedy"])], []
     findings += [mpi(ranks[0]), horovod(ranks[0]), *one_libmpi(ranks[0])]
     findings += [mpi_io(ranks[0]["mpi"], component), nodes(ranks), binding(ranks), devices(ranks)]
+    findings += matrix_products(ranks)
     return findings, ranks
 
 
@@ -142,6 +145,7 @@ def probe() -> list[dict[str, Any]]:
         "horovod_error": horovod_error,
         "libmpi": _loaded_libmpi(),
         "devices": _devices(),
+        "products": _products() if started.node.rank == 0 else None,
     }
     everyone = started.world.comm.gather(mine) if started.world.comm else [mine]
     started.close()
@@ -172,9 +176,23 @@ def _loaded_libmpi() -> list[str]:
 
 
 def _devices() -> list[str]:
-    import torch
-
+    try:
+        import torch
+    except ImportError:  # which a finding of its own tells
+        return []
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def _products() -> dict[str, Any] | None:
+    """What the table says of float32 matrices here, and how fast oneDNN is; None on GPUs."""
+    try:
+        from hpc_train.models import linear, trial
+    except ImportError:  # without torch
+        return None
+    if _devices():
+        return None
+    speed = trial.onednn_speed() if linear.onednn_works() else None
+    return {**linear.of_table()._asdict(), "onednn_speed": speed}
 
 
 def probe_in_a_rank() -> list[dict[str, Any]]:
@@ -278,6 +296,33 @@ def devices(ranks: list[dict[str, Any]]) -> Finding:
     """Which devices each rank sees."""
     names = sorted({name for rank in ranks for name in rank["devices"]})
     return Finding("devices", OK, ", ".join(names) or "CPU only")
+
+
+def matrix_products(ranks: list[dict[str, Any]]) -> list[Finding]:
+    """Whether the table has the faster way to multiply float32 matrices, on each kind of host."""
+    measured = [rank["products"] for rank in ranks if rank["products"]]
+    return [
+        _products_of([one for one in measured if one["why"] == why])
+        for why in dict.fromkeys(one["why"] for one in measured)
+    ]
+
+
+def _products_of(alike: list[dict[str, Any]]) -> Finding:
+    """The finding on hosts for which the table says the same."""
+    topic, way = "matrix products", alike[0]["way"]
+    text = f"float32 by {way} ({alike[0]['why']})"
+    speeds = [one["onednn_speed"] for one in alike if one["onednn_speed"]]
+    if not speeds:
+        return Finding(topic, OK, text)
+    by_load = {load: statistics.median(speed[load] for speed in speeds) for load in speeds[0]}
+    numbers = ", ".join(f"{speed:.2f} ({load})" for load, speed in by_load.items())
+    text += f"; here onednn is {numbers} times as fast as torch's own"
+    onednn = statistics.geometric_mean(by_load.values())
+    other, gain = ("torch", 1 / onednn) if way == "onednn" else ("onednn", onednn)
+    if gain <= FASTER:
+        return Finding(topic, OK, text)
+    remedy = f"train with --precision.matmul {other}, which is {gain:.2f} times as fast here"
+    return Finding(topic, WARNING, text, remedy)
 
 
 def report(findings: list[Finding], ranks: list[dict[str, Any]], *, as_json: bool) -> str:

@@ -53,6 +53,11 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ),
         ("gradients: {engine: horovod, two_level: 'on'}", "use --gradients.engine mpi"),
         ("gradients: {engine: horovod, compression: bf16}", "or compression fp16"),
+        (
+            "precision: {matmul: onednn, dtype: bfloat16}",
+            "precision.matmul is onednn, precision.dtype bfloat16",
+        ),
+        ("precision: {matmul: mkl}", "it takes one of auto, onednn, torch"),
         ("run: {time_limit: soon}", "give seconds, HH:MM:SS or auto"),
         ("run: 5", "section run is 5: write its keys below it"),
         ("[1, 2]", "is not a configuration"),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpc_train import doctor
+from hpc_train import doctor, processor
 from hpc_train.mpi import runtime
 from tests.programs import command, hpc_train, run
 
@@ -27,6 +27,8 @@ def test_alone_it_looks_at_everything_and_says_that_the_main_job_runs():
     assert tree["ok"]
     assert found.keys() >= TOPICS
     assert "MPI_THREAD_MULTIPLE" in found["MPI"]["text"]
+    if found["devices"]["text"] == "CPU only":
+        assert str(processor.here().kind) in found["matrix products"]["text"]
     assert all(finding["remedy"] for finding in tree["findings"] if finding["status"] != "ok")
 
 
@@ -104,6 +106,53 @@ def test_ranks_that_share_cores_are_warned_of(cores, status):
     finding = doctor.binding(ranks)
     assert finding.status == status
     assert bool(finding.remedy) == (status == "warning")
+
+
+def products(way, light, heavy, why="AMD with AVX2, measured 2026-11-22"):
+    """What ranks say of themselves: the first of a host, and another one of it."""
+    speed = {"light": light, "heavy": heavy} if light else None
+    return [{"products": {"way": way, "why": why, "onednn_speed": speed}}, {"products": None}]
+
+
+@pytest.mark.parametrize(
+    ("way", "light", "heavy", "remedy"),
+    [
+        ("torch", 0.8, 0.9, ""),
+        ("torch", 1.0, 1.1, ""),
+        ("torch", 1.2, 1.7, "--precision.matmul onednn"),
+        ("onednn", 1.7, 1.8, ""),
+        ("onednn", 0.8, 0.8, "--precision.matmul torch"),
+    ],
+)
+def test_a_table_that_is_wrong_here_is_a_warning_with_the_key_that_mends_it(
+    way, light, heavy, remedy
+):
+    (finding,) = doctor.matrix_products(products(way, light, heavy))
+    assert finding.status == ("warning" if remedy else "ok")
+    assert remedy in finding.remedy
+    for word in (way, "AMD with AVX2", f"{light:.2f}", f"{heavy:.2f}"):
+        assert word in finding.text
+
+
+def test_each_kind_of_host_has_its_own_finding():
+    found = doctor.matrix_products(
+        products("torch", 0.8, 0.8) * 2 + products("torch", 1.5, 1.5, "Intel with AVX2")
+    )
+    assert [finding.status for finding in found] == ["ok", "warning"]
+
+
+def test_without_onednn_there_is_nothing_to_compare():
+    (finding,) = doctor.matrix_products(products("torch", None, None))
+    assert finding.status == "ok"
+    assert "times as fast" not in finding.text
+
+
+def test_without_torch_there_are_no_matrix_products_and_mpi_is_still_looked_at(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    done = run(*hpc_train("doctor", "--json"), environ={"PYTHONPATH": str(tmp_path)})
+    _, found = topics(done)
+    assert "matrix products" not in found
+    assert "MPI_THREAD_MULTIPLE" in found["MPI"]["text"]
 
 
 def test_nodes_are_counted_with_their_ranks():

@@ -1,38 +1,70 @@
-"""Linear layers that use the faster matrix library of the processor.
+"""Linear layers that multiply float32 matrices by the library that is faster on the processor.
 
-PyTorch's CPU wheels multiply float32 matrices with Intel's MKL, which on AMD processors stays below
-AVX-512 and reaches half of what oneDNN does there, a library that the same wheels contain and use
-for other types (measured: benchmarks/RESULTS.md). On such processors the products of a linear
-layer, forward and backward, are given to oneDNN; everywhere else, and under `torch.autocast`, this
-is torch's linear layer.
+PyTorch's CPU wheels multiply float32 matrices with Intel's MKL, which stays below AVX-512 on AMD
+processors. oneDNN, a library that the same wheels contain and use for other types, does not. Where
+the table of `hpc_train.processor` says so, the products of a linear layer, forward and backward,
+are given to oneDNN; everywhere else, and under `torch.autocast`, this is torch's linear layer.
 """
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hpc_train import processor
+from hpc_train.errors import ConfigError
+from hpc_train.processor import Way
+
+
+class Choice(NamedTuple):
+    """A way to multiply float32 matrices, and in words why it is taken."""
+
+    way: Way
+    why: str
+
+
+_used: Way | None = None
+
+
+def use(way: Way) -> None:
+    """Multiply this way from now on, in this process; by default it is the table's.
+
+    Raises:
+        ConfigError: oneDNN does not work here.
+    """
+    global _used
+    if way == "onednn" and not onednn_works():
+        raise ConfigError(
+            f"oneDNN's matrix product does not work in torch {torch.__version__} on this machine",
+            "leave precision.matmul out, or give torch",
+        )
+    _used = way
+
+
+def used() -> Way:
+    """Which way this process multiplies float32 matrices."""
+    return _used or of_table().way
+
 
 @functools.cache
-def onednn_is_better() -> bool:
-    """Whether float32 products on this machine's processor should go to oneDNN.
+def of_table() -> Choice:
+    """What the table says of this machine's processor, if torch has the libraries that it means."""
+    kind = processor.here().kind
+    cell = processor.cell(kind)
+    if cell.way == "onednn" and not torch.backends.mkl.is_available():
+        return Choice("torch", f"{kind}, without MKL in torch, which nobody has measured")
+    if cell.way == "onednn" and not onednn_works():
+        return Choice("torch", f"{kind}, where oneDNN does not work in torch {torch.__version__}")
+    return Choice(cell.way, f"{kind}, {cell}")
 
-    Decided by what the machine is and not by a measurement: equal machines give equal bits.
-    """
-    try:
-        amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        amd = False
-    return amd and torch.backends.mkl.is_available() and _onednn_works()
 
-
-def _onednn_works() -> bool:
+@functools.cache
+def onednn_works() -> bool:
     """Try the operator: it is not part of torch's public interface."""
     if not torch.backends.mkldnn.is_available():
         return False
@@ -52,7 +84,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _onednn_takes(x: Tensor) -> bool:
     """Whether a product with x should go to oneDNN; autocast would have it in another type."""
     plain = x.dtype is torch.float32 and x.device.type == "cpu"
-    return plain and not torch.is_autocast_enabled("cpu") and onednn_is_better()
+    return plain and not torch.is_autocast_enabled("cpu") and used() == "onednn"
 
 
 def lowered(operand: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc_train.errors import ConfigError
+from hpc_train.models import linear
+from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.processor import Matmul
+
+logger = logging.getLogger(__name__)
 
 
 def choose_device() -> torch.device:
@@ -24,6 +32,54 @@ def use_cores(runtime: Runtime) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(runtime.cores)
+
+
+def choose_matmul(group: Group, wanted: Matmul, device: torch.device) -> None:
+    """Choose how linear layers multiply float32 matrices, alike on all ranks. Collective.
+
+    Rank 0 logs the choice, if any rank computes on a processor.
+
+    Args:
+        group: all ranks of the job.
+        wanted: one way, or "auto": that of the table of processors. Where ranks' processors want
+            different ways, all ranks take torch's.
+        device: that this rank computes on.
+
+    Raises:
+        ConfigError: onednn is wanted, and does not work on some rank.
+    """
+    with agreed(group):
+        if wanted == "onednn" and device.type != "cpu":
+            raise ConfigError(
+                "precision.matmul is onednn, but training is on a GPU", "leave it out"
+            )
+        mine = linear.of_table()
+        if wanted != "auto":
+            mine = linear.Choice(wanted, f"precision.matmul is {wanted}")
+        linear.use(mine.way)
+    everyone = group.gathered((mine, group.host, device.type), "their ways to multiply matrices")
+    differ = len({choice.way for choice, _, _ in everyone}) > 1
+    if differ:
+        linear.use("torch")
+    if group.rank == 0 and any(kind == "cpu" for _, _, kind in everyone):
+        why = _reasons([(choice.why, host) for choice, host, _ in everyone])
+        if differ:
+            logger.warning("float32 matrix products: torch, as the hosts differ (%s)", why)
+        else:
+            logger.info("float32 matrix products: %s (%s)", linear.used(), why)
+
+
+def _reasons(given: list[tuple[str, str]]) -> str:
+    """The ranks' different reasons in words; if there are several, each with a host that has it."""
+    hosts: dict[str, set[str]] = {}
+    for why, host in given:
+        hosts.setdefault(why, set()).add(host)
+    if len(hosts) == 1:
+        return given[0][0]
+    return "; ".join(
+        f"{min(names)}{f' and {len(names) - 1} more' * (len(names) > 1)}: {why}"
+        for why, names in hosts.items()
+    )
 
 
 def make_deterministic() -> None:

@@ -24,8 +24,9 @@ from hpc_train.models.dropout import mix
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
+from hpc_train.processor import Matmul
 from hpc_train.training.deadline import of_job
-from hpc_train.training.device import use_cores
+from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.heartbeat import Pace
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.saving import Saving, landing
@@ -55,6 +56,7 @@ class Loop:
             error; 0: for ever.
         hang_steps: the same between two steps, in times of the longest one so far, and at least
             60 s; 0: not so, for a loop in which one rank may work while the others wait.
+        matmul: how `hpc_train.models.linear` multiplies float32 matrices, as `precision.matmul`.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Loop:
         time_limit: float | Literal["auto"] | None = "auto",
         hang_timeout: float = 1800.0,
         hang_steps: int = 0,
+        matmul: Matmul = "auto",
     ) -> None:
         self.group = runtime.world
         self.saving = Saving(every, background=background)
@@ -79,6 +82,7 @@ class Loop:
         self.hang_timeout, self.hang_steps = hang_timeout, hang_steps
         self.collectives = connect(self.group)
         use_cores(runtime)
+        choose_matmul(self.group, matmul, next(model.parameters()).device)
         self.averager = average_gradients(
             model,
             optimizer,

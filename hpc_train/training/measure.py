@@ -29,7 +29,7 @@ from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
 from hpc_train.planning.machine import Compute, Link, Machine
-from hpc_train.training.device import choose_device, use_cores
+from hpc_train.training.device import choose_device, choose_matmul, use_cores
 
 SECONDS = 1.0  # that each of the five measurements of computing takes
 HIDDEN, TOKENS = 1024, 256  # of the measured layer at most, on processors
@@ -77,6 +77,7 @@ def measure(config: RunConfig, runtime: Runtime) -> Machine:
     """Measure on all ranks of a job; the same on all of them. Collective."""
     use_cores(runtime)
     world, device, model = runtime.world, choose_device(), config.model
+    choose_matmul(world, config.precision.matmul, device)
     node = discover(world, runtime.node).node[world.rank]
     levels = Levels.of(world)
     one, several = (

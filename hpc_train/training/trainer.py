@@ -31,7 +31,13 @@ from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.apply import apply
 from hpc_train.training import averaging
 from hpc_train.training.deadline import of_job
-from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
+from hpc_train.training.device import (
+    choose_device,
+    choose_matmul,
+    make_deterministic,
+    move,
+    use_cores,
+)
 from hpc_train.training.heartbeat import Heartbeat, Pace
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
@@ -122,6 +128,7 @@ class Trainer:
             make_deterministic()
         use_cores(runtime)
         self.device = choose_device()
+        choose_matmul(self.group, config.precision.matmul, self.device)
         engine = averaging.start(config, self.grid, self.device)
         dtype = getattr(torch, config.precision.dtype)
         local = self.group if config.gradients.average_every > 1 else None

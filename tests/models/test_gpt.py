@@ -5,12 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from hpc_train.models import GPT
-from hpc_train.models import linear as linears
 from hpc_train.models.dropout import SampleDropout, mix
-from hpc_train.models.linear import Linear, linear
 
 SHAPE = {"vocab": 11, "sequence": 8, "layers": 2, "hidden": 16, "heads": 2}
 
@@ -112,28 +109,3 @@ def test_mix_gives_unrelated_seeds():
     seeds = {mix(a, b) for a in range(100) for b in range(100)}
     assert len(seeds) == 10_000
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-@pytest.mark.parametrize("better", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6)])
-def test_linear_equals_torchs_with_either_library(monkeypatch, better, bias, shape):
-    if better and not linears._onednn_works():
-        pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(linears, "onednn_is_better", lambda: better)
-    torch.manual_seed(0)
-    mine, theirs = Linear(6, 5, bias=bias), nn.Linear(6, 5, bias=bias)
-    theirs.load_state_dict(mine.state_dict())
-    x = torch.randn(shape).requires_grad_()
-    results = []
-    for layer in (mine, theirs):
-        x.grad = None
-        layer(x).square().sum().backward()
-        results.append([x.grad.clone(), *(p.grad for p in layer.parameters())])
-    for a, b in zip(*results, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_linear_leaves_float64_to_torch():
-    x, weight = torch.randn(2, 3).double(), torch.randn(4, 3).double()
-    assert torch.equal(linear(x, weight), F.linear(x, weight))

@@ -32,6 +32,7 @@ from tests.test_train import assert_succeeded
 
 several = pytest.mark.mpi
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
+needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="this torch has no oneDNN")
 DTYPES = ["bfloat16", "float16"]
 NEAR = {"bfloat16": 2e-2, "float16": 4e-3}  # relative, of losses
 STEPS = 6
@@ -407,9 +408,11 @@ def test_the_console_shows_how_many_steps_were_skipped():
     assert "skipped" not in describe({"step": 7, "loss": 1.25, "skipped_steps": 0})
 
 
+@pytest.mark.parametrize("way", ["torch", pytest.param("onednn", marks=needs_onednn)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_reaches_linear_layers_whatever_library_they_use(monkeypatch, dtype):
-    monkeypatch.setattr(linears, "onednn_is_better", lambda: linears._onednn_works())
+def test_autocast_reaches_linear_layers_whatever_library_they_use(monkeypatch, dtype, way):
+    monkeypatch.setattr(linears, "_used", None)  # it is put back afterwards
+    linears.use(way)
     layer, x = Linear(6, 5), torch.randn(2, 3, 6).requires_grad_()
     with torch.autocast("cpu", dtype):
         y = layer(x)

@@ -1,0 +1,101 @@
+"""One way to multiply matrices on all ranks, whatever their processors are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpc_train.errors import ConfigError
+from hpc_train.models import linear
+from hpc_train.models.linear import Choice
+from hpc_train.mpi.group import Group
+from hpc_train.training import device
+from hpc_train.training.device import choose_matmul
+
+several = pytest.mark.mpi(min_size=2)
+CPU = torch.device("cpu")
+FAST = Choice("onednn", "AMD with AVX-512, measured 2026-11-21")
+SLOW = Choice("torch", "AMD with AVX2, measured 2026-11-22")
+UNKNOWN = Choice("torch", "Intel with AVX2, which nobody has measured")
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Sets what this rank's table says, on a host of that name; oneDNN works."""
+    monkeypatch.setattr(linear, "_used", None)
+    monkeypatch.setattr(linear, "onednn_works", lambda: True)
+
+    def says(choice: Choice, host: str = "a") -> None:
+        monkeypatch.setattr(linear, "of_table", lambda: choice)
+        monkeypatch.setattr(Group, "host", host)
+
+    return says
+
+
+def chosen(caplog, group, wanted="auto", on=CPU):
+    """The way that this rank takes, and what it logs."""
+    with caplog.at_level("INFO", logger="hpc_train"):
+        choose_matmul(group, wanted, on)
+    return linear.used(), [record.getMessage() for record in caplog.records]
+
+
+@several
+def test_equal_machines_take_the_tables_way_and_one_line_says_why(job, table, caplog):
+    table(FAST, f"host{job.world.rank}")
+    way, lines = chosen(caplog, job.world)
+    assert way == "onednn"
+    said = [f"float32 matrix products: onednn ({FAST.why})"]
+    assert lines == (said if job.world.rank == 0 else [])
+
+
+@several
+def test_machines_that_differ_all_take_torchs_and_are_named(job, table, caplog):
+    last = job.world.rank == job.world.size - 1
+    table(SLOW if last else FAST, "b" if last else "a")
+    way, lines = chosen(caplog, job.world)
+    assert way == "torch"
+    said = "float32 matrix products: torch, as the hosts differ "
+    said += f"(a: {FAST.why}; b: {SLOW.why})"
+    assert lines == ([said] if job.world.rank == 0 else [])
+
+
+@several
+def test_kinds_that_want_the_same_are_all_named(job, table, caplog):
+    table(UNKNOWN if job.world.rank else SLOW, f"host{job.world.rank}")
+    way, lines = chosen(caplog, job.world)
+    assert way == "torch"
+    if job.world.rank == 0:
+        (line,) = lines
+        assert f"host0: {SLOW.why}; host1" in line
+        assert line.endswith(f": {UNKNOWN.why})")
+
+
+@several
+def test_the_key_wins_on_machines_that_differ(job, table, caplog):
+    table(FAST if job.world.rank else SLOW)
+    way, lines = chosen(caplog, job.world, "onednn")
+    assert way == "onednn"
+    said = ["float32 matrix products: onednn (precision.matmul is onednn)"]
+    assert lines == (said if job.world.rank == 0 else [])
+
+
+@several
+def test_onednn_that_fails_on_one_rank_is_an_error_on_all(job, table, monkeypatch):
+    table(FAST)
+    last = job.world.size - 1
+    if job.world.rank == last:
+        monkeypatch.setattr(linear, "onednn_works", lambda: False)
+    with pytest.raises(ConfigError, match=rf"rank {last} .*oneDNN's matrix product does not work"):
+        choose_matmul(job.world, "onednn", CPU)
+
+
+def test_on_a_gpu_onednn_is_refused_and_nothing_is_said(table, caplog):
+    table(FAST)
+    with pytest.raises(ConfigError, match="training is on a GPU"):
+        choose_matmul(Group(), "onednn", torch.device("cuda"))
+    assert chosen(caplog, Group(), on=torch.device("cuda"))[1] == []
+
+
+def test_many_hosts_of_a_kind_are_counted():
+    given = [(FAST.why, f"n{number}") for number in range(4)] + [(SLOW.why, "old")]
+    assert device._reasons(given) == f"n0 and 3 more: {FAST.why}; old: {SLOW.why}"
