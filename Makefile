@@ -1,8 +1,9 @@
 # The project's commands. Each sets up .venv first, which takes no time once it is there.
 #
 #   make demo    train a GPT on Python's own sources, stop it, resume it, read what it writes
-#   make test    all tests
-#   make test-long    more of the kind, each of which takes minutes
+#   make test    all tests, but for the long ones
+#   make test-quick    those of one process, in less than a minute
+#   make test-long    the long ones, each of which takes minutes; COLD=1: no rank is forked
 #   make test-mpich, make test-openmpi5    those of several ranks, with another MPI
 #   make lint    formatting, types, import rules
 #   make docs    the documentation as HTML, in docs/_build
@@ -11,21 +12,30 @@
 PYTHON ?= python3
 RANKS ?= 4
 PYTEST_OPTIONS ?=
+# Tests of one process that run side by side.
+WORKERS ?= 2
+# Where the durations of all tests are written.
+DURATIONS ?=
 # "" is the site's MPI, or else Open MPI 4 from a wheel.
 WITH ?=
 
 export PATH := $(CURDIR)/.venv$(addprefix -,$(WITH))/bin:$(PATH)
 # Threads of several ranks on one machine would fight for its cores.
-test-mpi test test-long: export OMP_NUM_THREADS := 1
+test-mpi test test-quick test-long: export OMP_NUM_THREADS := 1
 # Ranks may outnumber cores on a laptop: Open MPI 4 and 5 each want to be told so.
-test-mpi test test-long: export OMPI_MCA_rmaps_base_oversubscribe := 1
-test-mpi test test-long: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+test-mpi test test-quick test-long: export OMPI_MCA_rmaps_base_oversubscribe := 1
+test-mpi test test-quick test-long: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+ifdef COLD
+export HPC_TRAIN_WARM := off
+endif
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup demo test test-mpi test-long test-mpich test-openmpi5 lint docs clean
+BESIDE = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+
+.PHONY: setup demo test test-mpi test-quick test-long test-mpich test-openmpi5 lint docs clean
 
 setup:
 	@$(PYTHON) bootstrap.py $(WITH)
@@ -43,7 +53,11 @@ test-mpi: setup
 	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -m mpi -p no:cacheprovider $(PYTEST_OPTIONS)
 
 test: test-mpi
-	python -m pytest -m "not mpi and not long" $(PYTEST_OPTIONS)
+	python -m pytest -m "not mpi and not long" $(BESIDE) $(if $(DURATIONS),--durations_file $(DURATIONS)) \
+		$(PYTEST_OPTIONS)
+
+test-quick: setup
+	python -m pytest -m "not mpi and not long and not programs" $(BESIDE) $(PYTEST_OPTIONS)
 
 test-long: setup
 	python -m pytest -m long $(PYTEST_OPTIONS)

@@ -23,9 +23,27 @@ from hpc_train.warm import stand_in
 from tests.programs import WARM, Program
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--durations_file", type=Path, help="write the seconds of each test there, longest first"
+    )
+
+
+SECONDS: dict[str, float] = {}  # of each test, with what it sets up first and takes down last
+
+
+def pytest_runtest_logreport(report):
+    SECONDS[report.nodeid] = SECONDS.get(report.nodeid, 0.0) + report.duration
+
+
 def pytest_sessionfinish(session):
-    if not hasattr(session.config, "workerinput"):  # not in one of several that run side by side
-        stand_in.dismiss(WARM[stand_in.WARM])
+    if hasattr(session.config, "workerinput"):  # one of several that run side by side
+        return
+    stand_in.dismiss(WARM[stand_in.WARM])
+    if path := session.config.getoption("durations_file"):
+        rows = sorted(SECONDS.items(), key=lambda row: -row[1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{seconds:.2f}\t{name}\n" for name, seconds in rows))
 
 
 @pytest.hookimpl(trylast=True)
@@ -35,11 +53,36 @@ def pytest_configure(config):
         config.pluginmanager.unregister(name="terminalreporter")
 
 
+STARTERS = ("run", "ENVIRON", "hosts")  # names of what starts programs and hosts
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Refuse what pytest-mpi would skip in silence: it takes any name `mpi` for its marker."""
+    """Mark the tests that start programs, and begin with the modules that take longest.
+
+    Refuse what pytest-mpi would skip in silence: it takes any name `mpi` for its marker.
+    """
     for item in items:
         if "mpi" in item.keywords and item.get_closest_marker("mpi") is None:
             raise pytest.UsageError(f"{item.nodeid}: no folder or parameter may be named mpi")
+        if {"program", "slow"} & {*item.fixturenames, *item.keywords} or any(
+            getattr(item.module, name, None) is not None for name in STARTERS
+        ):
+            item.add_marker("programs")
+    items.sort(key=lambda item: -MODULES.get(item.nodeid.partition("::")[0], 0.0))
+
+
+def module_seconds() -> dict[str, float]:
+    """Seconds that each module took when `durations.tsv` was written."""
+    found: dict[str, float] = {}
+    for line in (Path(__file__).parent / "durations.tsv").read_text().splitlines():
+        seconds, _, name = line.partition("\t")
+        module = name.partition("::")[0]
+        found[module] = found.get(module, 0.0) + float(seconds)
+    return found
+
+
+MODULES = module_seconds()
 
 
 @pytest.hookimpl(wrapper=True)
