@@ -41,12 +41,11 @@ class Request:
     descriptors: list[int]
 
 
-def become(request: Request, connection: int, folder: str) -> None:
+def become(request: Request, folder: str) -> None:
     """Take over what is the rank's own: session, directory, descriptors, limits, signals.
 
     Args:
         request: of its stand-in.
-        connection: descriptor of the connection to it.
         folder: the server's, which is removed with what is in it when the server ends.
 
     Raises:
@@ -68,7 +67,7 @@ def become(request: Request, connection: int, folder: str) -> None:
     score = Path("/proc/self/oom_score_adj")
     if score.read_text().strip() != values["memory"]:
         score.write_text(values["memory"])
-    place(descriptors, values["descriptors"], connection)
+    place(descriptors, values["descriptors"])
     os.environ.clear()
     os.environb.update(values["environ"])
     if folder.startswith("/dev/shm"):
@@ -85,13 +84,13 @@ def become(request: Request, connection: int, folder: str) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, values["mask"])
 
 
-def place(received: list[int], numbers: list[int], kept: int) -> None:
+def place(received: list[int], numbers: list[int]) -> None:
     """Move descriptors to the numbers that they had in the stand-in.
 
     Raises:
         OSError: a number is in use here.
     """
-    above = max([*numbers, *received, kept]) + 1
+    above = max([*numbers, *received]) + 1
     high = []
     for descriptor in received:
         while _open(above):

@@ -8,6 +8,7 @@ ranks have ended, at once or after it has waited for another start.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import marshal
@@ -174,28 +175,33 @@ class Server:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:
             os._exit(1)
+        connection = self._leave(peer.connection, max(request.values["descriptors"], default=2) + 1)
         try:
-            self._leave(peer.connection)
-            rank.become(request, peer.connection.fileno(), self.folder)
-            peer.connection.send(packed({"cold": ""}))
+            rank.become(request, self.folder)
         except Exception as error:  # noqa: BLE001  # whatever it is, a cold start does without
-            peer.connection.send(packed({"cold": f"the fork cannot be this rank: {error!r}"}))
+            connection.send(packed({"cold": f"the fork cannot be this rank: {error!r}"}))
             os._exit(0)
-        peer.connection.close()
+        connection.send(packed({"cold": ""}))
+        connection.close()
         return request
 
-    def _leave(self, kept: socket.socket) -> None:
-        """In a fork: close what is the server's, but the connection to the rank's stand-in."""
+    def _leave(self, kept: socket.socket, above: int) -> socket.socket:
+        """In a fork: close what is the server's.
+
+        Returns:
+            The connection to the rank's stand-in, under a number that the rank does not need.
+        """
+        moved = socket.socket(fileno=fcntl.fcntl(kept.fileno(), fcntl.F_DUPFD_CLOEXEC, above))
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.selector.close()
         self.listening.close()
         for number in (self.alive, self.woken, self._waking):
             os.close(number)
-        for other in self.peers.values():
-            if other.connection is not kept:
-                other.connection.close()
+        for peer in self.peers.values():
+            peer.connection.close()
         self.peers = {}
+        return moved
 
     def _reap(self) -> None:
         """Tell stand-ins how their ranks have ended."""
