@@ -82,7 +82,7 @@ def ended(process: psutil.Process) -> bool:
 def test_a_program_sees_what_it_would_see_if_started_cold(tmp_path, start):
     path = script(tmp_path, TELL)
     program = [path] if start == "script" else ["-m", "program"]
-    limit = "ulimit -S -n 512; umask 027; trap '' HUP; for n in 3 4 5 6 8 9; do eval exec $n<.; done; exec 7< "
+    limit = "ulimit -S -n 512; umask 027; trap '' HUP; exec 3<. 4<. 5<. 6<. 8<. 9<. 7< "
     (tmp_path / "given").write_text("seven")
     seen = {}
     for warm in (True, False):
