@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks import harness
 from hpc_train.mpi import environment
-from hpc_train.warm import stand_in
+from hpc_train.warm import key, meeting, stand_in
 
 IMPORTS = "import torch, numpy, h5py"
 PROGRAM = """
@@ -59,7 +59,7 @@ SHARES = ("process", "imports", "MPI_Init", "Allreduce")
 def environ(name: str, linger: float) -> dict[str, str]:
     """The variables of a launcher whose ranks share the fork server of this name; off for none."""
     given = environment.for_launcher(os.environ, os.geteuid())
-    warm = {stand_in.WARM: name, stand_in.LINGER: str(linger), stand_in.WHY: "1"}
+    warm = {key.WARM: name, key.LINGER: str(linger), key.WHY: "1"}
     return given | warm | {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
@@ -203,7 +203,7 @@ def main() -> None:
             samples = harness.in_turn(candidates, options.rounds)
             for kind, server in (("cold", "off"), ("warm", shared)):
                 starts.measure_memory(kind, server)
-            stand_in.dismiss(shared)
+            meeting.dismiss(shared)
             title = f"{ranks} ranks: command to first Allreduce"
             harness.show(title, "seconds", samples, "no imports")
             show(ranks, starts)

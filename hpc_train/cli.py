@@ -38,14 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _forked(arguments: list[str]) -> int | None:
     """Have the fork server of this node run the program; its exit code, or None to run it here."""
     from hpc_train.mpi import environment
-    from hpc_train.warm import stand_in
+    from hpc_train.warm import key, stand_in
 
     cold = "--cold" in arguments
     if cold:
         arguments.remove("--cold")
     launch = None if cold or stand_in.forked else environment.read(os.environ)
     beside = launch is not None and (launch.local_size or 1) > 1
-    if cold or not (beside or stand_in.WARM in os.environ):
+    if cold or not (beside or key.WARM in os.environ):
         return None
     return stand_in.start(["-m", "hpc_train", *arguments], sys.path[0])
 
@@ -90,7 +90,7 @@ def train(arguments: Sequence[str]) -> int:
 
     path, options = config_file.split(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
-        config_file.parser().print_help()
+        config_file.parser(documented=True).print_help()
         return 0 if arguments else EXIT_USER
     if any(option.startswith("--print_config") for option in options):
         config_file.load(path, options)  # the parser prints it and leaves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from argparse import ArgumentError
 from collections.abc import Sequence
@@ -116,11 +117,17 @@ def check_options(options: Sequence[str]) -> None:
             check_key(name[2:].removesuffix("+"), value if equals else following)
 
 
-def parser() -> ArgumentParser:
-    """The command-line parser of a run's configuration, made from the dataclasses."""
+@functools.cache
+def parser(*, documented: bool = False) -> ArgumentParser:
+    """The command-line parser of a run's configuration, made from the dataclasses.
+
+    Args:
+        documented: with the text of every key, for the help; reading the texts takes most of the
+            time that making the parser takes.
+    """
     from jsonargparse import ArgumentParser, set_parsing_settings  # not for users' own loops
 
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    set_parsing_settings(docstring_parse_attribute_docstrings=documented)
     made = ArgumentParser(prog="hpc-train train", exit_on_error=False, description=DESCRIPTION)
     made.add_argument("--config", action="config", help="the same as the positional CONFIG")
     for name, section in SECTIONS.items():
@@ -167,7 +174,10 @@ def load(path: str | Path | None = None, options: Sequence[str] = ()) -> RunConf
         check_file(Path(path))
     check_options(options)
     try:
-        parsed = parser().parse_args([*(["--config", str(path)] if path else []), *options])
+        printed = any(option.startswith("--print_config") for option in options)
+        parsed = parser(documented=printed).parse_args(
+            [*(["--config", str(path)] if path else []), *options]
+        )
     except ArgumentError as error:
         raise _explained(str(error)) from None
     tree = parsed.as_dict()

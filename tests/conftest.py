@@ -19,7 +19,7 @@ from hpc_train.data.prepare import prepare_text
 from hpc_train.mpi import environment, runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.warm import stand_in
+from hpc_train.warm import key, meeting
 from tests.programs import WARM, Program
 
 
@@ -39,7 +39,7 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workerinput"):  # one of several that run side by side
         return
-    stand_in.dismiss(WARM[stand_in.WARM])
+    meeting.dismiss(WARM[key.WARM])
     if path := session.config.getoption("durations_file"):
         rows = sorted(SECONDS.items(), key=lambda row: -row[1])
         path.parent.mkdir(parents=True, exist_ok=True)

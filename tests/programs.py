@@ -15,15 +15,17 @@ import psutil
 
 from hpc_train.mpi import environment
 from hpc_train.warm import stand_in
+from hpc_train.warm.key import LINGER, LOAD
+from hpc_train.warm.key import WARM as NAME
 
 # Ranks are forked from one process for all tests, which imports the libraries but not the package;
 # HPC_TRAIN_WARM=off starts each one cold.
 WARM = {
-    stand_in.WARM: os.environ.get(stand_in.WARM) or f"tests-{os.getpid()}",
-    stand_in.LINGER: "60",
-    stand_in.LOAD: "libraries",
+    NAME: os.environ.get(NAME) or f"tests-{os.getpid()}",
+    LINGER: "60",
+    LOAD: "libraries",
 }
-COLD = {stand_in.WARM: "off"}
+COLD = {NAME: "off"}
 FORKED = ("train", "generate", "checkpoint", "topology", "prepare")  # verbs that load libraries
 ENVIRON = (
     environment.for_launcher(os.environ, os.geteuid())

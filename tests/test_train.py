@@ -14,7 +14,7 @@ import pytest
 
 from hpc_train.mpi import runtime
 from tests.conftest import small_program
-from tests.programs import ENVIRON, ranks_of, run
+from tests.programs import COLD, ENVIRON, python, ranks_of, run
 
 ENGINES = ["mpi", "horovod"]
 if not runtime.horovod_built():  # pragma: no cover
@@ -40,10 +40,21 @@ def test_every_launcher_runs_the_same_program_with_the_same_result(program, engi
     assert both[0] == both[1]
 
 
+def test_cold_ranks_train_bit_for_bit_as_forked_ones_do(program):
+    options = ["--run.deterministic", "true", "--gradients.engine", "mpi"]
+    assert_succeeded(program.train("warm", *options, launcher="mpirun", ranks=2))
+    words = python("-m", "hpc_train", "train", str(program.config), warm=False)
+    words += ["--run.dir", str(program.root / "cold"), *options]
+    assert_succeeded(run("mpirun", "-np", "2", *words, environ=COLD))
+    both = [program.checkpoint(name, 12).read_bytes() for name in ("warm", "cold")]
+    assert both[0] == both[1]
+
+
 def test_ranks_do_not_load_what_they_do_not_need(program):
     """Imports take most of the time that a job needs to start again."""
-    python, *words = program.command("run", "--run.steps", "1")
-    done = run(python, "-X", "importtime", *words)
+    train = ("train", str(program.config), "--run.dir", str(program.root / "run"))
+    words = [sys.executable, "-X", "importtime", "-m", "hpc_train", *train, "--run.steps", "1"]
+    done = run(*words, environ=COLD)
     assert_succeeded(done)
     loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert "torch" in loaded

@@ -10,7 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_train.warm import stand_in
+from hpc_train.warm import meeting, stand_in
+from hpc_train.warm.key import LINGER, LOAD, WARM
 
 RESTART = 30.0  # seconds that a node's fork server waits for the job to be started again
 
@@ -24,20 +25,20 @@ def variables(ranks_per_host: int, restarts: int, *, cold: bool) -> dict[str, st
         cold: whether each rank imports its libraries itself.
     """
     if cold:
-        return {stand_in.WARM: "off"}
-    if stand_in.WARM in os.environ:  # whoever started this launcher has named a server
-        names = (stand_in.WARM, stand_in.LINGER, stand_in.LOAD)
+        return {WARM: "off"}
+    if WARM in os.environ:  # whoever started this launcher has named a server
+        names = (WARM, LINGER, LOAD)
         return {name: os.environ[name] for name in names if name in os.environ}
     if ranks_per_host == 1 and not restarts:
         return {}
     name = f"launch-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
-    return {stand_in.WARM: name, stand_in.LINGER: str(RESTART if restarts else 0.0)}
+    return {WARM: name, LINGER: str(RESTART if restarts else 0.0)}
 
 
 def command(words: Sequence[str], warm: Mapping[str, str]) -> list[str]:
     """A command whose ranks are forked; unchanged if it does not run a program of this Python."""
     same = list(words)
-    if warm.get(stand_in.WARM, "off") == "off":
+    if warm.get(WARM, "off") == "off":
         return same
     python, program = shutil.which(words[0]), same[1:]
     if python is None or Path(python).parent != Path(sys.executable).parent:
@@ -50,5 +51,5 @@ def command(words: Sequence[str], warm: Mapping[str, str]) -> list[str]:
 
 def dismiss(warm: Mapping[str, str]) -> None:
     """End this node's fork server of a launched job; those of other nodes end by themselves."""
-    if warm.get(stand_in.WARM, "").startswith("launch-"):
-        stand_in.dismiss(warm[stand_in.WARM])
+    if warm.get(WARM, "").startswith("launch-"):
+        meeting.dismiss(warm[WARM])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from hpc_train.warm import stand_in
-from hpc_train.warm.stand_in import PADDING
+from hpc_train.warm.meeting import PADDING
 
 OWN = "hpc_train"
 # Where Open MPI 4 puts the memory that ranks share, which it leaves behind when they are killed.
@@ -78,10 +78,19 @@ def become(request: Request, folder: str) -> None:
         setattr(sys, f"__{name}__", stream)
     write_command_line([sys.executable, *values["program"]])
     differ()
-    for number in values["ignored"]:
-        with suppress(OSError):  # SIGKILL and SIGSTOP
-            signal.signal(number, signal.SIG_IGN)
+    ignore(values["ignored"])
     signal.pthread_sigmask(signal.SIG_SETMASK, values["mask"])
+
+
+def ignore(wanted: list[int]) -> None:
+    """Ignore these signals and no others: the server was started by another stand-in."""
+    for number in signal.valid_signals():
+        ignored = signal.getsignal(number) is signal.SIG_IGN
+        if number in wanted and not ignored:
+            signal.signal(number, signal.SIG_IGN)
+        elif ignored and number not in wanted:
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
 
 
 def place(received: list[int], numbers: list[int]) -> None:

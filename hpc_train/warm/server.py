@@ -24,8 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.warm import rank, stand_in
-from hpc_train.warm.stand_in import packed
+from hpc_train.warm import meeting, rank
+from hpc_train.warm.key import LINGER, LOAD, packed
 
 # What ranks of this package load, so that a fork finds it there. Neither mpi4py.MPI nor Horovod:
 # MPI has to be loaded with the variables of its own rank.
@@ -53,11 +53,11 @@ class Peer:
 def main() -> None:
     """Serve; in a fork, run the rank's program as Python runs a main program."""
     folder, alive, listening, *_ = sys.argv[1:]
-    unfit = load(os.environ.get(stand_in.LOAD, ""))
+    unfit = load(os.environ.get(LOAD, ""))
     server = Server(folder, int(alive), int(listening), unfit)
     request = server.serve()
     if request is None:
-        stand_in.clear(folder)
+        meeting.clear(folder)
         return
     rank.run(request)
 
@@ -67,6 +67,8 @@ def load(what: str) -> str:
     for name in LIBRARIES if what == "libraries" else (*LIBRARIES, *PROGRAM):
         with suppress(ImportError):
             importlib.import_module(name)
+    if what != "libraries":
+        importlib.import_module("hpc_train.config_file").parser()  # once for all ranks
     gc.collect()
     gc.freeze()  # the collector would write to pages that forks share
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
@@ -104,7 +106,7 @@ class Server:
         signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
         self.selector.register(self.woken, selectors.EVENT_READ)
         self._waking = waking
-        self._linger = float(os.environ.get(stand_in.LINGER) or 0)
+        self._linger = float(os.environ.get(LINGER) or 0)
         self._leaving = False
         self._until = time.monotonic() + max(BEFORE, self._linger)
 
@@ -218,7 +220,7 @@ class Server:
                 peer.connection.send(packed({"status": status}))
             self._drop(peer)
         final = os.WIFEXITED(status) and os.WEXITSTATUS(status) in FINAL
-        shared = bool(os.environ.get(stand_in.LOAD))  # by several jobs: one's end is not all's
+        shared = bool(os.environ.get(LOAD))  # by several jobs: one's end is not all's
         wait = AFTER if final and not shared else max(AFTER, self._linger)
         self._until = 0.0 if self._leaving else time.monotonic() + wait
 

@@ -1,61 +1,39 @@
 """The process that a launcher starts for a rank: the fork server of its node makes the rank.
 
 It hands over its environment, directory, descriptors and limits, passes signals on, and ends as the
-rank ends. Launchers run this file by `python -S -E`, which starts in a tenth of the time of a full
-interpreter: it imports the standard library alone, and nothing of this package.
-
-    python -S -E stand_in.py (-m MODULE | SCRIPT) ARGUMENT...
+rank ends.
 """
 
 from __future__ import annotations
 
-import fcntl
 import marshal
 import os
 import resource
 import select
 import signal
 import socket
-import stat
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-# Variables are of three kinds. These are read by libraries while they are loaded, so they are part
-# of the server's key: a rank with another value starts cold.
-READ_AT_LOAD = (
-    *("ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "HDF5_", "KMP_"),
-    *("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NPY_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_"),
-    *("PYTHON", "PYTORCH_", "TORCH_", "VECLIB_"),
-)
-# Of those, drivers read these when they are first used, which is after the fork.
-READ_LATER = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-# These are for the server alone.
-# All others, the launcher's and the user's own, are set in the fork.
-WARM = "HPC_TRAIN_WARM"  # "off", or the name of the server that several starts share
-LINGER = "HPC_TRAIN_WARM_LINGER"  # seconds that a server waits for another start
-LOAD = "HPC_TRAIN_WARM_LOAD"  # "program", or "libraries" alone
-WHY = "HPC_TRAIN_WARM_WHY"  # set: a rank that starts cold prints the reason
+from hpc_train.warm.key import WARM, WHY, packed, text_of
+from hpc_train.warm.meeting import Cold, connect, descriptors
 
 SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
     *(signal.SIGQUIT, signal.SIGXCPU, signal.SIGTSTP, signal.SIGCONT),
 )
 HELD = SIGNALS[:5]  # our own program asks for them itself, once it has loaded its libraries
-SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
-ROOTS = ("/dev/shm", "/tmp")  # of a node alone, and short: a socket's path has at most 107 bytes
 MESSAGE = 1 << 18  # bytes of a request; a larger environment starts cold
 DESCRIPTORS = 250  # that one message may carry (SCM_MAX_FD is 253)
-PADDING = 4096  # bytes of the server's command line, in which a rank writes its own
-
 
 forked = False
 """Whether a server has forked this process: then it is the rank, and asks for no other fork."""
 
 
-class Cold(Exception):
-    """Why this rank starts cold."""
+def command(program: Sequence[str]) -> list[str]:
+    """The words that start a program warm, where `python` with the program starts it cold."""
+    here = os.path.dirname(os.path.realpath(__file__))
+    return [sys.executable, "-S", "-E", f"{here}/__main__.py", *program]
 
 
 def main() -> int:
@@ -66,11 +44,6 @@ def main() -> int:
         os.environ[WARM] = "off"  # it is not tried twice
         os.execv(sys.executable, [sys.executable, *program])
     return code
-
-
-def command(program: Sequence[str]) -> list[str]:
-    """The words that start a program warm, where `python` with the program starts it cold."""
-    return [sys.executable, "-S", "-E", os.path.realpath(__file__), *program]
 
 
 def first_on_path(program: Sequence[str]) -> str:
@@ -109,258 +82,6 @@ def start(program: Sequence[str], path: str) -> int | None:
     return end_as(wait(server))
 
 
-# --- The server of this node: found, or started by whoever comes first
-
-
-def connect() -> socket.socket:
-    """A connection to the node's server, which is started if there is none.
-
-    Raises:
-        Cold: there can be none, or it is of another key.
-    """
-    try:
-        key = packed(key_of(os.environ))
-        name = os.environ.get(WARM) or parent()
-        for _ in range(1000):
-            try:
-                folder = private_folder(name)
-                if server := reached(folder, key) or first(folder, key):
-                    return server
-            except FileNotFoundError:
-                pass  # a server that left has taken the folder with it
-            time.sleep(0.005)
-    except OSError as error:
-        raise Cold(str(error)) from None
-    raise Cold("no server came up")
-
-
-def packed(value: Any) -> bytes:
-    """A value as bytes: equal values give equal ones, which newer formats do not promise."""
-    return marshal.dumps(value, 2)
-
-
-def key_of(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What ranks of one server have in common."""
-    prefix = os.path.dirname(os.path.dirname(sys.executable))
-    packages = [f"{prefix}/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"]
-    packages += _folders(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    variables = {
-        name: value
-        for name, value in sorted(environ.items())
-        if name.startswith(READ_AT_LOAD) and name not in READ_LATER
-    }
-    return {
-        "variables": variables,
-        "interpreter": (prefix, sys.version),
-        "packages": [
-            (name, os.stat(name).st_mtime_ns) for name in packages if os.path.exists(name)
-        ],
-        "user": (*os.getresuid(), *os.getresgid(), *sorted(os.getgroups())),
-        "spaces": [os.readlink(f"/proc/self/ns/{name}") for name in SPACES],
-        "cgroup": _text("/proc/self/cgroup"),
-        "load": environ.get(LOAD, ""),
-    }
-
-
-def _folders(folder: str) -> list[str]:
-    """The folders of this package, whose times change with the files that are put into them."""
-    with os.scandir(folder) as entries:
-        inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return sorted([folder, *(path for path in inside if not path.endswith("__pycache__"))])
-
-
-def _text(path: str) -> str:
-    with open(path) as file:
-        return file.read()
-
-
-def parent() -> str:
-    """A name for the job on this node: its ranks have the launcher's process as their parent."""
-    number = os.getppid()
-    begun = _text(f"/proc/{number}/stat").rpartition(")")[2].split()[19]
-    return f"parent-{number}-{begun}"
-
-
-def private_folder(name: str) -> str:
-    """A folder of this name that this user alone can enter.
-
-    Raises:
-        Cold: somebody else has made it.
-        OSError: it cannot be made.
-    """
-    root = next(root for root in ROOTS if os.access(root, os.W_OK | os.X_OK))
-    own = f"{root}/hpc-train-{os.getuid()}"
-    for folder in (own, f"{own}/{name}"):
-        try:
-            os.mkdir(folder, 0o700)
-        except FileExistsError:
-            found = os.lstat(folder)
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                raise Cold(f"{folder} is not this user's folder") from None
-            if stat.S_IMODE(found.st_mode) != 0o700:
-                raise Cold(f"{folder} is open to others") from None
-    return folder
-
-
-def reached(folder: str, key: bytes) -> socket.socket | None:
-    """A connection to the server in a folder; None if there is none yet.
-
-    Raises:
-        Cold: it is of another key.
-    """
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        server.connect(f"{folder}/socket")
-        with open(f"{folder}/key", "rb") as file:
-            theirs = file.read()
-    except (FileNotFoundError, ConnectionRefusedError):
-        server.close()
-        return None
-    if theirs != key:
-        server.close()
-        raise Cold(f"the server is of another {difference(theirs, key)}")
-    return server
-
-
-def difference(theirs: bytes, key: bytes) -> str:
-    """In what two keys differ."""
-    one, other = marshal.loads(theirs), marshal.loads(key)
-    return ", ".join(name for name in other if one.get(name) != other[name])
-
-
-def first(folder: str, key: bytes) -> socket.socket | None:
-    """Start the folder's server, and connect to it; None if another process is at it.
-
-    The lock on the file `alive` is the server's for as long as it lives.
-    """
-    alive = os.open(f"{folder}/alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
-        if not _still(folder, alive):
-            return None  # the last server took the folder with it
-        sweep(os.path.dirname(folder), folder)
-        _unlink(f"{folder}/socket")
-        with open(f"{folder}/key", "wb") as file:
-            file.write(key)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-            listening.bind(f"{folder}/socket")
-            listening.listen(4096)
-            spawn(folder, alive, listening.fileno())
-    finally:
-        os.close(alive)
-    return reached(folder, key)
-
-
-def dismiss(name: str) -> None:
-    """Have this node's server of a name end when its ranks have, without waiting for others."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-            server.connect(f"{private_folder(name)}/socket")
-            server.send(packed("leave"))
-    except (OSError, Cold):
-        pass  # there is none
-
-
-def _still(folder: str, descriptor: int) -> bool:
-    try:
-        return os.stat(f"{folder}/alive").st_ino == os.fstat(descriptor).st_ino
-    except FileNotFoundError:
-        return False
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-
-
-def sweep(own: str, but: str = "") -> None:
-    """Remove the folders of servers that were killed."""
-    for name in os.listdir(own):
-        folder = f"{own}/{name}"
-        if folder == but:
-            continue
-        try:
-            alive = os.open(f"{folder}/alive", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            clear(folder)
-        except OSError:
-            pass
-        finally:
-            os.close(alive)
-
-
-def clear(folder: str) -> None:
-    """Remove a server's folder; the file that holds its lock goes last."""
-    try:
-        # Besides the socket and the key, memory that killed ranks have shared.
-        others = [name for name in os.listdir(folder) if name != "alive"]
-        for name in ("socket", *others, "alive"):
-            _unlink(f"{folder}/{name}")
-        os.rmdir(folder)
-        os.rmdir(os.path.dirname(folder))
-    except OSError:
-        pass  # the next one has come already
-
-
-SERVE = "import sys; del sys.path[0]; from hpc_train.warm.server import main; main()"
-
-
-def spawn(folder: str, alive: int, listening: int) -> None:
-    """Start the server as nobody's child, so that no launcher ends it with a rank."""
-    if os.fork():
-        os.wait()
-        return
-    try:
-        os.setsid()
-        if os.fork():
-            os._exit(0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        # Under no rank's binding; the kernel keeps it to the cgroup's processors.
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        lent = [os.dup(alive), os.dup(listening)]
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):
-            os.dup2(nothing, standard)
-        for descriptor in descriptors():
-            if descriptor in lent:
-                os.set_inheritable(descriptor, True)
-            elif descriptor > 2:
-                os.close(descriptor)
-        # Threads that a library starts while it is loaded would not be in the forks.
-        environ = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
-        words = [sys.executable, "-c", SERVE, folder, *map(str, lent), "-" * PADDING]
-        os.execve(sys.executable, words, environ)
-    finally:
-        os._exit(1)
-
-
-# --- One rank
-
-
-def descriptors() -> list[int]:
-    """The open ones of this process."""
-    found = [int(name) for name in os.listdir("/proc/self/fd")]
-    return [number for number in found if _is_open(number)]
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
-
-
 def hand_over(server: socket.socket, program: Sequence[str], path: str, mask: set[int]) -> None:
     """Send the server all that makes this process a rank.
 
@@ -386,7 +107,7 @@ def hand_over(server: socket.socket, program: Sequence[str], path: str, mask: se
         ],
         "affinity": sorted(os.sched_getaffinity(0)),
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
-        "memory": _text("/proc/self/oom_score_adj").strip(),
+        "memory": text_of("/proc/self/oom_score_adj").strip(),
         "mask": sorted(int(number) for number in mask),
         "ignored": sorted(int(number) for number in ignored),
         "descriptors": numbers,
@@ -465,7 +186,3 @@ def end_as(status: int) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
     return 128 + number
-
-
-if __name__ == "__main__":
-    sys.exit(main())

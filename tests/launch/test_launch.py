@@ -67,10 +67,11 @@ def rank_process(launcher, rank):
     raise AssertionError(f"no rank {rank}")
 
 
-def test_a_killed_rank_is_named_and_the_job_goes_on_bit_for_bit(program):
+@pytest.mark.parametrize("how", [(), ("--cold",)], ids=["warm", "cold"])
+def test_a_killed_rank_is_named_and_the_job_goes_on_bit_for_bit(program, how):
     undisturbed = program.train("other", *OPTIONS, launcher="mpirun", ranks=2)
     assert undisturbed.returncode == 0, undisturbed.stderr
-    words = ["-np", "2", "--max_restarts", "2", "--", *training(program, *OPTIONS)]
+    words = ["-np", "2", "--max_restarts", "2", *how, "--", *training(program, *OPTIONS)]
     with launched(*words) as process:
         read_until(process, "step 30 ")
         rank_process(process, 1).kill()

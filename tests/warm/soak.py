@@ -19,7 +19,7 @@ from random import Random
 
 import psutil
 
-from hpc_train.warm import stand_in
+from hpc_train.warm import key
 from tests.programs import COLD, ENVIRON, processes_of, python
 
 KINDS = ("nothing", "rank", "stand-in", "server", "launcher")
@@ -44,7 +44,7 @@ def found(folder: Path) -> dict[str, list[psutil.Process]]:
                 kinds["server"].append(process)
             elif str(folder) in words and words.startswith("mpirun"):
                 kinds["launcher"].append(process)
-            elif str(folder) in words and "stand_in.py" in words:
+            elif str(folder) in words and "warm/__main__.py" in words:
                 kinds["stand-in"].append(process)
             elif str(folder) in words:
                 kinds["rank"].append(process)
@@ -89,7 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         (folder / "program.py").write_text(PROGRAM)
-        environ = {stand_in.WARM: folder.name, stand_in.LINGER: "3"}
+        environ = {key.WARM: folder.name, key.LINGER: "3"}
         begin = time.monotonic()
         for _ in range(options.starts):
             killed[start(folder, options.ranks, random, COLD if options.cold else environ)] += 1

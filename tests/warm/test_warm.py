@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpc_train.warm import stand_in
+from hpc_train.warm import key, meeting
 from tests.programs import COLD, ENVIRON, hpc_train, python, run
 
 # All that a program can see of how it was started.
@@ -52,7 +51,7 @@ def script(folder: Path, text: str) -> str:
 
 def warmed(*program: str, environ: dict[str, str] | None = None, **how):
     """A finished program that a fork ran; it fails if it started cold."""
-    done = run(*python(*program), environ={stand_in.WHY: "1", **(environ or {})}, **how)
+    done = run(*python(*program), environ={key.WHY: "1", **(environ or {})}, **how)
     assert "starts cold" not in done.stderr, done.stderr
     return done
 
@@ -90,7 +89,7 @@ def test_a_program_sees_what_it_would_see_if_started_cold(tmp_path, start):
         shell = f"{limit}{tmp_path}/given; exec nice -n 3 taskset -c 0 {words}"
         done = subprocess.run(
             ["bash", "-c", shell],
-            env=ENVIRON | {stand_in.WHY: "1", "OF_MY_OWN": "ä"},
+            env=ENVIRON | {key.WHY: "1", "OF_MY_OWN": "ä"},
             cwd=tmp_path,
             input="typed",
             capture_output=True,
@@ -158,8 +157,8 @@ def test_a_rank_ends_with_its_stand_in_and_it_with_the_rank(tmp_path):
 
 def test_all_end_with_the_server_and_the_next_start_makes_another(tmp_path):
     path = script(tmp_path, SLEEP)
-    own = {stand_in.WARM: f"{ENVIRON[stand_in.WARM]}-own", stand_in.LINGER: "2"}
-    folder = Path(stand_in.ROOTS[0], f"hpc-train-{os.getuid()}", own[stand_in.WARM])
+    own = {key.WARM: f"{ENVIRON[key.WARM]}-own", key.LINGER: "2"}
+    folder = Path(meeting.folder_of(own[key.WARM]))
     with at_work(*python(path), environ=own) as (process, rank):
         server = rank.parent()
         server.kill()
@@ -177,20 +176,20 @@ def test_all_end_with_the_server_and_the_next_start_makes_another(tmp_path):
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "PYTHONHASHSEED"])
 def test_another_value_of_what_libraries_read_at_load_starts_cold(tmp_path, name):
     path = script(tmp_path, f"import os\nprint(os.environ[{name!r}])")
-    done = run(*python(path), environ={stand_in.WHY: "1", name: "3"})
+    done = run(*python(path), environ={key.WHY: "1", name: "3"})
     assert done.stdout == "3\n"
     assert "a rank starts cold: the server is of another variables" in done.stderr
 
 
 def test_a_folder_that_others_can_enter_is_not_used(tmp_path):
-    name = f"{ENVIRON[stand_in.WARM]}-open"
-    folder = Path(stand_in.ROOTS[0], f"hpc-train-{os.getuid()}", name)
+    name = f"{ENVIRON[key.WARM]}-open"
+    folder = Path(meeting.folder_of(name))
     folder.mkdir(parents=True, mode=0o700)
     folder.chmod(0o777)
     try:
         done = run(
             *python(script(tmp_path, "print('runs')")),
-            environ={stand_in.WHY: "1", stand_in.WARM: name},
+            environ={key.WHY: "1", key.WARM: name},
         )
     finally:
         folder.rmdir()
@@ -213,7 +212,7 @@ def test_ps_shows_the_rank_s_own_command(tmp_path):
 
 def test_ranks_of_a_node_are_forked_under_any_launcher(program):
     """No server is named: the first rank of a node starts it."""
-    environ = {stand_in.WHY: "1"}
+    environ = {key.WHY: "1"}
     without = {name: value for name, value in ENVIRON.items() if "WARM" not in name}
     endless = ("--run.steps", "1000000", "--checkpoint.every", "0")
     command = program.command("run", *endless, launcher="mpirun", ranks=2)
