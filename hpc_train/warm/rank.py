@@ -42,7 +42,7 @@ class Request:
 
 
 def become(request: Request, folder: str) -> None:
-    """Take over what is the rank's own: session, directory, descriptors, limits, signals.
+    """Take over what is the rank's own: directory, descriptors, limits, signals.
 
     Args:
         request: of its stand-in.
@@ -53,7 +53,9 @@ def become(request: Request, folder: str) -> None:
     """
     stand_in.forked = True
     values = request.values
-    os.setsid()  # a signal to its own process group is not to reach the server
+    # A signal to its own process group is not to reach the server. But the session stays: Linux
+    # schedules sessions apart (sched(7), autogroup), and ranks that wait could yield to no other.
+    os.setpgid(0, 0)
     here, *descriptors = request.descriptors
     os.fchdir(here)
     os.close(here)
