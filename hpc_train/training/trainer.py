@@ -31,7 +31,7 @@ from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.apply import apply
 from hpc_train.training import averaging
 from hpc_train.training.deadline import of_job
-from hpc_train.training.device import choose_device, make_deterministic, move, use_cores
+from hpc_train.training.device import choose_device, make_deterministic, move, seed, use_cores
 from hpc_train.training.heartbeat import Heartbeat, Pace
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
@@ -193,6 +193,7 @@ class Trainer:
                 closing(self._loader(after)) as loader,
                 reporting(self.group, directory, after, self.last_step) as report,
             ):
+                self.model.train()
                 saving = Saving.of(self.config.checkpoint)
                 self.meter.start()
                 run = self.config.run
@@ -243,7 +244,7 @@ class Trainer:
 
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
         due = self._due(step.number)
-        loss = self._backward(step)
+        losses = self._backward(step)
         self.averager.average()
         self.layout.gradients.complete()
         norm = self._clip(needed=due)
@@ -254,7 +255,7 @@ class Trainer:
             logger.warning("step %d skipped: %s", step.number, self.scaler.describe())
         self.meter.count_step()
         if due:
-            mean = self._mean(loss)
+            mean = self._mean(losses)
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
             record |= {"grad_norm": norm, **self.meter.take()}
             if self.scaler is not None:
@@ -264,13 +265,9 @@ class Trainer:
                 self.checkpoints.scores[step.number] = record["validation_loss"]
             report(record)
 
-    def _backward(self, step: Step) -> Tensor:
-        """Accumulate the step's gradients; returns the mean loss over the replica's samples.
-
-        On ranks that do not speak for their replica the loss is 0.
-        """
+    def _backward(self, step: Step) -> list[Tensor]:
+        """Accumulate the step's gradients; returns the micro-batches' losses, where they end."""
         self.averager.zero_grad()
-        self.model.train()
         micro_batches = step.micro_batches
         batches = [move(micro_batch.data, self.device) for micro_batch in micro_batches]
 
@@ -280,11 +277,7 @@ class Trainer:
 
         samples = [micro_batch.part.count for micro_batch in micro_batches]
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        losses = self.layout.pipeline.train(forward, samples, factor=scale)
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for loss in losses if self._speaks else []:
-            total += loss / len(micro_batches)
-        return total
+        return self.layout.pipeline.train(forward, samples, factor=scale)
 
     def _loss(self, batch: Any) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
@@ -295,13 +288,13 @@ class Trainer:
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
     def _seed(self, step: int, micro_batch: MicroBatch, chunk: int) -> None:
-        seed, part = self.config.run.seed, micro_batch.part
+        base, part = self.config.run.seed, micro_batch.part
         stage = chunk * self.grid.pp + self.grid.coordinate.pp  # unlike draws in unlike layers
-        torch.manual_seed(mix(seed, step, part.first, *([stage] if stage else [])))
+        seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:
             places = range(part.first, part.first + part.count)
-            seed_samples([mix(seed, step, place) for place in places])
+            seed_samples([mix(base, step, place) for place in places])
 
     def _clip(self, *, needed: bool) -> float:
         """Clip the averaged gradients; returns their global norm before, if anybody needs it.
@@ -325,8 +318,11 @@ class Trainer:
             group["lr"] = rate
         return rate
 
-    def _mean(self, local: Tensor) -> float:
-        total = local.detach().clone()
+    def _mean(self, losses: list[Tensor]) -> float:
+        """The mean loss of a step's samples, of which each rank has some or none. Collective."""
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        for loss in losses if self._speaks else []:
+            total += loss / len(losses)
         self.collectives.sum_(total)
         mean = float(total) / self.grid.dp
         if not math.isfinite(mean):
