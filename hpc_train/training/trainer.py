@@ -29,7 +29,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.apply import apply
-from hpc_train.training import averaging
+from hpc_train.training import averaging, sharing
 from hpc_train.training.deadline import of_job
 from hpc_train.training.device import choose_device, make_deterministic, move, seed, use_cores
 from hpc_train.training.heartbeat import Heartbeat, Pace
@@ -68,6 +68,9 @@ class Trainer:
             the batch and the number of samples, by configuration key.
         about: what the checkpoint's readers need to use the model, as plain JSON values.
         tokens_per_sample: to report tokens per second.
+        only_optimizer_writes: whether nothing but the optimizer's step writes to parameters after
+            the Trainer is made; then `memory.zero: auto` may share them between ranks. What a
+            model, a loss or a hook writes to shared ones is written by each of the ranks.
 
     Raises:
         ConfigError: the values do not fit the ranks or the data.
@@ -87,6 +90,7 @@ class Trainer:
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
         tokens_per_sample: int = 0,
+        only_optimizer_writes: bool = False,
     ) -> None:
         self.config, self.dataset, self.loss, self.validation = config, dataset, loss, validation
         self.runtime, self.group = runtime, runtime.world
@@ -123,6 +127,14 @@ class Trainer:
         use_cores(runtime)
         self.device = choose_device()
         engine = averaging.start(config, self.grid, self.device)
+        zero = sharing.decide(
+            config,
+            self.grid,
+            engine,
+            self.device,
+            model,
+            only_optimizer_writes=only_optimizer_writes,
+        )
         dtype = getattr(torch, config.precision.dtype)
         local = self.group if config.gradients.average_every > 1 else None
         self.scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None
@@ -139,13 +151,14 @@ class Trainer:
         )
         self.model.to(self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.averager = averaging.set_up(
+        self.averager, zero = averaging.set_up(
             config,
             self.model,
             self.optimizer,
             self.grid,
             self.layout,
             engine,
+            zero=zero,
             passes=len(self.parts),
             cores=runtime.cores,
         )
@@ -161,7 +174,7 @@ class Trainer:
             alike=connect(self.grid.data),
             scaler=self.scaler,
             **averaging.held(
-                config, self.averager, self.model, self.layout, self.grid, self.scaler
+                config, zero, self.averager, self.model, self.layout, self.grid, self.scaler
             ),
         )
         self.meter = Meter(data.batch, self.group.waiting, tokens_per_sample)
