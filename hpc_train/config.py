@@ -221,8 +221,9 @@ class GradientsSection:
 class MemorySection:
     """Where parameters and the optimizer's state lie."""
 
-    zero: Literal[0, 1] = 0
-    """1: the ranks of a node share the parameters' memory, the optimizer's state and its work."""
+    zero: Literal["auto", 0, 1] = "auto"
+    """1: the ranks of a node share the parameters' memory, the optimizer's state and its work;
+    auto: 1 for the program's own models on CPUs where that is the faster way, else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,15 +346,15 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
 
     def __post_init__(self) -> None:
-        zero, gradients = self.memory.zero, self.gradients
+        zero, gradients = self.memory.zero == 1, self.gradients
         if zero and gradients.engine == "horovod":
             raise ConfigError(
-                f"memory.zero is {zero}, gradients.engine horovod",
+                "memory.zero is 1, gradients.engine horovod",
                 "use --gradients.engine mpi",
             )
         if zero and gradients.two_level == "off":
             raise ConfigError(
-                f"memory.zero is {zero}, gradients.two_level off",
+                "memory.zero is 1, gradients.two_level off",
                 "leave one out: zero sums in the memory of nodes",
             )
         if gradients.average_every > 1 and (

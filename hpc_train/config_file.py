@@ -73,7 +73,7 @@ def _expected(key: str) -> str:
     kind = str(KEYS[key].type)
     if kind.startswith("list"):
         return f"a list; --{key}+ ITEM adds one to it"
-    choices = re.findall(r"'(\w+)'", kind) if kind.startswith("Literal") else []
+    choices = re.findall(r"\w+", kind.removeprefix("Literal")) if "Literal" in kind else []
     return f"one of {', '.join(choices)}" if choices else kind.replace(" | None", "")
 
 

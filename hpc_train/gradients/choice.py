@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -31,9 +31,17 @@ from hpc_train.mpi.levels import Levels
 
 logger = logging.getLogger(__name__)
 
+
+class Closable(Protocol):
+    """What holds memory or communicators."""
+
+    def close(self) -> None:
+        """Give them back. Collective."""
+
+
 TwoLevel = Literal["auto", "on", "off"]
 Make = Callable[[Sequence[Bucket]], Sums]
-Made = TypeVar("Made", bound=Sums | MpiAverager)
+Made = TypeVar("Made", bound=Closable)
 
 USUAL_BUCKET = 4 << 20  # bytes, where nothing is measured
 SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 19, 64 << 20
@@ -201,19 +209,31 @@ def _sharded(
     trained: Sequence[Parameter],
 ) -> MpiAverager:
     def make(buckets: Sequence[Bucket], whole: Sequence[bool] = ()) -> LevelSums:
-        return compressed(levels, buckets, options.compression, whole)
+        return _made_on_all_nodes(
+            levels.whole, lambda: compressed(levels, buckets, options.compression, whole)
+        )
 
     size = _bucket_bytes(levels.whole, make, trained, options)
     divided = plan([p for p in trained if p not in options.whole], size)
     kept = plan([p for p in trained if p in options.whole], size)
     buckets = [Bucket(some) for some in [*divided, *kept]]
+    sums = make(buckets, [False] * len(divided) + [True] * len(kept))
 
     def averager() -> ShardedAverager:
-        sums = make(buckets, [False] * len(divided) + [True] * len(kept))
         progress, passes = options.progress(), options.backward_passes
-        return ShardedAverager(model, optimizer, levels, buckets, sums, progress, passes)
+        try:
+            return ShardedAverager(model, optimizer, levels, buckets, sums, progress, passes)
+        except SetupError:
+            progress.close()
+            sums.close()
+            raise
 
-    made, failure = on_all_nodes(levels.whole, averager)
+    return _made_on_all_nodes(levels.whole, averager)
+
+
+def _made_on_all_nodes(group: Group, make: Callable[[], Made]) -> Made:
+    """As `on_all_nodes`; the failure is raised on all ranks."""
+    made, failure = on_all_nodes(group, make)
     if made is None:
         raise failure
     return made

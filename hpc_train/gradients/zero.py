@@ -37,6 +37,10 @@ class ShardedAverager(MpiAverager):
         levels: the ranks by nodes.
         buckets: of all trained parameters.
         sums: of these buckets; those whose result is not whole are shared.
+
+    Raises:
+        SetupError: there is too little shared memory; raised on all ranks of the node, which leaves
+            model and optimizer as they are.
     """
 
     def __init__(
@@ -54,30 +58,28 @@ class ShardedAverager(MpiAverager):
                 "the optimizer has a state already, which memory.zero would have to divide",
                 "set up averaging first, then restore the state",
             )
+        divided = [bucket for bucket, whole in zip(buckets, sums.whole, strict=True) if not whole]
+        self.memory: NodeMemory | None = None
+        if levels.node.size > 1:
+            room = memory_bytes(divided) if levels.node.rank == 0 else 0
+            self.memory = NodeMemory(levels.node, room, signals=1, touch=False)
         super().__init__(model, optimizer, levels.whole, buckets, sums, progress, backward_passes)
         self.levels = levels
         self.shards = connect(levels.node)
-        self.shared = {p: p.data for b in self._divided(sums) for p in b.parameters}
-        self.memory: NodeMemory | None = None
+        self.shared = {p: p.data for b in divided for p in b.parameters}
         self.slabs: dict[Parameter, Slab] = {}
         """This rank's parts of parameters, as the optimizer has them."""
         self._gradients: dict[Parameter, Tensor] = {}
         self._steps = 0
-        self._share_parameters(sums)
+        self._share_parameters(sums, divided)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._divide_optimizer()
 
-    def _divided(self, sums: LevelSums) -> list[Bucket]:
-        pairs = zip(sums.buckets, sums.whole, strict=True)
-        return [bucket for bucket, whole in pairs if not whole]
-
-    def _share_parameters(self, sums: LevelSums) -> None:
+    def _share_parameters(self, sums: LevelSums, divided: list[Bucket]) -> None:
         """Put the parameters where the node's ranks can all read them. Collective."""
-        divided = self._divided(sums)
-        flats = [torch.empty(b.numel, dtype=b.dtype) for b in divided]
-        if self.levels.node.size > 1:
-            room = memory_bytes(divided) if self.levels.node.rank == 0 else 0
-            self.memory = NodeMemory(self.levels.node, room, signals=1, touch=False)
+        if self.memory is None:
+            flats = [torch.empty(b.numel, dtype=b.dtype) for b in divided]
+        else:
             self.at_close.append(self.memory.close)
             flats = cut_memory(self.memory.parts[0], divided)
         numbers = [number for number, whole in enumerate(sums.whole) if not whole]

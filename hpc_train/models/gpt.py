@@ -147,6 +147,7 @@ class GPT(nn.Module):
         self.sequence = sequence
         self.sizes = {"vocab": vocab, "sequence": sequence, "layers": layers, "hidden": hidden}
         self.sizes |= {"heads": heads, "tie_embeddings": tie_embeddings}
+        self.drops = dropout > 0
         self.embedding = Embedding(vocab, sequence, hidden, dropout)
         self.blocks = nn.ModuleList(Block(hidden, heads, dropout, i) for i in range(layers))
         self.head = Head(hidden, vocab)
@@ -173,6 +174,8 @@ class GPT(nn.Module):
 
     def seed_samples(self, seeds: Sequence[int]) -> None:
         """Set the seeds of the next forward pass's dropout, one for each sample."""
+        if not self.drops:
+            return  # nobody reads them, and the walk through all modules takes time in each step
         for module in self.modules():
             if isinstance(module, SampleDropout):
                 module.seeds = seeds

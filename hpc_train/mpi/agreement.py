@@ -18,6 +18,8 @@ from hpc_train.errors import HpcTrainError, RankError, UserError
 from hpc_train.mpi.group import Group
 
 T = TypeVar("T")
+FAILED = 1 << 32  # added to what a failing rank brings to an agreement
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,8 +41,15 @@ def agreed(group: Group) -> Iterator[None]:
     settle(group, failure)
 
 
-def settle(group: Group, failure: Exception | None) -> None:
-    """Raise on all ranks if any rank brings a failure. Collective.
+def settle(group: Group, failure: Exception | None, number: int = 0) -> int:
+    """Raise on all ranks if any rank brings a failure; else the largest of their numbers.
+
+    Collective, by one small Allreduce.
+
+    Args:
+        group: the ranks that agree.
+        failure: this rank's, if it has failed.
+        number: from 0 to below FAILED; what else the ranks have to agree on.
 
     Raises:
         HpcTrainError: as `agreed`; of several failing ranks the lowest one's.
@@ -48,11 +57,12 @@ def settle(group: Group, failure: Exception | None) -> None:
     if group.comm is None:
         if failure is not None:
             raise failure
-        return
+        return number
     # Of the failing ranks the lowest is to speak, so the largest of these numbers is it.
-    first = group.size - group.largest(0 if failure is None else group.size - group.rank)
-    if first == group.size:
-        return
+    outcome = group.largest(number if failure is None else FAILED + group.size - group.rank)
+    if outcome < FAILED:
+        return outcome
+    first = group.size - (outcome - FAILED)
     if failure is not None and not isinstance(failure, HpcTrainError):
         logger.error("failed on this rank", exc_info=failure)
     mine = _described(group, failure) if group.rank == first else None

@@ -146,7 +146,10 @@ class Pipeline:
             if live.output.requires_grad:
                 torch.autograd.backward(live.output, live.gradient)
         else:
-            (live.output * factor / len(samples)).backward()
+            loss = live.output
+            if factor != 1 or len(samples) > 1:
+                loss = loss * factor / len(samples)
+            loss.backward()
         if live.input is not None and self.transport is not None:
             gradient = live.input.grad
             if gradient is None:  # the output does not depend on it

@@ -70,7 +70,7 @@ class Row:
             parallel.chunks,
             parallel.sequence_parallel,
             micro_batching(config)[0],
-            config.memory.zero,
+            int(config.memory.zero == 1),
             prediction.seconds,
             tokens / prediction.seconds,
             layout.memory[0],

@@ -79,6 +79,11 @@ class Layout:
         nodes = 1 + int((np.diff(column, axis=0) != 0).sum(axis=0).max())
         return nodes, len(self.node) / nodes
 
+    @property
+    def sharing(self) -> float:
+        """Ranks of a node that share parameters and the optimizer's state."""
+        return self.replicas[1] if self.config.memory.zero == 1 else 1
+
     @functools.cached_property
     def memory(self) -> tuple[int, int]:
         """Bytes of the rank that needs most, and of the ranks of the node that does, together."""
@@ -89,8 +94,7 @@ class Layout:
         if parallel.schedule == "gpipe":  # the others hold no more with more micro-batches
             micro_batch *= number / few
         schedule = build(parallel.schedule, parallel.pp, few, parallel.chunks)
-        share = self.replicas[1] if self.config.memory.zero else 1
-        needs = memory(self.config, self.vocab, schedule, self.runs, micro_batch, share)
+        needs = memory(self.config, self.vocab, schedule, self.runs, micro_batch, self.sharing)
         of_rank = np.array([sum(need) for need in needs], dtype=float)[None, :, None]
         each = np.broadcast_to(of_rank, self.node.shape)
         return round(of_rank.max()), round(np.bincount(self.node.ravel(), each.ravel()).max())
@@ -138,7 +142,7 @@ def layouts(
         for variant in variants(config, sized.parallel, micro_batch * number, shared=shared):
             with suppress(ConfigError):  # too few layers for virtual stages, tokens that tp divides
                 layout = Layout(variant, vocab, node)
-                if layout.replicas[1] > 1 or not variant.memory.zero:
+                if layout.replicas[1] > 1 or variant.memory.zero == 0:
                     yield layout
 
 

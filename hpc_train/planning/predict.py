@@ -25,7 +25,6 @@ from hpc_train.planning.schedules import ITEM_BYTES, OPTIMIZER_TENSORS, gpt_cost
 Array = NDArray[np.float64]
 FREE = Link(0.0, 0.0)
 USUAL_BUCKET = 4 << 20  # bytes
-AGREEMENTS = 2  # small sums over all ranks at each step's begin
 
 # Sums of a micro-batch's activations over the tensor group, forward and backward, in the embedding,
 # a block and the head; a gather or a sum of which each rank keeps a part is half of one.
@@ -200,8 +199,7 @@ class Step:
     def optimizing(self) -> Array:
         """The optimizer's step: it reads and writes parameters and state, and reads gradients."""
         numbers = 3 + 2 * OPTIMIZER_TENSORS[self.config.optimizer.name]
-        share = self.layout.replicas[1] if self.config.memory.zero else 1
-        return numbers * self.state / share / self.machine.memory_bandwidth
+        return numbers * self.state / self.layout.sharing / self.machine.memory_bandwidth
 
     # Communicating.
 
@@ -309,7 +307,7 @@ class Step:
     def agreeing(self) -> float:
         """What ranks tell each other at each step's begin."""
         alpha = self.across.alpha if self.node.max() else self.inside.alpha
-        return AGREEMENTS * 2 * math.ceil(math.log2(self.node.size)) * alpha
+        return 2 * math.ceil(math.log2(self.node.size)) * alpha
 
     def _by_rank(self, modules: Sequence[float]) -> Array:
         """Sums over the modules that each pipeline rank has, of shape (1, pp, 1)."""

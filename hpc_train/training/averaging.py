@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from hpc_train.config import RunConfig
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
 from hpc_train.gradients.averager import Engine, best_engine
 from hpc_train.gradients.buckets import Slab
+from hpc_train.gradients.choice import on_all_nodes
 from hpc_train.gradients.mpi import MpiAverager
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.gradients.zero import ShardedAverager
@@ -27,6 +29,9 @@ from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import HOROVOD_BUCKET, start_horovod
 from hpc_train.parallel.apply import Applied
 from hpc_train.sharding import Shard
+from hpc_train.training.sharing import Zero
+
+logger = logging.getLogger(__name__)
 
 RESIDUAL = "residual."
 
@@ -53,10 +58,14 @@ def set_up(
     layout: Applied,
     engine: Engine,
     *,
+    zero: Zero,
     passes: int,
     cores: int,
-) -> GradientAverager:
-    """The averager of a rank's replicas. Collective.
+) -> tuple[GradientAverager, Zero]:
+    """The averager of a rank's replicas, and the `zero` that it has. Collective.
+
+    Where auto has chosen to share parameters and a node has too little shared memory for it, no
+    rank shares them.
 
     Args:
         config: sections gradients, memory, parallel and run.
@@ -65,6 +74,7 @@ def set_up(
         grid: where this rank stands.
         layout: what was put on the model.
         engine: from `start`.
+        zero: from `sharing.decide`.
         passes: micro-batches of a step.
         cores: of this rank.
     """
@@ -72,22 +82,34 @@ def set_up(
     # Schedules that put weight gradients off, or run several parts of a rank's model, do not give
     # each parameter one gradient per micro-batch.
     plain = grid.pp == 1 or (parallel.schedule in ("gpipe", "1f1b") and parallel.chunks == 1)
-    return average_gradients(
-        model,
-        optimizer,
-        Levels.join(grid.data, grid.data_node, grid.data_cross),
-        engine=engine,
-        bucket_bytes=gradients.bucket_bytes,
-        backward_passes=passes if plain else 0,
-        two_level=gradients.two_level,
-        compression=gradients.compression,
-        average_every=gradients.average_every,
-        reduction=gradients.reduction if engine == "horovod" else "mean",
-        zero=config.memory.zero,
-        whole=layout.gradients.completed,
-        cores=cores,
-        deterministic=config.run.deterministic,
-    )
+    levels = Levels.join(grid.data, grid.data_node, grid.data_cross)
+
+    def make(zero: Zero) -> GradientAverager:
+        return average_gradients(
+            model,
+            optimizer,
+            levels,
+            engine=engine,
+            bucket_bytes=gradients.bucket_bytes,
+            backward_passes=passes if plain else 0,
+            two_level=gradients.two_level,
+            compression=gradients.compression,
+            average_every=gradients.average_every,
+            reduction=gradients.reduction if engine == "horovod" else "mean",
+            zero=zero,
+            whole=layout.gradients.completed,
+            cores=cores,
+            deterministic=config.run.deterministic,
+        )
+
+    if config.memory.zero != "auto" or not zero:
+        return make(zero), zero
+    made, failure = on_all_nodes(grid.world, lambda: make(1))
+    if made is not None:
+        return made, 1
+    if grid.world.rank == 0:
+        logger.warning("%s; memory.zero auto takes 0", failure)
+    return make(0), 0
 
 
 class AveragingState(More):
@@ -185,6 +207,7 @@ class AveragingState(More):
 
 def held(
     config: RunConfig,
+    zero: Zero,
     averager: GradientAverager,
     model: nn.Module,
     layout: Applied,
@@ -197,7 +220,7 @@ def held(
     """
     state = AveragingState(averager, model, layout.shards, grid.world, scaler)
     shards, replica = layout.shards, grid.model
-    if config.memory.zero or config.gradients.compression != "none":  # no replica has it all
+    if zero or config.gradients.compression != "none":  # no replica has it all
         first = grid.coordinate.dp == 0
         shards = {n: replace(shard, owned=shard.owned and first) for n, shard in shards.items()}
         replica = grid.world

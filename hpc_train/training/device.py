@@ -98,6 +98,16 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def seed(device: torch.device, number: int) -> None:
+    """Seed the generators of the CPU and of this device.
+
+    torch.manual_seed does so for every kind of device that torch knows, in 0.1 ms.
+    """
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
+
+
 def move(data: Any, device: torch.device) -> Any:
     """A batch on a device: tensors inside lists, tuples and dicts are moved."""
     if isinstance(data, Tensor):

@@ -72,6 +72,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         },
         about=about,
         tokens_per_sample=sequence,
+        only_optimizer_writes=True,
     )
     trainer.train()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -72,9 +73,21 @@ class StopRequests:
         ends += [] if self.end is None else [self.end]
         return TIME_LIMIT if ends and min(ends) - now < needed_seconds else 0
 
-    def agree(self, group: Group, needed_seconds: float = 0.0) -> str | None:
-        """The reason to stop now, the same on all ranks, or None. Collective."""
-        reason = group.largest(self.pending(needed_seconds, look=group.rank == 0))
+    def agree(
+        self, group: Group, needed_seconds: float = 0.0, failure: Exception | None = None
+    ) -> str | None:
+        """The reason to stop now, the same on all ranks, or None. Collective.
+
+        Args:
+            group: all ranks of the job.
+            needed_seconds: what one more step and a checkpoint would take.
+            failure: of this rank since the last agreement.
+
+        Raises:
+            HpcTrainError: a rank has brought a failure; the same on all ranks.
+        """
+        pending = self.pending(needed_seconds, look=group.rank == 0)
+        reason = settle(group, failure, pending)
         self._stopping = reason > 0
         if reason == STOP_FILE:
             return f"the file {self.file}"

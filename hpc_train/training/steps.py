@@ -10,7 +10,6 @@ from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.loader import Loader, Step
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.monitoring.meter import Meter
-from hpc_train.mpi.agreement import agreed
 from hpc_train.training.heartbeat import Heartbeat, Pace, restarts
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.saving import Saving
@@ -50,11 +49,13 @@ def guarded_steps(
     begin = time.monotonic()
     for done in range(loader.steps.start - 1, loader.steps.stop - 1):
         asked = time.monotonic()
-        with agreed(group):
-            step = next(steps)
-            if meter is not None:
-                meter.data_seconds += time.monotonic() - asked
-        reason = stop.agree(group, needed_seconds=pace.longest + 2 * checkpoints.save_seconds)
+        step, failure = _fetched(steps)
+        if meter is not None:
+            meter.data_seconds += time.monotonic() - asked
+        needed = pace.longest + 2 * checkpoints.save_seconds
+        # One agreement on both: at each one the ranks wait for the slowest of them.
+        reason = stop.agree(group, needed, failure)
+        assert step is not None  # else its failure was raised
         if reason:
             # What was started again shortly before its end has done its part in the time before.
             first = done == loader.steps.start - 1 and not restarts()
@@ -75,3 +76,11 @@ def guarded_steps(
         else:
             saving.after(checkpoints, step.number)
         begin = time.monotonic()
+
+
+def _fetched(steps: Iterator[Step]) -> tuple[Step | None, Exception | None]:
+    """The next step, or why this rank cannot have it."""
+    try:
+        return next(steps), None
+    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+        return None, error

@@ -29,13 +29,14 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.apply import apply
-from hpc_train.training import averaging
+from hpc_train.training import averaging, sharing
 from hpc_train.training.deadline import of_job
 from hpc_train.training.device import (
     choose_device,
     choose_matmul,
     make_deterministic,
     move,
+    seed,
     use_cores,
 )
 from hpc_train.training.heartbeat import Heartbeat, Pace
@@ -74,6 +75,9 @@ class Trainer:
             the batch and the number of samples, by configuration key.
         about: what the checkpoint's readers need to use the model, as plain JSON values.
         tokens_per_sample: to report tokens per second.
+        only_optimizer_writes: whether nothing but the optimizer's step writes to parameters after
+            the Trainer is made; then `memory.zero: auto` may share them between ranks. What a
+            model, a loss or a hook writes to shared ones is written by each of the ranks.
 
     Raises:
         ConfigError: the values do not fit the ranks or the data.
@@ -93,6 +97,7 @@ class Trainer:
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
         tokens_per_sample: int = 0,
+        only_optimizer_writes: bool = False,
     ) -> None:
         self.config, self.dataset, self.loss, self.validation = config, dataset, loss, validation
         self.runtime, self.group = runtime, runtime.world
@@ -130,6 +135,14 @@ class Trainer:
         self.device = choose_device()
         choose_matmul(self.group, config.precision.matmul, self.device)
         engine = averaging.start(config, self.grid, self.device)
+        zero = sharing.decide(
+            config,
+            self.grid,
+            engine,
+            self.device,
+            model,
+            only_optimizer_writes=only_optimizer_writes,
+        )
         dtype = getattr(torch, config.precision.dtype)
         local = self.group if config.gradients.average_every > 1 else None
         self.scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None
@@ -146,13 +159,14 @@ class Trainer:
         )
         self.model.to(self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.averager = averaging.set_up(
+        self.averager, zero = averaging.set_up(
             config,
             self.model,
             self.optimizer,
             self.grid,
             self.layout,
             engine,
+            zero=zero,
             passes=len(self.parts),
             cores=runtime.cores,
         )
@@ -168,7 +182,7 @@ class Trainer:
             alike=connect(self.grid.data),
             scaler=self.scaler,
             **averaging.held(
-                config, self.averager, self.model, self.layout, self.grid, self.scaler
+                config, zero, self.averager, self.model, self.layout, self.grid, self.scaler
             ),
         )
         self.meter = Meter(data.batch, self.group.waiting, tokens_per_sample)
@@ -200,6 +214,7 @@ class Trainer:
                 closing(self._loader(after)) as loader,
                 reporting(self.group, directory, after, self.last_step) as report,
             ):
+                self.model.train()
                 saving = Saving.of(self.config.checkpoint)
                 self.meter.start()
                 run = self.config.run
@@ -250,7 +265,7 @@ class Trainer:
 
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
         due = self._due(step.number)
-        loss = self._backward(step)
+        losses = self._backward(step)
         self.averager.average()
         self.layout.gradients.complete()
         norm = self._clip(needed=due)
@@ -261,7 +276,7 @@ class Trainer:
             logger.warning("step %d skipped: %s", step.number, self.scaler.describe())
         self.meter.count_step()
         if due:
-            mean = self._mean(loss)
+            mean = self._mean(losses)
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
             record |= {"grad_norm": norm, **self.meter.take()}
             if self.scaler is not None:
@@ -271,13 +286,9 @@ class Trainer:
                 self.checkpoints.scores[step.number] = record["validation_loss"]
             report(record)
 
-    def _backward(self, step: Step) -> Tensor:
-        """Accumulate the step's gradients; returns the mean loss over the replica's samples.
-
-        On ranks that do not speak for their replica the loss is 0.
-        """
+    def _backward(self, step: Step) -> list[Tensor]:
+        """Accumulate the step's gradients; returns the micro-batches' losses, where they end."""
         self.averager.zero_grad()
-        self.model.train()
         micro_batches = step.micro_batches
         batches = [move(micro_batch.data, self.device) for micro_batch in micro_batches]
 
@@ -287,11 +298,7 @@ class Trainer:
 
         samples = [micro_batch.part.count for micro_batch in micro_batches]
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        losses = self.layout.pipeline.train(forward, samples, factor=scale)
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for loss in losses if self._speaks else []:
-            total += loss / len(micro_batches)
-        return total
+        return self.layout.pipeline.train(forward, samples, factor=scale)
 
     def _loss(self, batch: Any) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
@@ -302,13 +309,13 @@ class Trainer:
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
     def _seed(self, step: int, micro_batch: MicroBatch, chunk: int) -> None:
-        seed, part = self.config.run.seed, micro_batch.part
+        base, part = self.config.run.seed, micro_batch.part
         stage = chunk * self.grid.pp + self.grid.coordinate.pp  # unlike draws in unlike layers
-        torch.manual_seed(mix(seed, step, part.first, *([stage] if stage else [])))
+        seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:
             places = range(part.first, part.first + part.count)
-            seed_samples([mix(seed, step, place) for place in places])
+            seed_samples([mix(base, step, place) for place in places])
 
     def _clip(self, *, needed: bool) -> float:
         """Clip the averaged gradients; returns their global norm before, if anybody needs it.
@@ -332,8 +339,11 @@ class Trainer:
             group["lr"] = rate
         return rate
 
-    def _mean(self, local: Tensor) -> float:
-        total = local.detach().clone()
+    def _mean(self, losses: list[Tensor]) -> float:
+        """The mean loss of a step's samples, of which each rank has some or none. Collective."""
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        for loss in losses if self._speaks else []:
+            total += loss / len(losses)
         self.collectives.sum_(total)
         mean = float(total) / self.grid.dp
         if not math.isfinite(mean):

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from hpc_train.errors import ConfigError, DataError, RankError, UserError
-from hpc_train.mpi.agreement import agreed, from_first, same
+from hpc_train.mpi.agreement import agreed, from_first, same, settle
 from hpc_train.mpi.group import Group
 
 pytestmark = pytest.mark.mpi
@@ -43,6 +43,15 @@ def test_an_unexpected_exception_becomes_a_rank_error_on_all(group):
         if group.rank == 0:
             raise ZeroDivisionError("x")
     assert caught.value.agreed
+
+
+def test_numbers_are_agreed_on_together_with_failures(group):
+    if not group:
+        return
+    assert settle(group, None, group.rank + 5) == group.size + 4
+    failure = DataError("gone") if group.rank == group.size - 1 else None
+    with pytest.raises(DataError, match="gone"):
+        settle(group, failure, 1001)
 
 
 def test_the_group_works_on_after_an_error(group):

@@ -1,0 +1,243 @@
+"""The whole program beside plain scripts: `hpc-train train` with default keys on two ranks.
+
+    python -m benchmarks.program [--rounds 5] [--steps 80] [--passed 20]
+
+Every candidate trains the same module, `hpc_train.models.GPT`, with 1 x 128 tokens per rank and a
+fused AdamW, in an MPI job of its own, started in turn. Ours is the program as a user starts it; its
+time per step comes from metrics.jsonl. The others are plain scripts: ranks that do not communicate,
+torch's DistributedDataParallel over gloo, Horovod's DistributedOptimizer, and our model, averager
+and optimizer in a bare loop, which tells what the command line itself costs. Of all of them the
+first steps do not count.
+
+One table with the matrix products of our linear layers in all candidates, one with torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from benchmarks import harness
+from benchmarks.gpt_step import SHAPE
+from benchmarks.gradient_averaging import (
+    averager_step,
+    build,
+    ddp,
+    plain_step,
+    start_gloo,
+    stock_horovod,
+)
+from hpc_train.data.prepare import prepare_text
+from hpc_train.models import GPT
+from hpc_train.mpi import environment
+from hpc_train.mpi.group import Group
+
+RANKS = 2
+LOG_EVERY = 10  # the default of run.log_every
+CEILING, DDP, STOCK = "no communication", "DDP, gloo", "stock Horovod"
+PROGRAM, PARTS = "ours, the program", "ours, bare parts"
+PEERS = (CEILING, DDP, STOCK, PARTS)
+MATRICES = {"ours": "our matrix products", "torch": "torch's linear layers"}
+CONFIG = """
+model: {{layers: {layers}, hidden: {hidden}, heads: {heads}, sequence: {sequence}}}
+data: {{path: {data}, batch: {batch}}}
+"""
+
+Step = Callable[[], None]
+
+
+def multiply(matrices: str) -> None:
+    """Have this process multiply matrices in one of the ways of MATRICES: the one place for it."""
+    if matrices == "torch":
+        from hpc_train.models import linear
+
+        linear._onednn_takes = lambda x: False
+
+
+def make(peer: str, batch: tuple[Tensor, Tensor], group: Group) -> tuple[GPT, Step]:
+    """The model and the step of a plain script."""
+    if peer == DDP:
+        start_gloo(group.comm)
+        return ddp(batch)
+    if peer == STOCK:
+        import horovod.torch as hvd
+
+        hvd.init()
+        return stock_horovod(batch, hvd)
+    model, optimizer = build()
+    if peer == CEILING:
+        return model, plain_step(model, optimizer, batch)
+    from hpc_train.gradients import average_gradients
+
+    averager = average_gradients(model, optimizer, group, zero=1)
+    return model, averager_step(model, averager, batch)
+
+
+def script(options: argparse.Namespace) -> None:
+    """What each rank of a plain script does.
+
+    It hands back the mean seconds of each LOG_EVERY steps, and the norm of the weights at the end.
+    """
+    from hpc_train.mpi import runtime as runtimes
+
+    runtime = runtimes.start()
+    group = runtime.world
+    torch.manual_seed(group.rank)
+    text = torch.randint(SHAPE["vocab"], (1, SHAPE["sequence"] + 1))
+    model, step = make(options.peer, (text[:, :-1], text[:, 1:]), group)
+    found = []
+    for number in range(options.steps // LOG_EVERY):
+        if number * LOG_EVERY == options.passed:
+            harness.meet(group)
+        begin = time.perf_counter()
+        for _ in range(LOG_EVERY):
+            step()
+        found.append((time.perf_counter() - begin) / LOG_EVERY)
+    harness.meet(group)
+    if group.rank == 0:
+        norm = float(get_total_norm(list(model.parameters())).detach())
+        harness.hand_back(options.result, {"seconds": found, "norm": norm})
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    harness.meet(group)
+    runtime.close()
+
+
+def steady(seconds: list[float], passed: int) -> float:
+    """Tokens per second of all ranks, from the mean seconds of each LOG_EVERY steps."""
+    counted = seconds[passed // LOG_EVERY :]
+    return RANKS * SHAPE["sequence"] / statistics.fmean(counted)
+
+
+def start(*words: str) -> None:
+    """Run Python on all ranks, each on a core of its own where there are enough."""
+    cores = len(os.sched_getaffinity(0))
+    command = ["mpirun", "-np", str(RANKS), "--oversubscribe"]
+    command += ["--bind-to", "core" if cores >= RANKS else "none", sys.executable, "-m", *words]
+    environ = environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)} failed:\n{done.stdout}\n{done.stderr}")
+
+
+def run_script(
+    peer: str, matrices: str, options: argparse.Namespace, norms: dict[str, float]
+) -> float:
+    """Run a plain script to its end; returns tokens per second.
+
+    Raises:
+        RuntimeError: it has averaged to other weights than another one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        words = ["--peer", peer, "--matrices", matrices, "--result", str(result)]
+        words += ["--steps", str(options.steps), "--passed", str(options.passed)]
+        start("benchmarks.program", *words)
+        found = json.loads(result.read_text())
+    if peer != CEILING:
+        norms[peer] = found["norm"]
+    if norms and max(norms.values()) > 1.001 * min(norms.values()):
+        raise RuntimeError(f"the weights differ: {norms}")
+    return steady(found["seconds"], options.passed)
+
+
+def run_program(config: Path, matrices: str, options: argparse.Namespace) -> float:
+    """Run `hpc-train train` to its end; returns tokens per second.
+
+    Raises:
+        RuntimeError: it has trained to no sensible loss.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        train = ["train", str(config), "--run.dir", folder, "--run.steps", str(options.steps)]
+        if matrices == "ours":
+            start("hpc_train", *train)
+        else:
+            start("benchmarks.program", "--matrices", matrices, "--train", *train)
+        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    if not 0 < records[-1]["loss"] < records[0]["loss"]:
+        raise RuntimeError(f"the losses are {[record['loss'] for record in records]}")
+    # The first record is of step 1 alone, and counts as little as the second one.
+    return steady([record["step_seconds"] for record in records[1:]], options.passed)
+
+
+def table(config: Path, matrices: str, options: argparse.Namespace) -> harness.Samples:
+    """Measure and show all candidates with one way to multiply matrices."""
+    norms: dict[str, float] = {}
+    turns: dict[str, Callable[[], float]] = {
+        peer: functools.partial(run_script, peer, matrices, options, norms) for peer in PEERS
+    }
+    turns[PROGRAM] = functools.partial(run_program, config, matrices, options)
+    found = harness.in_turn(turns, options.rounds, warmup=0)
+    harness.show(f"{MATRICES[matrices]} in all", "tokens/s", found, CEILING)
+    ratios = {peer: harness.paired_ratio(found, PROGRAM, peer) for peer in PEERS}
+    for peer in (CEILING, DDP, STOCK):
+        print(f"the program / {peer}: {ratios[peer]:.3f}")
+    print(f"cost of the command line per step: {cost(found):.1f} %")
+    return found
+
+
+def cost(found: Mapping[str, list[float]]) -> float:
+    """By how many percent a step of the program takes longer than one of the bare parts."""
+    pairs = zip(found[PARTS], found[PROGRAM], strict=True)
+    return 100 * (statistics.median(bare / program for bare, program in pairs) - 1)
+
+
+def parsed() -> argparse.Namespace:
+    """The options: a user's, and those by which this module starts itself on the ranks."""
+    parser = argparse.ArgumentParser(description="the whole program beside plain scripts")
+    parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=80, help="of each run")
+    parser.add_argument("--passed", type=int, default=20, help="first steps that do not count")
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--matrices", choices=MATRICES, default="ours", help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Start all candidates in turn and show what they reach."""
+    options = parsed()
+    multiply(options.matrices)
+    if options.train:
+        from hpc_train import cli
+
+        sys.exit(cli.main(options.train))
+    torch.set_num_threads(1)
+    if options.peer:
+        script(options)
+        return
+    ratios: dict[str, float] = {}
+    middles: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        data, config = Path(folder, "data"), Path(folder, "program.yaml")
+        prepare_text([Path(torch.__file__).parent / "optim"], data, shard_mb=1, validation=0.01)
+        config.write_text(CONFIG.format(**SHAPE, data=data, batch=RANKS))
+        for matrices, title in MATRICES.items():
+            found = table(config, matrices, options)
+            ratios |= {
+                f"{title}: program / {peer}": harness.paired_ratio(found, PROGRAM, peer)
+                for peer in PEERS
+            }
+            ratios[f"{title}: cost of the command line, percent"] = cost(found)
+            middles |= {f"{title}: {name}": rate for name, rate in harness.medians(found).items()}
+    harness.finish("program", ratios, middles, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What `memory.zero: auto` takes: whether the ranks of a node share the parameters."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from hpc_train.config import GradientsSection, RunConfig
+from hpc_train.gradients.averager import Engine
+from hpc_train.mpi.grid import ParallelGrid
+
+logger = logging.getLogger(__name__)
+
+Zero = Literal[0, 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the choice depends on besides the configuration; the same on all ranks.
+
+    Args:
+        engine: that averages the gradients.
+        device: type of the device that parameters lie on.
+        replicas: of the model in the job.
+        together: of the replicas of a part of the model, the fewest that any node has.
+        sparse: whether a layer makes sparse gradients.
+        only_optimizer_writes: see `Trainer`.
+    """
+
+    engine: Engine = "mpi"
+    device: str = "cpu"
+    replicas: int = 2
+    together: int = 2
+    sparse: bool = False
+    only_optimizer_writes: bool = True
+
+
+def choose(gradients: GradientsSection, facts: Facts) -> tuple[Zero, str]:
+    """What auto takes, and why, in words. Pure."""
+    for obstacle, why in (
+        (facts.replicas == 1, "the job has one replica of the model"),
+        (facts.together == 1, "a node has one replica of the model"),
+        (facts.device != "cpu", f"parameters lie on {facts.device}"),
+        (facts.engine == "horovod", "gradients.engine is horovod"),
+        (gradients.two_level == "off", "gradients.two_level is off"),
+        (gradients.compression != "none", f"gradients.compression is {gradients.compression}"),
+        (gradients.average_every > 1, f"gradients.average_every is {gradients.average_every}"),
+        (facts.sparse, "the model makes sparse gradients"),
+        (
+            not facts.only_optimizer_writes,
+            "code that is not the program's may write to parameters, and would write to shared "
+            "ones once per rank",
+        ),
+    ):
+        if obstacle:
+            return 0, why
+    return 1, "the ranks of a node share parameters and the optimizer's work"
+
+
+def decide(
+    config: RunConfig,
+    grid: ParallelGrid,
+    engine: Engine,
+    device: torch.device,
+    model: nn.Module,
+    *,
+    only_optimizer_writes: bool,
+) -> Zero:
+    """What `memory.zero` comes to in this job, the same on all ranks; rank 0 logs auto's choice.
+
+    Args:
+        config: sections memory and gradients.
+        grid: the ranks' places.
+        engine: from `averaging.start`.
+        device: that parameters will lie on.
+        model: whole, before a layout is put on it.
+        only_optimizer_writes: see `Trainer`.
+    """
+    if config.memory.zero != "auto":
+        return config.memory.zero
+    facts = Facts(
+        engine=engine,
+        device=device.type,
+        replicas=grid.dp,
+        together=min(map(len, grid.placement.groups()["data_node"])),
+        sparse=any(getattr(module, "sparse", False) is True for module in model.modules()),
+        only_optimizer_writes=only_optimizer_writes,
+    )
+    zero, why = choose(config.gradients, facts)
+    if grid.world.rank == 0:
+        logger.info("memory.zero auto takes %d: %s", zero, why)
+    return zero
