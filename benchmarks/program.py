@@ -41,7 +41,7 @@ from benchmarks.gradient_averaging import (
     stock_horovod,
 )
 from hpc_train.data.prepare import prepare_text
-from hpc_train.models import GPT
+from hpc_train.models import GPT, linear
 from hpc_train.mpi import environment
 from hpc_train.mpi.group import Group
 
@@ -50,21 +50,13 @@ LOG_EVERY = 10  # the default of run.log_every
 CEILING, DDP, STOCK = "no communication", "DDP, gloo", "stock Horovod"
 PROGRAM, PARTS = "ours, the program", "ours, bare parts"
 PEERS = (CEILING, DDP, STOCK, PARTS)
-MATRICES = {"ours": "our matrix products", "torch": "torch's linear layers"}
+MATRICES = {"auto": "our matrix products", "torch": "torch's linear layers"}
 CONFIG = """
 model: {{layers: {layers}, hidden: {hidden}, heads: {heads}, sequence: {sequence}}}
 data: {{path: {data}, batch: {batch}}}
 """
 
 Step = Callable[[], None]
-
-
-def multiply(matrices: str) -> None:
-    """Have this process multiply matrices in one of the ways of MATRICES: the one place for it."""
-    if matrices == "torch":
-        from hpc_train.models import linear
-
-        linear._onednn_takes = lambda x: False
 
 
 def make(peer: str, batch: tuple[Tensor, Tensor], group: Group) -> tuple[GPT, Step]:
@@ -93,6 +85,8 @@ def script(options: argparse.Namespace) -> None:
     """
     from hpc_train.mpi import runtime as runtimes
 
+    if options.matrices == "torch":
+        linear.use("torch")
     runtime = runtimes.start()
     group = runtime.world
     torch.manual_seed(group.rank)
@@ -162,10 +156,7 @@ def run_program(config: Path, matrices: str, options: argparse.Namespace) -> flo
     """
     with tempfile.TemporaryDirectory() as folder:
         train = ["train", str(config), "--run.dir", folder, "--run.steps", str(options.steps)]
-        if matrices == "ours":
-            start("hpc_train", *train)
-        else:
-            start("benchmarks.program", "--matrices", matrices, "--train", *train)
+        start("hpc_train", *train, "--precision.matmul", matrices)
         lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     if not 0 < records[-1]["loss"] < records[0]["loss"]:
@@ -205,19 +196,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--passed", type=int, default=20, help="first steps that do not count")
     parser.add_argument("--result", help=argparse.SUPPRESS)
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
-    parser.add_argument("--matrices", choices=MATRICES, default="ours", help=argparse.SUPPRESS)
-    parser.add_argument("--train", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("--matrices", choices=MATRICES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     """Start all candidates in turn and show what they reach."""
     options = parsed()
-    multiply(options.matrices)
-    if options.train:
-        from hpc_train import cli
-
-        sys.exit(cli.main(options.train))
     torch.set_num_threads(1)
     if options.peer:
         script(options)
