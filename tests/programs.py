@@ -54,7 +54,7 @@ def command(launcher: str, ranks: int, *arguments: str) -> list[str]:
 
 def hpc_train(*arguments: str) -> list[str]:
     """The command line that runs hpc-train in one process."""
-    return python("-m", "hpc_train", *arguments, warm=arguments[0] in FORKED)
+    return python("-m", "hpc_train", *arguments, warm=bool({*FORKED} & {*arguments[:1]}))
 
 
 def python(*program: str, warm: bool = True) -> list[str]:

@@ -78,6 +78,6 @@ def test_an_own_model_learns_the_same_under_any_layout(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_is_exact(tmp_path):
-    done = run(sys.executable, "-m", "examples.demo", "--every", "30", cwd=ROOT, timeout=290)
+    done = run(sys.executable, "-m", "examples.demo", "--every", "12", cwd=ROOT, timeout=290)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "are the same to the last bit" in done.stdout

@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.mpi import runtime
 from hpc_train.training.heartbeat import HANG
-from tests.programs import ENVIRON, hpc_train, only_line, processes_of, run
+from tests.programs import ENVIRON, only_line, processes_of, python, run
 
 ENGINES = ["mpi", *(["horovod"] if runtime.horovod_built() else [])]
 HOST = socket.gethostname()
@@ -158,7 +158,7 @@ raise SystemExit(hpc_train.run(main))
 def astray(folder, who, does, engine="mpi"):
     """A loop of 4 ranks in which some do something else; returns the error line."""
     (folder / "astray.py").write_text(ASTRAY.replace("WHO", repr(who)).replace("DOES", does))
-    words = [hpc_train()[0], str(folder / "astray.py"), str(folder / "checkpoints"), engine]
+    words = [*python(str(folder / "astray.py")), str(folder / "checkpoints"), engine]
     done = run("mpirun", "-np", "4", *words, timeout=90)
     assert done.returncode == 1, done.stdout + done.stderr
     return only_line(done.stdout + done.stderr)

@@ -14,7 +14,7 @@ import pytest
 
 from hpc_train.mpi import runtime
 from tests.conftest import small_program
-from tests.programs import COLD, ENVIRON, python, ranks_of, run
+from tests.programs import COLD, ENVIRON, hpc_train, python, ranks_of, run
 
 ENGINES = ["mpi", "horovod"]
 if not runtime.horovod_built():  # pragma: no cover
@@ -185,7 +185,8 @@ def test_mpirun_passes_a_signal_on_and_returns_75(program):
 
 def test_signals_while_starting_and_while_ending_do_not_lose_the_exit_code(program):
     command = program.command("run", "--run.steps", "100000", launcher="mpirun", ranks=2)
-    with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, text=True) as process:
+    how = {"env": ENVIRON | COLD, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **how) as process:
         wait_until(lambda: any(holds(rank, signal.SIGUSR1) for rank in ranks_of(process)))
         next(r for r in ranks_of(process) if holds(r, signal.SIGUSR1)).send_signal(signal.SIGUSR1)
         for line in process.stdout:
@@ -236,7 +237,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks_also_after_a_resume(program
 def test_generate_knows_only_the_tokens_of_the_text(program):
     assert_succeeded(program.train("run", "--run.steps", "1", "--model.vocab", "4096"))
     words = ["generate", str(program.root / "run"), "--tokens", "50", "--temperature", "5"]
-    assert_succeeded(run(*program.command("x")[:3], *words))
+    assert_succeeded(run(*hpc_train(*words)))
 
 
 def test_generate_writes_text_from_a_checkpoint_or_a_run(program):
@@ -244,7 +245,7 @@ def test_generate_writes_text_from_a_checkpoint_or_a_run(program):
     texts = []
     for source in (program.root / "run", program.checkpoint("run", 12)):
         words = ["generate", str(source), "--prompt", "def ", "--tokens", "40", "--seed", "3"]
-        done = run(*program.command("x")[:3], *words)
+        done = run(*hpc_train(*words))
         assert_succeeded(done)
         texts.append(done.stdout)
     assert texts[0] == texts[1]

@@ -138,6 +138,7 @@ class Server:
                 if peer[1] != os.getuid():
                     connection.close()
                     continue
+                connection.setblocking(False)
                 self.peers[connection.fileno()] = Peer(connection)
                 self.selector.register(connection, selectors.EVENT_READ)
 
@@ -145,6 +146,8 @@ class Server:
         """Take a stand-in's request or signal; in the fork that it asks for, the request."""
         try:
             data, descriptors, _, _ = socket.recv_fds(peer.connection, 1 << 20, 256)
+        except BlockingIOError:  # it has the number of one that has just ended
+            return None
         except OSError:
             data, descriptors = b"", []
         if not data:  # it has ended: so does its rank, which is not reaped yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -179,6 +180,34 @@ def test_another_value_of_what_libraries_read_at_load_starts_cold(tmp_path, name
     done = run(*python(path), environ={key.WHY: "1", name: "3"})
     assert done.stdout == "3\n"
     assert "a rank starts cold: the server is of another variables" in done.stderr
+
+
+@pytest.fixture
+def cgroup():
+    """A control group of this test's own, by version 1 or 2."""
+    for root in ("/sys/fs/cgroup/freezer", "/sys/fs/cgroup"):
+        folder = Path(root, f"hpc-train-test-{os.getpid()}")
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        if (folder / "cgroup.procs").exists():
+            yield folder
+            folder.rmdir()
+            return
+        folder.rmdir()
+    pytest.skip("no control group can be made here: that needs root")
+
+
+def test_a_rank_of_another_cgroup_starts_cold(tmp_path, cgroup):
+    """A scheduler counts, limits and ends the processes of a job's own control group."""
+    path = script(tmp_path, "print(open('/proc/self/cgroup').read())")
+    warmed(path)  # so that there is a server, of the other group
+    words = " ".join(python(path))
+    enter = f"echo $$ > {cgroup}/cgroup.procs; exec {words}"
+    done = run("sh", "-c", enter, environ={key.WHY: "1"})
+    assert cgroup.name in done.stdout
+    assert "starts cold: the server is of another cgroup" in done.stderr
 
 
 def test_a_folder_that_others_can_enter_is_not_used(tmp_path):
