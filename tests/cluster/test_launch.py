@@ -56,7 +56,7 @@ def test_a_spare_host_takes_the_place_of_one_that_dies(tmp_path: Path, text_data
 def test_a_slow_link_is_named_before_the_first_step(tmp_path: Path, text_data: Path):
     program = small_program(tmp_path, text_data)
     options = ["--run.steps", "1", "--data.batch", "12", "--gradients.engine", "mpi"]
-    slow = ["rate", "10mbit", "burst", "256kb", "latency", "50ms"]
+    slow = ["rate", "10mbit", "burst", "32kb", "latency", "50ms"]
     with hosts(3, 1) as cluster:
         shaped = cluster.on("node2", ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *slow])
         assert shaped.returncode == 0, shaped.stderr
