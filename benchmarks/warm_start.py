@@ -59,7 +59,7 @@ SHARES = ("process", "imports", "MPI_Init", "Allreduce")
 def environ(name: str, linger: float) -> dict[str, str]:
     """The variables of a launcher whose ranks share the fork server of this name; off for none."""
     given = environment.for_launcher(os.environ, os.geteuid())
-    warm = {key.WARM: name, key.LINGER: str(linger), key.WHY: "1"}
+    warm = {key.WARM: name, key.LINGER: str(linger), key.WHY: "1", key.LOAD: "program"}
     return given | warm | {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
@@ -154,24 +154,18 @@ def first_step(folder: Path, ranks: int, *options: str) -> Callable[[], float]:
         words = [sys.executable, "-m", "hpc_train", "launch", "-np", str(ranks), *options]
         given = {n: v for n, v in environ("off", 0).items() if not n.startswith("HPC_TRAIN_WARM")}
         begin = time.time()
+        metrics, seconds = folder / "run/metrics.jsonl", 0.0
         with subprocess.Popen(
-            [*words, "--", "train", str(config)],
-            env=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [*words, "--", "train", str(config)], env=given, stdout=subprocess.DEVNULL
         ) as process:
-            assert process.stdout is not None
-            seen = [
-                line
-                for line in process.stdout
-                if "step 1 " in line and not times.append(time.time())
-            ]
-        if process.returncode or not seen:
+            while process.poll() is None and not seconds:
+                if metrics.exists() and "\n" in metrics.read_text():
+                    seconds = time.time() - begin
+                time.sleep(0.01)
+        if process.returncode or not seconds:
             raise RuntimeError(f"the training ended with {process.returncode}")
-        return times[-1] - begin
+        return seconds
 
-    times: list[float] = []
     return measure
 
 
