@@ -340,7 +340,7 @@ class Trainer:
         return rate
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """The mean loss of a step's samples, of which each rank has some or none. Collective."""
+        """The mean loss of a step's samples, which are divided among the ranks. Collective."""
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for loss in losses if self._speaks else []:
             total += loss / len(losses)

@@ -212,10 +212,11 @@ def spawn(folder: str, alive: int, listening: int) -> None:
 def descriptors() -> list[int]:
     """The open ones of this process."""
     found = [int(name) for name in os.listdir("/proc/self/fd")]
-    return [number for number in found if _is_open(number)]
+    return [number for number in found if is_open(number)]
 
 
-def _is_open(number: int) -> bool:
+def is_open(number: int) -> bool:
+    """Whether a descriptor is open."""
     try:
         os.fstat(number)
     except OSError:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from hpc_train.warm import stand_in
-from hpc_train.warm.meeting import PADDING
+from hpc_train.warm.meeting import PADDING, is_open
 
 OWN = "hpc_train"
 # Where Open MPI 4 puts the memory that ranks share, which it leaves behind when they are killed.
@@ -104,14 +104,14 @@ def place(received: list[int], numbers: list[int]) -> None:
     above = max([*numbers, *received]) + 1
     high = []
     for descriptor in received:
-        while _open(above):
+        while is_open(above):
             above += 1
         os.dup2(descriptor, above)
         os.close(descriptor)
         high.append(above)
         above += 1
     for descriptor, number in zip(high, numbers, strict=True):
-        if number > 2 and _open(number):
+        if number > 2 and is_open(number):
             raise OSError(f"descriptor {number} is in use")
         os.dup2(descriptor, number)  # inheritable, as it is after an exec
         os.close(descriptor)
@@ -120,17 +120,9 @@ def place(received: list[int], numbers: list[int]) -> None:
             os.close(number)
 
 
-def _open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
-
-
 def stream_of(number: int, mode: str, like: TextIO) -> TextIO | None:
     """A standard stream as Python makes it at its start; None if the descriptor is closed."""
-    if not _open(number):
+    if not is_open(number):
         return None
     raw = io.FileIO(number, mode, closefd=False)
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
