@@ -6,10 +6,12 @@ Every candidate trains the same module, `hpc_train.models.GPT`, with 1 x 128 tok
 fused AdamW, in an MPI job of its own, started in turn. Ours is the program as a user starts it; its
 time per step comes from metrics.jsonl. The others are plain scripts: ranks that do not communicate,
 torch's DistributedDataParallel over gloo, Horovod's DistributedOptimizer, and our model, averager
-and optimizer in a bare loop, which tells what the command line itself costs. Of all of them the
-first steps do not count.
+and optimizer in a bare loop. Of all of them the first steps do not count.
 
 One table with the matrix products of our linear layers in all candidates, one with torch's.
+
+What the command line itself costs is less than two jobs differ by chance. It is measured within
+one job: after each step of the program comes a bare one, of the same model and averager.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,10 +42,15 @@ from benchmarks.gradient_averaging import (
     start_gloo,
     stock_horovod,
 )
+from hpc_train.config_file import load
+from hpc_train.data.loader import Step as Batches
 from hpc_train.data.prepare import prepare_text
 from hpc_train.models import GPT, linear
 from hpc_train.mpi import environment
 from hpc_train.mpi.group import Group
+from hpc_train.training import gpt
+from hpc_train.training.program import run
+from hpc_train.training.trainer import Trainer
 
 RANKS = 2
 LOG_EVERY = 10  # the default of run.log_every
@@ -108,6 +115,58 @@ def script(options: argparse.Namespace) -> None:
         torch.distributed.destroy_process_group()
     harness.meet(group)
     runtime.close()
+
+
+class Alternating(Trainer):
+    """A Trainer that takes a bare step after each of its own; their sums over LOG_EVERY steps."""
+
+    own: list[float]
+    bare: list[float]
+    begin = 0.0
+
+    def _train_step(self, step: Batches, report: Callable[[dict[str, float]], None]) -> None:
+        super()._train_step(step, report)
+        taken = time.perf_counter()
+        averager_step(self.model, self.averager, step.micro_batches[0].data)()
+        ended = time.perf_counter()
+        if step.number % LOG_EVERY == 1:
+            self.own.append(0.0)
+            self.bare.append(0.0)
+        self.own[-1] += taken - self.begin
+        self.bare[-1] += ended - taken
+        self.begin = ended
+
+
+def alternate(options: argparse.Namespace) -> None:
+    """What each rank does to measure what the command line costs; hands back both seconds."""
+    folder = Path(options.result).parent / "run"
+    words = ["--run.dir", str(folder), "--run.steps", str(options.steps)]
+    config = load(options.alternate, words)
+    Alternating.own, Alternating.bare = [], []
+    gpt.Trainer = Alternating
+    code = run(functools.partial(gpt.train_gpt, config))
+    if int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)) == 0:
+        found = {"own": Alternating.own, "bare": Alternating.bare}
+        harness.hand_back(options.result, found)
+    raise SystemExit(code)
+
+
+def cost(config: Path, steps: int) -> tuple[float, float]:
+    """By how many percent a step of the program takes longer than a bare one, and how sure that is.
+
+    Returns:
+        The median over sums of LOG_EVERY steps, and its standard error by their quartiles.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        words = ["--alternate", str(config), "--result", str(result), "--steps", str(steps)]
+        start("benchmarks.program", *words)
+        found = json.loads(result.read_text())
+    first = 2  # sums that count, as the others' first steps do not
+    pairs = zip(found["own"][first:], found["bare"][first:], strict=True)
+    ratios = [100 * (own / bare - 1) for own, bare in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, 1.253 * (high - low) / 1.349 / len(ratios) ** 0.5
 
 
 def steady(seconds: list[float], passed: int) -> float:
@@ -177,14 +236,7 @@ def table(config: Path, matrices: str, options: argparse.Namespace) -> harness.S
     ratios = {peer: harness.paired_ratio(found, PROGRAM, peer) for peer in PEERS}
     for peer in (CEILING, DDP, STOCK):
         print(f"the program / {peer}: {ratios[peer]:.3f}")
-    print(f"cost of the command line per step: {cost(found):.1f} %")
     return found
-
-
-def cost(found: Mapping[str, list[float]]) -> float:
-    """By how many percent a step of the program takes longer than one of the bare parts."""
-    pairs = zip(found[PARTS], found[PROGRAM], strict=True)
-    return 100 * (statistics.median(bare / program for bare, program in pairs) - 1)
 
 
 def parsed() -> argparse.Namespace:
@@ -194,6 +246,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=80, help="of each run")
     parser.add_argument("--passed", type=int, default=20, help="first steps that do not count")
+    parser.add_argument(
+        "--cost_steps", type=int, default=600, help="of the run that tells the command line's cost"
+    )
+    parser.add_argument("--alternate", metavar="CONFIG", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--matrices", choices=MATRICES, help=argparse.SUPPRESS)
@@ -207,6 +263,8 @@ def main() -> None:
     if options.peer:
         script(options)
         return
+    if options.alternate:
+        alternate(options)
     ratios: dict[str, float] = {}
     middles: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -219,8 +277,10 @@ def main() -> None:
                 f"{title}: program / {peer}": harness.paired_ratio(found, PROGRAM, peer)
                 for peer in PEERS
             }
-            ratios[f"{title}: cost of the command line, percent"] = cost(found)
             middles |= {f"{title}: {name}": rate for name, rate in harness.medians(found).items()}
+        percent, error = cost(config, options.cost_steps)
+        print(f"cost of the command line per step: {percent:.2f} +- {error:.2f} %")
+        ratios["cost of the command line, percent"] = percent
     harness.finish("program", ratios, middles, options.json)
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from hpc_train.errors import ConfigError
 
 ROUNDS = 8
+AT_ONCE = 512  # positions that are permuted together
 Words = npt.NDArray[np.uint64]
 
 
@@ -85,6 +86,8 @@ class SampleOrder:
         self.seed = seed
         self.shuffle = shuffle
         self.steps_per_epoch = samples // batch
+        # By part of a batch, the first of the steps that were computed at once, and their indices.
+        self._ahead: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
 
     def epoch(self, step: int) -> int:
         """The epoch that a step belongs to, from 0."""
@@ -92,8 +95,22 @@ class SampleOrder:
 
     def indices(self, step: int, first: int, count: int) -> np.ndarray:
         """Data set indices, int64, of `count` samples of a step's batch from its `first` on."""
-        begin = (step - 1) % self.steps_per_epoch * self.batch + first
-        positions = np.arange(begin, begin + count, dtype=np.int64)
+        since, ahead = self._ahead.get((first, count), (step, np.empty((0, count), np.int64)))
+        if not 0 <= step - since < len(ahead):
+            since, ahead = step, self._steps(step, first, count)
+            self._ahead[first, count] = since, ahead
+        indices: np.ndarray = ahead[step - since]
+        return indices
+
+    def _steps(self, step: int, first: int, count: int) -> np.ndarray:
+        """Indices, of shape (steps, count), of a part in this step and the next ones of its epoch.
+
+        A permutation of a few positions takes as long as one of hundreds.
+        """
+        within = (step - 1) % self.steps_per_epoch
+        steps = min(max(1, AT_ONCE // count), self.steps_per_epoch - within)
+        begins = (within + np.arange(steps, dtype=np.int64)) * self.batch + first
+        positions = begins[:, None] + np.arange(count, dtype=np.int64)
         if not self.shuffle:
             return positions
         return Permutation(self.samples, self.seed, self.epoch(step))(positions)
