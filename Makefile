@@ -50,7 +50,7 @@ test-openmpi5:
 	$(MAKE) test-mpi WITH=openmpi5
 
 test-mpi: setup
-	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -m mpi -p no:cacheprovider $(PYTEST_OPTIONS)
+	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -m "mpi and not long" -p no:cacheprovider $(PYTEST_OPTIONS)
 
 test: test-mpi
 	python -m pytest -m "not mpi and not long" $(BESIDE) $(if $(DURATIONS),--durations_file $(DURATIONS)) \
@@ -60,7 +60,8 @@ test-quick: setup
 	python -m pytest -m "not mpi and not long and not programs" $(BESIDE) $(PYTEST_OPTIONS)
 
 test-long: setup
-	python -m pytest -m long $(PYTEST_OPTIONS)
+	mpirun -np $(RANKS) python -m pytest --only-mpi -m "mpi and long" -p no:cacheprovider $(PYTEST_OPTIONS)
+	python -m pytest -m "long and not mpi" $(PYTEST_OPTIONS)
 
 lint: setup
 	ruff format --check

@@ -29,10 +29,13 @@ def pytest_addoption(parser):
     )
 
 
+LIMIT = 20.0  # seconds, above which a test has to say why
+WHY: dict[str, str] = {}  # by test that is marked `slow`
 SECONDS: dict[str, float] = {}  # of each test, with what it sets up first and takes down last
 
 
 def pytest_runtest_logreport(report):
+    WHY.update((report.nodeid, why) for name, why in report.user_properties if name == "slow")
     SECONDS[report.nodeid] = SECONDS.get(report.nodeid, 0.0) + report.duration
 
 
@@ -44,6 +47,15 @@ def pytest_sessionfinish(session):
         rows = sorted(SECONDS.items(), key=lambda row: -row[1])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{seconds:.2f}\t{name}\n" for name, seconds in rows))
+
+
+def pytest_terminal_summary(terminalreporter):
+    long = [name for name, seconds in SECONDS.items() if seconds > LIMIT]
+    if long:
+        terminalreporter.section(f"tests of more than {LIMIT:.0f} s")
+    for name in sorted(long, key=lambda name: -SECONDS[name]):
+        why = WHY.get(name, "it does not say why: see the marker `slow`")
+        terminalreporter.line(f"{SECONDS[name]:.0f} s  {name}: {why}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -65,6 +77,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "mpi" in item.keywords and item.get_closest_marker("mpi") is None:
             raise pytest.UsageError(f"{item.nodeid}: no folder or parameter may be named mpi")
+        for slow in item.iter_markers("slow"):
+            if not slow.args:
+                raise pytest.UsageError(f"{item.nodeid}: the marker slow needs a reason")
+            item.user_properties.append(("slow", slow.args[0]))
         if {"program", "slow"} & {*item.fixturenames, *item.keywords} or any(
             getattr(item.module, name, None) is not None for name in STARTERS
         ):

@@ -94,7 +94,7 @@ def test_a_stopped_rank_is_noticed_by_what_steps_usually_take(program):
 CUBE = ("--parallel.tp", "2", "--parallel.pp", "2", "--model.vocab", "264")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("eight ranks, and a timeout that has to pass")
 def test_a_stopped_rank_of_2_x_2_x_2_is_named_too(program):
     with start(program, *ENDLESS, *CUBE, "--run.hang_timeout", "8", ranks=8) as process:
         wait_for_step(process, 3)

@@ -15,9 +15,9 @@ def options(dp: int, tp: int, pp: int, *more: str) -> list[str]:
     return [*chosen, "--model.vocab", "264", *more]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("eight ranks and as many models as layouts")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.long)])
 def test_random_layouts_give_the_results_of_one_rank(count):
     command = python("-m", "tests.parallel.layouts", "--count", str(count), "--seed", "0")
     done = run("mpirun", "-np", "8", *command, timeout=580)
@@ -26,7 +26,7 @@ def test_random_layouts_give_the_results_of_one_rank(count):
     assert len(lines) == count
 
 
-@pytest.mark.slow
+@pytest.mark.slow("five jobs, two of them of eight ranks")
 def test_a_checkpoint_of_one_layout_opens_in_any_other(program):
     steady = ["--optimizer.schedule", "constant"]  # a rate that does not know of the last step
     whole = program.train("whole", *options(1, 1, 1), *steady)
@@ -34,7 +34,7 @@ def test_a_checkpoint_of_one_layout_opens_in_any_other(program):
     cube = options(2, 2, 2, "--parallel.sequence_parallel", "true", "--run.steps", "5")
     done = program.train("cube", *cube, *steady, launcher="mpirun", ranks=8)
     assert done.returncode == 0, done.stderr
-    for dp, tp, pp in ((8, 1, 1), (1, 2, 4), (1, 1, 1)):
+    for dp, tp, pp in ((2, 1, 1), (1, 2, 4), (1, 1, 1)):
         name = f"{dp}-{tp}-{pp}"
         shutil.copytree(program.root / "cube", program.root / name)
         ranks = dp * tp * pp

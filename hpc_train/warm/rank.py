@@ -26,6 +26,8 @@ from hpc_train.warm.meeting import PADDING, is_open
 OWN = "hpc_train"
 # Where Open MPI 4 puts the memory that ranks share, which it leaves behind when they are killed.
 SEGMENTS = "OMPI_MCA_btl_vader_backing_directory"
+# It takes mmap in any case, but tries the others first, and leaves a file if it is killed then.
+TRIED = "OMPI_MCA_shmem"
 
 
 @dataclass
@@ -74,6 +76,7 @@ def become(request: Request, folder: str) -> None:
     os.environb.update(values["environ"])
     if folder.startswith("/dev/shm"):
         os.environ.setdefault(SEGMENTS, folder)
+        os.environ.setdefault(TRIED, "mmap")
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = stream_of(number, mode, getattr(sys, name))
         setattr(sys, name, stream)

@@ -55,7 +55,7 @@ def uninterrupted(up: Slurm, program: Program, *options: str) -> int:
     return up.cluster.run(program.command("whole", *options), 8).returncode
 
 
-@pytest.mark.slow
+@pytest.mark.slow("SLURM's shortest time limit is a minute")
 @pytest.mark.timeout(600)
 def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program):
     options = ["--checkpoint.every", "0", "--optimizer.schedule", "constant"]
@@ -103,13 +103,13 @@ def submit_fails(up: Slurm, program: Program) -> str:
     return done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a host's death has to be noticed by SLURM")
 def test_a_job_goes_on_without_a_host_that_dies(up, program):
-    options = ["--run.steps", "150", "--checkpoint.every", "20", "--optimizer.lr", "0.001"]
+    options = ["--run.steps", "80", "--checkpoint.every", "20", "--optimizer.lr", "0.001"]
     assert uninterrupted(up, program, *options) == 0
     job = submit(up, program, "dying", *options)
     metrics = program.root / "dying/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 30, 120)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 21, 120)
     begin = time.monotonic()
     up.power_off("node3")
     try:
@@ -133,7 +133,7 @@ def pbs():
         yield started
 
 
-@pytest.mark.slow
+@pytest.mark.slow("SLURM's shortest time limit is a minute")
 @pytest.mark.parametrize("scheduler", ["pbs", pytest.param("torque", marks=pytest.mark.long)])
 def test_a_pbs_job_submits_itself_again_until_it_is_done(pbs, program, scheduler):
     """By hand its script is given less time, and steps until it has stopped once."""
@@ -199,7 +199,7 @@ LINES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow("32 ranks")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "launcher",

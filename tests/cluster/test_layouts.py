@@ -175,7 +175,7 @@ def alone(runs):
     return traffic.losses(config)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the first one starts jobs over hosts for all")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_sends_across_hosts_what_the_formula_says(measured, runs, layout):
     config = traffic.configuration(layout, runs)
@@ -187,7 +187,7 @@ def test_a_step_sends_across_hosts_what_the_formula_says(measured, runs, layout)
     assert measured[layout] == pytest.approx(formula, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the first one starts jobs over hosts for all")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_over_hosts_are_those_of_one_process(measured, alone, runs, layout):
     assert measured[layout]

@@ -58,11 +58,10 @@ def test_the_order_does_not_depend_on_how_a_batch_is_cut(samples, batch, step, s
     assert (np.concatenate(pieces) == order.indices(step, 0, batch)).all()
 
 
-
 @given(samples=st.integers(7, 5000), steps=st.lists(st.integers(1, 3000), min_size=1, max_size=20))
 def test_the_order_does_not_depend_on_the_steps_asked_for_before(samples, steps):
     order = SampleOrder(samples, 7, seed=1)
-    for step in [later for step in steps for later in (step, step + 1)]:
+    for step in [later for one in steps for later in (one, one + 1)]:
         alone = SampleOrder(samples, 7, seed=1)
         assert (order.indices(step, 2, 3) == alone.indices(step, 2, 3)).all()
 

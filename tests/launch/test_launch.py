@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from hpc_train.launch.launchers import cores_here
+from tests.conftest import small_program
 from tests.programs import ENVIRON, hpc_train, only_line, ranks_of, run
 
-OPTIONS = ("--run.steps", "200", "--checkpoint.every", "20", "--gradients.engine", "mpi")
+OPTIONS = ("--run.steps", "80", "--checkpoint.every", "20", "--gradients.engine", "mpi")
 
 
 @contextmanager
@@ -67,10 +68,18 @@ def rank_process(launcher, rank):
     raise AssertionError(f"no rank {rank}")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, text_data):
+    """The losses of a job that nobody kills."""
+    whole = small_program(tmp_path_factory.mktemp("whole"), text_data)
+    done = whole.train("run", *OPTIONS, launcher="mpirun", ranks=2)
+    assert done.returncode == 0, done.stderr
+    return whole.losses("run")
+
+
+@pytest.mark.slow("ranks start twice, and in the second case load all they need each time")
 @pytest.mark.parametrize("how", [(), ("--cold",)], ids=["warm", "cold"])
-def test_a_killed_rank_is_named_and_the_job_goes_on_bit_for_bit(program, how):
-    undisturbed = program.train("other", *OPTIONS, launcher="mpirun", ranks=2)
-    assert undisturbed.returncode == 0, undisturbed.stderr
+def test_a_killed_rank_is_named_and_the_job_goes_on_bit_for_bit(program, undisturbed, how):
     words = ["-np", "2", "--max_restarts", "2", *how, "--", *training(program, *OPTIONS)]
     with launched(*words) as process:
         read_until(process, "step 30 ")
@@ -80,7 +89,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on_bit_for_bit(program, how):
         assert "was ended by SIGKILL" in text
         rest = process.communicate(timeout=120)[0]
     assert process.returncode == 0, rest
-    assert program.losses("run") == program.losses("other")
+    assert program.losses("run") == undisturbed
     events = journal(program)
     assert [event["event"] for event in events] == ["start", "end", "start", "end"]
     assert "SIGKILL" in events[1]["cause"]

@@ -41,12 +41,12 @@ def test_every_fifth_and_the_best_are_kept_for_good(program, ranks):
 )
 def test_a_run_that_saves_in_the_background_has_the_same_checkpoints(program, ranks, options):
     how = {"launcher": "mpirun", "ranks": ranks} if ranks > 1 else {}
-    words = ["--checkpoint.every", "2", *options]
+    words = ["--run.steps", "6", "--checkpoint.every", "2", *options]
     for name in ("background", "foreground"):
         background = str(name == "background").lower()
         done = program.train(name, *words, "--checkpoint.background", background, **how)
         assert done.returncode == 0, done.stderr
-    for step in (2, 4, 6, 8, 10, 12):
+    for step in (2, 4, 6):
         pair = [program.checkpoint(name, step) for name in ("background", "foreground")]
         assert pair[0].read_bytes() == pair[1].read_bytes()
     assert program.metrics("background")[-1]["loss"] == program.metrics("foreground")[-1]["loss"]

@@ -148,7 +148,7 @@ def test_a_run_goes_on_where_auto_takes_something_else(job, together, reference)
 TAKES_1 = "memory.zero auto takes 1: the ranks of a node share parameters and the optimizer's work"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("three jobs")
 def test_the_program_says_what_auto_takes(program):
     alone = program.train("alone")
     assert "memory.zero auto takes 0: the job has one replica of the model" in alone.stdout

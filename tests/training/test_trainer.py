@@ -26,7 +26,8 @@ def config(directory, *options) -> RunConfig:
     fixed = ["--run.dir", str(directory), "--run.steps", str(STEPS), "--run.log_every", "1"]
     fixed += ["--data.batch", "24", "--data.validation_every", "3", "--precision.dtype", "float64"]
     fixed += ["--optimizer.lr", "0.01", "--optimizer.clip_norm", "0.8", "--checkpoint.every", "3"]
-    return load(None, [*fixed, "--run.deterministic", "true", *options])
+    fixed += ["--run.preflight", "false", "--run.deterministic", "true"]
+    return load(None, [*fixed, *options])
 
 
 def text(samples, seed):

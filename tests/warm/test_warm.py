@@ -20,7 +20,7 @@ from tests.programs import COLD, ENVIRON, hpc_train, python, run
 # All that a program can see of how it was started.
 TELL = """
 import json, os, resource, signal, stat, sys, threading
-SET = ("HPC_TRAIN_WARM", "OMPI_MCA_btl_vader_backing_directory", "_")
+SET = ("HPC_TRAIN_WARM", "OMPI_MCA_btl_vader_backing_directory", "OMPI_MCA_shmem", "_")
 streams = [sys.stdin, sys.stdout, sys.stderr]
 print(json.dumps({
     "argv": sys.argv, "first": sys.path[0], "name": __name__, "file": __file__,
