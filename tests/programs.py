@@ -35,6 +35,8 @@ ENVIRON = (
         # Each rank of Open MPI 4 sleeps for a second when this transport, which nobody uses here,
         # is closed: hundreds of times.
         "OMPI_MCA_btl": "^ofi",
+        # Jobs run side by side: ranks that wait leave the cores to the other one's.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         # Programs are found as in an activated environment.

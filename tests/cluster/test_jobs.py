@@ -60,9 +60,9 @@ def uninterrupted(up: Slurm, program: Program, *options: str) -> int:
 def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program):
     options = ["--checkpoint.every", "0", "--optimizer.schedule", "constant"]
     options += ["--run.deterministic", "true"]  # not whichever way of averaging is faster now
-    # Half of the first minute passes before the training starts, so that less has to be repeated.
-    half = ["--setup", 'test "$SLURM_RESTART_COUNT" || sleep 30']
-    chain = ["--time", "00:01:00", *half, *options, "--run.steps", "1000000"]
+    # Most of the first minute passes before the training starts, so that less has to be repeated.
+    late = ["--setup", 'test "$SLURM_RESTART_COUNT" || sleep 40']
+    chain = ["--time", "00:01:00", *late, *options, "--run.steps", "1000000"]
     job = submit(up, program, "chain", *chain)
     stopped = "stopped by run.time_limit (the end of the job)"
     wait_until(lambda: stopped in output(program, "chain"), 100)
@@ -191,29 +191,30 @@ def wide():
         yield started
 
 
-HOSTS = ",".join(f"node{number}:8" for number in range(1, 5))
-LINES = {
-    "mpirun": ["mpirun", "-np", "32", "--host", HOSTS],
-    "horovodrun": ["horovodrun", "-np", "32", "-H", HOSTS],
-    "srun": ["srun", "--nodes=4", "--ntasks-per-node=8", "--mpi=pmix", "--kill-on-bad-exit=1"],
-}
+def line(launcher: str, per_host: int) -> list[str]:
+    """What starts so many ranks on each of the four hosts."""
+    hosts_of = ",".join(f"node{number}:{per_host}" for number in range(1, 5))
+    if launcher == "srun":
+        size = ["--nodes=4", f"--ntasks-per-node={per_host}"]
+        return ["srun", *size, "--mpi=pmix", "--kill-on-bad-exit=1"]
+    ranks = ["-np", str(4 * per_host)]
+    return [launcher, *ranks, "--host" if launcher == "mpirun" else "-H", hosts_of]
 
 
-@pytest.mark.slow("32 ranks")
+@pytest.mark.slow("up to 32 ranks")
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "launcher",
-    ["horovodrun", *(pytest.param(name, marks=pytest.mark.long) for name in ("mpirun", "srun"))],
-)
-def test_32_ranks_on_4_hosts_by_every_launcher(wide, program, launcher):
+@pytest.mark.parametrize("per_host", [2, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "srun"])
+def test_four_hosts_by_every_launcher(wide, program, launcher, per_host):
+    ranks = 4 * per_host
     options = ["--run.steps", "4", "--data.batch", "32", "--data.micro_batch", "1"]
     engine = "horovod" if launcher == "horovodrun" else "mpi"
     train = program.command("run", *options, "--gradients.engine", engine)
     environ = {"PATH": f"{wide.cluster.folder}:{ENVIRON['PATH']}"}
     host = "head" if launcher == "srun" else "node1"
-    done = wide.run([*LINES[launcher], *train], host, timeout=380, environ=environ)
+    done = wide.run([*line(launcher, per_host), *train], host, timeout=380, environ=environ)
     assert done.returncode == 0, done.stderr
-    assert "preflight of 32 ranks on 4 hosts" in done.stdout
+    assert f"preflight of {ranks} ranks on 4 hosts" in done.stdout
     alone = program.train("alone", *options)
     assert alone.returncode == 0, alone.stderr
     assert program.losses("run") == pytest.approx(program.losses("alone"), rel=1e-10)

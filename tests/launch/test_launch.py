@@ -269,7 +269,8 @@ def test_nohup_outlives_the_terminal(program):
 
 
 def test_a_signal_that_comes_before_the_ranks_listen_stops_it_too(program):
-    words = ["-np", "2", "--max_restarts", "3", "--", *training(program)]
+    endless = ("--run.steps", "1000000", "--checkpoint.every", "0")
+    words = ["-np", "2", "--max_restarts", "3", "--", *training(program, *endless)]
     for seconds in (0.9, 1.5):
         with launched(*words) as process:
             time.sleep(seconds)
