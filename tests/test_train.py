@@ -227,6 +227,7 @@ def test_the_time_limit_stops_every_rank_with_75_before_it_is_over(program, laun
     assert f"stopped by run.time_limit ({LIMIT} s)" in done.stdout
 
 
+@pytest.mark.slow("three jobs")
 def test_losses_do_not_depend_on_the_number_of_ranks_also_after_a_resume(program):
     constant = ["--optimizer.schedule", "constant"]  # others end where run.steps says
     assert_succeeded(program.train("straight", *constant))

@@ -60,8 +60,8 @@ def uninterrupted(up: Slurm, program: Program, *options: str) -> int:
 def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program):
     options = ["--checkpoint.every", "0", "--optimizer.schedule", "constant"]
     options += ["--run.deterministic", "true"]  # not whichever way of averaging is faster now
-    # Most of the first minute passes before the training starts, so that less has to be repeated.
-    late = ["--setup", 'test "$SLURM_RESTART_COUNT" || sleep 40']
+    # Half of the first minute passes before the training starts, so that less has to be repeated.
+    late = ["--setup", 'test "$SLURM_RESTART_COUNT" || sleep 30']
     chain = ["--time", "00:01:00", *late, *options, "--run.steps", "1000000"]
     job = submit(up, program, "chain", *chain)
     stopped = "stopped by run.time_limit (the end of the job)"
