@@ -142,7 +142,7 @@ class Supervisor:
         """The job on what is left of the hosts."""
         if not self.hosts:
             return self.job
-        alive = self._alive()
+        alive = self._alive(cause)
         if missing := [host.name for host in self.hosts if host not in alive]:
             self.say(f"left out, because they do not answer: {', '.join(missing)}")
         ranks, options = self.job.ranks, list[str]()
@@ -157,16 +157,18 @@ class Supervisor:
             self.job, ranks=ranks, hosts=take(alive, ranks), command=[*self.job.command, *options]
         )
 
-    def _alive(self) -> list[Host]:
+    def _alive(self, cause: str) -> list[Host]:
+        # A host that is the cause is asked once: a second look costs seconds.
+        tries = [1 if f"host {host.name} " in cause else PROBES for host in self.hosts]
         with ThreadPoolExecutor(max_workers=16) as pool:
-            answers = list(pool.map(self._answers, self.hosts))
+            answers = list(pool.map(self._answers, self.hosts, tries))
         return [host for host, answer in zip(self.hosts, answers, strict=True) if answer]
 
-    def _answers(self, host: Host) -> bool:
+    def _answers(self, host: Host, tries: int) -> bool:
         if host.name in ("localhost", socket.gethostname()):
             return True
         line = self.launcher.make(Job([sys.executable, "-c", "pass"], 1, [Host(host.name, 1)]))
-        for _ in range(PROBES):
+        for left in reversed(range(tries)):
             try:
                 done = subprocess.run(
                     line.words,
@@ -180,7 +182,9 @@ class Supervisor:
                 return False
             if done.returncode == 0:
                 return True
-            time.sleep(1.0)  # several launchers at once, and the end of the last, may disturb it
+            time.sleep(
+                1.0 if left else 0.0
+            )  # several launchers at once, and the end of the last, may disturb it
         return False
 
     def _write(self, **record: Any) -> None:

@@ -29,6 +29,7 @@ from random import Random
 
 import psutil
 
+from hpc_train.warm.key import LOAD
 from tests.cluster.hosts import hosts
 from tests.cluster.slurm import Slurm, slurm, wait_until
 from tests.conftest import small_program, small_text
@@ -61,6 +62,7 @@ def last_step(program: Program) -> int:
 def kill(up: Slurm, job: int, kind: int, random: Random) -> tuple[str, Callable[[], object]]:
     """Kill a rank, a slurmd or a host; returns which of VICTIMS it was, and what brings it back."""
     if kind == 0:
+        wait_until(lambda: ranks(up), SECONDS)  # the last kill may only now have been noticed
         os.kill(random.choice(ranks(up)), signal.SIGKILL)
         return VICTIMS[0], lambda: None
     host = random.choice(up.cluster.names)
@@ -98,7 +100,10 @@ def soak(
     """Kill so often; returns the seconds until the next new step, by victim."""
     seconds: dict[str, list[float]] = {victim: [] for victim in VICTIMS}
     for number in range(kills):
-        wait_until(lambda: len(ranks(up)) >= 4, SECONDS)
+        try:
+            wait_until(lambda: len(ranks(up)) >= 4, SECONDS)
+        except TimeoutError:
+            raise SystemExit(state(up, program)) from None
         before = last_step(program)
         wait_until(lambda step=before: last_step(program) > step + 3, SECONDS)
         time.sleep(3 * random.random())
@@ -138,6 +143,7 @@ def main() -> None:
         size += ["--max_restarts", str(options.kills), "--time", "04:00:00"]
         words = hpc_train("submit", str(program.config), *size, *run)
         silence = {"HPC_TRAIN_SILENCE": "6"}  # after which a job without its script is queued again
+        silence |= {LOAD: "program"}  # the package too, as for a user
         words += ["--run.dir", str(folder / "run")]
         done = up.run(words, cwd=folder, environ=silence)
         if done.returncode:
