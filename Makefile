@@ -53,7 +53,7 @@ test-mpi: setup
 	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -m "mpi and not long" -p no:cacheprovider $(PYTEST_OPTIONS)
 
 test: test-mpi
-	python -m pytest -m "not mpi and not long" $(BESIDE) $(if $(DURATIONS),--durations_file $(DURATIONS)) \
+	python -m pytest -m "not mpi and not long" $(BESIDE) $(if $(DURATIONS),--durations_file=$(DURATIONS)) \
 		$(PYTEST_OPTIONS)
 
 test-quick: setup

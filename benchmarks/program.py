@@ -1,6 +1,6 @@
 """The whole program beside plain scripts: `hpc-train train` with default keys on two ranks.
 
-    python -m benchmarks.program [--rounds 5] [--steps 80] [--passed 20]
+    python -m benchmarks.program [--rounds 5] [--steps 80] [--passed 20] [--cost_steps 600]
 
 Every candidate trains the same module, `hpc_train.models.GPT`, with 1 x 128 tokens per rank and a
 fused AdamW, in an MPI job of its own, started in turn. Ours is the program as a user starts it; its
@@ -138,7 +138,7 @@ class Alternating(Trainer):
 
 
 def alternate(options: argparse.Namespace) -> None:
-    """What each rank does to measure what the command line costs; hands back both seconds."""
+    """Write the seconds per step of the program and of bare steps in between; on each rank."""
     folder = Path(options.result).parent / "run"
     words = ["--run.dir", str(folder), "--run.steps", str(options.steps)]
     config = load(options.alternate, words)
@@ -152,7 +152,7 @@ def alternate(options: argparse.Namespace) -> None:
 
 
 def cost(config: Path, steps: int) -> tuple[float, float]:
-    """By how many percent a step of the program takes longer than a bare one, and how sure that is.
+    """How much longer a step of the program takes than a bare one, in percent.
 
     Returns:
         The median over sums of LOG_EVERY steps, and its standard error by their quartiles.

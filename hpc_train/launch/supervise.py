@@ -182,9 +182,8 @@ class Supervisor:
                 return False
             if done.returncode == 0:
                 return True
-            time.sleep(
-                1.0 if left else 0.0
-            )  # several launchers at once, and the end of the last, may disturb it
+            if left:  # several launchers at once, and the end of the last, may disturb it
+                time.sleep(1.0)
         return False
 
     def _write(self, **record: Any) -> None:

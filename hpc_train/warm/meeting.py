@@ -51,8 +51,13 @@ def parent() -> str:
 
 def folder_of(name: str) -> str:
     """Where the server of this name has its folder, below one of the user's."""
+    return f"{folder_of_all()}/{name}"
+
+
+def folder_of_all() -> str:
+    """Where this user's servers have their folders."""
     root = next(root for root in ROOTS if os.access(root, os.W_OK | os.X_OK))
-    return f"{root}/hpc-train-{os.getuid()}/{name}"
+    return f"{root}/hpc-train-{os.getuid()}"
 
 
 def private_folder(name: str) -> str:
@@ -108,7 +113,7 @@ def first(folder: str, key: bytes) -> socket.socket | None:
             return None
         if not _still(folder, alive):
             return None  # the last server took the folder with it
-        sweep(os.path.dirname(folder), folder)
+        sweep(folder)
         _unlink(f"{folder}/socket")
         with open(f"{folder}/key", "wb") as file:
             file.write(key)
@@ -145,21 +150,26 @@ def _unlink(path: str) -> None:
         pass
 
 
-def sweep(own: str, but: str = "") -> None:
-    """Remove the folders of servers that were killed."""
-    for name in os.listdir(own):
-        folder = f"{own}/{name}"
+def sweep(but: str = "") -> None:
+    """Remove the folders of servers that were killed, with the exception of one."""
+    try:
+        own = folder_of_all()
+        folders = [f"{own}/{name}" for name in os.listdir(own)]
+    except (OSError, StopIteration):
+        return  # there are none
+    for folder in folders:
         if folder == but:
             continue
         try:
             alive = os.open(f"{folder}/alive", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except OSError:
             continue
         try:
             fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            clear(folder)
+            if _still(folder, alive):
+                clear(folder)
         except OSError:
-            pass
+            pass  # its server lives
         finally:
             os.close(alive)
 

@@ -26,7 +26,8 @@ from hpc_train.warm.meeting import PADDING, is_open
 OWN = "hpc_train"
 # Where Open MPI 4 puts the memory that ranks share, which it leaves behind when they are killed.
 SEGMENTS = "OMPI_MCA_btl_vader_backing_directory"
-# It takes mmap in any case, but tries the others first, and leaves a file if it is killed then.
+# Its framework for shared memory takes mmap in any case. It tries the other kinds first, and leaves
+# a file if it is killed then.
 TRIED = "OMPI_MCA_shmem"
 
 

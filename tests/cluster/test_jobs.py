@@ -192,7 +192,7 @@ def wide():
 
 
 def line(launcher: str, per_host: int) -> list[str]:
-    """What starts so many ranks on each of the four hosts."""
+    """A launcher's command line that starts `per_host` ranks on each of the four hosts."""
     hosts_of = ",".join(f"node{number}:{per_host}" for number in range(1, 5))
     if launcher == "srun":
         size = ["--nodes=4", f"--ntasks-per-node={per_host}"]

@@ -166,6 +166,7 @@ def test_all_end_with_the_server_and_the_next_start_makes_another(tmp_path):
         assert process.wait(10) == -signal.SIGKILL
         assert "fork server was killed" in process.stderr.read()
         assert ended(rank)
+        assert not folder.exists(), "its stand-in removes what it cannot any more"
     done = run(*python(script(tmp_path, "print('again')")), environ=own)
     assert done.stdout == "again\n", done.stderr
     limit = time.monotonic() + 15
