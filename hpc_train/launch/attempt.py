@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from hpc_train.launch.protocol import Progress, read_progress
 KEPT = 400  # last lines of the output, in which the cause of a failure is looked for
 LOOK = 0.1  # seconds between two looks at the job
 GRACE = 5.0  # seconds that a launcher has to end its ranks, before it is killed with them
+LOST_GRACE = 1.0  # the same if a host has died, whose ranks it would wait for in vain
 PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None)  # loaded before a fork, after which little is safe
 
@@ -39,6 +40,7 @@ class Outcome:
         silent: seconds without any progress, after which it was ended; 0: it was not.
         progress: the last.
         starved: whether the kernel of this host ended a process meanwhile for lack of memory.
+        lost: hosts that did not answer any more, for which it was ended.
     """
 
     code: int
@@ -46,6 +48,7 @@ class Outcome:
     silent: float
     progress: Progress
     starved: bool = False
+    lost: Sequence[str] = ()
 
 
 def _end_with_parent() -> None:
@@ -69,12 +72,18 @@ class Attempt:
         environ: the variables, besides those of the line.
         progress: the file in which the job's first rank tells how far it is.
         start_limit: seconds until it must have told it for the first time; 0: for ever.
+        lost: the job's hosts that have died, after this many seconds without progress.
     """
 
     def __init__(
-        self, line: Line, environ: Mapping[str, str], progress: Path, start_limit: float = 0.0
+        self,
+        line: Line,
+        environ: Mapping[str, str],
+        progress: Path,
+        start_limit: float = 0.0,
+        lost: Callable[[float], Sequence[str]] = lambda silence: (),
     ) -> None:
-        self.path, self.start_limit = progress, start_limit
+        self.path, self.start_limit, self.lost = progress, start_limit, lost
         self.unwanted = False
         """Set it to have `watch` end the job at once."""
         with suppress(FileNotFoundError):
@@ -131,8 +140,9 @@ class Attempt:
         return []
 
     def watch(self) -> Outcome:
-        """Wait for its end, which comes too when the job's first rank is silent for too long."""
+        """Wait for its end, which comes too when it is silent for too long or a host has died."""
         before = memory_kills()
+        lost: Sequence[str] = ()
         heard, last, silent = time.monotonic(), read_progress(self.path), 0.0
         while not self.wait(LOOK):
             told = read_progress(self.path)
@@ -142,8 +152,9 @@ class Attempt:
                 self._left_behind.end()
             silent = time.monotonic() - heard
             due = told.due if told.step >= 0 else self.start_limit
-            if self.unwanted or (due and silent > due):
-                self.kill()
+            lost = self.lost(silent)
+            if self.unwanted or lost or (due and silent > due):
+                self.kill(LOST_GRACE if lost else GRACE)
                 break
         else:
             silent = 0.0
@@ -152,13 +163,17 @@ class Attempt:
         self._clear()
         starved = memory_kills() > before
         told = read_progress(self.path)
-        return Outcome(self.process.returncode, list(self.lines), silent, told, starved)
+        return Outcome(self.process.returncode, list(self.lines), silent, told, starved, lost)
 
-    def kill(self) -> None:
-        """End launcher and ranks."""
+    def kill(self, grace: float = GRACE) -> None:
+        """End launcher and ranks.
+
+        Args:
+            grace: seconds that the launcher has for it.
+        """
         left = self._family()
         self.process.terminate()
-        if not self.wait(GRACE):
+        if not self.wait(grace):
             self.process.kill()
             self.process.wait()
         for process in left:

@@ -54,6 +54,8 @@ class Job:
         cores: of a host, which its ranks share.
         threads: of each rank.
         environ: variables that the ranks are to have.
+        again: it takes the place of one that has failed, of which the scheduler may still count
+            ranks on hosts that died.
     """
 
     command: Sequence[str]
@@ -62,6 +64,7 @@ class Job:
     cores: int = 1
     threads: int = 1
     environ: Mapping[str, str] = field(default_factory=dict)
+    again: bool = False
 
     @property
     def per_host(self) -> int:
@@ -185,6 +188,8 @@ def srun(program: str, plugin: str, job: Job) -> Line:
         words += [f"--nodes={len(job.hosts)}", f"--nodelist={names}"]
         if job.even:
             words.append(f"--ntasks-per-node={job.per_host}")
+    if job.again:
+        words.append("--overlap")  # with a step that does not end; it would wait for its cores
     if job.binds:
         words += [f"--cpus-per-task={job.threads}", "--cpu-bind=cores"]
     else:

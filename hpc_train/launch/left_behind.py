@@ -16,7 +16,7 @@ from contextlib import suppress
 
 KILLED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: (?!Exited with exit code)")
 EXITED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?!75\b)")
-SOON = 0.3  # seconds for srun to tell of others
+SOON = 0.1  # seconds for srun to tell of others
 LATER = 5.0  # for ranks that all end with an error, each after its last words
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 from hpc_train.errors import EXIT_STOPPED, EXIT_USER, HpcTrainError
 from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
+from hpc_train.launch.contact import Contact
 from hpc_train.launch.hosts import Host, take
 from hpc_train.launch.launchers import Found, Job
 from hpc_train.launch.protocol import PROGRESS, REACHED, RESTARTS, STOP, STOP_SIGNALS
@@ -65,6 +67,9 @@ class Supervisor:
     _stopping: bool = False
     _attempt: Attempt | None = None
 
+    def __post_init__(self) -> None:
+        self._contact = Contact([host.name for host in self.hosts])
+
     def run(self) -> int:
         """Run the job to its end; returns its exit code.
 
@@ -93,7 +98,7 @@ class Supervisor:
             if self._stopping:
                 raise HpcTrainError(f"{cause}, while it was stopping")
             self._check(restart, futile, cause)
-            job = self._next(cause)
+            job = self._next(cause, outcome)
             self.say(
                 f"{cause}; restart {restart + 1} of {self.restarts} with {job.ranks} ranks"
                 + (f" on {job.listed()}" if job.hosts else "")
@@ -119,7 +124,8 @@ class Supervisor:
         environ = {**os.environ, **job.environ, **told}
         begun = time.time()
         self._write(event="start", restart=restart, ranks=job.ranks, hosts=job.listed())
-        self._attempt = Attempt(line, environ, self.progress, self.start_limit)
+        lost = partial(self._contact.lost_in, [host.name for host in job.hosts])
+        self._attempt = Attempt(line, environ, self.progress, self.start_limit, lost)
         if self._stopping:
             self._attempt.ask_to_stop()
         outcome = self._attempt.watch()
@@ -138,11 +144,11 @@ class Supervisor:
         unfinished = outcome.code == 0 and self.run_dir and not outcome.progress.done
         return outcome.code in FINAL and not unfinished
 
-    def _next(self, cause: str) -> Job:
+    def _next(self, cause: str, outcome: Outcome) -> Job:
         """The job on what is left of the hosts."""
         if not self.hosts:
-            return self.job
-        alive = self._alive(cause)
+            return replace(self.job, again=True)
+        alive = self._alive(cause, outcome)
         if missing := [host.name for host in self.hosts if host not in alive]:
             self.say(f"left out, because they do not answer: {', '.join(missing)}")
         ranks, options = self.job.ranks, list[str]()
@@ -153,21 +159,27 @@ class Supervisor:
                 f"{cause}; what is left, {slots} slots on {len(alive)} hosts, is too little",
                 "start the same command when there are more; it goes on from the last checkpoint",
             )
-        return replace(
-            self.job, ranks=ranks, hosts=take(alive, ranks), command=[*self.job.command, *options]
-        )
+        command, hosts = [*self.job.command, *options], take(alive, ranks)
+        return replace(self.job, ranks=ranks, hosts=hosts, command=command, again=True)
 
-    def _alive(self, cause: str) -> list[Host]:
+    def _alive(self, cause: str, outcome: Outcome) -> list[Host]:
+        names = [host.name for host in self.hosts if host.name not in outcome.lost]
+        lost = self._contact.lost(names)
+        hosts = [host for host in self.hosts if host.name in names and host.name not in lost]
+        trained = outcome.progress.step >= 0 and "was lost" not in cause
+        if trained and all(self._contact.knows(host.name) for host in hosts):
+            return hosts  # whether ranks can start there, the next attempt shows soonest
         # A host that is the cause is asked once: a second look costs seconds.
-        tries = [1 if f"host {host.name} " in cause else PROBES for host in self.hosts]
+        tries = [1 if f"host {host.name} " in cause else PROBES for host in hosts]
         with ThreadPoolExecutor(max_workers=16) as pool:
-            answers = list(pool.map(self._answers, self.hosts, tries))
-        return [host for host, answer in zip(self.hosts, answers, strict=True) if answer]
+            answers = list(pool.map(self._answers, hosts, tries))
+        return [host for host, answer in zip(hosts, answers, strict=True) if answer]
 
     def _answers(self, host: Host, tries: int) -> bool:
         if host.name in ("localhost", socket.gethostname()):
             return True
-        line = self.launcher.make(Job([sys.executable, "-c", "pass"], 1, [Host(host.name, 1)]))
+        one = Job([sys.executable, "-c", "pass"], 1, [Host(host.name, 1)], again=True)
+        line = self.launcher.make(one)
         for left in reversed(range(tries)):
             try:
                 done = subprocess.run(
@@ -215,6 +227,10 @@ class Supervisor:
 
 def cause_of(outcome: Outcome) -> str:
     """Why an attempt failed, in a few words."""
+    if len(outcome.lost) == 1:
+        return f"host {outcome.lost[0]} does not answer"
+    if outcome.lost:
+        return f"hosts {', '.join(outcome.lost)} do not answer"
     if outcome.silent and outcome.progress.step < 0:
         return (
             f"no sign of training for {outcome.silent:.0f} s: a rank hangs as it starts, or its "
