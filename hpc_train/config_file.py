@@ -118,7 +118,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 @functools.cache
-def parser(*, documented: bool = False) -> ArgumentParser:
+def parser(*, documented: bool) -> ArgumentParser:
     """The command-line parser of a run's configuration, made from the dataclasses.
 
     Args:

@@ -68,7 +68,7 @@ def load(what: str) -> str:
         with suppress(ImportError):
             importlib.import_module(name)
     if what != "libraries":
-        importlib.import_module("hpc_train.config_file").parser()  # once for all ranks
+        importlib.import_module("hpc_train.config_file").parser(documented=False)
     gc.collect()
     gc.freeze()  # the collector would write to pages that forks share
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
