@@ -188,15 +188,15 @@ def srun(program: str, plugin: str, job: Job) -> Line:
         words += [f"--nodes={len(job.hosts)}", f"--nodelist={names}"]
         if job.even:
             words.append(f"--ntasks-per-node={job.per_host}")
-    if job.again:
-        words.append("--overlap")  # with a step that does not end; it would wait for its cores
     if job.binds:
         words += [f"--cpus-per-task={job.threads}", "--cpu-bind=cores"]
     else:
         words += ["--overcommit", "--cpu-bind=none"]
     # The other barrier of Slurm 22.05 lets ranks through MPI_Init while others are not there yet.
-    ring = {"SLURM_PMIX_FENCE": "ring"} if plugin == "pmix" else {}
-    return Line([*words, *job.command], ring)
+    environ = {"SLURM_PMIX_FENCE": "ring"} if plugin == "pmix" else {}
+    if job.again:  # it would wait for the cores of a step that does not end
+        environ["SLURM_OVERLAP"] = "1"
+    return Line([*words, *job.command], environ)
 
 
 def horovodrun(program: str, job: Job) -> Line:

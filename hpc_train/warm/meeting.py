@@ -13,6 +13,7 @@ import time
 from hpc_train.warm.key import WARM, difference, key_of, packed, text_of
 
 ROOTS = ("/dev/shm", "/tmp")  # of a node alone, and short: a socket's path has at most 107 bytes
+LETS_GO = 1.0  # seconds in which the kernel releases the lock of a process that was killed
 PADDING = 4096  # bytes of the server's command line, in which a rank writes its own
 
 
@@ -28,7 +29,7 @@ def connect() -> socket.socket:
     """
     try:
         key = packed(key_of(os.environ))
-        name = os.environ.get(WARM) or parent()
+        name = name_here()
         for _ in range(1000):
             try:
                 folder = private_folder(name)
@@ -42,8 +43,10 @@ def connect() -> socket.socket:
     raise Cold("no server came up")
 
 
-def parent() -> str:
-    """A name for the job on this node: its ranks have the launcher's process as their parent."""
+def name_here() -> str:
+    """The name of this node's server; by default the job's, whose ranks have one parent."""
+    if name := os.environ.get(WARM):
+        return name
     number = os.getppid()
     begun = text_of(f"/proc/{number}/stat").rpartition(")")[2].split()[19]
     return f"parent-{number}-{begun}"
@@ -172,6 +175,15 @@ def sweep(but: str = "") -> None:
             pass  # its server lives
         finally:
             os.close(alive)
+
+
+def clear_killed() -> None:
+    """Remove the folder of this node's server, which was killed a moment ago."""
+    folder, end = folder_of(name_here()), time.monotonic() + LETS_GO
+    sweep()
+    while os.path.exists(folder) and time.monotonic() < end:
+        time.sleep(0.01)
+        sweep()
 
 
 def clear(folder: str) -> None:

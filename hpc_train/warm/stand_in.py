@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from hpc_train.warm.key import WARM, WHY, packed, text_of
-from hpc_train.warm.meeting import Cold, connect, descriptors, sweep
+from hpc_train.warm.meeting import Cold, clear_killed, connect, descriptors
 
 SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
@@ -159,7 +159,7 @@ def wait(server: socket.socket) -> int:
         answer = b""
     if not answer:
         print("hpc-train: the fork server was killed, and this rank with it", file=sys.stderr)
-        sweep()
+        clear_killed()
         return int(signal.SIGKILL)
     status: int = marshal.loads(answer)["status"]
     return status
