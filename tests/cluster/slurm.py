@@ -161,8 +161,10 @@ class Slurm:
         self.cluster.power_off(host)
 
     def boot(self, host: str) -> None:
-        """Bring a host back that was powered off, with a slurmd."""
+        """Bring a host back that was powered off, with a slurmd; nothing is left of what it had."""
         self.cluster.boot(host)
+        for left in (self.folder / host).iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         self.start_slurmd(host)
 
 

@@ -35,12 +35,12 @@ def program(tmp_path: Path, text_data: Path) -> Program:
     return made
 
 
-def submit(up: Slurm, program: Program, name: str, *words: str) -> int:
+def submit(up: Slurm, program: Program, name: str, *words: str, **environ: str) -> int:
     """Submit the training from its folder, over all hosts."""
     size = ["--scheduler", "slurm", "--nodes", "4", "--ranks_per_node", "2"]
     run_dir = ["--run.dir", str(program.root / name)]
     command = hpc_train("submit", str(program.config), *size, *run_dir, *words)
-    done = up.run(command, cwd=program.root)
+    done = up.run(command, cwd=program.root, environ=environ)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
@@ -103,7 +103,7 @@ def submit_fails(up: Slurm, program: Program) -> str:
     return done.stderr
 
 
-@pytest.mark.slow("a host's death has to be noticed by SLURM")
+@pytest.mark.slow("jobs over four hosts, and one that dies")
 def test_a_job_goes_on_without_a_host_that_dies(up, program):
     options = ["--run.steps", "80", "--checkpoint.every", "20", "--optimizer.lr", "0.001"]
     assert uninterrupted(up, program, *options) == 0
@@ -124,6 +124,27 @@ def test_a_job_goes_on_without_a_host_that_dies(up, program):
     assert starts[1]["ranks"] == 4, "16 samples by 2 each: 8 or 4 replicas, not 6"
     # Additions in another order, for some hundred steps.
     assert program.losses("dying") == pytest.approx(program.losses("whole"), rel=1e-8)
+
+
+@pytest.mark.long
+def test_a_job_whose_script_is_lost_is_queued_again_even_if_its_watch_was_lost_before(up, program):
+    endless = ["--run.steps", "1000000", "--checkpoint.every", "10"]
+    job = submit(up, program, "watched", *endless, HPC_TRAIN_SILENCE="6")
+    metrics = program.root / "watched/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 90)
+    up.power_off("node4")  # the last one watches
+    wait_until(lambda: up.nodes()["node4"].startswith("down"), 60)
+    up.boot("node4")
+    time.sleep(10)  # the script waits 5 before it starts another watch
+    up.power_off("node1")
+    try:
+        wait_until(lambda: up.job(job)["Restarts"] == "1", 60)
+    finally:
+        up.boot("node1")
+    wait_until(lambda: output(program, "watched").count("resumed from") >= 2, 90)
+    done = up.run(hpc_train("cancel", str(program.root / "watched")))
+    assert done.returncode == 0, done.stderr
+    assert up.wait(job, 60) == "FAILED", "by its exit code, 75"
 
 
 @pytest.fixture(scope="module")

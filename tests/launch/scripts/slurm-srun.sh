@@ -50,19 +50,30 @@ fi
 echo "job $SLURM_JOB_ID, start $count, on $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
 
 # With --no-kill a job lives on when SLURM has lost this script's node, and its script with it. The
-# last node watches: if nothing happens in the run directory any more, it queues the job again.
-watcher=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
-if [ "$again" != never ] && [ "$count" -lt "$most" ] && [ -n "$watcher" ] && [ "$watcher" != "$SLURMD_NODENAME" ]; then
-    # shellcheck disable=SC2016
-    srun --overlap --mpi=none --mem=0 --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$watcher" \
-        --output=none --error=none bash -c '
-            while sleep "$(($2 / 2))"; do
-                nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N)
-                if [ -n "$nodes" ] && ! scontrol show hostnames "$nodes" | grep -qxF "$1" &&
-                    [ -z "$(find "$3" -newermt "-$2 seconds" -print -quit)" ]; then
-                    scontrol requeue "$SLURM_JOB_ID"
-                fi
-            done' watch "$SLURMD_NODENAME" "${HPC_TRAIN_SILENCE:-120}" "$run_dir" 2>/dev/null &
+# last node watches: if nothing happens in the run directory any more, it queues the job again. When
+# SLURM has lost that node, the last one of the others takes its place.
+watch() {
+    while kill -0 $$; do # as long as this script lives
+        nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N) || nodes=$SLURM_JOB_NODELIST
+        watcher=$(scontrol show hostnames "$nodes" | tail -n 1)
+        if [ -z "$watcher" ] || [ "$watcher" = "$SLURMD_NODENAME" ]; then
+            return
+        fi
+        # shellcheck disable=SC2016
+        srun --overlap --mpi=none --mem=0 --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$watcher" \
+            --output=none --error=none bash -c '
+                while sleep "$(($2 / 2))"; do
+                    nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N)
+                    if [ -n "$nodes" ] && ! scontrol show hostnames "$nodes" | grep -qxF "$1" &&
+                        [ -z "$(find "$3" -newermt "-$2 seconds" -print -quit)" ]; then
+                        scontrol requeue "$SLURM_JOB_ID"
+                    fi
+                done' watch "$SLURMD_NODENAME" "${HPC_TRAIN_SILENCE:-120}" "$run_dir"
+        sleep 5
+    done
+}
+if [ "$again" != never ] && [ "$count" -lt "$most" ]; then
+    watch >/dev/null 2>&1 &
 fi
 
 code=75
