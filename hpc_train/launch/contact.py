@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 PORT = 9  # discard (RFC 863): the kernel of a host that lives accepts or refuses it at once
-SECONDS = 3.5  # for an answer; if packets are lost, the kernel asks again after 1 and 3 s (RFC 6298)
+SECONDS = 3.5  # for an answer; the kernel asks again after 1 and 3 s (RFC 6298)
 FIRST = 1.0  # seconds of silence, after which hosts are asked; then after 2, 4, 8, ...
 LONGEST = 60.0  # seconds between two times
 AT_ONCE = 200  # connections: a process may often open no more than 1024 files
