@@ -37,7 +37,12 @@ setup() {
 # SLURM signals this shell; the launcher passes it on to the ranks, which save and exit with 75.
 signalled=
 child=
-trap 'signalled=1' USR1 TERM
+pass_on() {
+    signalled=1
+    waiting=1
+    [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
+}
+trap pass_on USR1 TERM
 if ! setup; then
     echo "the setup failed: nothing is started"
     exit 1
@@ -87,17 +92,19 @@ fi
 code=75
 if [ -z "$signalled" ]; then
     "${start[@]}" "${command[@]}" &
+    sleep 0.2 # by then it has put this shell's traps away, and a signal is not lost on it
     child=$!
-    wait "$child"
-    code=$?
+    [ -z "$signalled" ] || pass_on # the signal came before there was a child
+    waiting=1
+    while [ -n "$waiting" ]; do # a signal ends `wait`, not the job
+        waiting=
+        wait "$child"
+        code=$?
+    done
+    if [ -n "$signalled" ] && [ "$code" -eq 138 ]; then
+        code=75 # the signal ended a program that was not listening yet
+    fi
 fi
-while [ -n "$signalled" ] && [ -n "$child" ]; do # the signal ended `wait`, not the job
-    signalled=
-    kill -USR1 "$child" 2>/dev/null
-    wait "$child"
-    code=$?
-    [ "$code" -ne 138 ] || code=75 # it ended a program that was not listening yet
-done
 
 if [ "$code" -eq 75 ] && ! stopped; then
     if [ "$count" -ge "$most" ]; then
