@@ -262,7 +262,7 @@ class PrecisionSection:
     def __post_init__(self) -> None:
         if self.matmul == "onednn" and self.dtype != "float32":
             raise ConfigError(
-                f"precision.matmul is onednn, precision.dtype {self.dtype}",
+                f"precision.matmul is onednn, but precision.dtype is {self.dtype}",
                 "leave precision.matmul out: it is about float32",
             )
 

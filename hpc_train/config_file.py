@@ -19,7 +19,10 @@ from hpc_train.errors import ConfigError
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-DESCRIPTION = "Train a model; a YAML file, then --section.key options, which win over it."
+DESCRIPTION = (
+    "Train a model; a YAML file, then --section.key options, which win over it. With --cold every "
+    "rank imports its libraries itself, in place of one process per node for all."
+)
 
 # Keys and values of the design whose parts do not exist yet: refused by name, never ignored.
 NOT_BUILT = frozenset(

@@ -20,6 +20,7 @@ from hpc_train.launch.launchers import Job, Line, cores_here, find, threads_of
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.supervise import START, Supervisor
 
+COLD = "--cold"  # of train, where it is no key of the configuration
 OWN_VERBS = ("train", "topology", "doctor")
 
 
@@ -73,7 +74,8 @@ def launch(request: Request) -> int:
     cores = request.cores or cores_here()
     full = max((host.slots for host in used), default=ranks)
     threads = threads_of(os.environ, cores, full)
-    warm = warm_start.variables(full, request.restarts, cold=request.cold)
+    cold = request.cold or (config is not None and COLD in command)
+    warm = warm_start.variables(full, request.restarts, cold=cold)
     command = warm_start.command(command, warm)
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **warm}
     job = Job(command, ranks, used, cores, threads, variables)
@@ -142,7 +144,7 @@ def _command(words: Sequence[str]) -> tuple[list[str], RunConfig | None]:
         return [*program, *rest], None
     if len(rest) == 1:
         raise UserError("train has no configuration", "write train CONFIG.yaml --section.key VALUE")
-    path, options = config_file.split(rest[1:])
+    path, options = config_file.split([word for word in rest[1:] if word != COLD])
     return [*program, *rest], config_file.load(path, options)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_train.warm import meeting, stand_in
-from hpc_train.warm.key import LINGER, LOAD, WARM
+from hpc_train.warm.key import LINGER, LOAD, WARM, is_off
 
 RESTART = 30.0  # seconds that a node's fork server waits for the job to be started again
 
@@ -31,14 +31,14 @@ def variables(ranks_per_host: int, restarts: int, *, cold: bool) -> dict[str, st
         return {name: os.environ[name] for name in names if name in os.environ}
     if ranks_per_host == 1 and not restarts:
         return {}
-    name = f"launch-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
+    name = f"launch-{meeting.short(socket.gethostname())}-{os.getpid()}-{time.time_ns():x}"
     return {WARM: name, LINGER: str(RESTART if restarts else 0.0)}
 
 
 def command(words: Sequence[str], warm: Mapping[str, str]) -> list[str]:
     """A command whose ranks are forked; unchanged if it does not run a program of this Python."""
     same = list(words)
-    if warm.get(WARM, "off") == "off":
+    if WARM not in warm or is_off(warm):
         return same
     python, program = shutil.which(words[0]), same[1:]
     if python is None or Path(python).parent != Path(sys.executable).parent:

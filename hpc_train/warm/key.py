@@ -21,19 +21,34 @@ READ_AT_LOAD = (
 )
 # Of those, drivers read these when they are first used, which is after the fork.
 READ_LATER = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+# These bind threads to the processors that a process may use when it loads OpenMP; in a fork, that
+# would be the server's.
+BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 # These are for the server alone.
 # All others, the launcher's and the user's own, are set in the fork.
-WARM = "HPC_TRAIN_WARM"  # "off", or the name of the server that several starts share
+WARM = "HPC_TRAIN_WARM"  # one of OFF, or the name of the server that several starts share
 LINGER = "HPC_TRAIN_WARM_LINGER"  # seconds that a server waits for another start
 LOAD = "HPC_TRAIN_WARM_LOAD"  # "program", or "libraries" alone
 WHY = "HPC_TRAIN_WARM_WHY"  # set: a rank that starts cold prints the reason
 
+OFF = ("off", "0", "no", "false")
 SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
 def packed(value: Any) -> bytes:
     """A value as bytes: equal values give equal ones, which newer formats do not promise."""
     return marshal.dumps(value, 2)
+
+
+def is_off(environ: Mapping[str, str]) -> bool:
+    """Whether every rank starts cold."""
+    return environ.get(WARM, "").lower() in OFF
+
+
+def binding(environ: Mapping[str, str]) -> str:
+    """A variable that binds threads; "" if there is none."""
+    found = [name for name in BINDING if environ.get(name, "false").lower() not in ("", "false")]
+    return found[0] if found else ""
 
 
 def key_of(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -55,6 +70,8 @@ def key_of(environ: Mapping[str, str]) -> dict[str, Any]:
         "user": (*os.getresuid(), *os.getresgid(), *sorted(os.getgroups())),
         "spaces": [os.readlink(f"/proc/self/ns/{name}") for name in SPACES],
         "cgroup": text_of("/proc/self/cgroup"),
+        "scheduling": os.sched_getscheduler(0),
+        "memory policy": _memory_policy(),
         "load": environ.get(LOAD, ""),
     }
 
@@ -64,6 +81,15 @@ def _folders(folder: str) -> list[str]:
     with os.scandir(folder) as entries:
         inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     return sorted([folder, *(path for path in inside if not path.endswith("__pycache__"))])
+
+
+def _memory_policy() -> str:
+    """On which memory nodes pages are put, as numactl and `srun --mem-bind` set it."""
+    try:
+        with open("/proc/self/numa_maps") as file:
+            return file.readline().split()[1]
+    except OSError:
+        return ""  # the kernel knows no memory nodes
 
 
 def text_of(path: str) -> str:

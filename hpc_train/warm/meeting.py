@@ -9,11 +9,13 @@ import socket
 import stat
 import sys
 import time
+import zlib
 
 from hpc_train.warm.key import WARM, difference, key_of, packed, text_of
 
 ROOTS = ("/dev/shm", "/tmp")  # of a node alone, and short: a socket's path has at most 107 bytes
 LETS_GO = 1.0  # seconds in which the kernel releases the lock of a process that was killed
+PATH = 107  # bytes of a socket's path (unix(7))
 PADDING = 4096  # bytes of the server's command line, in which a rank writes its own
 
 
@@ -44,12 +46,22 @@ def connect() -> socket.socket:
 
 
 def name_here() -> str:
-    """The name of this node's server; by default the job's, whose ranks have one parent."""
+    """The name of this node's server; by default the job's.
+
+    PMIx tells the ranks which job is theirs. Without it, what started them is their parent.
+    """
     if name := os.environ.get(WARM):
         return name
+    if space := os.environ.get("PMIX_NAMESPACE"):
+        return f"pmix-{short(space)}"
     number = os.getppid()
     begun = text_of(f"/proc/{number}/stat").rpartition(")")[2].split()[19]
     return f"parent-{number}-{begun}"
+
+
+def short(text: str) -> str:
+    """A name for a text of any length."""
+    return f"{zlib.crc32(text.encode(errors='surrogateescape')):08x}"
 
 
 def folder_of(name: str) -> str:
@@ -67,10 +79,12 @@ def private_folder(name: str) -> str:
     """Make the folder of a server, which this user alone can enter.
 
     Raises:
-        Cold: somebody else has made it.
+        Cold: somebody else has made it, or its name is too long.
         OSError: it cannot be made.
     """
     made = folder_of(name)
+    if len(os.fsencode(f"{made}/socket")) > PATH:
+        raise Cold(f"{WARM} is too long for the path of a socket")
     for folder in (os.path.dirname(made), made):
         try:
             os.mkdir(folder, 0o700)
@@ -166,6 +180,7 @@ def sweep(but: str = "") -> None:
         try:
             alive = os.open(f"{folder}/alive", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
+            _remove_empty(folder)
             continue
         try:
             fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,6 +190,14 @@ def sweep(but: str = "") -> None:
             pass  # its server lives
         finally:
             os.close(alive)
+
+
+def _remove_empty(folder: str) -> None:
+    """Remove a folder that its maker left at once; one that has just made it makes it again."""
+    try:
+        os.rmdir(folder)
+    except OSError:
+        pass
 
 
 def clear_killed() -> None:
@@ -199,7 +222,11 @@ def clear(folder: str) -> None:
         pass  # the next one has come already
 
 
-SERVE = "import sys; del sys.path[0]; from hpc_train.warm.server import main; main()"
+SERVE = """import sys
+if not sys.flags.safe_path:
+    del sys.path[0]
+from hpc_train.warm.server import main
+main()"""
 
 
 def spawn(folder: str, alive: int, listening: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import ctypes
 import importlib
+import importlib.machinery
 import io
 import os
 import random
@@ -14,6 +16,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import types
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,11 +78,14 @@ def become(request: Request, folder: str) -> None:
     place(descriptors, values["descriptors"])
     os.environ.clear()
     os.environb.update(values["environ"])
+    time.tzset()
+    if hidden := hidden_by(values["path"]):
+        raise OSError(f"{values['path']} has a module {hidden} of its own, which is loaded already")
     if folder.startswith("/dev/shm"):
         os.environ.setdefault(SEGMENTS, folder)
         os.environ.setdefault(TRIED, "mmap")
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-        stream = stream_of(number, mode, getattr(sys, name))
+        stream = stream_of(name, number, mode)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     write_command_line([sys.executable, *values["program"]])
@@ -97,6 +103,23 @@ def ignore(wanted: list[int]) -> None:
         elif ignored and number not in wanted:
             usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, usual)
+
+
+def hidden_by(path: str) -> str:
+    """A module that the server has loaded, and that a cold start would find in this folder."""
+    if sys.flags.safe_path:
+        return ""
+    loaded = {name for name in sys.modules if "." not in name}
+    try:
+        there = {name.partition(".")[0] for name in os.listdir(path)}
+    except OSError:
+        return ""
+    for name in loaded & there - {"__main__"}:
+        found = importlib.machinery.PathFinder.find_spec(name, [path])
+        own = getattr(sys.modules[name], "__file__", None)
+        if found and found.loader and found.origin not in (None, own):
+            return name
+    return ""
 
 
 def place(received: list[int], numbers: list[int]) -> None:
@@ -124,16 +147,18 @@ def place(received: list[int], numbers: list[int]) -> None:
             os.close(number)
 
 
-def stream_of(number: int, mode: str, like: TextIO) -> TextIO | None:
+def stream_of(name: str, number: int, mode: str) -> TextIO | None:
     """A standard stream as Python makes it at its start; None if the descriptor is closed."""
     if not is_open(number):
         return None
     raw = io.FileIO(number, mode, closefd=False)
+    raw.name = f"<{name}>"
+    like = getattr(sys, name)
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     buffer: Any = raw
     if mode == "r" or not unbuffered:
         buffer = io.BufferedWriter(raw) if mode == "w" else io.BufferedReader(raw)
-    return io.TextIOWrapper(
+    stream = io.TextIOWrapper(
         buffer,
         like.encoding,
         like.errors,
@@ -141,6 +166,8 @@ def stream_of(number: int, mode: str, like: TextIO) -> TextIO | None:
         line_buffering=not unbuffered and (number == 2 or raw.isatty()),
         write_through=unbuffered,
     )
+    stream.mode = mode  # type: ignore[misc]
+    return stream
 
 
 def write_command_line(words: list[str]) -> None:
@@ -161,11 +188,15 @@ def differ() -> None:
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
+    if processes := sys.modules.get("multiprocessing.process"):
+        processes.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+        processes.current_process().authkey = os.urandom(32)
     threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
-    set_openblas_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+    set_openblas_threads(min(cores, int(threads)) if threads.isdigit() else cores)
     torch = sys.modules.get("torch")
     if torch is not None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(cores)
 
 
 def set_openblas_threads(count: int) -> None:
@@ -187,10 +218,11 @@ def run(request: Request) -> NoReturn:
         SystemExit: at its end.
     """
     words, path = request.values["program"], request.values["path"]
-    sys.path.insert(0, path)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, path)
     sys.orig_argv = [sys.executable, *words]
     main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = __builtins__
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     try:
         if words[:2] == ["-m", OWN]:
@@ -201,8 +233,10 @@ def run(request: Request) -> NoReturn:
             runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
         else:
             sys.argv = words
-            main.__dict__["__file__"] = words[0]
-            code = compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True)
+            file = os.path.join(os.getcwd(), words[0])  # as Python tells it
+            loader = importlib.machinery.SourceFileLoader("__main__", file)
+            main.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
+            code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
             exec(code, main.__dict__)
     except Exception as error:  # noqa: BLE001  # Python prints it so, too
         error.__traceback__ = _of_program(error.__traceback__)

@@ -152,7 +152,8 @@ class Server:
             data, descriptors = b"", []
         if not data:  # it has ended: so does its rank, which is not reaped yet
             if peer.pid:
-                os.kill(peer.pid, signal.SIGKILL)
+                os.kill(peer.pid, signal.SIGKILL)  # it may not have its own group yet
+                _kill_group(peer.pid)
                 self.selector.unregister(peer.connection)
             else:
                 self._drop(peer)
@@ -186,7 +187,7 @@ class Server:
         except Exception as error:  # noqa: BLE001  # whatever it is, a cold start does without
             connection.send(packed({"cold": f"the fork cannot be this rank: {error!r}"}))
             os._exit(0)
-        connection.send(packed({"cold": ""}))
+        connection.send(packed({"cold": "", "group": os.getpid()}))
         connection.close()
         return request
 
@@ -218,6 +219,8 @@ class Server:
                 self._ended(pid, status)
 
     def _ended(self, pid: int, status: int) -> None:
+        if status:  # as launchers do with what a rank that has failed leaves running
+            _kill_group(pid)
         for peer in self._with(pid):
             with suppress(OSError):
                 peer.connection.send(packed({"status": status}))
@@ -236,3 +239,9 @@ class Server:
             self.selector.unregister(peer.connection)
         del self.peers[number]
         peer.connection.close()
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a rank and the processes that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

@@ -13,16 +13,22 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 
-from hpc_train.warm.key import WARM, WHY, packed, text_of
+from hpc_train.warm.key import WARM, WHY, binding, is_off, packed, text_of
 from hpc_train.warm.meeting import Cold, clear_killed, connect, descriptors
 
-SIGNALS = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
-    *(signal.SIGQUIT, signal.SIGXCPU, signal.SIGTSTP, signal.SIGCONT),
-)
-HELD = SIGNALS[:5]  # our own program asks for them itself, once it has loaded its libraries
+# Those that a process is sent by others. The rest cannot be caught, or tell it of itself.
+SIGNALS = signal.valid_signals() - {
+    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTTIN),
+    *(signal.SIGTTOU, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
+    *(signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
+}
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Our own program asks for these itself, once it has loaded its libraries.
+HELD = (*ENDING[:3], signal.SIGUSR1, signal.SIGUSR2)
+PATIENCE = 5.0  # seconds that a signal to end waits for a server that does not answer
 MESSAGE = 1 << 18  # bytes of a request; a larger environment starts cold
 DESCRIPTORS = 250  # that one message may carry (SCM_MAX_FD is 253)
 
@@ -39,6 +45,9 @@ def command(program: Sequence[str]) -> list[str]:
 def main() -> int:
     """Be the stand-in of a rank that runs the arguments; a cold start if there is no server."""
     program = sys.argv[1:]
+    if not program:
+        print("usage: __main__.py (-m MODULE | SCRIPT) ARGUMENT...", file=sys.stderr)
+        return 2
     code = start(program, first_on_path(program))
     if code is None:
         os.environ[WARM] = "off"  # it is not tried twice
@@ -62,15 +71,16 @@ def start(program: Sequence[str], path: str) -> int | None:
         Its exit code; None: it has to start cold. If a signal ended it, that signal ends this
         process, too.
     """
-    if forked or os.environ.get(WARM) == "off":
+    if forked or is_off(os.environ):
         return None
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # nothing is lost from here on
     try:
+        check(program)
         server = connect()
         try:
             held = HELD if list(program[:3]) == ["-m", "hpc_train", "train"] else ()
             hand_over(server, program, path, {*map(int, mask), *map(int, held)})
-            started(server)
+            group = started(server)
         except (OSError, ValueError) as error:
             server.close()
             raise Cold(str(error)) from None
@@ -79,7 +89,21 @@ def start(program: Sequence[str], path: str) -> int | None:
             print(f"hpc-train: a rank starts cold: {reason}", file=sys.stderr)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return None
-    return end_as(wait(server))
+    return end_as(wait(server, group))
+
+
+def check(program: Sequence[str]) -> None:
+    """Leave to Python what a fork cannot do as well.
+
+    Raises:
+        Cold: naming it.
+    """
+    if name := binding(os.environ):
+        raise Cold(f"{name} binds threads to processors that a rank does not have yet")
+    if program[0] == "-m" and len(program) == 1:
+        raise Cold("no module is named")
+    if program[0] != "-m" and not os.path.isfile(program[0]):
+        raise Cold(f"{program[0]} is no file")
 
 
 def hand_over(server: socket.socket, program: Sequence[str], path: str, mask: set[int]) -> None:
@@ -120,23 +144,39 @@ def hand_over(server: socket.socket, program: Sequence[str], path: str, mask: se
         os.close(here)
 
 
-def started(server: socket.socket) -> None:
-    """Wait until the rank runs.
+def started(server: socket.socket) -> int:
+    """Wait until the rank runs; returns its process group.
 
     Raises:
-        Cold: the server does not take it, or has ended.
+        Cold: the server does not take it, has ended, or does not answer a process that is to end.
     """
-    answer = server.recv(MESSAGE)
+    asked = None
+    while not select.select([server.fileno()], [], [], 0.2)[0]:
+        if signal.sigpending() & {*ENDING}:
+            asked = asked or time.monotonic()
+            if time.monotonic() - asked > PATIENCE:
+                raise Cold("it is asked to end, and the server does not answer")
+    try:
+        answer = server.recv(MESSAGE)
+    except ConnectionResetError:
+        answer = b""
     if not answer:
-        raise Cold("the server has ended")
-    if why := marshal.loads(answer).get("cold", "the fork has ended"):
+        raise Cold("the server has ended before it could fork")
+    told = marshal.loads(answer)
+    if why := told.get("cold", "the fork has ended"):
         raise Cold(why)
+    group: int = told["group"]
+    return group
 
 
-def wait(server: socket.socket) -> int:
+def wait(server: socket.socket, group: int) -> int:
     """Pass signals on until the rank ends; returns its status as `os.waitpid` gives it.
 
     They are blocked, and taken one by one: a handler might come between two of our calls.
+
+    Args:
+        server: the connection to it.
+        group: the rank's process group, whose processes do not outlive the server either.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -159,6 +199,10 @@ def wait(server: socket.socket) -> int:
         answer = b""
     if not answer:
         print("hpc-train: the fork server was killed, and this rank with it", file=sys.stderr)
+        try:
+            os.killpg(group, signal.SIGKILL)  # the kernel has killed the rank, not its children
+        except OSError:
+            pass  # it had none
         clear_killed()
         return int(signal.SIGKILL)
     status: int = marshal.loads(answer)["status"]

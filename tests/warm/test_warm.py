@@ -22,8 +22,16 @@ TELL = """
 import json, os, resource, signal, stat, sys, threading
 SET = ("HPC_TRAIN_WARM", "OMPI_MCA_btl_vader_backing_directory", "OMPI_MCA_shmem", "_")
 streams = [sys.stdin, sys.stdout, sys.stderr]
+try:
+    policy = open("/proc/self/numa_maps").readline().split()[1]
+except OSError:
+    policy = None
 print(json.dumps({
     "argv": sys.argv, "first": sys.path[0], "name": __name__, "file": __file__,
+    "globals": sorted(globals()), "builtins": str(__builtins__),
+    "loader": type(__loader__).__name__,
+    "code": sys._getframe().f_code.co_filename, "zone": __import__("time").tzname,
+    "scheduling": os.sched_getscheduler(0), "policy": policy,
     "main": sys.modules["__main__"].__dict__ is globals(), "executable": sys.executable,
     "environ": {n: v for n, v in os.environ.items() if n not in SET},
     "cwd": os.getcwd(), "umask": os.umask(0o77), "nice": os.nice(0),
@@ -33,7 +41,8 @@ print(json.dumps({
     ],
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "signals": [str(signal.getsignal(n)) for n in sorted(signal.valid_signals())],
-    "streams": [(s.encoding, s.errors, s.line_buffering, s.write_through) for s in streams if s],
+    "streams": [(s.encoding, s.errors, s.line_buffering, s.write_through, s.name, s.mode)
+                for s in streams if s],
     "kinds": [stat.S_IFMT(os.fstat(n).st_mode) for n in range(3)],
     "open": sorted(n for n in range(3, 64) if os.path.exists(f"/proc/self/fd/{n}")
                    and not os.readlink(f"/proc/self/fd/{n}").startswith(("/proc", "anon"))),
@@ -78,10 +87,15 @@ def ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("start", ["script", "module"])
+@pytest.mark.parametrize("start", ["script", "relative", "module"])
 def test_a_program_sees_what_it_would_see_if_started_cold(tmp_path, start):
     path = script(tmp_path, TELL)
-    program = [path] if start == "script" else ["-m", "program"]
+    (tmp_path / "below").mkdir()
+    program = {
+        "script": [path],
+        "relative": ["./below/../program.py"],
+        "module": ["-m", "program"],
+    }[start]
     limit = "ulimit -S -n 512; umask 027; trap '' HUP; exec 3<. 4<. 5<. 6<. 8<. 9<. 7< "
     (tmp_path / "given").write_text("seven")
     seen = {}
@@ -90,7 +104,7 @@ def test_a_program_sees_what_it_would_see_if_started_cold(tmp_path, start):
         shell = f"{limit}{tmp_path}/given; exec nice -n 3 taskset -c 0 {words}"
         done = subprocess.run(
             ["bash", "-c", shell],
-            env=ENVIRON | {key.WHY: "1", "OF_MY_OWN": "ä"},
+            env=ENVIRON | {key.WHY: "1", "OF_MY_OWN": "ä", "TZ": "Asia/Kathmandu"},
             cwd=tmp_path,
             input="typed",
             capture_output=True,
@@ -129,14 +143,16 @@ def test_it_ends_as_the_program_ends(tmp_path, end, code):
 
 
 def test_signals_reach_the_program(tmp_path):
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGWINCH]
+    numbers += [signal.SIGRTMIN + 1, signal.SIGTERM]
     hear = "signal.signal(n, lambda n, f: (print('heard', n, flush=True), n == 15 and sys.exit(7)))"
     path = script(
         tmp_path,
-        f"import os, signal, sys\nfor n in (10, 12, 15): {hear}\n"
+        f"import os, signal, sys\nfor n in {[*map(int, numbers)]}: {hear}\n"
         "print(os.getpid(), flush=True)\nwhile True: signal.pause()",
     )
     with at_work(*python(path)) as (process, _):
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        for number in numbers:
             process.send_signal(number)
             assert process.stdout.readline() == f"heard {int(number)}\n"
         assert process.wait(10) == 7
@@ -154,6 +170,31 @@ def test_a_rank_ends_with_its_stand_in_and_it_with_the_rank(tmp_path):
     with at_work(*python(path)) as (process, rank):
         rank.kill()
         assert process.wait(10) == -signal.SIGKILL
+
+
+WITH_CHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(os.getpid(), child.pid, flush=True)
+END
+"""
+
+
+@pytest.mark.parametrize("end", ["stand-in killed", "rank killed", "rank fails", "server killed"])
+def test_what_a_rank_has_started_does_not_outlive_it(tmp_path, end):
+    path = script(tmp_path, WITH_CHILD.replace("END", "input(); sys.exit(3)"))
+    own = {key.WARM: f"{ENVIRON[key.WARM]}-children"} if end == "server killed" else {}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(python(path), env=ENVIRON | own, **pipes) as process:
+        rank, child = (psutil.Process(int(word)) for word in process.stdout.readline().split())
+        assert rank.pid != process.pid
+        if end == "rank fails":
+            process.stdin.write("\n")
+            process.stdin.flush()
+        else:
+            {"stand-in killed": process, "rank killed": rank}.get(end, rank.parent()).kill()
+        assert ended(rank)
+        assert ended(child)
 
 
 def test_all_end_with_the_server_and_the_next_start_makes_another(tmp_path):
@@ -181,6 +222,79 @@ def test_another_value_of_what_libraries_read_at_load_starts_cold(tmp_path, name
     done = run(*python(path), environ={key.WHY: "1", name: "3"})
     assert done.stdout == "3\n"
     assert "a rank starts cold: the server is of another variables" in done.stderr
+
+
+def test_a_module_of_the_program_s_own_is_not_replaced_by_one_that_is_loaded(tmp_path):
+    (tmp_path / "tokenizers.py").write_text("mine = True")
+    (tmp_path / "numpy").mkdir()  # of data, not of code
+    path = script(tmp_path, "import tokenizers, numpy\nprint(tokenizers.mine, numpy.ndarray)")
+    done = run(*python(path), environ={key.WHY: "1"})
+    assert done.stdout == "True <class 'numpy.ndarray'>\n", done.stderr
+    assert f"{tmp_path} has a module tokenizers of its own" in done.stderr
+
+
+def test_a_safe_path_is_kept(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "mine.py").write_text("")
+    path = script(tmp_path, "import sys, mine\nprint(sys.path[0])")
+    own = {key.WARM: f"{ENVIRON[key.WARM]}-safe", key.LINGER: "0"}
+    safe = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path / "below")}
+    assert warmed(path, environ=own | safe).stdout == f"{tmp_path / 'below'}\n"
+
+
+def test_threads_that_are_bound_by_a_variable_start_cold(tmp_path):
+    path = script(tmp_path, "print('runs')")
+    done = run(*python(path), environ={key.WHY: "1", "OMP_PROC_BIND": "close"})
+    assert done.stdout == "runs\n"
+    assert "starts cold: OMP_PROC_BIND binds threads" in done.stderr
+
+
+def test_a_rank_of_another_scheduling_class_starts_cold(tmp_path):
+    tell = "print(os.sched_getscheduler(0) == os.SCHED_BATCH)"
+    path = script(tmp_path, f"import os\n{tell}")
+    warmed(path)  # so that there is a server, of the usual class
+    done = run("chrt", "--batch", "0", *python(path), environ={key.WHY: "1"})
+    assert done.stdout == "True\n"
+    assert "starts cold: the server is of another scheduling" in done.stderr
+
+
+def test_a_name_that_is_too_long_starts_cold_and_leaves_no_folder(tmp_path):
+    name = "x" * 100
+    path = script(tmp_path, "print('runs')")
+    done = run(*python(path), environ={key.WHY: "1", key.WARM: name})
+    assert done.stdout == "runs\n"
+    assert "HPC_TRAIN_WARM is too long" in done.stderr
+    assert not Path(meeting.folder_of(name)).exists()
+
+
+def test_ranks_below_shells_of_their_own_share_a_server(tmp_path):
+    path = script(tmp_path, "import os\nprint(os.getppid())")
+    without = {name: value for name, value in ENVIRON.items() if "WARM" not in name}
+    shell = f"{' '.join(python(path))}; exit $?"
+    words = ["mpirun", "-np", "2", "sh", "-c", shell]
+    done = subprocess.run(words, env=without, capture_output=True, text=True, check=True)
+    one, other = done.stdout.split()
+    assert one == other
+
+
+def test_a_program_that_is_not_there_is_told_as_python_tells_it(tmp_path):
+    path = str(tmp_path / "not.py")
+    warm, cold = (run(*python(path, warm=way)) for way in (True, False))
+    assert (warm.returncode, warm.stderr) == (cold.returncode, cold.stderr)
+
+
+def test_a_start_can_be_ended_while_its_server_does_not_answer(tmp_path):
+    own = {key.WARM: f"{ENVIRON[key.WARM]}-stopped", key.LINGER: "5"}
+    path = script(tmp_path, "import os\nprint(os.getppid())")
+    server = psutil.Process(int(run(*python(path), environ=own).stdout))
+    server.suspend()
+    try:
+        with subprocess.Popen(python(path), env=ENVIRON | own) as process:
+            time.sleep(0.5)
+            process.terminate()
+            assert process.wait(20) == -signal.SIGTERM
+    finally:
+        server.kill()
 
 
 @pytest.fixture
@@ -216,12 +330,14 @@ def test_a_folder_that_others_can_enter_is_not_used(tmp_path):
     folder = Path(meeting.folder_of(name))
     folder.mkdir(parents=True, mode=0o700)
     folder.chmod(0o777)
+    (folder / "file").touch()  # an empty folder is taken for one that its maker has left
     try:
         done = run(
             *python(script(tmp_path, "print('runs')")),
             environ={key.WHY: "1", key.WARM: name},
         )
     finally:
+        (folder / "file").unlink()
         folder.rmdir()
     assert done.stdout == "runs\n"
     assert "is open to others" in done.stderr
@@ -269,4 +385,6 @@ def test_cold_is_cold(program):
     assert done.returncode == 0, done.stderr
     done = run(*hpc_train("launch", "-np", "2", "--cold", "--dry_run", "--", "topology"))
     assert "stand_in" not in done.stdout
+    own = ("launch", "-np", "2", "--dry_run", "--", "train", str(program.config), "--cold")
+    assert "HPC_TRAIN_WARM=off" in run(*hpc_train(*own)).stdout
     assert "HPC_TRAIN_WARM=off" in done.stdout
