@@ -14,7 +14,7 @@ RANKS ?= 4
 PYTEST_OPTIONS ?=
 # Tests of one process that run side by side.
 WORKERS ?= 2
-# Where the durations of all tests are written.
+# The folder that the durations of all tests are written to.
 DURATIONS ?=
 # "" is the site's MPI, or else Open MPI 4 from a wheel.
 WITH ?=
@@ -50,10 +50,11 @@ test-openmpi5:
 	$(MAKE) test-mpi WITH=openmpi5
 
 test-mpi: setup
-	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -m "mpi and not long" -p no:cacheprovider $(PYTEST_OPTIONS)
+	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -m "mpi and not long" -p no:cacheprovider \
+		$(if $(DURATIONS),--durations_file=$(DURATIONS)/durations-mpi.tsv) $(PYTEST_OPTIONS)
 
 test: test-mpi
-	python -m pytest -m "not mpi and not long" $(BESIDE) $(if $(DURATIONS),--durations_file=$(DURATIONS)) \
+	python -m pytest -m "not mpi and not long" $(BESIDE) $(if $(DURATIONS),--durations_file=$(DURATIONS)/durations.tsv) \
 		$(PYTEST_OPTIONS)
 
 test-quick: setup

@@ -40,8 +40,9 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    if hasattr(session.config, "workerinput"):  # one of several that run side by side
-        return
+    launch = environment.read(os.environ)
+    if hasattr(session.config, "workerinput") or (launch and launch.rank > 0):
+        return  # one of several that run side by side
     meeting.dismiss(WARM[key.WARM])
     if path := session.config.getoption("durations_file"):
         rows = sorted(SECONDS.items(), key=lambda row: -row[1])

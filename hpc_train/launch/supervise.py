@@ -93,7 +93,7 @@ class Supervisor:
             futile = 0 if reached > best else futile + 1
             best, lost_after = max(best, reached), reached if reached >= 0 else lost_after
             if self._stopping and reached < 0:
-                self.say("asked to stop before the first step, when ranks do not listen yet")
+                self.say("asked to stop, and ended before the ranks had told of a step")
                 return EXIT_STOPPED
             if self._stopping:
                 raise HpcTrainError(f"{cause}, while it was stopping")

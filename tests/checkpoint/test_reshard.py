@@ -14,7 +14,7 @@ from tests.programs import python, run
     "seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 10))]
 )
 def test_what_some_ranks_save_in_parts_others_load_in_other_parts(job, together, seed):
-    wrong = try_many(together, job.world, cases=100, seed=seed)
+    wrong = try_many(together, job.world, cases=100 if seed else 40, seed=seed)
     assert not wrong
 
 

@@ -17,6 +17,7 @@ from hpc_train.mpi.levels import Levels
 pytestmark = pytest.mark.mpi
 SAMPLES, STEPS = 24, 4
 CASES = 40
+SOME = 16  # of them in a run that is not long
 
 
 @dataclass
@@ -169,7 +170,10 @@ def backward(model, part, case, weight, averager) -> None:
             share.backward()
 
 
-@pytest.mark.parametrize("number", range(CASES))
+@pytest.mark.parametrize(
+    "number",
+    [*range(SOME), *(pytest.param(n, marks=pytest.mark.long) for n in range(SOME, CASES))],
+)
 def test_parameters_are_those_of_one_process(job, number):
     world = job.world
     case = Case.draw(Random(number), world.size)

@@ -66,7 +66,9 @@ def test_any_number_of_ranks_gives_the_same_losses(job, together, engine, tmp_pa
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("stop_at", [3, 5, 10, 14])
+@pytest.mark.parametrize(
+    "stop_at", [5, 14, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 10))]
+)
 def test_a_stopped_loop_goes_on_bit_for_bit(job, together, stop_at):
     whole, weights = train(job, together / "whole", dropout=0.3)
     with pytest.raises(Stopped, match=f"by SIGUSR1 after step {stop_at}"):
