@@ -55,7 +55,7 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ("gradients: {engine: horovod, compression: bf16}", "or compression fp16"),
         (
             "precision: {matmul: onednn, dtype: bfloat16}",
-            "precision.matmul is onednn, precision.dtype bfloat16",
+            "precision.matmul is onednn, but precision.dtype is bfloat16",
         ),
         ("precision: {matmul: mkl}", "it takes one of auto, onednn, torch"),
         ("run: {time_limit: soon}", "give seconds, HH:MM:SS or auto"),

@@ -116,8 +116,10 @@ def hidden_by(path: str) -> str:
         return ""
     for name in loaded & there - {"__main__"}:
         found = importlib.machinery.PathFinder.find_spec(name, [path])
+        if not found or not found.has_location or not found.origin:
+            continue  # a folder of data, say
         own = getattr(sys.modules[name], "__file__", None)
-        if found and found.loader and found.origin not in (None, own):
+        if os.path.realpath(found.origin) != os.path.realpath(own or ""):
             return name
     return ""
 
