@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import AdamW
 
 from benchmarks import harness
@@ -59,17 +60,21 @@ def averagers(levels: Levels, size: int) -> tuple[Averagers, int]:
     total = sum(parameter.nbytes for parameter in build()[0].parameters())
     size = size or bucket_size(levels.whole, make, total)
 
-    def averager(progress: Progress, passes: int) -> tuple[GPT, MpiAverager]:
+    def averager(progress: Progress, *, early: bool = True) -> tuple[GPT, MpiAverager]:
         model, optimizer = build()
-        buckets = [Bucket(some) for some in plan(list(model.parameters()), size)]
-        sums = make(buckets)
-        group = levels.whole
-        return model, MpiAverager(model, optimizer, group, buckets, sums, progress, passes)
+
+        def made(parameters: Sequence[Parameter]) -> tuple[list[Bucket], LevelSums]:
+            buckets = [Bucket(some) for some in plan(parameters, size)]
+            sums = make(buckets)
+            sums.early = early
+            return buckets, sums
+
+        return model, MpiAverager(model, optimizer, levels.whole, made, progress)
 
     ways = {
-        HOOKS: averager(Progress(polite=True), 1),
-        THREAD: averager(ThreadProgress(polite=True), 1),
-        BEHIND: averager(Progress(polite=True), 0),
+        HOOKS: averager(Progress(polite=True)),
+        THREAD: averager(ThreadProgress(polite=True)),
+        BEHIND: averager(Progress(polite=True), early=False),
     }
     return ways, size
 

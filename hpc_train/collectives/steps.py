@@ -73,8 +73,22 @@ class Scheduler:
 
     def finish(self, *, polite: bool = False) -> None:
         """Advance until all are done."""
+        self._until(lambda: self.idle, polite=polite)
+
+    def complete(self, steps: Steps[T], *, polite: bool = False) -> T:
+        """Start a coroutine and advance all until it is done; returns its result."""
+        results: list[T] = []
+
+        def kept() -> Steps[None]:
+            results.append((yield from steps))
+
+        self.start(kept())
+        self._until(lambda: bool(results), polite=polite)
+        return results[0]
+
+    def _until(self, condition: Callable[[], bool], *, polite: bool) -> None:
         pause = Idle(polite=polite)
-        while not self.idle:
+        while not condition():
             if self.advance():
                 pause.reset()
             else:
@@ -137,12 +151,4 @@ class Scheduler:
 
 def run(steps: Steps[T], *, polite: bool = False) -> T:
     """Drive one coroutine to its end; returns its result."""
-    results: list[T] = []
-
-    def kept() -> Steps[None]:
-        results.append((yield from steps))
-
-    scheduler = Scheduler()
-    scheduler.start(kept())
-    scheduler.finish(polite=polite)
-    return results[0]
+    return Scheduler().complete(steps, polite=polite)

@@ -7,16 +7,18 @@ https://arxiv.org/abs/2006.02924
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.errors import UserError
+from hpc_train.gradients.buckets import plan
+from hpc_train.gradients.census import Facts, Place
 from hpc_train.gradients.horovod import HorovodSums
 from hpc_train.gradients.mpi import MpiAverager
 from hpc_train.gradients.progress import Progress
@@ -34,15 +36,15 @@ class AdasumAverager(MpiAverager):
         (1 - ab / 2aa) a + (1 - ab / 2bb) b,
 
     where a and b are the steps of one parameter; four ranks combine the results of two pairs.
-    Gradients stay each rank's own: `average` only fills in those that are missing, and `norm` is
-    that of all ranks' gradients side by side, the same number on all ranks. So do the optimizer's
-    moments, until `settle` averages them.
+    Gradients stay each rank's own: `average` only fills in those that other ranks have, and `norm`
+    is that of all ranks' gradients side by side, the same number on all ranks. So do the
+    optimizer's moments, until `settle` averages them.
 
     Args:
         hvd: the module horovod.torch, initialised.
         model, optimizer: as for `MpiAverager`.
         group: all ranks of the job, a power of two.
-        planned: the parameters, those of one list combined in one operation.
+        bucket_bytes: size of what is combined in one operation.
 
     Raises:
         UserError: the ranks are not all, or no power of two.
@@ -54,16 +56,34 @@ class AdasumAverager(MpiAverager):
         model: nn.Module,
         optimizer: Optimizer,
         group: Group,
-        planned: Sequence[Sequence[Parameter]],
+        bucket_bytes: int,
     ) -> None:
         _check(group, hvd.size())
         nothing = CollectiveSums(AloneCollectives(Group(waiting=group.waiting)), [])
-        super().__init__(model, optimizer, group, [], nothing, Progress())
+        self.bucket_bytes = bucket_bytes
+        self._before: list[list[Tensor]] = []
+        super().__init__(model, optimizer, group, lambda _: ([], nothing), Progress())
         self.hvd = hvd
         self.shards = connect(group)
-        whole = [[p for p in some if p.numel()] for some in planned]
-        self.planned = [some for some in whole if some]
         self._label = HorovodSums.label(group)
+
+    def _plan(self) -> None:
+        super()._plan()
+        self.planned = plan([p for p in self.trained if p.numel()], self.bucket_bytes)
+
+    def average(self) -> None:
+        """Fill in gradients that other ranks have. Collective."""
+        if self._done:
+            return
+        there = np.array([p.grad is not None for p in self.trained], bool)
+        facts = Facts(there, changed=self._changed())
+        heard = self.progress.complete(self._told(Place.AVERAGE, facts))
+        if heard.changed:
+            self._include()
+        for parameter, used in zip(self.trained, heard.used.tolist(), strict=False):
+            if used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._done, self._drops = True, 0
 
     def norm(self) -> Tensor:
         """The 2-norm of all ranks' gradients side by side, float64. Collective."""
@@ -71,11 +91,15 @@ class AdasumAverager(MpiAverager):
         self.shards.sum_(total)
         return total.sqrt()
 
-    def step(self) -> None:
-        """Take a step, and replace it by the combination of all ranks' steps. Collective."""
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._before = [[p.detach().clone() for p in some] for some in self.planned]
+        return super()._before_step(optimizer, args, kwargs)
+
+    def _after_step(self) -> None:
+        """Replace the step by the combination of all ranks' steps."""
+        super()._after_step()
         steps = [[p.detach() for p in some] for some in self.planned]  # once `before` is taken off
-        before = [[tensor.clone() for tensor in some] for some in steps]
-        super().step()
+        before, self._before = self._before, []
         begin = time.perf_counter()
         pairs = [
             pair for some in zip(steps, before, strict=True) for pair in zip(*some, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from hpc_train.allocator import keep_freed_memory
 from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
+from hpc_train.gradients.ownership import parameters_of, take_over
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.state import broadcast_state
 from hpc_train.mpi import runtime
@@ -29,12 +29,15 @@ Engine = Literal["auto", "horovod", "mpi"]
 
 
 class GradientAverager(Protocol):
-    """Makes every rank's gradients the mean over the ranks, and takes the optimizer's step.
+    """Makes every rank's gradients the mean over the ranks.
 
-    A loop calls `zero_grad`, backward once per micro-batch, `step`; between backward and step it
-    may call `average` and then look at the gradients, clip them, or ask for their norm. The loss
-    of each backward pass is the mean over the rank's own samples, divided by the number of passes.
-    Parameters that had no part in any rank's loss get gradients of zero.
+    The user's own loop stays as it is: `optimizer.zero_grad()`, backward as often as there are
+    micro-batches, `optimizer.step()`. The step averages first; so does whoever looks at a gradient
+    before, clips them, or asks for their norm. The loss of each backward pass is the mean over the
+    rank's own samples, divided by the number of passes. A parameter that had no part in any rank's
+    loss has no gradient, as in one process.
+
+    All ranks take the same steps: one that steps while another does not makes both raise.
     """
 
     @property
@@ -44,14 +47,12 @@ class GradientAverager(Protocol):
     def zero_grad(self) -> None:
         """Forget the gradients, before a step's first backward pass."""
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate: use it for all but the step's last one."""
+    def weight(self, items: int) -> float:
+        """The factor for this rank's loss with which the mean over ranks is one over items.
 
-    def weight(self, samples: int) -> float:
-        """The factor for this rank's loss with which the mean over ranks is one over samples.
-
-        For batches that ranks share unevenly: samples x ranks / all ranks' samples. A rank without
-        data passes 0, makes no backward pass and goes on as the others do. Collective.
+        For losses that are means over samples, tokens or whatever else, of which ranks have
+        unequally many: items x ranks / all ranks' items. A rank without any passes 0, makes no
+        backward pass and goes on as the others do. Call it after `zero_grad`. Collective.
         """
 
     def average(self) -> None:
@@ -64,7 +65,16 @@ class GradientAverager(Protocol):
         """Multiply the averaged gradients by a number, the same on all ranks."""
 
     def step(self) -> None:
-        """Take the optimizer's step; averages first if `average` was not called. Collective."""
+        """The optimizer's own step, under another name. Collective."""
+
+    def leave_step(self) -> None:
+        """Say that this rank is between two steps, in a loop whose ranks meet there. Collective."""
+
+    def refresh(self) -> None:
+        """Take over parameters that were added to the optimizer or unfrozen. Collective.
+
+        All ranks get rank 0's values. What all ranks have alike is also found without this call.
+        """
 
     def parts(self) -> Sequence[tuple[Parameter, Tensor]]:
         """The averaged gradients of which this rank speaks for the ranks of `shards`."""
@@ -107,7 +117,6 @@ def average_gradients(
     *,
     engine: Engine = "auto",
     bucket_bytes: int | None = None,
-    backward_passes: int = 1,
     two_level: TwoLevel = "auto",
     compression: str = "none",
     average_every: int = 1,
@@ -119,18 +128,16 @@ def average_gradients(
 ) -> GradientAverager:
     """Set up gradient averaging; all ranks get rank 0's weights and optimizer state. Collective.
 
-    A loop needs three lines: this one, `averager.zero_grad()` and `averager.step()`.
+    A loop needs this line only. Making another averager for the same parameters closes the first.
 
     Args:
         model: its parameters that require gradients are averaged; all ranks build the same one.
-        optimizer: over the model's parameters; stays usable, also to save its state.
+        optimizer: its parameters are averaged, too. It stays usable, also to save its state.
         group: the ranks to average over, or these ranks by nodes, where the caller knows them. For
             engine horovod all ranks of the job, or one of the process sets that Horovod was started
             with (`runtime.start_horovod`).
         engine: "horovod", "mpi", or "auto": see `best_engine`.
         bucket_bytes: size of the flat buckets; None: measured.
-        backward_passes: backward passes in each step, those inside of `no_sync` not counted; 0 if
-            parameters differ in this: all sums then begin after the last one.
         two_level: of engine mpi: "on": ranks of a node sum in its shared memory, and nodes
             communicate once; "off": each rank communicates for itself; "auto": the faster.
         compression: of what crosses nodes; see `gradients.compression`.
@@ -152,15 +159,25 @@ def average_gradients(
     group = levels.whole
     if reduction == "adasum" and engine != "horovod":
         raise UserError("reduction adasum is Horovod's", 'give engine="horovod" as well')
-    built = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
-        for name, p in model.named_parameters()
-    ]
-    same(
-        group, "the model (its parameters' names, shapes and types)", repr(built), "build the same"
+    _check(
+        group,
+        model,
+        optimizer,
+        (
+            engine,
+            bucket_bytes,
+            two_level,
+            compression,
+            average_every,
+            reduction,
+            zero,
+            deterministic,
+        ),
     )
+    take_over(optimizer)
     collectives = connect(group)
-    for tensor in [*model.parameters(), *model.buffers()]:
+    tensors = [*model.parameters(), *model.buffers(), *parameters_of(optimizer)]
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
         collectives.broadcast_(tensor.data)
     broadcast_state(optimizer, collectives)
     from hpc_train.gradients.choice import Options, mpi_averager
@@ -172,7 +189,6 @@ def average_gradients(
         keep_freed_memory()
     options = Options(
         bucket_bytes,
-        backward_passes,
         two_level,
         compression,
         average_every,
@@ -190,6 +206,24 @@ def average_gradients(
     if levels is not given:
         averager.at_close.append(levels.close)
     return averager
+
+
+def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object) -> None:
+    """Check that all ranks were given the same. Collective."""
+    if type(optimizer).__name__ == "SparseAdam" and group.size > 1:
+        raise UserError(
+            "SparseAdam takes sparse gradients, and their mean over ranks is not sparse",
+            "use Adam, or SGD without momentum",
+        )
+    built = [
+        (name, tuple(p.shape), p.stride(), str(p.dtype), p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
+    what = "the model (its parameters' names, shapes, strides and types)"
+    same(group, what, repr(built), "build the same")
+    stepped = [(tuple(p.shape), p.requires_grad) for p in parameters_of(optimizer)]
+    same(group, "the optimizer (its parameters)", repr(stepped), "build the same")
+    same(group, "what averaging was asked for", repr(options), "give all ranks the same options")
 
 
 def _device(model: nn.Module) -> torch.device:

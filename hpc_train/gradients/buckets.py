@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -48,16 +49,27 @@ class Slab:
 class Bucket:
     """The parameters whose gradients lie in one buffer, one behind the other.
 
+    The buffer has 32 bits or more per number, so that the sums of 16-bit gradients lose nothing on
+    their way; of complex numbers it has the real and the imaginary parts.
+
     Args:
         parameters: in their order, of one dtype and device.
+        by_rows: whether gradients lie there row by row, as `Slab` needs it; else in the layout of
+            their parameters, where these are dense.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], *, by_rows: bool = False) -> None:
         self.parameters = tuple(parameters)
-        sizes = [parameter.numel() for parameter in parameters]
-        self.begins = [0, *accumulate(sizes)]
+        self.by_rows = by_rows
+        of_parameters, self.device = parameters[0].dtype, parameters[0].device
+        wide = torch.promote_types(of_parameters, torch.float32)
+        self.dtype = wide.to_real()
+        """Of the buffer."""
+        units = 2 if of_parameters.is_complex else 1
+        self._sizes = [units * parameter.numel() for parameter in parameters]
+        self.begins = [0, *accumulate(self._sizes)]
         self.numel = self.begins.pop()
-        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self._of_view = torch.promote_types(of_parameters, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -66,8 +78,12 @@ class Bucket:
 
     def views(self, flat: Tensor) -> dict[Parameter, Tensor]:
         """Each parameter's part of the buffer, in its shape."""
-        pairs = zip(self.parameters, self.begins, strict=True)
-        return {p: flat[begin : begin + p.numel()].view(p.shape) for p, begin in pairs}
+        found = {}
+        for p, begin, size in zip(self.parameters, self.begins, self._sizes, strict=True):
+            part = flat[begin : begin + size].view(self._of_view)
+            keeps = is_dense(p) and not self.by_rows
+            found[p] = part.as_strided(p.shape, p.stride()) if keeps else part.view(p.shape)
+        return found
 
     def cuts(self, parts: int) -> list[int]:
         """Where the buffer is cut into parts of nearly one size, between rows of parameters.
@@ -89,8 +105,8 @@ class Bucket:
         return found
 
     def _row_near(self, position: int) -> int:
-        for parameter, start in zip(self.parameters, self.begins, strict=True):
-            if start <= position < start + parameter.numel():
+        for parameter, start, size in zip(self.parameters, self.begins, self._sizes, strict=True):
+            if start <= position < start + size:
                 row = _row(parameter)
                 return start + round((position - start) / row) * row
         return position
@@ -99,6 +115,26 @@ class Bucket:
 def _row(parameter: Parameter) -> int:
     """Elements of a row."""
     return parameter.numel() // parameter.shape[0] if parameter.numel() and parameter.dim() else 1
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill their memory, each place once, in any order.
+
+    Then a gradient has its parameter's strides, else it is row-major: so autograd has it, and so
+    fused optimizers rely on it, which look at memory and not at strides.
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
+def has_slabs(parameter: Parameter) -> bool:
+    """Whether rows of it can be cut off: a row-major parameter of 32-bit or 64-bit real numbers."""
+    wide = parameter.dtype in (torch.float32, torch.float64)
+    return wide and parameter.is_contiguous()
 
 
 def plan(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:

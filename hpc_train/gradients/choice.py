@@ -19,13 +19,14 @@ from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.ring import Library, Ring
 from hpc_train.collectives.steps import run
 from hpc_train.errors import SetupError, UserError
-from hpc_train.gradients.buckets import Bucket, plan
+from hpc_train.gradients.buckets import Bucket, has_slabs, plan
 from hpc_train.gradients.compression import make_compressor
 from hpc_train.gradients.local import LocalSteps
 from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.ownership import trained
 from hpc_train.gradients.progress import Progress, ThreadProgress
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
-from hpc_train.gradients.zero import ShardedAverager
+from hpc_train.gradients.zero import ShardedAverager, check_optimizer
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
@@ -46,6 +47,14 @@ Made = TypeVar("Made", bound=Closable)
 USUAL_BUCKET = 4 << 20  # bytes, where nothing is measured
 SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 19, 64 << 20
 SMALL_TRIAL = 1 << 18
+SUMMABLE = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+)
 TRIALS = 3
 BETTER = 0.9  # another way than the usual one has to take less than this part of its time
 
@@ -134,7 +143,6 @@ class Options:
     """Of engine mpi, as in `average_gradients`."""
 
     bucket_bytes: int | None
-    backward_passes: int
     two_level: TwoLevel
     compression: str
     every: int
@@ -148,12 +156,23 @@ class Options:
         """Whether this rank has a core that torch does not use."""
         return self.cores > torch.get_num_threads()
 
-    def check(self, device: torch.device) -> None:
+    def check(self, parameters: Sequence[Parameter]) -> None:
         """Refuse what would be accepted and not done.
 
         Raises:
-            UserError: options that do not go together, or not with parameters on this device.
+            UserError: options that do not go together, or not with these parameters.
         """
+        for dtype in {p.dtype for p in parameters}:
+            if dtype not in SUMMABLE:
+                raise UserError(
+                    f"parameters of {dtype} cannot be averaged", "use a floating-point type"
+                )
+        for device in {p.device for p in parameters}:
+            self._check_device(device)
+        if self.compression != "none" and any(p.is_complex() for p in parameters):
+            raise UserError("compression is for real parameters", "leave it out")
+
+    def _check_device(self, device: torch.device) -> None:
         local, packed = self.every > 1, self.compression != "none"
         for asked, why, remedy in (
             (self.zero and local, "zero and average_every do not go together", "leave one out"),
@@ -183,22 +202,28 @@ def mpi_averager(
     model: nn.Module, optimizer: Optimizer, levels: Levels, options: Options
 ) -> MpiAverager:
     """Put engine mpi together. Collective."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    planned = trained(model, optimizer)
     group = levels.whole
-    for device in {parameter.device for parameter in trained}:
-        options.check(device)
-    if group.size == 1 or not trained:
+    options.check(planned)
+    if group.size == 1 or not planned:
         none = CollectiveSums(connect(group), [])
-        return MpiAverager(model, optimizer, group, [], none, Progress())
+        return MpiAverager(model, optimizer, group, lambda _: ([], none), Progress())
     if options.zero:
-        return _sharded(model, optimizer, levels, options, trained)
-    make = way(levels, options, trained[0].device)
-    size = _bucket_bytes(group, make, trained, options)
-    buckets = [Bucket(some) for some in plan(trained, size)]
-    sums, progress, passes = make(buckets), options.progress(), options.backward_passes
+        return _sharded(model, optimizer, levels, options, planned)
+    make, closing = way(levels, options, planned[0].device)
+    size = _bucket_bytes(group, make, planned, options)
+    by_rows = options.compression != "none"
+
+    def made(parameters: Sequence[Parameter]) -> tuple[list[Bucket], Sums]:
+        buckets = [Bucket(some, by_rows=by_rows) for some in plan(parameters, size)]
+        return buckets, make(buckets)
+
+    progress = options.progress()
     if options.every > 1:
-        return LocalSteps(model, optimizer, levels, options.every, buckets, sums, progress)
-    return MpiAverager(model, optimizer, group, buckets, sums, progress, passes)
+        return LocalSteps(model, optimizer, levels, options.every, made, progress)
+    averager = MpiAverager(model, optimizer, group, made, progress)
+    averager.at_close += closing
+    return averager
 
 
 def _sharded(
@@ -206,23 +231,31 @@ def _sharded(
     optimizer: Optimizer,
     levels: Levels,
     options: Options,
-    trained: Sequence[Parameter],
+    planned: Sequence[Parameter],
 ) -> MpiAverager:
+    check_optimizer(optimizer)
+
     def make(buckets: Sequence[Bucket], whole: Sequence[bool] = ()) -> LevelSums:
         return _made_on_all_nodes(
             levels.whole, lambda: compressed(levels, buckets, options.compression, whole)
         )
 
-    size = _bucket_bytes(levels.whole, make, trained, options)
-    divided = plan([p for p in trained if p not in options.whole], size)
-    kept = plan([p for p in trained if p in options.whole], size)
-    buckets = [Bucket(some) for some in [*divided, *kept]]
+    size = _bucket_bytes(levels.whole, make, planned, options)
+    divisible = [p for p in planned if p not in options.whole and has_slabs(p)]
+    rest = {id(p) for p in divisible}
+    divided = plan(divisible, size)
+    kept = plan([p for p in planned if id(p) not in rest], size)
+    packed = options.compression != "none"
+    buckets = [
+        *(Bucket(some, by_rows=True) for some in divided),
+        *(Bucket(some, by_rows=packed) for some in kept),
+    ]
     sums = make(buckets, [False] * len(divided) + [True] * len(kept))
 
     def averager() -> ShardedAverager:
-        progress, passes = options.progress(), options.backward_passes
+        progress = options.progress()
         try:
-            return ShardedAverager(model, optimizer, levels, buckets, sums, progress, passes)
+            return ShardedAverager(model, optimizer, levels, buckets, sums, progress)
         except SetupError:
             progress.close()
             sums.close()
@@ -250,26 +283,29 @@ def _bucket_bytes(group: Group, make: Make, trained: Sequence[Parameter], option
     return size
 
 
-def way(levels: Levels, options: Options, device: torch.device) -> Make:
-    """How buckets on a device are summed. Collective."""
+def way(
+    levels: Levels, options: Options, device: torch.device
+) -> tuple[Make, list[Callable[[], None]]]:
+    """How buckets on a device are summed, and what to call when they no longer are. Collective."""
     if device.type != "cpu":
         early = options.spare_core
         on_device = connect(levels.whole, device, overlap=early)
-        return lambda buckets: CollectiveSums(on_device, buckets, early=early)
+        closing = [on_device.close] if hasattr(on_device, "close") else []
+        return lambda buckets: CollectiveSums(on_device, buckets, early=early), closing
     group = levels.whole
     if options.compression != "none":
         level = Levels.flat(group) if options.two_level == "off" else levels
         if level.nodes == 1 and group.rank == 0:
             logger.info("gradients.compression has nothing to do: all ranks are on one node")
-        return lambda buckets: compressed(level, buckets, options.compression)
+        return lambda buckets: compressed(level, buckets, options.compression), []
     collectives = connect(group)
     there = {
         name: or_collectives(group, make, collectives)
         for name, make in ways(levels, collectives, options.two_level).items()
     }
     if options.deterministic:
-        return next(iter(there.values()))
-    return there[fastest(group, there)]
+        return next(iter(there.values())), []
+    return there[fastest(group, there)], []
 
 
 def compressed(

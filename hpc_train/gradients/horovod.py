@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.compression import parse
 from hpc_train.errors import UserError
 from hpc_train.gradients.buckets import Bucket, plan
 from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.ownership import trained
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.mpi import runtime
@@ -100,7 +102,8 @@ class HorovodAverager(MpiAverager):
 
     Args:
         hvd: the module horovod.torch, initialised.
-        model, optimizer, group, buckets, backward_passes: as for `MpiAverager`.
+        model, optimizer, group: as for `MpiAverager`.
+        bucket_bytes: size of the buckets.
         process_set: Horovod's, of the same ranks.
         compression: of hvd.Compression; by default none.
     """
@@ -111,16 +114,18 @@ class HorovodAverager(MpiAverager):
         model: nn.Module,
         optimizer: Optimizer,
         group: Group,
-        buckets: Sequence[Bucket],
+        bucket_bytes: int,
         process_set: Any,
         *,
         compression: Any = None,
-        backward_passes: int = 1,
     ) -> None:
-        sums = HorovodSums(hvd, group, process_set, buckets, compression or hvd.Compression.none)
+        def make(parameters: Sequence[Parameter]) -> tuple[list[Bucket], HorovodSums]:
+            buckets = [Bucket(some) for some in plan(parameters, bucket_bytes)]
+            kind = compression or hvd.Compression.none
+            return buckets, HorovodSums(hvd, group, process_set, buckets, kind)
+
         # Polite: what this rank waits for may be its own thread, which needs the core.
-        progress = Progress(polite=True)
-        super().__init__(model, optimizer, group, buckets, sums, progress, backward_passes)
+        super().__init__(model, optimizer, group, make, Progress(polite=True))
         self.awaited = "the sums of the gradients by Horovod"
 
 
@@ -146,21 +151,19 @@ def horovod_averager(
     """
     _check(options, reduction)
     hvd, process_set = _start(group, options)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    planned = plan(trained, bucket_bytes(options))
+    options.check(trained(model, optimizer))
     if reduction == "adasum":
         from hpc_train.gradients.adasum import AdasumAverager
 
-        return AdasumAverager(hvd, model, optimizer, group, planned)
+        return AdasumAverager(hvd, model, optimizer, group, bucket_bytes(options))
     return HorovodAverager(
         hvd,
         model,
         optimizer,
         group,
-        [Bucket(some) for some in planned],
+        bucket_bytes(options),
         process_set,
         compression=getattr(hvd.Compression, options.compression),
-        backward_passes=options.backward_passes,
     )
 
 

@@ -13,12 +13,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.collectives.alone import AloneCollectives
-from hpc_train.gradients.buckets import Bucket
-from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.mpi import Make, MpiAverager
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.state import moments
-from hpc_train.gradients.sums import CollectiveSums, Sums
+from hpc_train.gradients.sums import CollectiveSums
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
@@ -30,8 +29,7 @@ class LocalSteps(MpiAverager):
         model, optimizer: as for `MpiAverager`.
         levels: the ranks.
         every: steps from one averaging to the next.
-        buckets: of all trained parameters, for averaging.
-        sums: of these buckets.
+        make: buckets of parameters and their sums, for averaging.
         progress: advances the sums.
     """
 
@@ -41,24 +39,26 @@ class LocalSteps(MpiAverager):
         optimizer: Optimizer,
         levels: Levels,
         every: int,
-        buckets: list[Bucket],
-        sums: Sums,
+        make: Make,
         progress: Progress,
     ) -> None:
-        alone = AloneCollectives(Group(waiting=levels.whole.waiting))
-        super().__init__(model, optimizer, levels.whole, [], CollectiveSums(alone, []), Progress())
+        none = CollectiveSums(AloneCollectives(Group(waiting=levels.whole.waiting)), [])
+        super().__init__(model, optimizer, levels.whole, lambda _: ([], none), Progress())
         self.every, self._since = every, 0
-        self._shared, self._mean_sums, self._mean_progress = buckets, sums, progress
-        self.at_close += [progress.close, sums.close]
+        self._make_mean, self._mean_progress = make, progress
+        self._shared, self._mean_sums = make(self.trained)
+        self.at_close += [progress.close, lambda: self._mean_sums.close()]
 
     @property
     def profile(self) -> Profile:
         """What averaging has taken."""
         return self._mean_sums.profile
 
-    def step(self) -> None:
-        """Take the optimizer's step; every so often average all. Collective."""
-        super().step()
+    def average(self) -> None:
+        """Gradients stay each replica's own."""
+
+    def _after_step(self) -> None:
+        """Average all every so often."""
         self._since += 1
         if self._since == self.every:
             self.settle()
@@ -68,10 +68,17 @@ class LocalSteps(MpiAverager):
         if not self._since:
             return
         self._since = 0
+        if self.group.largest(int(self._changed())):
+            self.refresh()
         with torch.no_grad():
             self._average({p: p.data for p in self.trained})
             for slot in moments(self.optimizer).values():
                 self._average(slot)
+
+    def _replan(self) -> None:
+        super()._replan()
+        self._mean_sums.close()
+        self._shared, self._mean_sums = self._make_mean(self.trained)
 
     def _average(self, tensors: dict[Parameter, Tensor]) -> None:
         sums = self._mean_sums

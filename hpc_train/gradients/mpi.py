@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from hpc_train.collectives import Collectives
+from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.alone import AloneCollectives
-from hpc_train.errors import UserError
+from hpc_train.collectives.steps import Steps
+from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.gradients import added
 from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.census import Facts, Place, told
+from hpc_train.gradients.ownership import claim, disown, parameters_of, trained, trained_by
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.slots import UNSTEADY, Slot, slots
 from hpc_train.gradients.sums import LevelSums, Sums
 from hpc_train.gradients.weight import sample_weight
+from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
+
+Make = Callable[[Sequence[Parameter]], tuple[Sequence[Bucket], Sums]]
+"""Puts parameters into buckets and makes their sums; collective."""
+
+STEADY = 2  # steps alike, after which sums begin in the backward pass
 
 
 class MpiAverager:
@@ -27,19 +41,24 @@ class MpiAverager:
 
     The backward pass makes a gradient in memory of its own; a hook moves it into its bucket while
     it is still in the processor's cache, divided by the number of ranks on the way. A bucket is
-    thus written once, never zeroed, and its sum over the ranks is the mean. When its last gradient
-    has come, its sum begins; buckets go in the same order on all ranks. Until `average`, `grad` of
-    the parameters is None. Parameters that had no part in the loss have gradients of zero, on any
-    number of ranks.
+    thus written once, never zeroed, and its sum over the ranks is the mean.
+
+    How many gradients a parameter gets in a step is not asked for, but learned: after two steps
+    alike, a bucket's sum begins as soon as it has what it had in those. What comes after that is
+    summed by itself in `average`. Buckets go in the same order on all ranks.
+
+    `grad` of a parameter means what it does in one process. None: it was dropped, or never there.
+    After a backward pass it stands for the mean (`PendingGradient`). What is not dropped is added
+    to.
+
+    Collective to make.
 
     Args:
-        model: its parameters that require gradients now take part.
-        optimizer: steps on those parameters.
+        model: its parameters that require gradients take part, unless another averager has them.
+        optimizer: its parameters take part; they need not be the model's.
         group: the ranks to average over.
-        buckets: none for one rank alone, which needs neither buckets nor hooks.
-        sums: of these buckets.
+        make: buckets and sums; none for one rank alone, which needs neither.
         progress: advances the sums.
-        backward_passes: passes that make each gradient; 0: unknown, all sums begin in `average`.
     """
 
     def __init__(
@@ -47,32 +66,70 @@ class MpiAverager:
         model: nn.Module,
         optimizer: Optimizer,
         group: Group,
-        buckets: Sequence[Bucket],
-        sums: Sums,
+        make: Make,
         progress: Progress,
-        backward_passes: int = 1,
     ) -> None:
-        self.optimizer, self.group = optimizer, group
-        self.buckets, self.sums, self.progress = buckets, sums, progress
+        self.model, self.optimizer, self.group = model, optimizer, group
+        self.progress = progress
         self.share = 1 / group.size
         self.awaited = f"the sums of the gradients over {group.size} ranks"
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        self._passes = backward_passes
-        self._views: dict[Parameter, Tensor] = {}
-        self._home: dict[Parameter, int] = {}
-        for number, (bucket, flat) in enumerate(zip(buckets, sums.flats, strict=True)):
-            self._views |= bucket.views(flat)
-            self._home |= dict.fromkeys(bucket.parameters, number)
-        self._counting = True
         self.shards: Collectives = AloneCollectives(Group(waiting=group.waiting))
         """Of the ranks whose `parts` are all gradients together: here each has them all."""
-        self.at_close: list[Callable[[], None]] = [sums.close]
+        self.at_close: list[Callable[[], None]] = []
         """What to release."""
-        self._forget()
-        # A user's own zero_grad has to reach the buckets, too: what they hold is not in `grad`.
+        self._make = make
+        self._census = group.duplicate()
+        self._collectives = connect(group)
+        self._left_to_others: set[int] = set()  # ids of parameters
+        self._calm = 0  # averages in a row without anything unusual
+        self._early = False  # whether sums begin in the backward pass; the same on all ranks
+        self._restless = False  # something unusual has happened since the last average
+        self._looked = False  # somebody has looked at a gradient before `average`
+        self._drops = 0  # since the last average
+        self._closed = False
+        self._plan()
+        self._begin_step()
+        # A user's own zero_grad begins a step here as well.
         self._zero_optimizer = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._move) for p in self._views]
+        self._step_hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        ]
+
+    def _plan(self) -> None:
+        """Put the parameters that are trained now into buckets. Collective."""
+        self.trained = [
+            p for p in trained(self.model, self.optimizer) if id(p) not in self._left_to_others
+        ]
+        self.buckets, self.sums = self._make(self.trained)
+        self._by_bucket = slots(self.buckets, self.sums.flats, self.share, self._look)
+        self._slots = [slot for some in self._by_bucket for slot in some]
+        self._missing = [math.inf] * len(self.buckets)
+        self._hooks = [
+            slot.parameter.register_post_accumulate_grad_hook(partial(self._move, slot))
+            for slot in self._slots
+        ]
+        claim(self.trained, self)
+        self._remember()
+
+    def _remember(self) -> None:
+        """What the optimizer has now, to see when that changes."""
+        self._known = [id(p) for p in parameters_of(self.optimizer)]
+        self._frozen = [p for p in parameters_of(self.optimizer) if not p.requires_grad]
+
+    def _unplan(self) -> None:
+        """Undo `_plan`; gradients that lie in buckets are copied. Collective."""
+        for hook in self._hooks:
+            hook.remove()
+        for slot in self._slots:
+            if slot.parameter.grad is slot.gradient:
+                slot.parameter.grad = slot.gradient.clone()
+            elif slot.parameter.grad is slot.pending:
+                slot.parameter.grad = None
+        disown(self.trained)
+        self._by_bucket, self._slots = [], []
+        self.sums.close()
 
     @property
     def profile(self) -> Profile:
@@ -80,67 +137,208 @@ class MpiAverager:
         return self.sums.profile
 
     def zero_grad(self) -> None:
-        """Forget the gradients; the buckets are written anew."""
-        self._zero_grad()
+        """Forget the gradients, also those that the optimizer does not have."""
+        self.optimizer.zero_grad()
+        for parameter in self.trained:
+            parameter.grad = None
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """In place of the optimizer's: gradients become None, for buckets are never zeroed."""
-        if self._begun and not self._averaged:  # a step given up: what was begun has to end
-            self.average()
-        self._zero_optimizer(set_to_none=True)
-        for parameter in self._views:
-            parameter.grad = None
-        self._forget()
+        """In place of the optimizer's."""
+        if self._stirred:
+            self._give_up()
+        if not set_to_none:
+            for slot in self._slots:
+                if slot.parameter.grad is slot.pending:
+                    slot.parameter.grad = slot.gradient
+        self._zero_optimizer(set_to_none=set_to_none)
+        self._drops += 1
+        self._begin_step()
 
-    def _forget(self) -> None:
-        self._left = dict.fromkeys(self._views, self._passes)
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._filled: set[Parameter] = set()
+    def _begin_step(self) -> None:
+        for slot in self._slots:
+            slot.begin_step()
+        self._left = self._missing.copy()
         self._begun = 0
-        self._averaged = False
+        self._over = False  # whether the sums of this step are done
+        self._done = False  # whether `average` has nothing to do until something happens
+        self._stirred = False  # whether there is something that can be given up
 
-    def weight(self, samples: int) -> float:
+    def _give_up(self) -> None:
+        """Leave a step that has begun. Collective if sums may have begun, on any rank."""
+        self._restless = True
+        if not self._early:
+            return
+        # What was begun has to end. That all ranks are here is known only when they have said so.
+        with self.group.waiting(self.awaited):
+            self.progress.complete(self._told(Place.GIVE_UP))
+            self._sum_rest()
+        self._early = False
+        self._begin_step()
+
+    def weight(self, items: int) -> float:
         """The factor for this rank's loss (see `GradientAverager`). Collective."""
-        return sample_weight(self.group, samples)
+        if self._over:
+            self._begin_step()
+        self._stirred = True
+        return sample_weight(self.group, items)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; they do not count."""
-        self._counting = False
-        try:
-            yield
-        finally:
-            self._counting = True
+    def leave_step(self) -> None:
+        """Say that this rank is between two steps; another one that averages raises. Collective.
+
+        For a loop whose ranks come together between steps anyway.
+
+        Raises:
+            UserError: on all ranks, if some do not come because they average.
+        """
+        if self.group.size > 1:
+            with self.group.waiting("the ranks to leave a step"):
+                self.progress.complete(self._told(Place.LEAVE))
+
+    def _told(self, place: Place, facts: Facts | None = None) -> Steps[Facts]:
+        nothing = np.zeros(len(self.trained), bool)
+        return told(self._census, place, self._drops, facts or Facts(nothing))
 
     def average(self) -> None:
         """Sum what was not summed during the backward pass. Collective."""
-        if self._averaged:
+        if self._done or self.group.size == 1:
             return
-        self._fill_up()
+        late, failure = self._check()
+        facts = Facts(
+            np.array([slot.parameter.grad is not None for slot in self._slots], bool),
+            fresh=not self._over,
+            failed=failure is not None,
+            late=late,
+            changed=self._changed(),
+            restless=self._restless or not self.sums.early,
+        )
         with self.group.waiting(self.awaited):
-            for _ in range(self._begun, len(self.buckets)):
-                self._begin_next()
-            self.progress.finish()
-        self._publish()
-        for parameter in self.trained:
-            if parameter.grad is None and parameter not in self._views:
-                parameter.grad = torch.zeros_like(parameter)
-        self._averaged = True
+            heard = self.progress.complete(self._told(Place.AVERAGE, facts))
+            if heard.failed:
+                settle(self._census, failure)
+            if heard.fresh:
+                self._collect()
+                self._sum_rest()
+            if heard.late:
+                self._add_late()
+        if heard.fresh:
+            self._publish(heard.used.tolist())
+            self._learn(restless=heard.restless or heard.late)
+        if heard.changed:
+            self._include()
+        self._over = self._done = True
+        self._stirred = self._restless = False
+        self._drops = 0
 
-    def _fill_up(self) -> None:
-        for bucket in self.buckets[self._begun :]:
-            for parameter in bucket.parameters:
-                if parameter not in self._filled:
-                    self._views[parameter].zero_()
+    def _check(self) -> tuple[bool, HpcTrainError | None]:
+        """Whether gradients are there that came too late for their bucket; what is wrong."""
+        late = False
+        for slot in self._slots:
+            gradient = slot.parameter.grad
+            late = late or slot.late is not None
+            if gradient is None or gradient is slot.pending:
+                continue
+            if gradient.requires_grad:
+                return late, _has_graph()
+            if slot.begun and not self._over:
+                if slot.filled:
+                    return late, UserError(
+                        "`grad` of a parameter was set after its sum over the ranks had begun",
+                        "set it before the backward pass, or change it after averaging",
+                    )
+                late = True
+        return late, None
 
-    def _publish(self) -> None:
-        for parameter, view in self._views.items():
-            parameter.grad = view
+    def _collect(self) -> None:
+        """Bring the buckets in line with what `grad` of the parameters is."""
+        if self._over:  # others have something new: what was not dropped here counts again
+            self._begin_step()
+        for slot in self._slots:
+            gradient = slot.parameter.grad
+            if gradient is None:
+                slot.filled, slot.late = False, None
+            elif gradient is not slot.pending:
+                slot.take(gradient)
+
+    def _sum_rest(self) -> None:
+        while self._begun < len(self.buckets):
+            self._begin_next()
+        self.progress.finish()
+
+    def _add_late(self) -> None:
+        """Sum what came too late for its bucket."""
+        late = np.array([slot.late is not None for slot in self._slots], bool)
+        heard = self.progress.complete(self._told(Place.AVERAGE, Facts(late)))
+        for number in heard.used.nonzero()[0]:
+            slot = self._slots[number]
+            more = torch.zeros_like(slot.view) if slot.late is None else slot.late
+            self._collectives.sum_(torch.view_as_real(more) if more.is_complex() else more)
+            slot.view.add_(more)
+
+    def _publish(self, used: Sequence[bool]) -> None:
+        for slot, flag in zip(self._slots, used, strict=True):
+            slot.publish(used=flag)
+
+    def _learn(self, *, restless: bool) -> None:
+        """Decide when the next step's sums begin, from what all ranks know."""
+        self._calm = 0 if restless else self._calm + 1
+        self._early = self._calm >= STEADY
+        for number, some in enumerate(self._by_bucket):
+            for slot in some:
+                slot.learn()
+            steady = self._early and all(slot.expected != UNSTEADY for slot in some)
+            self._missing[number] = sum(s.expected > 0 for s in some) if steady else math.inf
+
+    def _changed(self) -> bool:
+        """Whether the optimizer has got other parameters, or trains what was frozen."""
+        known = self._known == [id(p) for p in parameters_of(self.optimizer)]
+        return not known or any(p.requires_grad for p in self._frozen)
+
+    def refresh(self) -> None:
+        """Take over parameters that were added or unfrozen; all ranks get rank 0's. Collective.
+
+        `average` finds them by itself, but cannot know which rank has the right ones.
+
+        Raises:
+            UserError: the ranks' optimizers have different parameters, or share some by
+                `memory.zero`.
+        """
+        if self.group.size > 1:
+            self._include(refresh=True)
+            self._begin_step()
+
+    def _include(self, *, refresh: bool = False) -> None:
+        """Average what new parameters have got in this step, and plan anew. Collective."""
+        known = {id(p) for p in self.trained}
+        new = [p for p in trained_by(self.optimizer) if id(p) not in known]
+        added.check(self.group, new)
+        if refresh:
+            for parameter in new:
+                self._collectives.broadcast_(parameter.data)
+        else:
+            added.check_values(self.group, new)
+            added.average_plainly(new, self._census, self._collectives)
+        self._replan()
+
+    def _replan(self) -> None:
+        self._unplan()
+        self._plan()
+        self._calm, self._early = 0, False
+
+    def release(self, parameters: Iterable[Parameter]) -> None:
+        """Leave parameters that its optimizer has not to another averager. Collective."""
+        self._left_to_others |= {id(p) for p in parameters}
+        self._replan()
+        self._begin_step()
+
+    def _look(self, slot: Slot) -> Tensor:
+        """The averaged gradient, for whoever looks at one before `average`."""
+        self.average()
+        self._looked = True
+        return slot.gradient
 
     def norm(self) -> Tensor:
         """The 2-norm of all averaged gradients, a float64 scalar. Collective."""
-        gradients = [gradient for _, gradient in self.parts()]
-        return get_total_norm(gradients).double()
+        return get_total_norm(self._own()).double()
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:
         """The averaged gradients of which this rank speaks for the ranks of `shards`."""
@@ -152,13 +350,50 @@ class MpiAverager:
             torch._foreach_mul_(gradients, factor)
 
     def _own(self) -> list[Tensor]:
-        """All averaged gradients that lie in this rank's memory."""
-        return [p.grad for p in self.trained if p.grad is not None]
+        """All averaged gradients that this rank has: whole buckets, where `grad` are its views."""
+        found: list[Tensor] = []
+        for some, flat in zip(self._by_bucket, self.sums.flats, strict=True):
+            if all(slot.parameter.grad is slot.view for slot in some):
+                found.append(flat)
+            else:
+                found += [s.parameter.grad for s in some if s.parameter.grad is not None]
+        if not self._slots:
+            found = [p.grad for p in self.trained if p.grad is not None]
+        return found
 
     def step(self) -> None:
         """Take the optimizer's step, after averaging. Collective."""
-        self.average()
         self.optimizer.step()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Average before the step; or, with a closure, whenever that has made gradients."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.average()
+            return None
+
+        def averaged() -> Any:
+            loss = closure()
+            self.average()
+            return loss if loss is None else self._mean(loss)
+
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], averaged, *args[2:]), rest
+
+    def _mean(self, loss: Tensor | float) -> Tensor:
+        """The ranks' mean: optimizers that search along a line compare it."""
+        mean = torch.as_tensor(loss).detach().clone()
+        self._collectives.sum_(mean)
+        return mean.mul_(self.share)
+
+    def _after_step(self) -> None:
+        """Others may have something new when this rank comes to `average` again."""
+        self._done = False
+        if self._looked:  # `p.grad /= 2` has put what stands for the gradient back
+            self._looked = False
+            for slot in self._slots:
+                if slot.parameter.grad is slot.pending:
+                    slot.parameter.grad = slot.gradient
 
     def rescale(self, factor: float) -> None:
         """What compression has not sent is in the gradients' unit, which becomes another one."""
@@ -169,57 +404,63 @@ class MpiAverager:
         """Nothing to do: ranks differ in nothing but what compression has not sent."""
 
     def close(self) -> None:
-        """Remove the hooks and give the buckets' memory back. Collective."""
+        """Give the optimizer and the model back as they were, and all memory. Collective."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._stirred:
+            self._give_up()
         self.optimizer.zero_grad = self._zero_optimizer  # type: ignore[method-assign]
-        for hook in self._hooks:
+        for hook in self._step_hooks:
             hook.remove()
-        for parameter in self._views:
-            parameter.grad = None
+        for slot in self._slots:
+            slot.parameter.grad = None
+        self._unplan()
         self.progress.close()
-        self._views = {}
+        self._census.close()
         for release in self.at_close:
             release()
 
-    def _move(self, parameter: Tensor) -> None:
+    def _move(self, slot: Slot, parameter: Tensor) -> None:
         """Put a gradient that a backward pass has just made into its bucket."""
-        assert isinstance(parameter, Parameter)  # the hook's type in torch is wider
-        assert parameter.grad is not None
-        self._check(parameter)
-        view = self._views[parameter]
-        if parameter in self._filled:
-            view.add_(parameter.grad, alpha=self.share)
-        else:
-            torch.mul(parameter.grad, self.share, out=view)
-            self._filled.add(parameter)
-        parameter.grad = None
-        if self._counting:
-            self._count(parameter)
-        self.progress.advance()
-
-    def _check(self, parameter: Parameter) -> None:
-        if self._averaged:
+        gradient = parameter.grad
+        if gradient is not slot.pending:
+            assert gradient is not None
+            self._store(slot, gradient)
+            parameter.grad = slot.pending
+        elif self._over:
             raise UserError(
-                "a backward pass came after `average`, before `zero_grad`",
+                "a backward pass came after averaging, before the optimizer's step",
                 "call zero_grad before each step's first backward pass",
             )
-        if self._home[parameter] < self._begun:
-            raise UserError(
-                "a parameter got more gradients than there are backward passes in a step",
-                "give average_gradients the number of backward_passes, or make all but the last "
-                "inside `with averager.no_sync():`",
-            )
-
-    def _count(self, parameter: Parameter) -> None:
-        """Begin the sums of buckets that are full now."""
-        self._left[parameter] -= 1
-        if self._left[parameter] == 0:
-            self._missing[self._home[parameter]] -= 1
-            while self.sums.early and self._begun < len(self.buckets) and self._is_full():
+        slot.arrived += 1
+        if slot.arrived == slot.expected:
+            self._left[slot.home] -= 1
+            while self._begun < len(self.buckets) and not self._left[self._begun]:
                 self._begin_next()
+        self.progress.advance()
 
-    def _is_full(self) -> bool:
-        return self._missing[self._begun] == 0
+    def _store(self, slot: Slot, gradient: Tensor) -> None:
+        """Take a gradient from where autograd has put it."""
+        if gradient.requires_grad:
+            raise _has_graph()
+        if self._over:  # nobody has called zero_grad: what was not dropped goes on
+            self._begin_step()
+        if slot.filled:  # it was dropped, by model.zero_grad() or `grad = None`
+            self._give_up()
+        self._stirred = True
+        slot.take(gradient)
 
     def _begin_next(self) -> None:
+        for slot in self._by_bucket[self._begun]:
+            slot.begin()
         self.progress.start(self.sums.begin(self._begun))
         self._begun += 1
+
+
+def _has_graph() -> UserError:
+    return UserError(
+        "backward(create_graph=True) makes gradients that have a graph; their mean over the ranks "
+        "has none",
+        "compute gradients of gradients by torch.autograd.grad",
+    )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_train.collectives.steps import Scheduler, Steps
+
+T = TypeVar("T")
 
 PAUSE = 200e-6  # seconds between two looks of the thread: 2 MB of a link of 10 GB/s
 
@@ -34,6 +36,10 @@ class Progress:
     def finish(self) -> None:
         """Advance until all are done."""
         self._scheduler.finish(polite=self.polite)
+
+    def complete(self, steps: Steps[T]) -> T:
+        """Start a coroutine and advance all until it is done; returns its result."""
+        return self._scheduler.complete(steps, polite=self.polite)
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -71,6 +77,13 @@ class ThreadProgress(Progress):
             if self._error is not None:
                 raise self._error
             self._scheduler.finish(polite=self.polite)
+
+    def complete(self, steps: Steps[T]) -> T:
+        """As of `Progress`, without the thread."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            return self._scheduler.complete(steps, polite=self.polite)
 
     def close(self) -> None:
         """End the thread."""

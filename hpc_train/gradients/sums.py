@@ -89,7 +89,6 @@ class LevelSums:
         self.rounds = [0] * len(buckets)
         self.cuts = [bucket.cuts(levels.owners) for bucket in buckets]
         self.memory: NodeMemory | None = None
-        parts = [_private(buckets)]
         if levels.node.size > 1:
             nbytes = memory_bytes(buckets)
             try:
@@ -99,6 +98,8 @@ class LevelSums:
                     cross.close()
                 raise
             parts = [cut_memory(part, buckets) for part in self.memory.parts]
+        else:
+            parts = [_private(buckets)]
         self._buffers = list(zip(*parts, strict=True))  # of each bucket, those of the node's ranks
         self.flats = parts[levels.node.rank]
         """See `Sums`."""

@@ -9,31 +9,57 @@ each rank needs its own part of the averaged gradients only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
 from hpc_train.collectives.node import NodeMemory
 from hpc_train.collectives.steps import run
-from hpc_train.errors import UserError
+from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.mpi import MpiAverager
 from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.sums import LevelSums, cut_memory, memory_bytes
 from hpc_train.mpi.levels import Levels
+
+WHOLE = {"LBFGS", "Adafactor", "Muon"}
+"""Optimizers of torch whose step of an element depends on others."""
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Check that an optimizer can be divided.
+
+    Raises:
+        UserError: it has a state already, or does not treat each element by itself.
+    """
+    if optimizer.state:
+        raise UserError(
+            "the optimizer has a state already, which memory.zero would have to divide",
+            "set up averaging first, then restore the state",
+        )
+    if WHOLE & {kind.__name__ for kind in type(optimizer).__mro__}:
+        raise UserError(
+            f"memory.zero gives each rank rows of the parameters, and {type(optimizer).__name__} "
+            "does not treat each element by itself",
+            "leave zero out, or take another optimizer",
+        )
 
 
 class ShardedAverager(MpiAverager):
     """`MpiAverager` whose optimizer updates this rank's slabs, in memory that the node shares.
 
-    The optimizer's groups hold the slabs in place of the parameters; `grad` of the parameters
-    stays None. It must treat each element by itself, as SGD, Adam and their kin do, and have no
-    state yet. Between `average` and the end of `step` nobody may use the parameters.
+    The optimizer's groups hold the slabs in place of the parameters, whose `grad` is of no use. It
+    must treat each element by itself, as SGD, Adam and their kin do, and have no state yet
+    (`check_optimizer`). Between `average` and the end of `step` nobody may use the parameters.
 
     Args:
-        model, optimizer, progress, backward_passes: as for `MpiAverager`.
+        model, optimizer, progress: as for `MpiAverager`.
         levels: the ranks by nodes.
         buckets: of all trained parameters.
         sums: of these buckets; those whose result is not whole are shared.
@@ -51,19 +77,13 @@ class ShardedAverager(MpiAverager):
         buckets: list[Bucket],
         sums: LevelSums,
         progress: Progress,
-        backward_passes: int,
     ) -> None:
-        if optimizer.state:
-            raise UserError(
-                "the optimizer has a state already, which memory.zero would have to divide",
-                "set up averaging first, then restore the state",
-            )
         divided = [bucket for bucket, whole in zip(buckets, sums.whole, strict=True) if not whole]
         self.memory: NodeMemory | None = None
         if levels.node.size > 1:
             room = memory_bytes(divided) if levels.node.rank == 0 else 0
             self.memory = NodeMemory(levels.node, room, signals=1, touch=False)
-        super().__init__(model, optimizer, levels.whole, buckets, sums, progress, backward_passes)
+        super().__init__(model, optimizer, levels.whole, lambda _: (buckets, sums), progress)
         self.levels = levels
         self.shards = connect(levels.node)
         self.shared = {p: p.data for b in divided for p in b.parameters}
@@ -74,6 +94,7 @@ class ShardedAverager(MpiAverager):
         self._share_parameters(sums, divided)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._divide_optimizer()
+        self._remember()
 
     def _share_parameters(self, sums: LevelSums, divided: list[Bucket]) -> None:
         """Put the parameters where the node's ranks can all read them. Collective."""
@@ -95,6 +116,7 @@ class ShardedAverager(MpiAverager):
         for bucket, flat in zip(divided, flats, strict=True):
             for parameter, view in bucket.views(flat).items():
                 parameter.data = view
+        self._places = {p: p.data_ptr() for p in self.shared}
 
     def _divide_optimizer(self) -> None:
         pieces = {slab.parameter: piece for piece, slab in self.slabs.items()}
@@ -102,32 +124,69 @@ class ShardedAverager(MpiAverager):
             kept = [p if p not in self.shared else pieces.get(p) for p in group["params"]]
             group["params"] = [p for p in kept if p is not None]
 
-    def _publish(self) -> None:
-        for parameter, view in self._views.items():
-            if parameter not in self.shared:
-                parameter.grad = view
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        super()._zero_grad(set_to_none)
+        for parameter in self.shared:
+            parameter.grad = None
+
+    def _publish(self, used: Sequence[bool]) -> None:
+        pairs = list(zip(self._slots, used, strict=True))
+        for slot, flag in pairs:
+            if slot.parameter in self.shared:
+                slot.parameter.grad = slot.pending if flag else None
+            else:
+                slot.publish(used=flag)
+        there = {slot.parameter for slot, flag in pairs if flag}
         for piece, gradient in self._gradients.items():
-            piece.grad = gradient
+            piece.grad = gradient if self.slabs[piece].parameter in there else None
+
+    def _check(self) -> tuple[bool, HpcTrainError | None]:
+        """As of `MpiAverager`; parameters still have to lie in the memory that ranks share."""
+        moved = [p for p, where in self._places.items() if p.data_ptr() != where]
+        if moved or self._changed():
+            what = "model has moved a parameter" if moved else "optimizer has got other parameters"
+            return False, UserError(
+                f"memory.zero shares parameters between ranks, and the {what}",
+                "convert the model and change the optimizer before averaging is set up",
+            )
+        return super()._check()
+
+    def refresh(self) -> None:
+        """Nothing can be added here."""
+        if self._changed():
+            raise UserError(
+                "memory.zero shares the parameters that were there when it was set up",
+                "add parameters before, or leave zero out",
+            )
+
+    def _look(self, slot: Slot) -> Tensor:
+        if slot.parameter not in self.shared:
+            return super()._look(slot)
+        raise UserError(
+            "with memory.zero no rank has the whole gradient of a parameter",
+            "call the averager's `norm` and `scale_`, of a Loop or Trainer: its clipping",
+        )
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:
         """The averaged gradients of which this rank speaks for the ranks of its node."""
-        whole = [(p, self._views[p]) for p in self._views if p not in self.shared]
-        mine = [(self.slabs[p].parameter, gradient) for p, gradient in self._gradients.items()]
+        kept = [p for p in self.trained if p not in self.shared]
+        whole = [(p, p.grad) for p in kept if p.grad is not None]
+        mine = [(s.parameter, p.grad) for p, s in self.slabs.items() if p.grad is not None]
         return mine + (whole if self.levels.node.rank == 0 else [])
 
     def norm(self) -> Tensor:
         """The 2-norm of all averaged gradients, a float64 scalar. Collective."""
-        square = super().norm().square()
+        square = get_total_norm([part for _, part in self.parts()]).double().square()
         self.shards.sum_(square)
         return square.sqrt()
 
     def _own(self) -> list[Tensor]:
-        whole = [view for p, view in self._views.items() if p not in self.shared]
-        return [*self._gradients.values(), *whole]
+        kept = [p for p in self.trained if p not in self.shared]
+        return [p.grad for p in [*self.slabs, *kept] if p.grad is not None]
 
-    def step(self) -> None:
-        """Take the optimizer's step, and wait for that of the node's other ranks. Collective."""
-        super().step()
+    def _after_step(self) -> None:
+        """Wait for the step of the node's other ranks."""
+        super()._after_step()
         if self.memory is None:
             return
         self._steps += 1
@@ -139,7 +198,8 @@ class ShardedAverager(MpiAverager):
     def close(self) -> None:
         """Give each rank parameters of its own; the optimizer's state is gone. Collective."""
         for parameter in self.shared:
-            parameter.data = parameter.data.clone()
+            if parameter.data_ptr() == self._places[parameter]:
+                parameter.data = parameter.data.clone()
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
         self.optimizer.state.clear()

@@ -52,6 +52,11 @@ class Group:
         comm.Free()
         return Group(waiting=self.waiting)
 
+    def duplicate(self) -> Group:
+        """The same ranks on a communicator of its own. Collective."""
+        comm = self.comm.Dup() if self.comm else None
+        return Group(self.rank, self.size, comm, self.waiting)
+
     @property
     def host(self) -> str:
         """This process's host name."""

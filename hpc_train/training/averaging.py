@@ -59,7 +59,6 @@ def set_up(
     engine: Engine,
     *,
     zero: Zero,
-    passes: int,
     cores: int,
 ) -> tuple[GradientAverager, Zero]:
     """The averager of a rank's replicas, and the `zero` that it has. Collective.
@@ -68,20 +67,16 @@ def set_up(
     rank shares them.
 
     Args:
-        config: sections gradients, memory, parallel and run.
+        config: sections gradients, memory and run.
         model: this rank's part.
         optimizer: of it.
         grid: where this rank stands.
         layout: what was put on the model.
         engine: from `start`.
         zero: from `sharing.decide`.
-        passes: micro-batches of a step.
         cores: of this rank.
     """
-    gradients, parallel = config.gradients, config.parallel
-    # Schedules that put weight gradients off, or run several parts of a rank's model, do not give
-    # each parameter one gradient per micro-batch.
-    plain = grid.pp == 1 or (parallel.schedule in ("gpipe", "1f1b") and parallel.chunks == 1)
+    gradients = config.gradients
     levels = Levels.join(grid.data, grid.data_node, grid.data_cross)
 
     def make(zero: Zero) -> GradientAverager:
@@ -91,7 +86,6 @@ def set_up(
             levels,
             engine=engine,
             bucket_bytes=gradients.bucket_bytes,
-            backward_passes=passes if plain else 0,
             two_level=gradients.two_level,
             compression=gradients.compression,
             average_every=gradients.average_every,

@@ -45,7 +45,6 @@ class Loop:
         directory: for the checkpoints.
         model, optimizer: as in a single process; all ranks get rank 0's weights.
         engine: how gradients are averaged: auto, horovod or mpi.
-        backward_passes: calls of `backward` in each step, each of a loss divided by their number.
         every: steps between two checkpoints; one more is written at the end and at a stop.
         keep: newest checkpoints that are kept.
         background: whether training goes on while one is written; then nothing but `step` may
@@ -67,7 +66,6 @@ class Loop:
         optimizer: Optimizer,
         *,
         engine: Engine = "auto",
-        backward_passes: int = 1,
         every: int = 1000,
         keep: int = 3,
         background: bool = False,
@@ -88,7 +86,6 @@ class Loop:
             optimizer,
             self.group,
             engine=engine,
-            backward_passes=backward_passes,
             cores=runtime.cores,
         )
         self.checkpoints = Checkpoints(

@@ -167,7 +167,6 @@ class Trainer:
             self.layout,
             engine,
             zero=zero,
-            passes=len(self.parts),
             cores=runtime.cores,
         )
         self.collectives = connect(self.group)

@@ -27,9 +27,7 @@ def trained(group: Group, engine: str, optimizer_class, *, plain_zero_grad=False
     torch.manual_seed(group.rank)  # all but rank 0's weights are to be replaced
     model = Model().double()
     optimizer = optimizer_class(model.parameters(), lr=0.1)
-    averager = average_gradients(
-        model, optimizer, group, engine=engine, bucket_bytes=bucket_bytes, backward_passes=PASSES
-    )
+    averager = average_gradients(model, optimizer, group, engine=engine, bucket_bytes=bucket_bytes)
     data = torch.randn(SAMPLES, 7, generator=torch.Generator().manual_seed(1)).double()
     for _ in range(STEPS):
         (optimizer if plain_zero_grad else averager).zero_grad()

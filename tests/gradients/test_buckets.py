@@ -42,8 +42,8 @@ def test_the_parts_of_a_bucket_are_whole_rows_and_all_of_it(shapes, parts):
     cuts = bucket.cuts(parts)
     assert (cuts[0], cuts[-1], len(cuts)) == (0, bucket.numel, parts + 1)
     assert cuts == sorted(cuts)
-    flat = torch.arange(bucket.numel)
-    rebuilt = {p: torch.full(p.shape, -1) for p in parameters}
+    flat = torch.arange(bucket.numel, dtype=torch.float32)
+    rebuilt = {p: torch.full(p.shape, -1.0) for p in parameters}
     for begin, end in pairwise(cuts):
         slabs = bucket.slabs(begin, end)
         assert sum(slab.of(flat).numel() for slab in slabs) == end - begin

@@ -37,7 +37,6 @@ class Case:
     two_level: str
     zero: int
     passes: int
-    no_sync: bool
     thread: bool
     optimizer: str
     uneven: bool
@@ -57,7 +56,6 @@ class Case:
             random.choice(two_level),
             zero,
             random.randint(1, 3),
-            random.random() < 0.5,
             random.random() < 0.3,
             random.choice(["SGD", "AdamW"]),
             ranks > 1 and random.random() < 0.3,
@@ -111,9 +109,6 @@ def reference(case: Case) -> tuple[nn.Module, list[float]]:
     for step in range(STEPS):
         optimizer.zero_grad()
         loss(model, torch.cat(shares(case, step))).backward()
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
     return model, norms
@@ -129,14 +124,12 @@ def trained(case: Case, group: Group) -> tuple[nn.Module, list[float]]:
     torch.manual_seed(group.rank)  # all but rank 0's weights are to be replaced
     model = Model().double()
     optimizer = optimizer_of(case.optimizer, model)
-    counted = 1 if case.no_sync else case.passes
     averager = average_gradients(
         model,
         optimizer,
         group if case.engine == "horovod" else levels_of(group, case.nodes),
         engine=case.engine,
         bucket_bytes=case.bucket_bytes,
-        backward_passes=counted,
         two_level=case.two_level,
         zero=case.zero,
         cores=2 if case.thread else 1,
@@ -146,7 +139,7 @@ def trained(case: Case, group: Group) -> tuple[nn.Module, list[float]]:
         part = shares(case, step)[group.rank]
         averager.zero_grad()
         weight = averager.weight(len(part)) if case.uneven else 1.0
-        backward(model, part, case, weight, averager)
+        backward(model, part, case, weight)
         averager.average()
         norm = float(averager.norm())
         norms.append(norm)
@@ -157,17 +150,12 @@ def trained(case: Case, group: Group) -> tuple[nn.Module, list[float]]:
     return model, norms
 
 
-def backward(model, part, case, weight, averager) -> None:
+def backward(model, part, case, weight) -> None:
     """All passes of a step, each over all of the rank's samples with a part of the weight."""
     if not len(part):
         return
-    for number in range(case.passes):
-        share = loss(model, part) * weight / case.passes
-        if case.no_sync and number < case.passes - 1:
-            with averager.no_sync():
-                share.backward()
-        else:
-            share.backward()
+    for _ in range(case.passes):
+        (loss(model, part) * weight / case.passes).backward()
 
 
 @pytest.mark.parametrize(

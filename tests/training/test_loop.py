@@ -107,7 +107,7 @@ def test_ranks_that_go_different_ways_are_told_and_not_left_waiting(job, togethe
 def test_two_backward_passes_give_the_mean_of_both(job, together, engine):
     model = torch.nn.Linear(2, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loop = Loop(job, together, model, optimizer, engine=engine, backward_passes=2)
+    loop = Loop(job, together, model, optimizer, engine=engine)
     before = model.weight.detach().clone()
     for value in (1.0, 3.0):
         inputs = torch.full((1, 2), value + job.world.rank, dtype=torch.float64)

@@ -1,0 +1,81 @@
+"""Which averager has which parameter: two that averaged the same gradient would do it twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hpc_train.errors import UserError
+
+if TYPE_CHECKING:
+    from hpc_train.gradients.mpi import MpiAverager
+
+OWNERS: Any = WeakIdKeyDictionary()
+"""By parameter: the averager that has it."""
+
+
+def trained(model: nn.Module, optimizer: Optimizer) -> list[Parameter]:
+    """What an averager takes: all that the optimizer trains, and of the model what is free.
+
+    In the model's order, those outside of the model last.
+    """
+    mine = {id(p) for p in trained_by(optimizer)}
+    found = [
+        p for p in model.parameters() if p.requires_grad and (id(p) in mine or p not in OWNERS)
+    ]
+    known = {id(p) for p in found}
+    return found + [p for p in trained_by(optimizer) if id(p) not in known]
+
+
+def take_over(optimizer: Optimizer) -> None:
+    """Take an optimizer's parameters from the averagers that have them. Collective.
+
+    One whose own optimizer has some of them is closed: a second loop over a model follows a first.
+    The first one's optimizer must not step without averaging, so it refuses to.
+    """
+    wanted = trained_by(optimizer)
+    owners = {id(owner): owner for owner in (OWNERS.get(p) for p in wanted) if owner is not None}
+    for owner in owners.values():
+        theirs = {id(p) for p in parameters_of(owner.optimizer)}
+        mine = [p for p in wanted if OWNERS.get(p) is owner]
+        if not any(id(p) in theirs for p in mine):
+            owner.release(mine)
+            continue
+        owner.close()
+        if owner.optimizer is not optimizer:
+            owner.optimizer.register_step_pre_hook(_refuse)
+
+
+def _refuse(*_: Any) -> None:
+    raise UserError(
+        "this optimizer's gradients are no longer averaged: another averager has been set up for "
+        "its parameters",
+        "step the optimizer that was given last, or give one optimizer all parameters",
+    )
+
+
+def claim(parameters: Iterable[Parameter], by: MpiAverager) -> None:
+    """Write down who has parameters."""
+    for parameter in parameters:
+        OWNERS[parameter] = by
+
+
+def disown(parameters: Iterable[Parameter]) -> None:
+    """Leave parameters to others."""
+    for parameter in parameters:
+        OWNERS.pop(parameter, None)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    """All parameters of an optimizer, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def trained_by(optimizer: Optimizer) -> list[Parameter]:
+    """Those that require gradients."""
+    return [p for p in parameters_of(optimizer) if p.requires_grad]
