@@ -147,6 +147,10 @@ class ParallelSection:
     """Runs of layers per rank for schedule interleaved; by default 2 there, else 1."""
     sequence_parallel: bool = False
     """Between the layers that tp shares, each of its ranks holds its part of the tokens only."""
+    batch_norm: Literal["sync", "local", "refuse"] = "sync"
+    """What BatchNorm layers of a model of your own do: sync takes statistics over all replicas'
+    samples of a micro-batch, as one process would; local takes each replica's own; refuse refuses
+    such a model."""
 
     def __post_init__(self) -> None:
         _at_least(self, "parallel", dp=1, tp=1, pp=1, virtual_stages=1)

@@ -12,6 +12,7 @@ import math
 import os
 import socket
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from hpc_train.collectives.steps import Steps
 from hpc_train.errors import SetupError
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 ALIGNMENT = 64  # bytes: a cache line, and torch's widest vectors
 BLOCK_BYTES = 1 << 18  # of a sum at a time: it stays in the core's cache until it is written out
@@ -40,8 +44,6 @@ class NodeMemory:
     """
 
     def __init__(self, node: Group, nbytes: int, signals: int, *, touch: bool = True) -> None:
-        from mpi4py import MPI  # a group with a communicator has MPI
-
         assert node.comm is not None
         self.node = node
         header = _aligned(8 * signals)
@@ -49,10 +51,8 @@ class NodeMemory:
         total = sum(node.comm.allgather(size))
         with agreed(node):
             _check_room(total)  # other groups of the node may ask at the same time: hence SPARE
-        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-        self._window = MPI.Win.Allocate_shared(size, 1, info, node.comm)
-        info.Free()
-        self._window.Lock_all(MPI.MODE_NOCHECK)  # what Sync, a memory barrier, needs
+        with agreed(node):  # a library that cannot share memory says so on all ranks of the node
+            self._window = _window(size, node)
         parts = [self._part(rank) for rank in range(node.size)]
         self._signals = [part[:header].view(torch.int64)[:signals].numpy() for part in parts]
         self.parts = [part[header:] for part in parts]
@@ -66,8 +66,9 @@ class NodeMemory:
     def _part(self, rank: int) -> Tensor:
         buffer, _ = self._window.Shared_query(rank)
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
-        shift = -whole.data_ptr() % ALIGNMENT
-        return whole[shift : shift + len(whole) - ALIGNMENT]
+        shift, count = -whole.data_ptr() % ALIGNMENT, len(whole) - ALIGNMENT
+        # Begins there, which a slice does not: complex views need an even storage offset.
+        return torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=shift)
 
     def tell(self, signal: int, value: int) -> None:
         """Set a number, after all that this rank has written so far can be seen by the others."""
@@ -114,6 +115,30 @@ def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         torch.add(total, last, out=first)
         for other in others:
             other.copy_(first)
+
+
+def _window(nbytes: int, node: Group) -> MPI.Win:
+    """Memory of which each rank of a node has so many bytes. Collective.
+
+    Raises:
+        SetupError: this MPI cannot share memory here: its one-sided component is another, or
+            containers keep the ranks apart.
+    """
+    from mpi4py import MPI  # a group with a communicator has MPI
+
+    assert node.comm is not None
+    info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
+    try:
+        window = MPI.Win.Allocate_shared(nbytes, 1, info, node.comm)
+        window.Lock_all(MPI.MODE_NOCHECK)  # what Sync, a memory barrier, needs
+    except MPI.Exception as error:
+        raise SetupError(
+            f"the ranks of {node.host} cannot share memory by MPI windows ({error})",
+            "allow the MPI library its shared-memory windows (Open MPI: OMPI_MCA_osc without ^sm)",
+        ) from None
+    finally:
+        info.Free()
+    return window
 
 
 def _check_room(nbytes: int) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hpc_train.collectives import connect
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.errors import UserError
+from hpc_train.gradients import added
 from hpc_train.gradients.buckets import plan
 from hpc_train.gradients.census import Facts, Place
 from hpc_train.gradients.horovod import HorovodSums
@@ -79,7 +80,9 @@ class AdasumAverager(MpiAverager):
         facts = Facts(there, changed=self._changed())
         heard = self.progress.complete(self._told(Place.AVERAGE, facts))
         if heard.changed:
-            self._include()
+            added.check(self.group, self._new())
+            added.check_values(self.group, self._new())
+            self._replan()
         for parameter, used in zip(self.trained, heard.used.tolist(), strict=False):
             if used and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -318,13 +318,18 @@ def compressed(
 
 def or_collectives(group: Group, make: Make, collectives: Collectives) -> Make:
     """A way that falls back to the collectives where memory cannot be shared."""
+    shared = True
 
     def made(buckets: Sequence[Bucket]) -> Sums:
-        sums, failure = on_all_nodes(group, lambda: make(buckets))
-        if sums is None:
-            logger.warning("%s; gradients are averaged by MPI's own sums, slower", failure)
-            return CollectiveSums(collectives, buckets)
-        return sums
+        nonlocal shared
+        if shared:
+            sums, failure = on_all_nodes(group, lambda: make(buckets))
+            if sums is not None:
+                return sums
+            shared = False
+            if group.rank == 0:
+                logger.warning("%s; gradients are averaged by MPI's own sums, slower", failure)
+        return CollectiveSums(collectives, buckets)
 
     return made
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.collectives.alone import AloneCollectives
+from hpc_train.gradients import added
 from hpc_train.gradients.mpi import Make, MpiAverager
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
@@ -69,7 +70,8 @@ class LocalSteps(MpiAverager):
             return
         self._since = 0
         if self.group.largest(int(self._changed())):
-            self.refresh()
+            added.check(self.group, self._new())
+            self._replan()
         with torch.no_grad():
             self._average({p: p.data for p in self.trained})
             for slot in moments(self.optimizer).values():

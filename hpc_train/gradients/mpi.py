@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.alone import AloneCollectives
@@ -81,8 +82,7 @@ class MpiAverager:
         self._census = group.duplicate()
         self._collectives = connect(group)
         self._left_to_others: set[int] = set()  # ids of parameters
-        self._calm = 0  # averages in a row without anything unusual
-        self._early = False  # whether sums begin in the backward pass; the same on all ranks
+        self._task = -1  # the backward pass that the last gradient came from
         self._restless = False  # something unusual has happened since the last average
         self._looked = False  # somebody has looked at a gradient before `average`
         self._drops = 0  # since the last average
@@ -105,13 +105,18 @@ class MpiAverager:
         self.buckets, self.sums = self._make(self.trained)
         self._by_bucket = slots(self.buckets, self.sums.flats, self.share, self._look)
         self._slots = [slot for some in self._by_bucket for slot in some]
-        self._missing = [math.inf] * len(self.buckets)
-        self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(partial(self._move, slot))
-            for slot in self._slots
-        ]
+        self._strays: list[Slot] = []  # of parameters that came later, and lie in no bucket yet
+        self._wait_for_calm()
+        self._hooks = [self._hook(slot) for slot in self._slots]
+        self._outdated = False  # whether parameters have come or gone
         claim(self.trained, self)
         self._remember()
+
+    def _hook(self, slot: Slot) -> RemovableHandle:
+        hook: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(
+            partial(self._move, slot)
+        )
+        return hook
 
     def _remember(self) -> None:
         """What the optimizer has now, to see when that changes."""
@@ -122,14 +127,17 @@ class MpiAverager:
         """Undo `_plan`; gradients that lie in buckets are copied. Collective."""
         for hook in self._hooks:
             hook.remove()
-        for slot in self._slots:
+        for slot in self._all_slots():
             if slot.parameter.grad is slot.gradient:
-                slot.parameter.grad = slot.gradient.clone()
+                slot.parameter.grad = slot.gradient = slot.gradient.clone()
             elif slot.parameter.grad is slot.pending:
                 slot.parameter.grad = None
         disown(self.trained)
-        self._by_bucket, self._slots = [], []
+        self._by_bucket, self._slots, self._strays = [], [], []
         self.sums.close()
+
+    def _all_slots(self) -> list[Slot]:
+        return self._slots + self._strays
 
     @property
     def profile(self) -> Profile:
@@ -147,7 +155,7 @@ class MpiAverager:
         if self._stirred:
             self._give_up()
         if not set_to_none:
-            for slot in self._slots:
+            for slot in self._all_slots():
                 if slot.parameter.grad is slot.pending:
                     slot.parameter.grad = slot.gradient
         self._zero_optimizer(set_to_none=set_to_none)
@@ -155,7 +163,7 @@ class MpiAverager:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        for slot in self._slots:
+        for slot in self._all_slots():
             slot.begin_step()
         self._left = self._missing.copy()
         self._begun = 0
@@ -172,8 +180,14 @@ class MpiAverager:
         with self.group.waiting(self.awaited):
             self.progress.complete(self._told(Place.GIVE_UP))
             self._sum_rest()
-        self._early = False
+        self._wait_for_calm()
         self._begin_step()
+
+    def _wait_for_calm(self) -> None:
+        """Begin no sums in the backward pass until steps are alike again."""
+        self._calm = 0  # averages in a row without anything unusual
+        self._early = False  # whether sums begin in the backward pass; the same on all ranks
+        self._missing = [math.inf] * len(self.buckets)
 
     def weight(self, items: int) -> float:
         """The factor for this rank's loss (see `GradientAverager`). Collective."""
@@ -202,13 +216,15 @@ class MpiAverager:
         """Sum what was not summed during the backward pass. Collective."""
         if self._done or self.group.size == 1:
             return
+        if changed := self._changed():
+            self._adopt()
         late, failure = self._check()
         facts = Facts(
             np.array([slot.parameter.grad is not None for slot in self._slots], bool),
             fresh=not self._over,
             failed=failure is not None,
             late=late,
-            changed=self._changed(),
+            changed=changed,
             restless=self._restless or not self.sums.early,
         )
         with self.group.waiting(self.awaited):
@@ -232,7 +248,7 @@ class MpiAverager:
     def _check(self) -> tuple[bool, HpcTrainError | None]:
         """Whether gradients are there that came too late for their bucket; what is wrong."""
         late = False
-        for slot in self._slots:
+        for slot in self._all_slots():
             gradient = slot.parameter.grad
             late = late or slot.late is not None
             if gradient is None or gradient is slot.pending:
@@ -252,7 +268,7 @@ class MpiAverager:
         """Bring the buckets in line with what `grad` of the parameters is."""
         if self._over:  # others have something new: what was not dropped here counts again
             self._begin_step()
-        for slot in self._slots:
+        for slot in self._all_slots():
             gradient = slot.parameter.grad
             if gradient is None:
                 slot.filled, slot.late = False, None
@@ -271,7 +287,7 @@ class MpiAverager:
         for number in heard.used.nonzero()[0]:
             slot = self._slots[number]
             more = torch.zeros_like(slot.view) if slot.late is None else slot.late
-            self._collectives.sum_(torch.view_as_real(more) if more.is_complex() else more)
+            self._sum(more)
             slot.view.add_(more)
 
     def _publish(self, used: Sequence[bool]) -> None:
@@ -293,6 +309,24 @@ class MpiAverager:
         known = self._known == [id(p) for p in parameters_of(self.optimizer)]
         return not known or any(p.requires_grad for p in self._frozen)
 
+    def _new(self) -> list[Parameter]:
+        """What the optimizer trains that is not planned for."""
+        known = {id(p) for p in self.trained}
+        return [p for p in trained_by(self.optimizer) if id(p) not in known]
+
+    def _adopt(self) -> None:
+        """Look after parameters that came later, in memory of their own."""
+        known = {id(slot.parameter) for slot in self._strays}
+        for parameter in self._new():
+            if id(parameter) not in known:
+                slot = Slot(parameter, parameter.detach().clone(), -1, self.share, self._look)
+                self._strays.append(slot)
+                self._hooks.append(self._hook(slot))
+                gradient = parameter.grad
+                if gradient is not None and not gradient.requires_grad:
+                    slot.take(gradient)
+                    parameter.grad = slot.pending
+
     def refresh(self) -> None:
         """Take over parameters that were added or unfrozen; all ranks get rank 0's. Collective.
 
@@ -303,26 +337,38 @@ class MpiAverager:
                 `memory.zero`.
         """
         if self.group.size > 1:
-            self._include(refresh=True)
-            self._begin_step()
-
-    def _include(self, *, refresh: bool = False) -> None:
-        """Average what new parameters have got in this step, and plan anew. Collective."""
-        known = {id(p) for p in self.trained}
-        new = [p for p in trained_by(self.optimizer) if id(p) not in known]
-        added.check(self.group, new)
-        if refresh:
+            new = self._new()
+            added.check(self.group, new)
             for parameter in new:
                 self._collectives.broadcast_(parameter.data)
-        else:
-            added.check_values(self.group, new)
-            added.average_plainly(new, self._census, self._collectives)
-        self._replan()
+            self._replan()
+            self._begin_step()
+
+    def _include(self) -> None:
+        """Average what new parameters have got in this step. Collective.
+
+        They get buckets after the optimizer's step: somebody may be looking at gradients now.
+        """
+        new = [slot.parameter for slot in self._strays]
+        added.check(self.group, new)
+        added.check_values(self.group, new)
+        there = np.array([slot.filled for slot in self._strays], bool)
+        heard = self.progress.complete(told(self._census, Place.AVERAGE, 0, Facts(there)))
+        for slot, used in zip(self._strays, heard.used.tolist(), strict=True):
+            if not slot.filled:
+                slot.view.zero_()
+            if used:
+                self._sum(slot.view)
+            slot.publish(used=used)
+        self._outdated = True
+
+    def _sum(self, tensor: Tensor) -> None:
+        """One sum over the ranks, outside of the buckets. Collective."""
+        self._collectives.sum_(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
 
     def _replan(self) -> None:
         self._unplan()
         self._plan()
-        self._calm, self._early = 0, False
 
     def release(self, parameters: Iterable[Parameter]) -> None:
         """Leave parameters that its optimizer has not to another averager. Collective."""
@@ -342,7 +388,10 @@ class MpiAverager:
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:
         """The averaged gradients of which this rank speaks for the ranks of `shards`."""
-        return [(p, p.grad) for p in self.trained if p.grad is not None]
+        if self.group.size == 1 and self._changed():
+            self._plan()
+        everything = [*self.trained, *(slot.parameter for slot in self._strays)]
+        return [(p, p.grad) for p in everything if p.grad is not None]
 
     def scale_(self, factor: float) -> None:
         """Multiply the averaged gradients."""
@@ -351,14 +400,14 @@ class MpiAverager:
 
     def _own(self) -> list[Tensor]:
         """All averaged gradients that this rank has: whole buckets, where `grad` are its views."""
-        found: list[Tensor] = []
+        if not self._slots:
+            return [part for _, part in self.parts()]
+        found = [s.parameter.grad for s in self._strays if s.parameter.grad is not None]
         for some, flat in zip(self._by_bucket, self.sums.flats, strict=True):
             if all(slot.parameter.grad is slot.view for slot in some):
                 found.append(flat)
             else:
                 found += [s.parameter.grad for s in some if s.parameter.grad is not None]
-        if not self._slots:
-            found = [p.grad for p in self.trained if p.grad is not None]
         return found
 
     def step(self) -> None:
@@ -389,9 +438,11 @@ class MpiAverager:
     def _after_step(self) -> None:
         """Others may have something new when this rank comes to `average` again."""
         self._done = False
+        if self._outdated:
+            self._replan()
         if self._looked:  # `p.grad /= 2` has put what stands for the gradient back
             self._looked = False
-            for slot in self._slots:
+            for slot in self._all_slots():
                 if slot.parameter.grad is slot.pending:
                     slot.parameter.grad = slot.gradient
 
@@ -413,7 +464,7 @@ class MpiAverager:
         self.optimizer.zero_grad = self._zero_optimizer  # type: ignore[method-assign]
         for hook in self._step_hooks:
             hook.remove()
-        for slot in self._slots:
+        for slot in self._all_slots():
             slot.parameter.grad = None
         self._unplan()
         self.progress.close()
@@ -424,13 +475,16 @@ class MpiAverager:
     def _move(self, slot: Slot, parameter: Tensor) -> None:
         """Put a gradient that a backward pass has just made into its bucket."""
         gradient = parameter.grad
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            self._begin_pass()
         if gradient is not slot.pending:
             assert gradient is not None
             self._store(slot, gradient)
             parameter.grad = slot.pending
-        elif self._over:
+        elif not (slot.filled or slot.begun):
             raise UserError(
-                "a backward pass came after averaging, before the optimizer's step",
+                "a backward pass came after averaging, and gradients were neither dropped nor used",
                 "call zero_grad before each step's first backward pass",
             )
         slot.arrived += 1
@@ -440,14 +494,32 @@ class MpiAverager:
                 self._begin_next()
         self.progress.advance()
 
+    def _begin_pass(self) -> None:
+        """See what has become of gradients and parameters since the last backward pass."""
+        if self._changed():
+            self._adopt()
+        if self._over:  # nobody has called zero_grad: what was not dropped goes on
+            self._begin_step()
+            return
+        filled = [slot for slot in self._all_slots() if slot.filled]
+        dropped = [slot for slot in filled if slot.parameter.grad is not slot.pending]
+        if not dropped:  # by model.zero_grad() or `grad = None`
+            return
+        self._restless = True
+        if len(dropped) == len(filled):
+            self._give_up()
+        elif any(slot.begun for slot in dropped):
+            raise UserError(
+                "`grad` of some parameters was dropped after their sums over the ranks had begun",
+                "drop gradients before a step's first backward pass, or after its last one",
+            )
+        for slot in dropped:
+            slot.filled = False
+
     def _store(self, slot: Slot, gradient: Tensor) -> None:
         """Take a gradient from where autograd has put it."""
         if gradient.requires_grad:
             raise _has_graph()
-        if self._over:  # nobody has called zero_grad: what was not dropped goes on
-            self._begin_step()
-        if slot.filled:  # it was dropped, by model.zero_grad() or `grad = None`
-            self._give_up()
         self._stirred = True
         slot.take(gradient)
 

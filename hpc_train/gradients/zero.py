@@ -151,6 +151,9 @@ class ShardedAverager(MpiAverager):
             )
         return super()._check()
 
+    def _adopt(self) -> None:
+        """What came later is refused by `_check`."""
+
     def refresh(self) -> None:
         """Nothing can be added here."""
         if self._changed():

@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 
 from hpc_train.checkpoint.fileformat import Entry, Held
 from hpc_train.checkpoint.more import More
+from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.steps import run
 from hpc_train.config import RunConfig
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
 from hpc_train.gradients.averager import Engine, best_engine
 from hpc_train.gradients.buckets import Slab
 from hpc_train.gradients.choice import on_all_nodes
+from hpc_train.gradients.compression import Compressor
 from hpc_train.gradients.mpi import MpiAverager
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.gradients.zero import ShardedAverager
@@ -28,6 +30,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import HOROVOD_BUCKET, start_horovod
 from hpc_train.parallel.apply import Applied
+from hpc_train.parallel.batch_norm import average_statistics
 from hpc_train.sharding import Shard
 from hpc_train.training.sharing import Zero
 
@@ -106,12 +109,28 @@ def set_up(
     return make(0), 0
 
 
-class AveragingState(More):
+class Statistics(More):
+    """Running statistics that ranks take from their own samples become the same when one is saved.
+
+    Args:
+        model: this rank's part.
+        alike: of the ranks that have the same part.
+    """
+
+    def __init__(self, model: nn.Module, alike: Collectives) -> None:
+        self.model, self.alike = model, alike
+
+    def unify(self) -> None:
+        """Average them."""
+        average_statistics(self.model, self.alike)
+
+
+class AveragingState(Statistics):
     """Pieces of the optimizer's state, and what compression has not sent yet, by logical names.
 
     Args:
         averager: of the Trainer.
-        model: this rank's part.
+        model, alike: as for `Statistics`.
         shards: of the model's tensors.
         world: all ranks.
         scaler: of the loss: what is saved is without its scale.
@@ -121,17 +140,27 @@ class AveragingState(More):
         self,
         averager: GradientAverager,
         model: nn.Module,
+        alike: Collectives,
         shards: Mapping[str, Shard],
         world: Group,
         scaler: LossScaler | None = None,
     ) -> None:
+        super().__init__(model, alike)
         self.averager, self.world, self.scaler = averager, world, scaler
         self.shards = {p: shards[name] for name, p in model.named_parameters()}
-        sums = averager.sums if isinstance(averager, MpiAverager) else None
-        self.sums = sums if isinstance(sums, LevelSums) and sums.compressor else None
-        self.compressor = self.sums.compressor if self.sums is not None else None
         self._totals: dict[int, Tensor] = {}
         self._steps = 0
+
+    @property
+    def sums(self) -> LevelSums | None:
+        """Those that compress; other ones once the averager has taken new parameters."""
+        sums = self.averager.sums if isinstance(self.averager, MpiAverager) else None
+        return sums if isinstance(sums, LevelSums) and sums.compressor else None
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """Theirs."""
+        return None if self.sums is None else self.sums.compressor
 
     @property
     def pieces(self) -> dict[Parameter, Shard]:
@@ -148,7 +177,8 @@ class AveragingState(More):
         return Shard(whole.name, spec, owned=whole.owned and first)
 
     def unify(self) -> None:
-        """Average local steps; share evenly what compression has not sent."""
+        """Average local steps and statistics; share evenly what compression has not sent."""
+        super().unify()
         self.averager.settle()
         # Ranks that own no part of a bucket, and those of stages without any, compress nothing.
         self._steps = self.world.largest(self.compressor.steps if self.compressor else 0)
@@ -212,7 +242,7 @@ def held(
 
     All ranks decide alike: also those of stages where nothing is trained, divided or compressed.
     """
-    state = AveragingState(averager, model, layout.shards, grid.world, scaler)
+    state = AveragingState(averager, model, connect(grid.data), layout.shards, grid.world, scaler)
     shards, replica = layout.shards, grid.model
     if zero or config.gradients.compression != "none":  # no replica has it all
         first = grid.coordinate.dp == 0

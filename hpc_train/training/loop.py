@@ -19,12 +19,16 @@ from hpc_train.data.order import SampleOrder
 from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.averager import Engine
+from hpc_train.gradients.scaling import clip_factor
 from hpc_train.launch.protocol import STOP
 from hpc_train.models.dropout import mix
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
+from hpc_train.parallel import batch_norm as batch_norms
+from hpc_train.parallel.batch_norm import BatchNorm
 from hpc_train.processor import Matmul
+from hpc_train.training.averaging import Statistics
 from hpc_train.training.deadline import of_job
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.heartbeat import Pace
@@ -45,6 +49,8 @@ class Loop:
         directory: for the checkpoints.
         model, optimizer: as in a single process; all ranks get rank 0's weights.
         engine: how gradients are averaged: auto, horovod or mpi.
+        batch_norm: what BatchNorm layers do: "sync" takes statistics over all ranks' samples, as
+            one process would; "local" takes each rank's own; "refuse" refuses such a model.
         every: steps between two checkpoints; one more is written at the end and at a stop.
         keep: newest checkpoints that are kept.
         background: whether training goes on while one is written; then nothing but `step` may
@@ -66,6 +72,7 @@ class Loop:
         optimizer: Optimizer,
         *,
         engine: Engine = "auto",
+        batch_norm: BatchNorm = "sync",
         every: int = 1000,
         keep: int = 3,
         background: bool = False,
@@ -81,6 +88,7 @@ class Loop:
         self.collectives = connect(self.group)
         use_cores(runtime)
         choose_matmul(self.group, matmul, next(model.parameters()).device)
+        batch_norms.set_up(model, self.collectives, batch_norm)
         self.averager = average_gradients(
             model,
             optimizer,
@@ -95,6 +103,7 @@ class Loop:
             optimizer,
             keep=keep,
             background=background,
+            more=Statistics(model, self.collectives),
         )
 
     def epochs(
@@ -159,10 +168,33 @@ class Loop:
         for step in guarded_steps(loader, self.checkpoints, stop, self.saving, pace):
             torch.manual_seed(mix(seed, step.number, self.group.rank))
             yield step.micro_batches[0].data
+            self.averager.leave_step()
 
     def step(self) -> None:
-        """Average the gradients and take the optimizer's step. Collective."""
+        """Average the gradients and take the optimizer's step, as it does itself. Collective."""
         self.averager.step()
+
+    def clip(self, max_norm: float) -> float:
+        """Average the gradients, and scale them down where their norm is larger. Collective.
+
+        Returns:
+            The 2-norm of all averaged gradients before.
+        """
+        self.averager.average()
+        norm = float(self.averager.norm())
+        factor = clip_factor(norm, max_norm)
+        if factor != 1.0:
+            self.averager.scale_(factor)
+        return norm
+
+    def weight(self, items: int) -> float:
+        """The factor for a loss that is a mean over so many items of this rank. Collective.
+
+        For losses whose items are not the samples: tokens that count, pixels under a mask. With it
+        the mean over the ranks is one over all items. A rank without any gets 0, and may leave the
+        backward pass out.
+        """
+        return self.averager.weight(items)
 
     def mean(self, value: torch.Tensor | float) -> float:
         """The mean of a number over the ranks. Collective."""

@@ -28,6 +28,7 @@ from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
 from hpc_train.mpi.watchdog import watch_over
+from hpc_train.parallel import batch_norm
 from hpc_train.parallel.apply import apply
 from hpc_train.training import averaging, sharing
 from hpc_train.training.deadline import of_job
@@ -158,6 +159,8 @@ class Trainer:
             overlap=runtime.cores > torch.get_num_threads(),
         )
         self.model.to(self.device)
+        replicas = connect(self.grid.data, self.device)
+        batch_norm.set_up(self.model, replicas, layout.batch_norm)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.averager, zero = averaging.set_up(
             config,

@@ -1,0 +1,219 @@
+"""Batch normalization over the samples of all ranks, so that it computes what one process would.
+
+A BatchNorm layer takes mean and variance over the samples it sees, and those are a rank's own. Here
+the ranks add up their sums in the forward pass, and those of the gradients in the backward pass:
+two small collectives for each layer and micro-batch. Ioffe and Szegedy, "Batch normalization",
+https://arxiv.org/abs/1502.03167, with the gradients of its section 3.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import logging
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from hpc_train.collectives import Collectives
+from hpc_train.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+BatchNorm = Literal["sync", "local", "refuse"]
+"""What is done with BatchNorm layers: see `set_up`."""
+
+
+def set_up(model: nn.Module, over: Collectives, batch_norm: BatchNorm) -> None:
+    """Make a model's BatchNorm layers do on many ranks what was asked for. Collective.
+
+    Rank 0 logs which layers couple samples, and that the ranks' own dropout draws differ.
+
+    Args:
+        model: whose layers are changed in place, as long as it is trained on several ranks.
+        over: the ranks that have other samples of a micro-batch.
+        batch_norm: "sync": statistics are those of all ranks' samples, as in one process; "local":
+            each rank takes its own, and running statistics are averaged where ranks are brought to
+            one state; "refuse": a model with such layers is refused.
+
+    Raises:
+        UserError: the model has such layers, and they are to be refused; or it has torch's own
+            SyncBatchNorm, which needs torch.distributed.
+    """
+    group = over.group
+    if group.size == 1:
+        return
+    named = dict(model.named_modules())
+    layers = {name: module for name, module in named.items() if isinstance(module, _BatchNorm)}
+    foreign = [name for name, module in layers.items() if isinstance(module, nn.SyncBatchNorm)]
+    if foreign:
+        raise UserError(
+            f"{foreign[0]} is torch's SyncBatchNorm, which needs torch.distributed",
+            'use BatchNorm: batch_norm "sync" takes its statistics over all ranks',
+        )
+    if layers and batch_norm == "refuse":
+        raise UserError(
+            f"{next(iter(layers))} is a BatchNorm layer, and batch_norm is refuse",
+            'use another norm, or batch_norm "sync" or "local"',
+        )
+    if batch_norm == "sync":
+        for module in layers.values():
+            _synchronize(module, over)
+    if group.rank == 0:
+        _tell(named, layers, batch_norm)
+
+
+def _tell(named: dict[str, nn.Module], layers: dict[str, Any], batch_norm: BatchNorm) -> None:
+    if layers:
+        whose = "those of all ranks' samples" if batch_norm == "sync" else "each rank's own"
+        logger.info(
+            "batch_norm %s: the statistics of %d layers (%s ...) are %s",
+            batch_norm,
+            len(layers),
+            next(iter(layers)),
+            whose,
+        )
+    drawing = [
+        name
+        for name, module in named.items()
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p
+    ]
+    if drawing:
+        logger.info(
+            "%d dropout layers (%s ...) draw by themselves: masks depend on the number of ranks",
+            len(drawing),
+            drawing[0],
+        )
+
+
+def average_statistics(model: nn.Module, over: Collectives) -> None:
+    """Replace running statistics that each rank has taken by itself by their mean. Collective."""
+    if over.group.size == 1:
+        return
+    for module in model.modules():
+        if isinstance(module, _NormBase) and not isinstance(module, _Synchronized):
+            for buffer in (module.running_mean, module.running_var):
+                if buffer is not None:
+                    over.sum_(buffer)
+                    buffer.div_(over.group.size)
+
+
+def release(model: nn.Module) -> None:
+    """Make the layers plain ones again."""
+    for module in model.modules():
+        if isinstance(module, _Synchronized):
+            module.__class__ = module.plain
+
+
+class _Synchronized:
+    """What a BatchNorm layer is mixed with.
+
+    It becomes one by its class, so its name, its tensors and `isinstance` stay. A copy is plain.
+    """
+
+    plain: ClassVar[type[Any]]
+    over: ClassVar[Collectives]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not self.training:
+            result: Tensor = super().forward(x)  # type: ignore[misc]
+            return result
+        self._check_input_dim(x)
+        mean, var, count = _statistics(x, self.running_mean, self.over)
+        if self.track_running_stats and self.running_mean is not None:
+            self.num_batches_tracked.add_(1)
+            rate = self.momentum
+            if rate is None:
+                rate = 1.0 / float(self.num_batches_tracked)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+            self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), rate)
+        normalized: Tensor = _Normalize.apply(
+            x, self.weight, self.bias, mean, var, count, self.eps, self.over
+        )
+        return normalized
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copyreg.__newobj__, (self.plain,), self.__dict__  # type: ignore[attr-defined]
+
+
+def _synchronize(module: Any, over: Collectives) -> None:
+    plain = module.plain if isinstance(module, _Synchronized) else type(module)
+    module.__class__ = type(plain.__name__, (_Synchronized, plain), {"plain": plain, "over": over})
+
+
+def _statistics(x: Tensor, about: Tensor | None, over: Collectives) -> tuple[Tensor, Tensor, float]:
+    """Mean and biased variance of each channel over all ranks, (C,), and numbers per channel.
+
+    Args:
+        x: (B, C, ...).
+        about: near the mean, the same on all ranks: the variance loses least then.
+        over: the ranks.
+
+    Raises:
+        ValueError: there is one number per channel, which has no variance.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    var, mean = torch.var_mean(x.detach().to(wide), _but_channels(x), correction=0)
+    count = x.numel() / max(x.shape[1], 1)
+    shift = 0.0 if about is None else about.double()
+    far = mean.double() - shift
+    number = torch.full((1,), count, dtype=torch.float64, device=x.device)
+    sums = torch.cat([number, count * far, count * (var.double() + far.square())])
+    over.sum_(sums)
+    total = float(sums[0])
+    if total == 1:
+        raise ValueError(
+            f"batch normalization of one value per channel in training (input {list(x.shape)})"
+        )
+    first, second = (sums[1:] / total).chunk(2)
+    return (first + shift).to(wide), (second - first.square()).clamp_(min=0).to(wide), total
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / sqrt(var + eps) * weight + bias, with statistics that depend on all ranks' x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        count: float,
+        eps: float,
+        over: Collectives,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
+        ctx.count, ctx.over = count, over
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        wide = dy.to(mean.dtype)
+        normal = (x - mean.view(shape)) * scale.view(shape)  # (B, C, ...)
+        sums = torch.stack([wide.sum(_but_channels(x)), (wide * normal).sum(_but_channels(x))])
+        d_bias, d_weight = sums.unbind()
+        total = sums.to(torch.float64, copy=True)
+        ctx.over.sum_(total)
+        mean_dy, mean_product = (total / ctx.count).to(mean.dtype).unbind()
+        dx = wide - mean_dy.view(shape) - normal * mean_product.view(shape)
+        by = scale if weight is None else scale * weight
+        dx = (dx * by.view(shape)).to(x.dtype)
+        needs = ctx.needs_input_grad
+        return (
+            dx,
+            d_weight.to(weight.dtype) if needs[1] else None,
+            d_bias.to(weight.dtype) if needs[2] else None,
+            *[None] * 5,
+        )
+
+
+def _but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
