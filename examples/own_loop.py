@@ -39,7 +39,7 @@ def main(runtime):
             optimizer.zero_grad()
             loss = cross_entropy(model(batch), targets)
             loss.backward()
-            loop.step()
+            optimizer.step()
         runtime.print(f"epoch {epoch}: loss {loop.mean(loss):.4f}")
 
     model.eval()

@@ -459,8 +459,10 @@ class MpiAverager:
         if self._closed:
             return
         self._closed = True
-        if self._stirred:
-            self._give_up()
+        if self.group.largest(int(self._begun > 0 and not self._over)):
+            if self._over:
+                self._begin_step()
+            self._sum_rest()
         self.optimizer.zero_grad = self._zero_optimizer  # type: ignore[method-assign]
         for hook in self._step_hooks:
             hook.remove()

@@ -40,8 +40,8 @@ from hpc_train.training.steps import guarded_steps
 class Loop:
     """Takes an ordinary training loop to all ranks of a job.
 
-    In place of the data loader iterate over `epochs`, in place of `optimizer.step()` call `step`;
-    run the program with `hpc_train.run`. Started again after a stop, the loop goes on where the
+    In place of the data loader iterate over `epochs`, and run the program with `hpc_train.run`. The
+    optimizer's step averages the gradients. Started again after a stop, the loop goes on where the
     newest checkpoint stands.
 
     Args:
