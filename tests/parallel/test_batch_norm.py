@@ -1,0 +1,113 @@
+"""BatchNorm over the samples of all ranks, against one process that has them all."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.collectives import connect
+from hpc_train.errors import UserError
+from hpc_train.gradients import average_gradients
+from hpc_train.parallel import batch_norm
+
+pytestmark = pytest.mark.mpi
+
+
+def build(momentum):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False),
+        nn.BatchNorm2d(4, momentum=momentum),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 3, bias=False),
+        nn.BatchNorm2d(3, affine=False),
+        nn.Flatten(),
+        nn.Linear(48, 5, bias=False),
+        nn.BatchNorm1d(5, track_running_stats=False),
+        nn.Linear(5, 2),
+    ).double()
+
+
+def pictures(step, shift):
+    return torch.randn(12, 2, 8, 8, generator=torch.Generator().manual_seed(step)).double() + shift
+
+
+def train(model, batch_of, optimizer):
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch_of(step)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("shift", [0.0, 50.0])
+def test_statistics_gradients_and_buffers_are_those_of_one_process(group, momentum, shift):
+    if not group:
+        return
+    model = build(momentum)
+    batch_norm.set_up(model, connect(group), "sync")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    averager = average_gradients(model, optimizer, group)
+    train(model, lambda step: pictures(step, shift).chunk(group.size)[group.rank], optimizer)
+    averager.close()
+    expected = build(momentum)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    train(expected, lambda step: pictures(step, shift), optimizer)
+    for (name, mine), theirs in zip(
+        model.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_a_layer_stays_a_batch_norm_and_copies_are_plain(job):
+    model = build(0.1)
+    batch_norm.set_up(model, connect(job.world), "sync")
+    assert isinstance(model[1], nn.BatchNorm2d)
+    twin = copy.deepcopy(model).eval()
+    assert type(twin[1]) is nn.BatchNorm2d
+    x = pictures(0, 0.0)
+    assert torch.equal(twin[:7](x), model.eval()[:7](x))
+    batch_norm.release(model)
+    assert type(model[1]) is nn.BatchNorm2d
+
+
+def test_evaluation_asks_nobody(job):
+    """Ranks may evaluate unlike numbers of batches."""
+    model = build(0.1)[:7]
+    batch_norm.set_up(model, connect(job.world), "sync")
+    model.eval()
+    for _ in range(job.world.rank):
+        model(pictures(0, 0.0))
+    batch_norm.release(model)
+
+
+def test_local_statistics_are_averaged_before_they_are_saved(job):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))
+    collectives = connect(job.world)
+    batch_norm.set_up(model, collectives, "local")
+    model[0](torch.full((2, 3), float(job.world.rank)) + torch.arange(2.0)[:, None])
+    batch_norm.average_statistics(model, collectives)
+    mean = 0.1 * ((job.world.size - 1) / 2 + 0.5)
+    torch.testing.assert_close(model[0].running_mean, torch.full((3,), mean))
+
+
+def test_a_model_with_such_layers_can_be_refused(job):
+    if job.world.size == 1:
+        return
+    with pytest.raises(UserError, match="1 is a BatchNorm layer, and batch_norm is refuse"):
+        batch_norm.set_up(build(0.1), connect(job.world), "refuse")
+    foreign = nn.Sequential(nn.SyncBatchNorm(3))
+    with pytest.raises(UserError, match="SyncBatchNorm, which needs torch.distributed"):
+        batch_norm.set_up(foreign, connect(job.world), "sync")
+
+
+def test_what_couples_samples_or_draws_is_named(job, caplog):
+    caplog.set_level("INFO")
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.1), nn.Dropout(0.0))
+    batch_norm.set_up(model, connect(job.world), "sync")
+    if job.world.rank == 0 and job.world.size > 1:
+        assert "batch_norm sync: the statistics of 1 layers (0 ...)" in caplog.text
+        assert "1 dropout layers (1 ...) draw by themselves" in caplog.text
