@@ -23,6 +23,7 @@ from hpc_train.gradients import added
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.census import Facts, Place, told
 from hpc_train.gradients.ownership import claim, disown, parameters_of, trained, trained_by
+from hpc_train.gradients.pending import has_graph
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import UNSTEADY, Slot, slots
@@ -254,7 +255,7 @@ class MpiAverager:
             if gradient is None or gradient is slot.pending:
                 continue
             if gradient.requires_grad:
-                return late, _has_graph()
+                return late, has_graph()
             if slot.begun and not self._over:
                 if slot.filled:
                     return late, UserError(
@@ -521,7 +522,7 @@ class MpiAverager:
     def _store(self, slot: Slot, gradient: Tensor) -> None:
         """Take a gradient from where autograd has put it."""
         if gradient.requires_grad:
-            raise _has_graph()
+            raise has_graph()
         self._stirred = True
         slot.take(gradient)
 
@@ -530,11 +531,3 @@ class MpiAverager:
             slot.begin()
         self.progress.start(self.sums.begin(self._begun))
         self._begun += 1
-
-
-def _has_graph() -> UserError:
-    return UserError(
-        "backward(create_graph=True) makes gradients that have a graph; their mean over the ranks "
-        "has none",
-        "compute gradients of gradients by torch.autograd.grad",
-    )

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc_train.errors import UserError
+
 
 class PendingGradient(Tensor):
     """Stands for the averaged gradient until there is one.
@@ -50,14 +52,26 @@ class PendingGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Carry out an operation that has such gradients among its arguments."""
-        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
-            args[0].add_gradient(args[1])
-            return args[0]
+        if torch._C._current_graph_task_id() != -1:  # a backward pass
+            if func is torch.ops.aten.add_.Tensor:
+                args[0].add_gradient(args[1])
+                return args[0]
+            if func is torch.ops.aten.add.Tensor:  # what it adds shall have a graph
+                raise has_graph()
         return func(*_real(args), **_real(kwargs or {}))
 
     def numpy(self, *, force: bool = False) -> Any:
         """The averaged gradient's elements: torch does not dispatch this."""
         return self.averaged().numpy(force=force)
+
+
+def has_graph() -> UserError:
+    """What a gradient of gradients is answered with."""
+    return UserError(
+        "backward(create_graph=True) makes gradients that have a graph; their mean over the ranks "
+        "has none",
+        "compute gradients of gradients by torch.autograd.grad",
+    )
 
 
 def _real(value: Any) -> Any:

@@ -70,22 +70,20 @@ class Slot:
 
     def take(self, gradient: Tensor) -> None:
         """Take a gradient that lies elsewhere: the step's first, or one put in its place."""
-        with torch.no_grad():
-            if self.begun:
-                self.late = torch.empty_like(self.view) if self.late is None else self.late
-                _scaled(gradient, self.share, self.late)
-            else:
-                _scaled(gradient, self.share, self.view)
-                self.filled = True
+        if self.begun:
+            self.late = torch.empty_like(self.view) if self.late is None else self.late
+            _scaled(gradient, self.share, self.late)
+        else:
+            _scaled(gradient, self.share, self.view)
+            self.filled = True
 
     def add(self, gradient: Tensor) -> None:
         """Add another gradient of the step, which the backward pass would add to `pending`."""
-        with torch.no_grad():
-            if self.begun:
-                self.late = torch.zeros_like(self.view) if self.late is None else self.late
-                self.late.add_(gradient, alpha=self.share)
-            else:
-                self.view.add_(gradient, alpha=self.share)
+        if self.begun:
+            self.late = torch.zeros_like(self.view) if self.late is None else self.late
+            self.late.add_(gradient, alpha=self.share)
+        else:
+            self.view.add_(gradient, alpha=self.share)
 
     def begin(self) -> None:
         """The bucket's sum begins: what is not there counts as zero."""
@@ -133,9 +131,9 @@ def _published(parameter: Parameter, view: Tensor) -> Tensor:
 
 def _scaled(gradient: Tensor, share: float, view: Tensor) -> None:
     """Write a gradient times the share to a view."""
-    if gradient.layout is not torch.strided:
-        view.zero_().add_(gradient, alpha=share)
-    elif gradient.dtype is view.dtype:
+    if gradient.dtype is view.dtype and gradient.layout is torch.strided:
         torch.mul(gradient, share, out=view)
+    elif gradient.layout is not torch.strided:
+        view.zero_().add_(gradient, alpha=share)
     else:  # in the view's wider numbers
         view.copy_(gradient).mul_(share)
