@@ -91,7 +91,7 @@ class LocalSteps(MpiAverager):
         }
         for parameter, view in views.items():
             if parameter in tensors:
-                torch.mul(tensors[parameter], self.share, out=view)
+                view.copy_(tensors[parameter]).div_(self.group.size)
             else:
                 view.zero_()
         with self.group.waiting(f"the mean of {self.group.size} replicas"):

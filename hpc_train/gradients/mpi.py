@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.alone import AloneCollectives
@@ -22,11 +19,11 @@ from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import added
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.census import Facts, Place, told
+from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.ownership import claim, disown, parameters_of, trained, trained_by
-from hpc_train.gradients.pending import has_graph
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
-from hpc_train.gradients.slots import UNSTEADY, Slot, slots
+from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.sums import LevelSums, Sums
 from hpc_train.gradients.weight import sample_weight
 from hpc_train.mpi.agreement import settle
@@ -34,8 +31,6 @@ from hpc_train.mpi.group import Group
 
 Make = Callable[[Sequence[Parameter]], tuple[Sequence[Bucket], Sums]]
 """Puts parameters into buckets and makes their sums; collective."""
-
-STEADY = 2  # steps alike, after which sums begin in the backward pass
 
 
 class MpiAverager:
@@ -73,7 +68,6 @@ class MpiAverager:
     ) -> None:
         self.model, self.optimizer, self.group = model, optimizer, group
         self.progress = progress
-        self.share = 1 / group.size
         self.awaited = f"the sums of the gradients over {group.size} ranks"
         self.shards: Collectives = AloneCollectives(Group(waiting=group.waiting))
         """Of the ranks whose `parts` are all gradients together: here each has them all."""
@@ -83,13 +77,11 @@ class MpiAverager:
         self._census = group.duplicate()
         self._collectives = connect(group)
         self._left_to_others: set[int] = set()  # ids of parameters
-        self._task = -1  # the backward pass that the last gradient came from
         self._restless = False  # something unusual has happened since the last average
         self._looked = False  # somebody has looked at a gradient before `average`
         self._drops = 0  # since the last average
         self._closed = False
         self._plan()
-        self._begin_step()
         # A user's own zero_grad begins a step here as well.
         self._zero_optimizer = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
@@ -104,20 +96,14 @@ class MpiAverager:
             p for p in trained(self.model, self.optimizer) if id(p) not in self._left_to_others
         ]
         self.buckets, self.sums = self._make(self.trained)
-        self._by_bucket = slots(self.buckets, self.sums.flats, self.share, self._look)
-        self._slots = [slot for some in self._by_bucket for slot in some]
-        self._strays: list[Slot] = []  # of parameters that came later, and lie in no bucket yet
-        self._wait_for_calm()
-        self._hooks = [self._hook(slot) for slot in self._slots]
+        share = 1 / self.group.size
+        self._filling = Filling(
+            self.buckets, self.sums, self.progress, share, self._look, self._begin_pass
+        )
+        self._done = False  # whether `average` has nothing to do until something happens
         self._outdated = False  # whether parameters have come or gone
         claim(self.trained, self)
         self._remember()
-
-    def _hook(self, slot: Slot) -> RemovableHandle:
-        hook: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(
-            partial(self._move, slot)
-        )
-        return hook
 
     def _remember(self) -> None:
         """What the optimizer has now, to see when that changes."""
@@ -126,19 +112,12 @@ class MpiAverager:
 
     def _unplan(self) -> None:
         """Undo `_plan`; gradients that lie in buckets are copied. Collective."""
-        for hook in self._hooks:
-            hook.remove()
-        for slot in self._all_slots():
-            if slot.parameter.grad is slot.gradient:
-                slot.parameter.grad = slot.gradient = slot.gradient.clone()
-            elif slot.parameter.grad is slot.pending:
-                slot.parameter.grad = None
         disown(self.trained)
-        self._by_bucket, self._slots, self._strays = [], [], []
-        self.sums.close()
+        self._filling.release()
 
-    def _all_slots(self) -> list[Slot]:
-        return self._slots + self._strays
+    def _replan(self) -> None:
+        self._unplan()
+        self._plan()
 
     @property
     def profile(self) -> Profile:
@@ -153,48 +132,56 @@ class MpiAverager:
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """In place of the optimizer's."""
-        if self._stirred:
+        if self._filling.stirred:
             self._give_up()
         if not set_to_none:
-            for slot in self._all_slots():
-                if slot.parameter.grad is slot.pending:
-                    slot.parameter.grad = slot.gradient
+            self._filling.show()
         self._zero_optimizer(set_to_none=set_to_none)
         self._drops += 1
         self._begin_step()
 
     def _begin_step(self) -> None:
-        for slot in self._all_slots():
-            slot.begin_step()
-        self._left = self._missing.copy()
-        self._begun = 0
-        self._over = False  # whether the sums of this step are done
-        self._done = False  # whether `average` has nothing to do until something happens
-        self._stirred = False  # whether there is something that can be given up
+        self._filling.begin_step()
+        self._done = False
+
+    def _begin_pass(self) -> None:
+        """See what has become of gradients and parameters since the last backward pass."""
+        if self._changed():
+            self._adopt()
+        if self._filling.over:  # nobody has called zero_grad: what was not dropped goes on
+            self._begin_step()
+            return
+        dropped, everything = self._filling.dropped()
+        if not dropped:
+            return
+        self._restless = True
+        if everything:
+            self._give_up()
+        elif any(slot.begun for slot in dropped):
+            raise UserError(
+                "`grad` of some parameters was dropped after their sums over the ranks had begun",
+                "drop gradients before a step's first backward pass, or after its last one",
+            )
+        for slot in dropped:
+            slot.filled = False
 
     def _give_up(self) -> None:
         """Leave a step that has begun. Collective if sums may have begun, on any rank."""
         self._restless = True
-        if not self._early:
+        if not self._filling.early:
             return
         # What was begun has to end. That all ranks are here is known only when they have said so.
         with self.group.waiting(self.awaited):
             self.progress.complete(self._told(Place.GIVE_UP))
-            self._sum_rest()
-        self._wait_for_calm()
+            self._filling.sum_rest()
+        self._filling.wait_for_calm()
         self._begin_step()
-
-    def _wait_for_calm(self) -> None:
-        """Begin no sums in the backward pass until steps are alike again."""
-        self._calm = 0  # averages in a row without anything unusual
-        self._early = False  # whether sums begin in the backward pass; the same on all ranks
-        self._missing = [math.inf] * len(self.buckets)
 
     def weight(self, items: int) -> float:
         """The factor for this rank's loss (see `GradientAverager`). Collective."""
-        if self._over:
+        if self._filling.over:
             self._begin_step()
-        self._stirred = True
+        self._filling.stirred = True
         return sample_weight(self.group, items)
 
     def leave_step(self) -> None:
@@ -217,12 +204,13 @@ class MpiAverager:
         """Sum what was not summed during the backward pass. Collective."""
         if self._done or self.group.size == 1:
             return
+        filling = self._filling
         if changed := self._changed():
             self._adopt()
         late, failure = self._check()
         facts = Facts(
-            np.array([slot.parameter.grad is not None for slot in self._slots], bool),
-            fresh=not self._over,
+            filling.used(),
+            fresh=not filling.over,
             failed=failure is not None,
             late=late,
             changed=changed,
@@ -233,77 +221,34 @@ class MpiAverager:
             if heard.failed:
                 settle(self._census, failure)
             if heard.fresh:
-                self._collect()
-                self._sum_rest()
+                filling.collect()
+                filling.sum_rest()
             if heard.late:
                 self._add_late()
         if heard.fresh:
             self._publish(heard.used.tolist())
-            self._learn(restless=heard.restless or heard.late)
+            filling.learn(restless=heard.restless or heard.late)
         if heard.changed:
             self._include()
-        self._over = self._done = True
-        self._stirred = self._restless = False
-        self._drops = 0
+        filling.over, filling.stirred = True, False
+        self._done, self._restless, self._drops = True, False, 0
 
     def _check(self) -> tuple[bool, HpcTrainError | None]:
-        """Whether gradients are there that came too late for their bucket; what is wrong."""
-        late = False
-        for slot in self._all_slots():
-            gradient = slot.parameter.grad
-            late = late or slot.late is not None
-            if gradient is None or gradient is slot.pending:
-                continue
-            if gradient.requires_grad:
-                return late, has_graph()
-            if slot.begun and not self._over:
-                if slot.filled:
-                    return late, UserError(
-                        "`grad` of a parameter was set after its sum over the ranks had begun",
-                        "set it before the backward pass, or change it after averaging",
-                    )
-                late = True
-        return late, None
-
-    def _collect(self) -> None:
-        """Bring the buckets in line with what `grad` of the parameters is."""
-        if self._over:  # others have something new: what was not dropped here counts again
-            self._begin_step()
-        for slot in self._all_slots():
-            gradient = slot.parameter.grad
-            if gradient is None:
-                slot.filled, slot.late = False, None
-            elif gradient is not slot.pending:
-                slot.take(gradient)
-
-    def _sum_rest(self) -> None:
-        while self._begun < len(self.buckets):
-            self._begin_next()
-        self.progress.finish()
+        return self._filling.check()
 
     def _add_late(self) -> None:
         """Sum what came too late for its bucket."""
-        late = np.array([slot.late is not None for slot in self._slots], bool)
+        slots = self._filling.slots
+        late = np.array([slot.late is not None for slot in slots], bool)
         heard = self.progress.complete(self._told(Place.AVERAGE, Facts(late)))
-        for number in heard.used.nonzero()[0]:
-            slot = self._slots[number]
+        for slot in (slots[number] for number in heard.used.nonzero()[0]):
             more = torch.zeros_like(slot.view) if slot.late is None else slot.late
             self._sum(more)
             slot.view.add_(more)
 
     def _publish(self, used: Sequence[bool]) -> None:
-        for slot, flag in zip(self._slots, used, strict=True):
+        for slot, flag in zip(self._filling.slots, used, strict=True):
             slot.publish(used=flag)
-
-    def _learn(self, *, restless: bool) -> None:
-        """Decide when the next step's sums begin, from what all ranks know."""
-        self._calm = 0 if restless else self._calm + 1
-        self._early = self._calm >= STEADY
-        for number, some in enumerate(self._by_bucket):
-            for slot in some:
-                slot.learn()
-            steady = self._early and all(slot.expected != UNSTEADY for slot in some)
-            self._missing[number] = sum(s.expected > 0 for s in some) if steady else math.inf
 
     def _changed(self) -> bool:
         """Whether the optimizer has got other parameters, or trains what was frozen."""
@@ -316,17 +261,8 @@ class MpiAverager:
         return [p for p in trained_by(self.optimizer) if id(p) not in known]
 
     def _adopt(self) -> None:
-        """Look after parameters that came later, in memory of their own."""
-        known = {id(slot.parameter) for slot in self._strays}
-        for parameter in self._new():
-            if id(parameter) not in known:
-                slot = Slot(parameter, parameter.detach().clone(), -1, self.share, self._look)
-                self._strays.append(slot)
-                self._hooks.append(self._hook(slot))
-                gradient = parameter.grad
-                if gradient is not None and not gradient.requires_grad:
-                    slot.take(gradient)
-                    parameter.grad = slot.pending
+        """Look after parameters that came later."""
+        self._filling.adopt(self._new())
 
     def refresh(self) -> None:
         """Take over parameters that were added or unfrozen; all ranks get rank 0's. Collective.
@@ -343,19 +279,19 @@ class MpiAverager:
             for parameter in new:
                 self._collectives.broadcast_(parameter.data)
             self._replan()
-            self._begin_step()
 
     def _include(self) -> None:
         """Average what new parameters have got in this step. Collective.
 
         They get buckets after the optimizer's step: somebody may be looking at gradients now.
         """
-        new = [slot.parameter for slot in self._strays]
+        strays = self._filling.strays
+        new = [slot.parameter for slot in strays]
         added.check(self.group, new)
         added.check_values(self.group, new)
-        there = np.array([slot.filled for slot in self._strays], bool)
+        there = np.array([slot.filled for slot in strays], bool)
         heard = self.progress.complete(told(self._census, Place.AVERAGE, 0, Facts(there)))
-        for slot, used in zip(self._strays, heard.used.tolist(), strict=True):
+        for slot, used in zip(strays, heard.used.tolist(), strict=True):
             if not slot.filled:
                 slot.view.zero_()
             if used:
@@ -367,15 +303,10 @@ class MpiAverager:
         """One sum over the ranks, outside of the buckets. Collective."""
         self._collectives.sum_(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
 
-    def _replan(self) -> None:
-        self._unplan()
-        self._plan()
-
     def release(self, parameters: Iterable[Parameter]) -> None:
         """Leave parameters that its optimizer has not to another averager. Collective."""
         self._left_to_others |= {id(p) for p in parameters}
         self._replan()
-        self._begin_step()
 
     def _look(self, slot: Slot) -> Tensor:
         """The averaged gradient, for whoever looks at one before `average`."""
@@ -391,7 +322,7 @@ class MpiAverager:
         """The averaged gradients of which this rank speaks for the ranks of `shards`."""
         if self.group.size == 1 and self._changed():
             self._plan()
-        everything = [*self.trained, *(slot.parameter for slot in self._strays)]
+        everything = [*self.trained, *(slot.parameter for slot in self._filling.strays)]
         return [(p, p.grad) for p in everything if p.grad is not None]
 
     def scale_(self, factor: float) -> None:
@@ -400,16 +331,10 @@ class MpiAverager:
             torch._foreach_mul_(gradients, factor)
 
     def _own(self) -> list[Tensor]:
-        """All averaged gradients that this rank has: whole buckets, where `grad` are its views."""
-        if not self._slots:
-            return [part for _, part in self.parts()]
-        found = [s.parameter.grad for s in self._strays if s.parameter.grad is not None]
-        for some, flat in zip(self._by_bucket, self.sums.flats, strict=True):
-            if all(slot.parameter.grad is slot.view for slot in some):
-                found.append(flat)
-            else:
-                found += [s.parameter.grad for s in some if s.parameter.grad is not None]
-        return found
+        """All averaged gradients that this rank has, in as few tensors as there can be."""
+        if self._filling.slots:
+            return self._filling.gradients()
+        return [part for _, part in self.parts()]
 
     def step(self) -> None:
         """Take the optimizer's step, after averaging. Collective."""
@@ -434,7 +359,7 @@ class MpiAverager:
         """The ranks' mean: optimizers that search along a line compare it."""
         mean = torch.as_tensor(loss).detach().clone()
         self._collectives.sum_(mean)
-        return mean.mul_(self.share)
+        return mean.div_(self.group.size)
 
     def _after_step(self) -> None:
         """Others may have something new when this rank comes to `average` again."""
@@ -443,9 +368,7 @@ class MpiAverager:
             self._replan()
         if self._looked:  # `p.grad /= 2` has put what stands for the gradient back
             self._looked = False
-            for slot in self._all_slots():
-                if slot.parameter.grad is slot.pending:
-                    slot.parameter.grad = slot.gradient
+            self._filling.show()
 
     def rescale(self, factor: float) -> None:
         """What compression has not sent is in the gradients' unit, which becomes another one."""
@@ -460,74 +383,18 @@ class MpiAverager:
         if self._closed:
             return
         self._closed = True
-        if self.group.largest(int(self._begun > 0 and not self._over)):
-            if self._over:
-                self._begin_step()
-            self._sum_rest()
+        filling = self._filling
+        if self.group.largest(int(filling.begun > 0 and not filling.over)):
+            if filling.over:
+                filling.begin_step()
+            filling.sum_rest()
         self.optimizer.zero_grad = self._zero_optimizer  # type: ignore[method-assign]
         for hook in self._step_hooks:
             hook.remove()
-        for slot in self._all_slots():
+        for slot in filling.all_slots:
             slot.parameter.grad = None
         self._unplan()
         self.progress.close()
         self._census.close()
         for release in self.at_close:
             release()
-
-    def _move(self, slot: Slot, parameter: Tensor) -> None:
-        """Put a gradient that a backward pass has just made into its bucket."""
-        gradient = parameter.grad
-        if (task := torch._C._current_graph_task_id()) != self._task:
-            self._task = task
-            self._begin_pass()
-        if gradient is not slot.pending:
-            assert gradient is not None
-            self._store(slot, gradient)
-            parameter.grad = slot.pending
-        elif not (slot.filled or slot.begun):
-            raise UserError(
-                "a backward pass came after averaging, and gradients were neither dropped nor used",
-                "call zero_grad before each step's first backward pass",
-            )
-        slot.arrived += 1
-        if slot.arrived == slot.expected:
-            self._left[slot.home] -= 1
-            while self._begun < len(self.buckets) and not self._left[self._begun]:
-                self._begin_next()
-        self.progress.advance()
-
-    def _begin_pass(self) -> None:
-        """See what has become of gradients and parameters since the last backward pass."""
-        if self._changed():
-            self._adopt()
-        if self._over:  # nobody has called zero_grad: what was not dropped goes on
-            self._begin_step()
-            return
-        filled = [slot for slot in self._all_slots() if slot.filled]
-        dropped = [slot for slot in filled if slot.parameter.grad is not slot.pending]
-        if not dropped:  # by model.zero_grad() or `grad = None`
-            return
-        self._restless = True
-        if len(dropped) == len(filled):
-            self._give_up()
-        elif any(slot.begun for slot in dropped):
-            raise UserError(
-                "`grad` of some parameters was dropped after their sums over the ranks had begun",
-                "drop gradients before a step's first backward pass, or after its last one",
-            )
-        for slot in dropped:
-            slot.filled = False
-
-    def _store(self, slot: Slot, gradient: Tensor) -> None:
-        """Take a gradient from where autograd has put it."""
-        if gradient.requires_grad:
-            raise has_graph()
-        self._stirred = True
-        slot.take(gradient)
-
-    def _begin_next(self) -> None:
-        for slot in self._by_bucket[self._begun]:
-            slot.begin()
-        self.progress.start(self.sums.begin(self._begun))
-        self._begun += 1

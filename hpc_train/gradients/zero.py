@@ -130,7 +130,7 @@ class ShardedAverager(MpiAverager):
             parameter.grad = None
 
     def _publish(self, used: Sequence[bool]) -> None:
-        pairs = list(zip(self._slots, used, strict=True))
+        pairs = list(zip(self._filling.slots, used, strict=True))
         for slot, flag in pairs:
             if slot.parameter in self.shared:
                 slot.parameter.grad = slot.pending if flag else None

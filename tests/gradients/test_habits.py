@@ -311,7 +311,7 @@ def test_a_parameter_without_gradients_does_not_hold_up_the_sums_of_others(job):
     steps(ours)
     optimizer.zero_grad()
     ours.backward(4)
-    begun = ours.averager._begun
+    begun = ours.averager._filling.begun
     optimizer.step()
     buckets = len(ours.averager.buckets)
     ours.close()

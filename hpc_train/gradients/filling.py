@@ -1,0 +1,219 @@
+"""Buckets are filled by the hooks of the backward pass, and their sums begin there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.pending import has_graph
+from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.slots import UNSTEADY, Slot, slots
+from hpc_train.gradients.sums import Sums
+
+STEADY = 2  # steps alike, after which sums begin in the backward pass
+
+
+class Filling:
+    """The slots of an averager's parameters, and how far a step's buckets are.
+
+    Args:
+        buckets: in the order in which their sums begin.
+        sums: of these buckets.
+        progress: advances the sums.
+        share: what gradients are multiplied by.
+        look: see `Slot`.
+        begin_pass: is called before the first gradient of each backward pass is taken.
+
+    Attributes:
+        slots: of all parameters in buckets.
+        strays: of parameters that came later, and lie in no bucket yet.
+        begun: how many sums have begun in this step.
+        over: whether they are done; what comes next begins another step.
+        stirred: whether there is something that can be given up.
+        early: whether sums begin in the backward pass; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        sums: Sums,
+        progress: Progress,
+        share: float,
+        look: Callable[[Slot], Tensor],
+        begin_pass: Callable[[], None],
+    ) -> None:
+        self.sums, self.progress, self.share = sums, progress, share
+        self.by_bucket = slots(buckets, sums.flats, share, look)
+        self.slots = [slot for some in self.by_bucket for slot in some]
+        self.strays: list[Slot] = []
+        self._look, self._begin_pass = look, begin_pass
+        self._hooks = [self._hook(slot) for slot in self.slots]
+        self._task = -1  # the backward pass that the last gradient came from
+        self.wait_for_calm()
+        self.begin_step()
+
+    def _hook(self, slot: Slot) -> RemovableHandle:
+        hook: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(
+            partial(self._move, slot)
+        )
+        return hook
+
+    @property
+    def all_slots(self) -> list[Slot]:
+        """Those in buckets, and the strays."""
+        return self.slots + self.strays
+
+    def begin_step(self) -> None:
+        """Nothing of a new step is there yet."""
+        for slot in self.all_slots:
+            slot.begin_step()
+        self._left = self._missing.copy()
+        self.begun = 0
+        self.over = self.stirred = False
+
+    def wait_for_calm(self) -> None:
+        """Begin no sums in the backward pass until steps are alike again."""
+        self._calm = 0  # steps in a row without anything unusual
+        self.early = False
+        self._missing = [math.inf] * len(self.by_bucket)
+
+    def learn(self, *, restless: bool) -> None:
+        """Decide when the next step's sums begin, from what all ranks know.
+
+        Args:
+            restless: something unusual has happened on some rank.
+        """
+        self._calm = 0 if restless else self._calm + 1
+        self.early = self._calm >= STEADY
+        for number, some in enumerate(self.by_bucket):
+            for slot in some:
+                slot.learn()
+            steady = self.early and all(slot.expected != UNSTEADY for slot in some)
+            self._missing[number] = sum(s.expected > 0 for s in some) if steady else math.inf
+
+    def _move(self, slot: Slot, parameter: Tensor) -> None:
+        """Put a gradient that a backward pass has just made into its bucket."""
+        gradient = parameter.grad
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            self._begin_pass()
+        if gradient is not slot.pending:
+            assert gradient is not None
+            if gradient.requires_grad:
+                raise has_graph()
+            self.stirred = True
+            slot.take(gradient)
+            parameter.grad = slot.pending
+        elif not (slot.filled or slot.begun):
+            raise UserError(
+                "a backward pass came after averaging, and gradients were neither dropped nor used",
+                "call zero_grad before each step's first backward pass",
+            )
+        slot.arrived += 1
+        if slot.arrived == slot.expected:
+            self._left[slot.home] -= 1
+            while self.begun < len(self.by_bucket) and not self._left[self.begun]:
+                self._begin_next()
+        self.progress.advance()
+
+    def _begin_next(self) -> None:
+        for slot in self.by_bucket[self.begun]:
+            slot.begin()
+        self.progress.start(self.sums.begin(self.begun))
+        self.begun += 1
+
+    def sum_rest(self) -> None:
+        """Begin the sums that have not begun, and wait for all."""
+        while self.begun < len(self.by_bucket):
+            self._begin_next()
+        self.progress.finish()
+
+    def dropped(self) -> tuple[list[Slot], bool]:
+        """Slots whose gradient was dropped, by model.zero_grad() or `grad = None`; whether all."""
+        filled = [slot for slot in self.all_slots if slot.filled]
+        dropped = [slot for slot in filled if slot.parameter.grad is not slot.pending]
+        return dropped, len(dropped) == len(filled)
+
+    def used(self) -> np.ndarray:
+        """Which parameters have a gradient, (slots,) of bool."""
+        return np.array([slot.parameter.grad is not None for slot in self.slots], bool)
+
+    def check(self) -> tuple[bool, HpcTrainError | None]:
+        """Whether gradients are there that came too late for their bucket; what is wrong."""
+        late = False
+        for slot in self.all_slots:
+            gradient = slot.parameter.grad
+            late = late or slot.late is not None
+            if gradient is None or gradient is slot.pending:
+                continue
+            if gradient.requires_grad:
+                return late, has_graph()
+            if slot.begun and not self.over:
+                if slot.filled:
+                    return late, UserError(
+                        "`grad` of a parameter was set after its sum over the ranks had begun",
+                        "set it before the backward pass, or change it after averaging",
+                    )
+                late = True
+        return late, None
+
+    def collect(self) -> None:
+        """Bring the buckets in line with what `grad` of the parameters is."""
+        if self.over:  # others have something new: what was not dropped here counts again
+            self.begin_step()
+        for slot in self.all_slots:
+            gradient = slot.parameter.grad
+            if gradient is None:
+                slot.filled, slot.late = False, None
+            elif gradient is not slot.pending:
+                slot.take(gradient)
+
+    def show(self) -> None:
+        """Let `grad` be the gradient itself where it still stands for it."""
+        for slot in self.all_slots:
+            if slot.parameter.grad is slot.pending:
+                slot.parameter.grad = slot.gradient
+
+    def adopt(self, parameters: Sequence[Parameter]) -> None:
+        """Look after parameters that came later, in memory of their own."""
+        known = {id(slot.parameter) for slot in self.strays}
+        for parameter in parameters:
+            if id(parameter) not in known:
+                slot = Slot(parameter, parameter.detach().clone(), -1, self.share, self._look)
+                self.strays.append(slot)
+                self._hooks.append(self._hook(slot))
+                gradient = parameter.grad
+                if gradient is not None and not gradient.requires_grad:
+                    slot.take(gradient)
+                    parameter.grad = slot.pending
+
+    def gradients(self) -> list[Tensor]:
+        """All averaged gradients: whole buckets, where `grad` are its views."""
+        found = [s.parameter.grad for s in self.strays if s.parameter.grad is not None]
+        for some, flat in zip(self.by_bucket, self.sums.flats, strict=True):
+            if all(slot.parameter.grad is slot.view for slot in some):
+                found.append(flat)
+            else:
+                found += [s.parameter.grad for s in some if s.parameter.grad is not None]
+        return found
+
+    def release(self) -> None:
+        """Remove the hooks; gradients that lie in buckets are copied. Collective."""
+        for hook in self._hooks:
+            hook.remove()
+        for slot in self.all_slots:
+            if slot.parameter.grad is slot.gradient:
+                slot.parameter.grad = slot.gradient = slot.gradient.clone()
+            elif slot.parameter.grad is slot.pending:
+                slot.parameter.grad = None
+        self.by_bucket, self.slots, self.strays = [], [], []
+        self.sums.close()
