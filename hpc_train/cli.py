@@ -84,6 +84,22 @@ def prepare(arguments: Sequence[str]) -> int:
     return 0
 
 
+def data(arguments: Sequence[str]) -> int:
+    """`hpc-train data verify DIR [--each_node] [--json]`, on every rank of the job."""
+    if {"-h", "--help"} & set(arguments):
+        verb_options.data().parse_args(arguments)
+    from hpc_train.training.program import run
+
+    return run(lambda runtime: _verify(arguments, runtime))
+
+
+def _verify(arguments: Sequence[str], runtime: Runtime) -> None:
+    from hpc_train.data_verbs import verify
+
+    given = verb_options.data().parse_args(arguments)
+    verify(runtime, given.folder, each_node=given.each_node, as_json=given.json)
+
+
 def train(arguments: Sequence[str]) -> int:
     """`hpc-train train CONFIG.yaml [--section.key VALUE ...]`, on every rank of the job."""
     from hpc_train import config_file
@@ -276,6 +292,7 @@ def checkpoint(arguments: Sequence[str]) -> int:
 VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (doctor, "what works here, and what mends the rest"),
     "prepare": (prepare, "turn files into shards to train on"),
+    "data": (data, "data verify DIR: check every shard of a data folder against its hash"),
     "train": (train, "train CONFIG.yaml: alone, or under horovodrun, mpirun, srun or mpiexec"),
     "launch": (
         launch,

@@ -110,6 +110,27 @@ def prepare() -> Parser:
     return made
 
 
+def data() -> Parser:
+    """The options of `hpc-train data`."""
+    made = Parser("hpc-train data", description="Look after a folder of `hpc-train prepare`.")
+    made.lists = "actions"
+    actions = made.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    verify = actions.add_parser(
+        "verify",
+        help="whether the shards are what was prepared",
+        description="Read every shard and compare its hash, alone or under a launcher, whose ranks "
+        "share the shards out; exit code 2 if any is damaged.",
+    )
+    verify.add_argument("folder", metavar="DIR", help="the data folder")
+    verify.add_argument(
+        "--each_node",
+        action="store_true",
+        help="every node reads all shards: its disk has a copy of its own",
+    )
+    verify.add_argument("--json", action="store_true", help="machine-readable")
+    return made
+
+
 def launch() -> Parser:
     """The options of `hpc-train launch`."""
     made = Parser(

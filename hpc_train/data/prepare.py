@@ -21,8 +21,8 @@ import xxhash
 
 from hpc_train import files
 from hpc_train.data.manifest import FILE_NAME, Manifest, Shard
-from hpc_train.data.shards import write_shard
 from hpc_train.data.tokenizer import BYTES, Tokenizer, describe, loads
+from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -1,87 +1,30 @@
-"""Token shards: write them safely, check them against the manifest, read samples from them."""
+"""Samples of tokens, read from the shards of a data folder."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-import h5py
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from hpc_train import files
-from hpc_train.data.manifest import PREPARE_AGAIN, Manifest, Shard
+from hpc_train.data.manifest import PREPARE_AGAIN, Manifest
 from hpc_train.errors import DataError
 
 MAX_OPEN_FILES = 128
-ALIGNMENT = 4096
-
-
-def write_shard(path: Path, tokens: np.ndarray) -> Shard:
-    """Write one shard, then read it back and compare.
-
-    Args:
-        path: a new file, in a folder that is not published yet.
-        tokens: one dimension, unsigned integers.
-
-    Raises:
-        DataError: what is on the disk is not what was written.
-        OSError: the file cannot be written.
-    """
-    expected = xxhash.xxh3_128_hexdigest(tokens.data)
-    with h5py.File(path, "x", alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
-        dataset = file.create_dataset("tokens", data=tokens)
-        dataset.attrs["hash"] = expected
-        offset = dataset.id.get_offset()
-    files.sync(path)
-    with path.open("rb") as written:
-        written.seek(offset)
-        found = xxhash.xxh3_128_hexdigest(written.read(tokens.nbytes))
-    if found != expected:
-        raise DataError(f"{path}: the disk did not keep what was written", "check the disk")
-    return Shard(path.name, path.stat().st_size, len(tokens), offset, expected)
-
-
-def check_shards(directory: Path, manifest: Manifest) -> None:
-    """Check every shard of the manifest: existence, size, and what its HDF5 header says.
-
-    Raises:
-        DataError: a shard is missing, truncated, or not the one that the manifest describes.
-    """
-    for shards in manifest.splits.values():
-        for shard in shards:
-            _check_shard(directory / shard.name, shard, manifest)
-
-
-def _check_shard(path: Path, shard: Shard, manifest: Manifest) -> None:
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise DataError(f"shard {path} is missing", PREPARE_AGAIN) from None
-    if size != shard.file_bytes:
-        raise DataError(
-            f"shard {path} has {size} bytes, its manifest says {shard.file_bytes}", PREPARE_AGAIN
-        )
-    try:
-        # Locks fail on some shared file systems, and nobody writes to a published shard.
-        with h5py.File(path, "r", locking=False) as file:
-            tokens = file["tokens"]
-            found = (len(tokens), str(tokens.dtype), tokens.id.get_offset(), tokens.attrs["hash"])
-    except (OSError, KeyError, TypeError) as error:
-        raise DataError(f"shard {path} is damaged ({error})", PREPARE_AGAIN) from None
-    if found != (shard.tokens, manifest.dtype, shard.offset, shard.hash):
-        raise DataError(f"shard {path} is not the one its manifest describes", PREPARE_AGAIN)
 
 
 class TokenDataset:
     """Samples of consecutive tokens, read from the shards by file offset.
 
     A sample is `sequence` tokens and for each the token that follows it; samples do not overlap,
-    apart from that one token, and do not cross shards.
+    apart from that one token, and do not cross shards. Threads may read from it at once: one waits
+    for the other.
 
     Args:
         directory: the data folder.
@@ -96,12 +39,13 @@ class TokenDataset:
     def __init__(self, directory: Path, manifest: Manifest, split: str, sequence: int) -> None:
         self.directory = directory
         self.shards = manifest.splits.get(split, ())
-        self.dtype = np.dtype(manifest.dtype)
+        self.dtype = np.dtype(manifest.dtype).newbyteorder("<")
         self.vocab = manifest.vocab
         self.sequence = sequence
         counts = [(shard.tokens - 1) // sequence for shard in self.shards]
         self.ends = np.cumsum(counts, dtype=np.int64)
         self._files: OrderedDict[int, int] = OrderedDict()
+        self._reading = threading.Lock()  # a file must not be closed by whoever opens another one
         if len(self) == 0:
             raise DataError(
                 f"split {split} of {directory} has {manifest.tokens(split)} tokens in "
@@ -122,8 +66,9 @@ class TokenDataset:
             DataError: a shard cannot be read or ends early.
         """
         rows = np.empty((len(indices), self.sequence + 1), self.dtype)
-        for row, index in zip(rows, indices, strict=True):
-            self._read(int(index), row)
+        with self._reading:
+            for row, index in zip(rows, indices, strict=True):
+                self._read(int(index), row)
         if rows.size and (largest := int(rows.max())) >= self.vocab:
             raise DataError(
                 f"token {largest} in {self.directory} is beyond its manifest's vocabulary of "
@@ -139,7 +84,7 @@ class TokenDataset:
         shard = self.shards[number]
         offset = shard.offset + within * self.sequence * self.dtype.itemsize
         try:
-            count = os.preadv(self._open(number), [row.data], offset)
+            count = files.read_into(self._open(number), row.view(np.uint8).data, offset)
         except OSError as error:
             path = self.directory / shard.name
             raise DataError(f"shard {path}: {error.strerror}", "check the file system") from None
@@ -158,5 +103,6 @@ class TokenDataset:
 
     def close(self) -> None:
         """Close the shards."""
-        while self._files:
-            os.close(self._files.popitem()[1])
+        with self._reading:
+            while self._files:
+                os.close(self._files.popitem()[1])

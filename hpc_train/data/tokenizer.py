@@ -83,22 +83,32 @@ class LibraryTokenizer:
         return text
 
 
-def describe(name: str, directory: Path = Path()) -> str:
+def describe(name: str, folder: Path | None = None) -> str:
     """What makes a tokenizer again: "bytes", or the text of its file.
 
     Args:
-        name: "bytes" or a file's path.
-        directory: where the path starts.
+        name: "bytes", or a file's path.
+        folder: the data folder that the file has to be in, also where its name is a link: what
+            stands in it goes into checkpoints, and should be nothing else of this machine. Shards
+            may be links to anywhere; of them only tokens are taken.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: the file cannot be read, or is not in the folder.
     """
     if name == BYTES:
         return BYTES
+    path = Path(name) if folder is None else folder / name
     try:
-        return (directory / name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"tokenizer {name}: {error}", "give a tokenizer file, or bytes") from None
+        if folder is not None and not _is_inside(path, folder):
+            raise DataError(f"tokenizer {path} is no file of its folder", "copy the file there")
+        return path.read_text(encoding="utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: links in a circle
+        raise DataError(f"tokenizer {path}: {error}", "give a tokenizer file, or bytes") from None
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    real = path.resolve()
+    return real.parent == folder.resolve() and (real.is_file() or not real.exists())
 
 
 def loads(description: str) -> Tokenizer:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc_train.data.generators import seed_beside_torch
 from hpc_train.errors import ConfigError
 from hpc_train.models import linear
 from hpc_train.mpi.agreement import agreed
@@ -99,11 +100,12 @@ def make_deterministic() -> None:
 
 
 def seed(device: torch.device, number: int) -> None:
-    """Seed the generators of the CPU and of this device.
+    """Seed torch's generators of the CPU and of this device, NumPy's and Python's.
 
     torch.manual_seed does so for every kind of device that torch knows, in 0.1 ms.
     """
     torch.default_generator.manual_seed(number)
+    seed_beside_torch(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
 

@@ -13,8 +13,9 @@ import torch
 import hpc_train
 from hpc_train.config import ModelSection, ParallelSection, RunConfig
 from hpc_train.data import manifest as manifests
+from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.manifest import Manifest
-from hpc_train.data.shards import TokenDataset, check_shards
+from hpc_train.data.shards import TokenDataset
 from hpc_train.data.tokenizer import describe
 from hpc_train.errors import ConfigError
 from hpc_train.models import GPT
@@ -39,9 +40,9 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         directory = Path(config.data.path)
         manifest = manifests.read(directory)
     same(group, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
-    with agreed(group):
-        if group.rank == 0:
-            check_shards(directory, manifest)
+    with agreed(group):  # each node has its own view of the folder, which its ranks share out
+        node = runtime.node
+        check_shards(directory, manifest, every_shard(manifest)[node.rank :: node.size])
     with agreed(group):
         shape = gpt_shape(config.model, manifest)
         check_layout(config.parallel, shape)

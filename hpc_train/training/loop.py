@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.collectives import connect
+from hpc_train.data.generators import seed_beside_torch
 from hpc_train.data.loader import Loader, cut
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import UserError
@@ -21,13 +22,13 @@ from hpc_train.gradients import average_gradients
 from hpc_train.gradients.averager import Engine
 from hpc_train.gradients.scaling import clip_factor
 from hpc_train.launch.protocol import STOP
-from hpc_train.models.dropout import mix
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel import batch_norm as batch_norms
 from hpc_train.parallel.batch_norm import BatchNorm
 from hpc_train.processor import Matmul
+from hpc_train.seeds import mix
 from hpc_train.training.averaging import Statistics
 from hpc_train.training.deadline import of_job
 from hpc_train.training.device import choose_matmul, use_cores
@@ -112,8 +113,9 @@ class Loop:
         """Deliver (epoch from 1, batches of this rank) up to the last epoch. Collective.
 
         Iterate over each epoch's batches to their end. Batches are put together by torch's
-        `default_collate`, or by the data set's `fetch` (see `Loader`). torch's random generator is
-        seeded for each step, so that a resumed loop draws what an uninterrupted one would.
+        `default_collate`, or by the data set's `fetch` (see `Loader`). The random generators of
+        torch, NumPy and Python are seeded for each step and rank, so that a resumed loop draws what
+        an uninterrupted one would; what the data set draws is the same on any number of ranks.
 
         Args:
             dataset: map-style, as torch's DataLoader takes it; the same on all ranks.
@@ -166,7 +168,9 @@ class Loop:
     def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
         pace = Pace(self.hang_steps, self.hang_timeout)
         for step in guarded_steps(loader, self.checkpoints, stop, self.saving, pace):
-            torch.manual_seed(mix(seed, step.number, self.group.rank))
+            of_step = mix(seed, step.number, self.group.rank)
+            torch.manual_seed(of_step)
+            seed_beside_torch(of_step)
             yield step.micro_batches[0].data
             self.averager.leave_step()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.data.loader import Loader, Step
+from hpc_train.data.loader import GivenUp, Loader, Step
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.monitoring.meter import Meter
 from hpc_train.training.heartbeat import Heartbeat, Pace, restarts
@@ -49,13 +50,13 @@ def guarded_steps(
     begin = time.monotonic()
     for done in range(loader.steps.start - 1, loader.steps.stop - 1):
         asked = time.monotonic()
+        needed = pace.longest + 2 * checkpoints.save_seconds
+        loader.give_up = partial(_asked_to_stop, stop, needed)
         step, failure = _fetched(steps)
         if meter is not None:
             meter.data_seconds += time.monotonic() - asked
-        needed = pace.longest + 2 * checkpoints.save_seconds
         # One agreement on both: at each one the ranks wait for the slowest of them.
         reason = stop.agree(group, needed, failure)
-        assert step is not None  # else its failure was raised
         if reason:
             # What was started again shortly before its end has done its part in the time before.
             first = done == loader.steps.start - 1 and not restarts()
@@ -64,6 +65,7 @@ def guarded_steps(
             if done:
                 saving.last(checkpoints, done)
             raise Stopped(done, reason)
+        assert step is not None  # else its failure was raised, or it was given up for the reason
         try:
             group.waiting.limit = pace.within(step.number)
             yield step
@@ -78,9 +80,15 @@ def guarded_steps(
         begin = time.monotonic()
 
 
+def _asked_to_stop(stop: StopRequests, needed_seconds: float) -> bool:
+    return stop.pending(needed_seconds, look=False) > 0
+
+
 def _fetched(steps: Iterator[Step]) -> tuple[Step | None, Exception | None]:
-    """The next step, or why this rank cannot have it."""
+    """The next step, or why this rank cannot have it, or neither if it has to stop."""
     try:
         return next(steps), None
+    except GivenUp:
+        return None, None
     except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
         return None, error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.collectives import connect
 from hpc_train.config import RunConfig
-from hpc_train.data.loader import Loader, MicroBatch, Step, cut, fetch
+from hpc_train.data.loader import Loader, MicroBatch, Step, cut
 from hpc_train.data.order import SampleOrder
+from hpc_train.data.reader import Reader
 from hpc_train.errors import ConfigError
 from hpc_train.gradients import LossScaler
 from hpc_train.gradients.scaling import clip_factor
 from hpc_train.launch.protocol import STOP
-from hpc_train.models.dropout import mix
 from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.grid import ParallelGrid
@@ -30,6 +31,7 @@ from hpc_train.mpi.topology import discover
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel import batch_norm
 from hpc_train.parallel.apply import apply
+from hpc_train.seeds import mix
 from hpc_train.training import averaging, sharing
 from hpc_train.training.deadline import of_job
 from hpc_train.training.device import (
@@ -50,6 +52,8 @@ from hpc_train.training.schedule import last_step, learning_rate
 from hpc_train.training.steps import guarded_steps
 
 logger = logging.getLogger(__name__)
+
+HELD_OUT = 2  # distinguishes what held-out samples draw from what others do
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -100,7 +104,9 @@ class Trainer:
         tokens_per_sample: int = 0,
         only_optimizer_writes: bool = False,
     ) -> None:
-        self.config, self.dataset, self.loss, self.validation = config, dataset, loss, validation
+        self.config, self.loss, self.validation = config, loss, validation
+        lock = threading.RLock()  # both may be parts of one data set
+        self.reader, self.held_out = Reader(dataset, lock), Reader(validation, lock)
         self.runtime, self.group = runtime, runtime.world
         run, data = config.run, config.data
         layout = config.parallel
@@ -234,7 +240,7 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64)
         for indices in self._validation_rounds():
             with agreed(self.group):
-                batches = [move(fetch(self.validation, some), self.device) for some in indices]
+                batches = [move(self._read_held_out(some), self.device) for some in indices]
             with torch.no_grad():
                 losses = self._evaluate(batches, [len(some) for some in indices])
             for loss, some in zip(losses, indices, strict=False):  # none where nothing ends
@@ -242,6 +248,12 @@ class Trainer:
         self.model.train()
         self.collectives.sum_(totals)
         return float(totals[0] / totals[1])
+
+    def _read_held_out(self, indices: range) -> Any:
+        def seed_of(place: int) -> int:
+            return mix(self.config.run.seed, HELD_OUT, indices[place])
+
+        return self.held_out.read(indices, seed_of)
 
     def _validation_rounds(self) -> Iterator[list[range]]:
         """Which samples this replica evaluates; all replicas go as many rounds."""
@@ -362,15 +374,13 @@ class Trainer:
         return self.validation is not None and due
 
     def _loader(self, after: int) -> Loader:
-        # A user's data set may draw from global generators, which a thread would disturb.
-        threaded = hasattr(self.dataset, "fetch") or not self.config.run.deterministic
         return Loader(
-            self.dataset,
+            self.reader,
             self.order,
             self.parts,
             first_step=after + 1,
             last_step=self.last_step,
-            prefetch=self.config.data.prefetch if threaded else 0,
+            prefetch=self.config.data.prefetch,
         )
 
     def _stop_requests(self, directory: Path) -> StopRequests:

@@ -106,10 +106,12 @@ def test_a_reading_error_comes_where_the_step_is_asked_for(prefetch):
 
 
 def test_closing_ends_the_thread_though_nobody_took_its_steps():
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     loader = Loader(Numbers(), SampleOrder(100, 12), cut(12, 1, 0), first_step=1, last_step=500)
+    next(iter(loader))
+    assert len({*threading.enumerate()} - before) == 1
     loader.close()
-    assert threading.active_count() == before
+    assert {*threading.enumerate()} <= before
 
 
 def test_a_data_set_of_torch_is_put_together_by_torch():

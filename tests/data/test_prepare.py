@@ -11,9 +11,10 @@ import pytest
 
 from hpc_train.data import manifest as manifests
 from hpc_train.data import prepare
+from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import read
 from hpc_train.data.prepare import is_text, prepare_text
-from hpc_train.data.shards import TokenDataset, check_shards
+from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import DataError
 
 
@@ -175,7 +176,7 @@ def test_a_disk_that_loses_data_is_noticed_before_anything_is_published(
 
         __exit__ = lambda self, *_: self.close()  # noqa: E731
 
-    monkeypatch.setattr("hpc_train.data.shards.h5py.File", Forgetful)
+    monkeypatch.setattr("hpc_train.data.write.h5py.File", Forgetful)
     with pytest.raises(DataError, match="did not keep what was written"):
         prepare_text([texts], tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]

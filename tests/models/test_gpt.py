@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from hpc_train.models import GPT
-from hpc_train.models.dropout import SampleDropout, mix
+from hpc_train.models.dropout import SampleDropout
+from hpc_train.seeds import mix
 
 SHAPE = {"vocab": 11, "sequence": 8, "layers": 2, "hidden": 16, "heads": 2}
 

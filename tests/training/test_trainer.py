@@ -15,7 +15,6 @@ from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training import trainer as trainers
 from hpc_train.training.trainer import Trainer
 
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
@@ -179,9 +178,3 @@ def test_an_infinite_loss_is_null_in_the_metrics_and_a_warning(tmp_path, caplog)
     Trainer(settings, model, data, loss, alone()).train()
     assert records(tmp_path)[0]["loss"] is None
     assert "the loss is inf" in caplog.text
-
-
-def test_a_loader_thread_does_not_disturb_a_users_generators(tmp_path):
-    trainer = make(config(tmp_path), alone())
-    assert trainer._loader(0)._threaded is False
-    assert trainers.sample_order_identity(trainer.config, 60)["number of samples"] == 60

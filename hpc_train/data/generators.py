@@ -1,0 +1,137 @@
+"""The random generators that a data set can draw from, in one form."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_train.seeds import mix
+
+DEPTH = 4  # of attributes of attributes in which a data set's own generators are looked for
+MOST = 1000  # objects that are looked at
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A random generator.
+
+    Args:
+        name: for messages.
+        get: gives its state.
+        put: takes a state that `get` has given.
+        seed: begins anew from an integer of 63 bits.
+        key: of a state; two states are the same if these are equal.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+    seed: Callable[[int], object]
+    key: Callable[[Any], object]
+
+
+def of_process() -> list[Generator]:
+    """Those that all code of the process shares: torch's, NumPy's and Python's."""
+    return [
+        _torch("torch's", torch.default_generator),
+        _numpy_state("NumPy's", np.random),
+        _python("Python's", random),
+    ]
+
+
+def of_gpu() -> list[Generator]:
+    """That of the GPU in use, if one is."""
+    if not torch.cuda.is_initialized():
+        return []
+    device = torch.cuda.current_device()
+    return [_torch("torch's on the GPU", torch.cuda.default_generators[device])]
+
+
+def own(holder: Any) -> list[Generator]:
+    """Those that an object has as attributes, or in what it has as attributes."""
+    return [_wrapped(found) for found in _held(holder)]
+
+
+def seed_beside_torch(number: int) -> None:
+    """Seed NumPy's and Python's generators of the process: torch's is seeded in many ways."""
+    np.random.seed(mix(number, 1) & 0xFFFFFFFF)
+    random.seed(mix(number, 2))
+
+
+KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _held(holder: Any) -> Iterator[Any]:
+    seen: dict[int, Any] = {}
+    level = [holder]
+    for _ in range(DEPTH):
+        below: list[Any] = []
+        for thing in level:
+            if id(thing) in seen or len(seen) == MOST:
+                continue
+            seen[id(thing)] = thing
+            if isinstance(thing, KINDS):
+                yield thing
+            else:
+                below += _inside(thing)
+        level = below
+
+
+def _inside(thing: Any) -> list[Any]:
+    if isinstance(thing, (type, ModuleType, torch.Tensor)):
+        return []
+    if not isinstance(thing, (list, tuple, dict)):
+        thing = getattr(thing, "__dict__", {})
+    return list(islice(thing.values() if isinstance(thing, dict) else thing, MOST))
+
+
+def _wrapped(found: Any) -> Generator:
+    if isinstance(found, torch.Generator):
+        return _torch("its own of torch", found)
+    if isinstance(found, np.random.RandomState):
+        return _numpy_state("its own of NumPy", found)
+    if isinstance(found, random.Random):
+        return _python("its own of Python", found)
+    return _numpy("its own of NumPy", found.bit_generator)
+
+
+def _torch(name: str, generator: torch.Generator) -> Generator:
+    return Generator(
+        name,
+        generator.get_state,
+        generator.set_state,
+        generator.manual_seed,
+        lambda state: state.numpy().tobytes(),
+    )
+
+
+def _numpy_state(name: str, holder: Any) -> Generator:
+    return Generator(
+        name,
+        holder.get_state,
+        holder.set_state,
+        lambda number: holder.seed([number & 0xFFFFFFFF, number >> 32]),
+        lambda state: (state[1].tobytes(), *state[2:]),
+    )
+
+
+def _numpy(name: str, bits: Any) -> Generator:
+    return Generator(
+        name,
+        lambda: bits.state,
+        lambda state: setattr(bits, "state", state),
+        lambda number: setattr(bits, "state", type(bits)(number).state),
+        pickle.dumps,  # a dictionary of numbers, and with some kinds of arrays
+    )
+
+
+def _python(name: str, holder: Any) -> Generator:
+    return Generator(name, holder.getstate, holder.setstate, holder.seed, lambda state: state)

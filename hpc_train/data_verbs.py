@@ -1,0 +1,108 @@
+"""`hpc-train data verify`: every shard of a data folder against its hash, dealt over the ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+from hpc_train.data import manifest as manifests
+from hpc_train.data.check import damage, every_shard
+from hpc_train.data.tokenizer import BYTES, describe
+from hpc_train.errors import DataError
+from hpc_train.mpi.agreement import agreed, same
+from hpc_train.mpi.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+OFTEN = 5.0  # seconds between two lines about the progress
+SHOWN = 5  # names in the error
+
+
+def verify(
+    runtime: Runtime, folder: str, *, each_node: bool = False, as_json: bool = False
+) -> None:
+    """Read all tokens of a data folder, and print on rank 0 what is wrong. Collective.
+
+    Args:
+        runtime: of the ranks that share the work.
+        folder: the data folder.
+        each_node: whether the ranks of each node read all of it, for copies on nodes' own disks; by
+            default the ranks of all nodes do so together.
+        as_json: print one JSON object, and no progress.
+
+    Raises:
+        DataError: it is no data folder, or a file in it is damaged; the same on all ranks.
+        UserError: the nodes have different folders of that name.
+    """
+    world, readers = runtime.world, runtime.node if each_node else runtime.world
+    with agreed(world):
+        directory = Path(folder)
+        manifest = manifests.read(directory)
+    same(world, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
+    with agreed(world):
+        every = every_shard(manifest)
+        mine = every[readers.rank :: readers.size]
+        progress = _Progress(sum(shard.nbytes(manifest.dtype) for shard in mine), quiet=as_json)
+        found = [
+            (shard.name, cause)
+            for shard in mine
+            if (cause := damage(directory / shard.name, shard, manifest.dtype, progress.add))
+        ]
+        if readers.rank == 0:
+            try:
+                describe(manifest.tokenizer, directory)
+            except DataError as error:
+                found.append((manifest.tokenizer, error.cause))
+    damaged = [
+        {"file": name, "rank": rank, "host": host, "cause": cause}
+        for rank, (host, some) in enumerate(
+            world.gathered((world.host, found), "the damage that the ranks have found")
+        )
+        for name, cause in some
+    ]
+    nbytes = sum(shard.nbytes(manifest.dtype) for shard in every)
+    if as_json:
+        told = {"folder": folder, "shards": len(every), "bytes": nbytes, "damaged": damaged}
+        runtime.print(json.dumps(told, indent=1))
+    else:
+        where = "rank {rank} ({host}): " if world.size > 1 else ""
+        for one in damaged:
+            runtime.print((where + "{cause}").format(**one))
+    if damaged:
+        total = len(every) + (manifest.tokenizer != BYTES)
+        names = sorted({str(one["file"]) for one in damaged})
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        raise DataError(
+            f"{folder}: damaged files: {len(names)} of {total}: {', '.join(names[:SHOWN])}{more}",
+            "copy these files again, or prepare the data again",
+        )
+    if not as_json:
+        runtime.print(f"{folder}: sound, {len(every)} shards, {nbytes / 2**20:.1f} MiB of tokens")
+
+
+class _Progress:
+    """Logs from time to time how much of its shards this rank has read.
+
+    Args:
+        total: bytes of their tokens.
+        quiet: log nothing.
+    """
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        self.total, self.quiet = total, quiet
+        self.done = 0
+        self.begin = self.told = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Count bytes that have been read."""
+        self.done += count
+        now = time.monotonic()
+        if self.quiet or now - self.told < OFTEN:
+            return
+        self.told = now
+        speed = self.done / (now - self.begin)
+        left = (self.total - self.done) / speed
+        text = "%.0f %% of this rank's shards read, %.0f MiB/s, %.0f s left"
+        logger.info(text, 100 * self.done / self.total, speed / 2**20, left)

@@ -1,0 +1,296 @@
+"""Random numbers that data sets draw, and data sets that do not return, or leave the program."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset
+
+from hpc_train.data.loader import GivenUp, Loader, cut
+from hpc_train.data.order import SampleOrder
+from hpc_train.data.reader import Reader
+from hpc_train.errors import UserError
+
+STEPS, BATCH = 9, 12
+
+
+class Noise:
+    """Sample i is (i, random numbers of all the generators that there are)."""
+
+    def __init__(self, since=0):
+        self.since = since
+        self.of_torch = torch.Generator()
+        self.parts = {"more": [np.random.default_rng(), np.random.RandomState(), random.Random()]}
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index < self.since:
+            return torch.tensor([float(index)], dtype=torch.float64)
+        numpy, legacy, python = self.parts["more"]
+        drawn = [torch.randn(()), torch.rand((), generator=self.of_torch), np.random.rand()]
+        drawn += [random.random(), numpy.random(), legacy.randn(), python.random()]
+        return torch.tensor([float(index), *drawn], dtype=torch.float64)
+
+
+class OnlyTorch(Noise):
+    """As many data sets do, whose library draws from torch."""
+
+    def __getitem__(self, index):
+        drawn = float(torch.rand(())) if index >= self.since else 0.0
+        return torch.tensor([float(index), drawn], dtype=torch.float64)
+
+
+def loader(dataset, *, rank=0, ranks=1, micro_batch=None, first=1, last=STEPS, prefetch=2):
+    order = SampleOrder(len(dataset), BATCH, seed=3)
+    parts = cut(BATCH, ranks, rank, micro_batch)
+    return Loader(dataset, order, parts, first_step=first, last_step=last, prefetch=prefetch)
+
+
+def batches(dataset, **how):
+    """The rank's samples of each step; between two steps others draw, too."""
+    made = loader(dataset, **how)
+    seen = []
+    for step in made:
+        seen.append(torch.cat([micro.data for micro in step.micro_batches]))
+        torch.rand(3), np.random.rand(3), random.random()
+    made.close()
+    return seen
+
+
+@pytest.fixture(scope="module", params=[Noise, OnlyTorch])
+def drawing(request):
+    """A data set, and its samples of each step on one rank."""
+    return request.param, batches(request.param())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 4), (2, 3), (3, None), (4, 1)])
+def test_samples_draw_the_same_on_any_number_of_ranks(drawing, ranks, micro_batch, prefetch):
+    make, expected = drawing
+    shares = []
+    for rank in range(ranks):
+        torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
+        how = {"ranks": ranks, "micro_batch": micro_batch, "prefetch": prefetch}
+        shares.append(batches(make(), rank=rank, **how))
+    for step, whole in enumerate(expected):
+        assert torch.equal(torch.cat([share[step] for share in shares]), whole)
+
+
+@pytest.mark.parametrize("first", [2, 5, 9])
+def test_samples_draw_the_same_after_a_resume(drawing, first):
+    make, expected = drawing
+    rest = batches(make(), first=first)
+    assert all(torch.equal(a, b) for a, b in zip(rest, expected[first - 1 :], strict=True))
+
+
+def test_samples_of_other_places_steps_and_generators_draw_other_numbers():
+    numbers = torch.cat(batches(Noise(), last=8))[:, 1:].flatten()  # within an epoch
+    assert len(set(numbers.tolist())) == len(numbers)
+
+
+def states():
+    return (
+        torch.get_rng_state().tolist(),
+        pickle.dumps(np.random.get_state(legacy=False)),
+        random.getstate(),
+    )
+
+
+@pytest.mark.parametrize("dataset", [Noise(), OnlyTorch(), OnlyTorch(since=50)])
+def test_who_computes_draws_as_if_nobody_had_read(dataset):
+    steps = iter(loader(dataset, prefetch=0))
+    for _ in range(STEPS):
+        before = states()
+        next(steps)
+        assert states() == before
+
+
+def test_a_data_set_that_draws_is_not_read_ahead(caplog):
+    caplog.set_level("INFO", "hpc_train")
+    before = {*threading.enumerate()}
+    steps = iter(loader(OnlyTorch()))
+    next(steps)
+    assert {*threading.enumerate()} <= before
+    assert "draws random numbers (torch's): none is read ahead" in caplog.text
+
+
+def test_one_that_begins_to_draw_later_is_told_if_it_is_read_ahead():
+    late = OnlyTorch(since=50)
+    indices = [*range(24), *range(50, 98)]  # without shuffling: none in the first two steps
+    order = SampleOrder(len(indices), BATCH, shuffle=False)
+    made = Loader(Subset(late, indices), order, cut(BATCH, 1, 0), first_step=1, last_step=6)
+    with pytest.raises(UserError, match=r"draws random numbers \(torch's\) in step 3.*prefetch"):
+        list(made)
+    made.close()
+    one = Loader(
+        Subset(late, indices), order, cut(BATCH, 1, 0), first_step=1, last_step=6, prefetch=0
+    )
+    many = [
+        Loader(
+            Subset(late, indices), order, cut(BATCH, 3, rank), first_step=1, last_step=6, prefetch=0
+        )
+        for rank in range(3)
+    ]
+    # Read by the thread that computes, it is as any other.
+    for whole, *shares in zip(one, *many, strict=True):
+        data = [share.micro_batches[0].data for share in shares]
+        assert torch.equal(torch.cat(data), whole.micro_batches[0].data)
+
+
+def test_a_model_that_draws_is_not_taken_for_the_data_set():
+    class Slow(OnlyTorch):
+        def __getitem__(self, index):
+            time.sleep(1e-4)
+            return super().__getitem__(index)
+
+    made = loader(Slow(since=100), last=30)
+    seen = []
+    for step in made:
+        seen.append(step.number)
+        for _ in range(100):
+            torch.rand(100), np.random.rand()
+    made.close()
+    assert seen == list(range(1, 31))
+
+
+class Fetching(OnlyTorch):
+    def fetch(self, indices):
+        return torch.stack([self[int(index)] for index in indices])
+
+
+def test_a_fetch_that_draws_is_refused():
+    with pytest.raises(UserError, match=r"`fetch` of the data set draws .*`__getitem__`"):
+        next(iter(loader(Fetching())))
+    next(iter(loader(Fetching(since=100), prefetch=0)))
+
+
+def test_one_draw_of_another_thread_is_not_taken_for_one_of_the_data_set():
+    class Disturbed(Fetching):
+        drawn = 0
+
+        def fetch(self, indices):
+            if not self.drawn:
+                np.random.rand()  # as a thread that happens to draw at this moment
+            self.drawn += 1
+            return torch.tensor(indices)
+
+    dataset = Disturbed()
+    assert next(iter(loader(dataset, prefetch=0))).number == 1
+    assert dataset.drawn == 2
+
+
+class Leaving(Noise):
+    """Leaves the program at a sample."""
+
+    def __init__(self, error, at):
+        super().__init__()
+        self.error, self.left = error, at
+
+    def __getitem__(self, index):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("at", [3, 3 * BATCH])
+def test_a_data_set_that_leaves_the_program_is_an_error(error, at, prefetch):
+    made = loader(Leaving(error, at), prefetch=prefetch)
+    with pytest.raises(RuntimeError, match=r"the data set raised (SystemExit\(0\)|GeneratorExit)"):
+        list(made)
+    made.close()
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def test_what_is_no_exception_comes_from_the_thread_too():
+    made = loader(Leaving(Interrupt(), 3 * BATCH))
+    with pytest.raises(Interrupt):
+        list(made)
+    made.close()
+
+
+def test_a_thread_that_has_died_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(Loader, "_read_ahead", lambda self, numbers: None)
+    steps = iter(loader(Subset(OnlyTorch(since=100), range(100))))
+    next(steps)
+    with pytest.raises(RuntimeError, match="the thread that reads ahead has died"):
+        next(steps)
+
+
+class Stuck(Noise):
+    """Does not return from a sample until it is let go."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.left, self.go, self.here = at, threading.Event(), threading.Event()
+
+    def __getitem__(self, index):
+        self.left -= 1
+        if self.left < 0:
+            self.here.set()
+            self.go.wait()
+        return torch.tensor(index)
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    monkeypatch.setattr("hpc_train.data.loader.PATIENCE", 0.05)
+    dataset = Stuck(at=3 * BATCH)  # the fourth step, which the thread reads
+    yield dataset
+    dataset.go.set()
+
+
+def test_closing_does_not_wait_for_a_data_set_that_does_not_return(stuck, caplog):
+    made = loader(stuck)
+    for step in made:
+        if step.number == 3:
+            stuck.here.wait()
+            break
+    made.close()
+    assert "still reads a sample" in caplog.text
+
+
+def test_waiting_for_a_data_set_can_be_given_up(stuck):
+    made = loader(stuck)
+    steps = iter(made)
+    assert [next(steps).number for _ in range(3)] == [1, 2, 3]
+    made.give_up = stuck.here.is_set
+    with pytest.raises(GivenUp):
+        next(steps)
+    made.close()
+
+
+def test_two_readers_with_one_lock_do_not_read_at_once():
+    lock, inside, most = threading.RLock(), [], []
+
+    class Watched(Noise):
+        def __getitem__(self, index):
+            inside.append(index)
+            most.append(len(inside))
+            threading.Event().wait(1e-3)
+            inside.pop()
+            return torch.tensor(index)
+
+    readers = [Reader(Watched(), lock) for _ in range(2)]
+    threads = [
+        threading.Thread(target=reader.read, args=(range(10), lambda place: place))
+        for reader in readers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1

@@ -1,0 +1,29 @@
+"""The data folder of `hpc-train train`, as each node sees it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hpc_train.config_file import load
+from hpc_train.errors import DataError
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.gpt import train_gpt
+from tests.conftest import small_text
+
+
+@pytest.mark.mpi
+def test_a_damaged_copy_on_one_nodes_own_disk_is_refused_on_all(job, tmp_path, monkeypatch):
+    """Each rank stands for a node: it is alone on its own, and `data` is a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    last = job.world.size - 1
+    small_text(tmp_path / "data")
+    if job.world.rank == last:
+        os.truncate("data/train-00001.h5", 5000)
+    settings = load(None, ["--data.path", "data", "--run.steps", "1", "--run.dir", "run"])
+    with pytest.raises(DataError) as caught:
+        train_gpt(settings, Runtime(job.world, Group(waiting=job.world.waiting)))
+    assert f"rank {last} " in str(caught.value) or job.world.size == 1
+    assert "train-00001.h5 has 5000 bytes" in str(caught.value)
