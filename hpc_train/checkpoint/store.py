@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from hpc_train import files
 from hpc_train.checkpoint import divergence, restore, state
+from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.directory import LATEST, find, name_of, step_of
 from hpc_train.checkpoint.engines import Engine, Way, Ways
 from hpc_train.checkpoint.fileformat import Held
@@ -34,7 +36,6 @@ from hpc_train.sharding import Shard
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 10.0  # seconds for which a start waits for a job that is about to end
 Replicas = Literal["stop", "warn", "off"]
 
 
@@ -107,6 +108,9 @@ class Checkpoints:
         self.save_seconds = 0.0
         self._flight: tuple[int, Flight] | None = None
         self._snapshot: Snapshot | None = None
+        self.claim: Claim | None = None
+        """Of the directory, while one is held; without one, nobody else may write there."""
+        self._token = ""
         self.scores: dict[int, float | None] = {}
         """By step: how good the model was, lower is better, where known; the same on all ranks."""
 
@@ -191,11 +195,20 @@ class Checkpoints:
             self._snapshot = Snapshot()
             self.optimizer.register_step_pre_hook(lambda *_: self._wait())
         content, snapshot = self._state(step), self._snapshot if background else None
+        token = self._own_token()
 
         def written(way: Way) -> Phases[float]:
-            verify = self.verify or way != "posix"
             return saving(
-                path, held, content, self.group, way, self.replica, snapshot, verify=verify
+                path,
+                held,
+                content,
+                self.group,
+                way,
+                self.replica,
+                snapshot,
+                verify=self.verify or way != "posix",
+                token=token,
+                check=self._check,
             )
 
         way: Way = "posix" if background else self._ways.next()  # the thread makes no MPI calls
@@ -209,6 +222,18 @@ class Checkpoints:
             seconds = yield from written(way)
         self._ways.note(way, seconds)
         yield from agree(self.group, lambda: self._publish(path, step))
+
+    def _own_token(self) -> str:
+        """What tells this job's unfinished files from those of others. Collective at first."""
+        if self.claim is not None:
+            return self.claim.token
+        self._token = self._token or self.group.from_first(lambda: secrets.token_hex(8))
+        return self._token
+
+    def _check(self) -> None:
+        """Make sure, on rank 0, that the directory is still this job's."""
+        if self.claim is not None:
+            self.claim.check()
 
     def _wait(self) -> None:
         if self._snapshot is not None:
@@ -238,6 +263,7 @@ class Checkpoints:
         """Name the newest one, and remove what is not to be kept."""
         if self.group.rank > 0:
             return
+        self._check()
         try:
             files.write_text(self.directory / LATEST, path.name + "\n")
             self._drop_old(step)
@@ -280,8 +306,8 @@ class Checkpoints:
     def _candidates(self, source: str) -> list[Path]:
         """Where to resume from, in the order to try; unfinished files of dead jobs are removed."""
         if self.directory.is_dir():
+            self._check()
             for partial in self.directory.glob(".step-*.partial"):
-                self._wait_for_end(partial)
                 files.remove(partial)
             for partial in self.directory.glob(f".{LATEST}.*.partial"):
                 files.remove(partial)
@@ -296,17 +322,6 @@ class Checkpoints:
                 "give another run.dir, or move them away",
             )
         return own or given
-
-    def _wait_for_end(self, partial: Path) -> None:
-        """Wait for a job that was here before, and may be about to end."""
-        limit = time.monotonic() + PATIENCE
-        while files.is_locked(partial):
-            if time.monotonic() > limit:
-                raise CheckpointMismatch(
-                    f"{partial} is being written by another job",
-                    "wait until it has ended, or give another run.dir",
-                )
-            time.sleep(0.1)
 
     def _restore(self, path: Path) -> int:
         reader = restore.open_together(path, self.group)
@@ -375,6 +390,7 @@ class Checkpoints:
         scores = dict(self.scores)  # to which the main thread may add
         known = {number: score for number, score in scores.items() if score is not None}
         for number in self.keep.superfluous(done, known):
+            self._check()
             files.remove(done[number])
 
 

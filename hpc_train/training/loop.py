@@ -29,6 +29,7 @@ from hpc_train.training.deadline import of_job
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.heartbeat import Pace
 from hpc_train.training.preemption import StopRequests
+from hpc_train.training.run_directory import claimed_by_job
 from hpc_train.training.saving import Saving, landing
 from hpc_train.training.steps import guarded_steps
 
@@ -135,10 +136,12 @@ class Loop:
         same(self.group, what, given, "give all ranks the same")
         last = epochs * order.steps_per_epoch
         with (
+            claimed_by_job(self.group, self.checkpoints.directory, self.hang_timeout) as claim,
             watch_over(self.group, self.hang_timeout),
             closing(self._stop_requests()) as stop,
             landing(self.checkpoints),
         ):
+            self.checkpoints.claim = claim
             done = self.checkpoints.resume()
             loader = Loader(dataset, order, parts, first_step=done + 1, last_step=last, prefetch=0)
             batches = self._batches(loader, stop, seed)

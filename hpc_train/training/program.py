@@ -15,7 +15,7 @@ from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, start
-from hpc_train.training import deadline
+from hpc_train.training import deadline, jobs
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ def run(program: Callable[[Runtime], None]) -> int:
     faulthandler.enable()
     if _launched_rank() == 0 and "mpi4py.MPI" not in sys.modules:
         deadline.note()
+        jobs.note()
     try:
         runtime = start()
     except HpcTrainError as error:  # before MPI runs nobody can wait: each rank ends by itself

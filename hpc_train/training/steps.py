@@ -38,6 +38,7 @@ def guarded_steps(
 
     Raises:
         Stopped: a signal or the time limit.
+        ClaimError: another job has taken the directory.
         ConfigError: the time limit leaves no time for a single step.
         HpcTrainError: reading or saving failed.
     """
@@ -50,6 +51,8 @@ def guarded_steps(
     for done in range(loader.steps.start - 1, loader.steps.stop - 1):
         asked = time.monotonic()
         step, failure = _fetched(steps)
+        if failure is None and checkpoints.claim is not None:
+            failure = checkpoints.claim.lost()
         if meter is not None:
             meter.data_seconds += time.monotonic() - asked
         needed = pace.longest + 2 * checkpoints.save_seconds

@@ -199,11 +199,12 @@ class Trainer:
 
     def _train(self) -> None:
         with (
-            run_directory(self.group, self.config) as directory,
+            run_directory(self.group, self.config) as (directory, claim),
             watch_over(self.group, self.config.run.hang_timeout),
             closing(self._stop_requests(directory)) as stop,
             landing(self.checkpoints),
         ):
+            self.checkpoints.claim = claim
             if self.config.run.preflight:
                 preflight(self.runtime, directory, self.device, self.state_bytes)
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
@@ -212,7 +213,7 @@ class Trainer:
                 return
             with (
                 closing(self._loader(after)) as loader,
-                reporting(self.group, directory, after, self.last_step) as report,
+                reporting(self.group, directory, after, self.last_step, claim) as report,
             ):
                 self.model.train()
                 saving = Saving.of(self.config.checkpoint)
