@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,11 +17,12 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
 from hpc_train.checkpoint import divergence, restore, state
 from hpc_train.checkpoint.claim import Claim
-from hpc_train.checkpoint.directory import LATEST, find, name_of, step_of
+from hpc_train.checkpoint.directory import LATEST, SECONDS, find, name_of, step_of
 from hpc_train.checkpoint.engines import Engine, Way, Ways
 from hpc_train.checkpoint.fileformat import Held
 from hpc_train.checkpoint.more import More, Stateful
@@ -106,8 +108,14 @@ class Checkpoints:
         self.about = dict(about or {})
         self.saved_step = 0
         self.save_seconds = 0.0
+        """What the last one took; 0: this process has written none."""
+        self.longest_save = 0.0
+        """What the longest one of this process has taken, failures and one under way included."""
+        self.earlier_save = 0.0
+        """What the longest one of an earlier process took; 0: nobody knows. Set by `resume`."""
         self._flight: tuple[int, Flight] | None = None
         self._snapshot: Snapshot | None = None
+        self._hook: RemovableHandle | None = None
         self.claim: Claim | None = None
         """Of the directory, while one is held; without one, nobody else may write there."""
         self._token = ""
@@ -139,8 +147,12 @@ class Checkpoints:
             self._flight = step, Flight(phases, self.group)
         else:
             begin = time.monotonic()
-            run(phases)
-            self._saved(step, time.monotonic() - begin)
+            try:
+                run(phases)
+            finally:
+                seconds = time.monotonic() - begin
+                self.longest_save = max(self.longest_save, seconds)
+            self._saved(step, seconds)
         return path
 
     @property
@@ -166,11 +178,28 @@ class Checkpoints:
         if self._flight is not None:
             self._land(wait=True)
 
+    def close(self) -> None:
+        """Let the optimizer go, after what is being written in the background. Collective.
+
+        Raises:
+            CheckpointError: that could not be written.
+        """
+        try:
+            self.finish()
+        finally:
+            if self._hook is not None:
+                self._hook.remove()
+            self._hook = self._snapshot = None
+
     def _land(self, *, wait: bool) -> None:
         under_way, self._flight = self._flight, None
         assert under_way is not None
         step, flight = under_way
-        if flight.poll(wait=wait):
+        try:
+            ended = flight.poll(wait=wait)
+        finally:
+            self.longest_save = max(self.longest_save, flight.seconds)
+        if ended:
             self._saved(step, flight.seconds)
         else:
             self._flight = under_way
@@ -180,6 +209,9 @@ class Checkpoints:
         logger.info(
             "step %d: checkpoint %s (%.1f s)", step, self.directory / name_of(step), seconds
         )
+        if self.group.rank == 0 and (self.claim is None or self.claim.lost() is None):
+            with suppress(OSError):  # the next start would only know less
+                (self.directory / SECONDS).write_text(f"{self.longest_save:.3f}\n")
 
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         self.unify()
@@ -193,7 +225,7 @@ class Checkpoints:
         self._compare(held, step)
         if background and self._snapshot is None:
             self._snapshot = Snapshot()
-            self.optimizer.register_step_pre_hook(lambda *_: self._wait())
+            self._hook = self.optimizer.register_step_pre_hook(lambda *_: self._wait())
         content, snapshot = self._state(step), self._snapshot if background else None
         token = self._own_token()
 
@@ -282,7 +314,9 @@ class Checkpoints:
             CheckpointMismatch: it is of another model, optimizer, data set or sample order; or the
                 folder has newer checkpoints than the start that was asked for.
         """
-        found = from_first(self.group, lambda: self._candidates(source))
+        found, self.earlier_save = from_first(
+            self.group, lambda: (self._candidates(source), _seconds(self.directory / SECONDS))
+        )
         for number, path in enumerate(found):
             try:
                 step = self._restore(path)
@@ -396,6 +430,14 @@ class Checkpoints:
 
 def _contiguous(held: Mapping[str, Held]) -> dict[str, Held]:
     return {name: replace(part, tensor=part.tensor.contiguous()) for name, part in held.items()}
+
+
+def _seconds(path: Path) -> float:
+    """What an earlier process wrote; 0: nothing."""
+    with suppress(OSError, ValueError):
+        seconds = float(path.read_text())
+        return seconds if 0 < seconds < math.inf else 0.0
+    return 0.0
 
 
 def _score(path: Path) -> float | None:
