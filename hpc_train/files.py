@@ -23,8 +23,7 @@ def call(name: str, function: Callable[..., T], *arguments: Any) -> T:
 
     Args:
         name: what the call does: create, reserve, open, write, sync, close, read, list, rename,
-            unlink;
-            through MPI-IO with mpi_ before it.
+            unlink, append; through MPI-IO with mpi_ before it.
         function: what does it.
         arguments: of the function.
     """

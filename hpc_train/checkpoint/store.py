@@ -25,13 +25,14 @@ from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.directory import LATEST, SECONDS, find, name_of, step_of
 from hpc_train.checkpoint.engines import Engine, Way, Ways
 from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.finite import trained_is_finite
 from hpc_train.checkpoint.more import More, Stateful
 from hpc_train.checkpoint.phases import Flight, Phases, agree, run
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.save import saving, together
 from hpc_train.checkpoint.snapshot import Snapshot
 from hpc_train.collectives import Collectives
-from hpc_train.errors import CheckpointError, CheckpointMismatch, DivergenceError
+from hpc_train.errors import CheckpointError, CheckpointMismatch, DivergenceError, NotFiniteError
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import Shard
@@ -39,6 +40,7 @@ from hpc_train.sharding import Shard
 logger = logging.getLogger(__name__)
 
 Replicas = Literal["stop", "warn", "off"]
+Nonfinite = Literal["stop", "warn"]
 
 
 class Checkpoints:
@@ -56,6 +58,8 @@ class Checkpoints:
         verify: whether what was written by POSIX calls is read back, as it is through MPI-IO.
         replicas: what is done if ranks that should hold the same bits do not, of which each
             checkpoint compares a sample: "stop", "warn", or "off" for no comparison.
+        nonfinite: what is done if trained parameters are infinite or not numbers: "stop", before
+            anything is written, or "warn", and the checkpoint says so.
         identity: what a checkpoint must have been made with to be continued, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
         shards: which part of the model's tensors this rank has; by default all.
@@ -81,6 +85,7 @@ class Checkpoints:
         background: bool = False,
         verify: bool = True,
         replicas: Replicas = "stop",
+        nonfinite: Nonfinite = "stop",
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
         shards: Mapping[str, Shard] | None = None,
@@ -103,7 +108,7 @@ class Checkpoints:
         self.optimizer = optimizer
         self.keep = Retention(keep) if isinstance(keep, int) else keep
         self.verify = verify
-        self.replicas = replicas
+        self.replicas, self.nonfinite = replicas, nonfinite
         self.identity = {**(identity or {}), "optimizer.name": type(optimizer).__name__.lower()}
         self.about = dict(about or {})
         self.saved_step = 0
@@ -121,6 +126,7 @@ class Checkpoints:
         self._token = ""
         self.scores: dict[int, float | None] = {}
         """By step: how good the model was, lower is better, where known; the same on all ranks."""
+        self._finite: dict[int, bool] = {}  # by step, where known
 
     def save(self, step: int, *, background: bool = False) -> Path:
         """Write the checkpoint of a finished step, unless it is there, and drop the oldest.
@@ -137,6 +143,8 @@ class Checkpoints:
             CheckpointError: it, or the one before it, could not be written; older ones are
                 untouched.
             DivergenceError: replicas differ.
+            NotFiniteError: trained parameters are infinite or not numbers.
+            ClaimError: another job has taken the directory.
         """
         self.finish()
         path = self.directory / name_of(step)
@@ -223,6 +231,7 @@ class Checkpoints:
             }
         )
         self._compare(held, step)
+        self._check_finite(step)
         if background and self._snapshot is None:
             self._snapshot = Snapshot()
             self._hook = self.optimizer.register_step_pre_hook(lambda *_: self._wait())
@@ -290,6 +299,20 @@ class Checkpoints:
                 raise
             if self.group.rank == 0:
                 logger.warning("%s", error)
+
+    def _check_finite(self, step: int) -> None:
+        self._finite[step] = trained_is_finite(self.model, self.alike.group, self.group)
+        if self._finite[step]:
+            return
+        if self.nonfinite == "stop":
+            error = NotFiniteError(
+                f"after step {step} trained parameters are infinite or not numbers",
+                "go on from the last checkpoint with a smaller learning rate, or clip gradients",
+            )
+            error.agreed = True  # all ranks raise it
+            raise error
+        if self.group.rank == 0:
+            logger.warning("step %d: trained parameters are infinite or not numbers", step)
 
     def _publish(self, path: Path, step: int) -> None:
         """Name the newest one, and remove what is not to be kept."""
@@ -379,6 +402,8 @@ class Checkpoints:
             self.scaler.load_state_dict(saved["scaler"])
         self.more.take(saved.get("more", {}))
         step = int(saved["step"])
+        if not saved.get("finite", True):
+            logger.warning("%s has parameters that are infinite or not numbers", path)
         self.saved_step = step if path.parent == self.directory else 0
         logger.info("resumed from %s, after step %d", path, step)
         return step
@@ -408,6 +433,8 @@ class Checkpoints:
         score = self.scores.get(step)
         if score is not None and math.isfinite(score):  # JSON has no other numbers
             tree["score"] = score
+        if not self._finite.get(step, True):
+            tree["finite"] = False
         if self.scaler is not None:
             tree["scaler"] = self.scaler.state_dict()
         if more := self.more.values():
@@ -420,10 +447,16 @@ class Checkpoints:
         done = {number: path for number, path in there.items() if number <= step}
         if self.keep.best:
             for number in done.keys() - self.scores.keys():
-                self.scores[number] = _score(done[number])
+                self.scores[number] = _state_of(done[number]).get("score")
         scores = dict(self.scores)  # to which the main thread may add
         known = {number: score for number, score in scores.items() if score is not None}
-        for number in self.keep.superfluous(done, known):
+
+        def is_finite(number: int) -> bool:
+            if number not in self._finite:
+                self._finite[number] = _state_of(done[number]).get("finite", True)
+            return self._finite[number]
+
+        for number in self.keep.superfluous(done, known, is_finite):
             self._check()
             files.remove(done[number])
 
@@ -440,10 +473,9 @@ def _seconds(path: Path) -> float:
     return 0.0
 
 
-def _score(path: Path) -> float | None:
-    """What the checkpoint of an earlier run of this job was worth."""
+def _state_of(path: Path) -> dict[str, Any]:
+    """What is no tensor in a checkpoint of this job, or of an earlier start of it."""
     try:
-        score: float | None = restore.Tensors(path).state().get("score")
+        return restore.Tensors(path).state()
     except (CheckpointError, CheckpointMismatch):
-        return None
-    return score
+        return {"finite": False}  # it is damaged, and none to rely on

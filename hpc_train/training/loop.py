@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.store import Nonfinite
 from hpc_train.collectives import connect
 from hpc_train.data.loader import Loader, cut
 from hpc_train.data.order import SampleOrder
@@ -56,6 +57,8 @@ class Loop:
         keep: newest checkpoints that are kept.
         background: whether training goes on while one is written; then nothing but `step` may
             change parameters and the optimizer's state.
+        nonfinite: what is done at a checkpoint of trained parameters that are infinite or not
+            numbers: "stop" before it is written, or "warn".
         time_limit: seconds after which it stops with a checkpoint; "auto": before the end of the
             SLURM or PBS job that it is in.
         hang_timeout: seconds that a rank in `epochs` waits for another before the job ends with an
@@ -77,6 +80,7 @@ class Loop:
         every: int = 1000,
         keep: int = 3,
         background: bool = False,
+        nonfinite: Nonfinite = "stop",
         time_limit: float | Literal["auto"] | None = "auto",
         hang_timeout: float = 1800.0,
         hang_steps: int = 0,
@@ -108,6 +112,7 @@ class Loop:
             optimizer,
             keep=keep,
             background=background,
+            nonfinite=nonfinite,
         )
 
     def epochs(

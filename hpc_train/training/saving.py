@@ -14,8 +14,8 @@ from typing import Any, Literal
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.weights import start_from
-from hpc_train.config import CheckpointSection
-from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.config import CheckpointSection, DataSection
+from hpc_train.errors import CheckpointError, ConfigError, HpcTrainError
 from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,29 @@ def options_of(section: CheckpointSection) -> dict[str, Any]:
         "verify": section.verify,
         "replicas": section.replicas,
     }
+
+
+def check_best(
+    section: CheckpointSection, data: DataSection, last_step: int, *, held_out: bool
+) -> None:
+    """Check that some checkpoint but the last can be one of the best: that its step is validated.
+
+    Raises:
+        ConfigError: `keep_best` would keep none.
+    """
+    validated, by_time = data.validation_every, section.minutes or section.mtbf_hours
+    if not section.keep_best or (validated and by_time):
+        return
+    if validated and section.every and math.lcm(section.every, validated) <= last_step:
+        return
+    why = f"data.validation_every is {validated}" if held_out else "nothing is held out"
+    raise ConfigError(
+        f"checkpoint.keep_best is {section.keep_best}, but no checkpoint before the last will have "
+        f"a validation loss: checkpoint.every is {section.every}, and {why}",
+        "set data.validation_every to checkpoint.every or to a number that divides it"
+        if held_out
+        else "hold out data for validation, or leave checkpoint.keep_best out",
+    )
 
 
 def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int:

@@ -17,7 +17,7 @@ from hpc_train.collectives import connect
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut, fetch
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, NotFiniteError
 from hpc_train.gradients import LossScaler
 from hpc_train.gradients.scaling import clip_factor
 from hpc_train.launch.protocol import STOP
@@ -44,7 +44,7 @@ from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.preflight import preflight
 from hpc_train.training.run_directory import reporting, run_directory
-from hpc_train.training.saving import Saving, landing, options_of, resume_or_start
+from hpc_train.training.saving import Saving, check_best, landing, options_of, resume_or_start
 from hpc_train.training.schedule import last_step, learning_rate
 from hpc_train.training.steps import guarded_steps
 
@@ -120,6 +120,7 @@ class Trainer:
                     f"data.validation_every is {data.validation_every}, but nothing is held out",
                     "prepare the data with more --validation, or leave the key out",
                 )
+            check_best(config.checkpoint, data, self.last_step, held_out=validation is not None)
         sizes = f"{len(dataset)} {len(validation) if validation is not None else 0}"
         same(self.group, "the size of the data set", sizes, "give all ranks the same data")
         if len(self.parts) < self.grid.pp and self.group.rank == 0:
@@ -177,6 +178,7 @@ class Trainer:
             self.model,
             self.optimizer,
             **options_of(config.checkpoint),
+            nonfinite=run.nonfinite,
             identity={**sample_order_identity(config, len(dataset)), **(identity or {})},
             about=about,
             alike=connect(self.grid.data),
@@ -270,14 +272,15 @@ class Trainer:
         self.averager.average()
         self.layout.gradients.complete()
         norm = self._clip(needed=due)
+        mean = self._mean(losses) if due else 0.0
         rate = self._set_learning_rate(step.number)
+        self._check_finite(step.number, mean, norm)
         if self.scaler is None or math.isfinite(norm):
             self.averager.step()
         else:
             logger.warning("step %d skipped: %s", step.number, self.scaler.describe())
         self.meter.count_step()
         if due:
-            mean = self._mean(losses)
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
             record |= {"grad_norm": norm, **self.meter.take()}
             if self.scaler is not None:
@@ -325,7 +328,7 @@ class Trainer:
         """
         limit = self.config.optimizer.clip_norm
         if not limit and not needed and self.scaler is None:
-            return math.nan
+            return 0.0
         norm = float(self.layout.gradients.norm(self.averager.parts(), self.averager.shards))
         if self.scaler is not None:
             return self.scaler.unscale(self.averager, norm, clip_norm=limit)
@@ -346,10 +349,29 @@ class Trainer:
         for loss in losses if self._speaks else []:
             total += loss / len(losses)
         self.collectives.sum_(total)
-        mean = float(total) / self.grid.dp
-        if not math.isfinite(mean):
-            logger.warning("the loss is %s", mean)
-        return mean
+        return float(total) / self.grid.dp
+
+    def _check_finite(self, step: int, loss: float, norm: float) -> None:
+        """Stop before a step that would spoil the model; 0 for what is not known. Collective.
+
+        Raises:
+            NotFiniteError: the loss or the norm is not finite; on all ranks.
+        """
+        bad = not math.isfinite(loss + norm) and self.scaler is None  # which skips such steps
+        if self.config.gradients.average_every > 1:  # else all ranks have the same numbers
+            bad = self.group.largest(int(bad)) > 0
+        if not bad:
+            return
+        error = NotFiniteError(
+            f"step {step} has a loss of {loss} and gradients with a norm of {norm}",
+            "give a smaller optimizer.lr, or optimizer.clip_norm, and start again: it goes on from "
+            "the last checkpoint; run.nonfinite warn goes on all the same",
+        )
+        if self.config.run.nonfinite == "warn":
+            logger.warning("%s", error.cause)
+            return
+        error.agreed = True
+        raise error
 
     def _due(self, step: int) -> bool:
         regular = step % self.config.run.log_every == 0

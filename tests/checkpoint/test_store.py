@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, fileformat
+from hpc_train.checkpoint.directory import SECONDS
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
@@ -75,7 +76,7 @@ def test_the_newest_is_taken_and_the_oldest_are_dropped(tmp_path):
     for step in (5, 10, 15):
         checkpoints.save(step)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["LATEST", "step-000000010.safetensors", "step-000000015.safetensors"]
+    assert names == [SECONDS, "LATEST", "step-000000010.safetensors", "step-000000015.safetensors"]
     assert (tmp_path / "LATEST").read_text() == "step-000000015.safetensors\n"
     assert store(tmp_path, *make()).resume() == 15
 

@@ -18,7 +18,6 @@ from hpc_train.training import heartbeat, preemption, saving, steps
 from hpc_train.training.loop import Loop
 from tests.checkpoint.faults import Call, Faults
 
-
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 10))]
 
 
