@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
-from hpc_train.errors import UserError
+from hpc_train.errors import Stopped, UserError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.watchdog import named
 
@@ -28,6 +28,12 @@ class Held(Iterator[T]):
 
     def __del__(self) -> None:
         self._dropped()
+
+
+def leave_together(group: Group, error: BaseException | None) -> bool:
+    """Whether all ranks leave a block by this error, or none; another may be of one rank alone."""
+    together = error is None or isinstance(error, Stopped) or getattr(error, "agreed", False)
+    return together or group.comm is None
 
 
 def check_left_by_all(group: Group, *, left: bool) -> None:

@@ -31,7 +31,7 @@ from hpc_train.processor import Matmul
 from hpc_train.training.deadline import of_job
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.heartbeat import Pace
-from hpc_train.training.leaving import Held
+from hpc_train.training.leaving import Held, leave_together
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.run_directory import claimed_by_job
 from hpc_train.training.saving import Saving, landing
@@ -296,9 +296,7 @@ class Loop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        # By an error of one rank the others would be waited for in vain: the program's end sees
-        # to it.
-        if error is None or self.group.comm is None:
+        if leave_together(self.group, error):
             self._failed = error is not None
             self.close()
 

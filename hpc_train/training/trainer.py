@@ -40,6 +40,7 @@ from hpc_train.training.device import (
     use_cores,
 )
 from hpc_train.training.heartbeat import Heartbeat, Pace
+from hpc_train.training.leaving import leave_together
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.preflight import preflight
@@ -188,6 +189,30 @@ class Trainer:
             ),
         )
         self.meter = Meter(data.batch, self.group.waiting, tokens_per_sample)
+        self._closed = False
+
+    def close(self) -> None:
+        """Release hooks, threads, shared memory and communicators. Collective.
+
+        The model stays with the parameters that this rank has of it. Another Trainer may be made.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.checkpoints.close()
+        self.averager.close()
+        if end_thread := getattr(self.layout.gradients.tensor, "close", None):
+            end_thread()
+        self.grid.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if leave_together(self.group, error):
+            self.close()
 
     def train(self) -> None:
         """Train until the last step. Collective.
