@@ -239,18 +239,24 @@ class Checkpoints:
         token = self._own_token()
 
         def written(way: Way) -> Phases[float]:
-            return saving(
-                path,
-                held,
-                content,
-                self.group,
-                way,
-                self.replica,
-                snapshot,
-                verify=self.verify or way != "posix",
-                token=token,
-                check=self._check,
-            )
+            try:
+                return (
+                    yield from saving(
+                        path,
+                        held,
+                        content,
+                        self.group,
+                        way,
+                        self.replica,
+                        snapshot,
+                        verify=self.verify or way != "posix",
+                        token=token,
+                        check=self._check,
+                    )
+                )
+            except CheckpointError:  # the same one on all ranks
+                yield from agree(self.group, self._check)  # another job has removed the file?
+                raise
 
         way: Way = "posix" if background else self._ways.next()  # the thread makes no MPI calls
         try:

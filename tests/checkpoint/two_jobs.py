@@ -30,7 +30,7 @@ from hpc_train.checkpoint import tools
 from hpc_train.checkpoint.directory import find
 from tests.checkpoint.soak import Job, wait
 from tests.conftest import small_program, small_text
-from tests.programs import ENVIRON, only_line, processes_of, ranks_of
+from tests.programs import COLD, ENVIRON, only_line, processes_of, ranks_of
 
 EVENTS = ("nothing", "first killed", "second killed", "first asleep")
 USED = r"is in use by process \d+ on \S+, which was last heard of \d+ s ago: wait until it ends; "
@@ -47,9 +47,11 @@ class Started:
         options += ["--checkpoint.keep", "2", "--run.hang_timeout", str(timeout)]
         how = {"launcher": "mpirun", "ranks": ranks} if ranks > 1 else {}
         words = job.program.command("run", *options, **how)
+        # The server that forks ranks may have been started by the one that is put to sleep.
+        environ = ENVIRON | (COLD if timeout == SILENCE else {})
         self.output = job.program.root / name
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(words, env=ENVIRON, stdout=output, stderr=output)
+            self.process = subprocess.Popen(words, env=environ, stdout=output, stderr=output)
         self.ranks = ranks
 
     def kill(self, random: Random) -> None:
