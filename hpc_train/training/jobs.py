@@ -47,7 +47,9 @@ def _name(environ: Mapping[str, str]) -> str:
 def note() -> None:
     """Ask the scheduler, if this process is in a job, and keep the answer for `known`."""
     names = ask(os.environ)
-    os.environ[JOBS] = json.dumps([time.time(), None if names is None else sorted(names)])
+    os.environ.pop(JOBS, None)  # of another process, perhaps
+    if names is not None:
+        os.environ[JOBS] = json.dumps([time.time(), sorted(names)])
 
 
 def known() -> Jobs | None:
@@ -56,7 +58,7 @@ def known() -> Jobs | None:
         note()
     with suppress(ValueError, TypeError, KeyError):
         when, names = json.loads(os.environ[JOBS])
-        return None if names is None else Jobs(frozenset(names), max(0.0, time.time() - when))
+        return Jobs(frozenset(names), max(0.0, time.time() - when))
     return None
 
 
