@@ -17,17 +17,19 @@ class Held(Iterator[T]):
 
     Args:
         source: where the items come from; it lives on.
-        dropped: is called then.
+        dropped: is called with that then.
     """
 
-    def __init__(self, source: Generator[T, Any, Any], dropped: Callable[[], None]) -> None:
+    def __init__(
+        self, source: Generator[T, Any, Any], dropped: Callable[[Generator[T, Any, Any]], None]
+    ) -> None:
         self._source, self._dropped = source, dropped
 
     def __next__(self) -> T:
         return next(self._source)
 
     def __del__(self) -> None:
-        self._dropped()
+        self._dropped(self._source)
 
 
 def leave_together(group: Group, error: BaseException | None) -> bool:

@@ -242,12 +242,14 @@ class Loop:
         self._failed = failed
         self._end()
 
-    def _dropped(self) -> None:
+    def _dropped(self, running: object) -> None:
         """The user has no longer what `epochs` gave: the loop is over, or was left.
 
         By an exception, perhaps, of this rank alone: so several ranks meet in the next call of this
         loop, or at the program's end.
         """
+        if running is not self._running:
+            return  # another one has begun since
         if self.group.comm is not None or sys.is_finalizing():
             self._is_left = True
             return

@@ -203,6 +203,18 @@ def test_loops_can_be_made_again_in_one_process(tmp_path):
     assert not optimizer._optimizer_step_post_hooks
 
 
+def test_a_new_start_is_not_ended_by_the_end_of_the_one_before(tmp_path):
+    job, seen = Job(alone(), tmp_path), []
+    for epochs in (1, 2):
+        running = job.loop.epochs(data(), batch=12, epochs=epochs)  # the former one goes only now
+        for _, batches in running:
+            for batch in batches:
+                job.seen += 1
+                job.step(batch)
+        seen.append(job.seen)
+    assert seen == [6, 12]
+
+
 def test_a_loop_that_a_notebook_has_left_open_gives_way_to_the_next(tmp_path, caplog):
     first, second = Job(alone(), tmp_path), Job(alone(), tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
