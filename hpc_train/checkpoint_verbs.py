@@ -18,10 +18,11 @@ SHOWN = 20  # differences, unless all are asked for
 
 
 def show_list(run: str) -> int:
-    """Print the checkpoints of a run directory; only headers are read."""
+    """Print the checkpoints of a run directory; no tensor is read."""
     for found in headers.listed(Path(run)):
+        complete = "complete" if found.finite else "complete, but with numbers that are not finite"
         size, when = f"{found.nbytes / 2**20:.1f} MiB", f"{found.written:%Y-%m-%d %H:%M}"
-        print(f"{found.path.name}  {size:>12}  {when}  {found.damage or 'complete'}")
+        print(f"{found.path.name}  {size:>12}  {when}  {found.damage or complete}")
     return 0
 
 

@@ -48,6 +48,10 @@ class RunSection:
     """Seconds that a rank waits for another before the job ends with an error; 0: for ever."""
     hang_steps: int = 20
     """The same within a step, in times of the longest one so far, and at least 60 s; 0: not so."""
+    nonfinite: Literal["stop", "warn"] = "stop"
+    """What is done when a loss, a gradient's norm or a trained parameter is infinite or not a
+    number: stop before the step is taken, or before a checkpoint of it, or warn and go on. Steps
+    that a loss scale skips are no reason to stop."""
     preflight: bool = True
     """Whether ranks and hosts are looked at before the first step: versions, clocks, memory, the
     run directory, slow ranks and links; it takes a second or two."""

@@ -5,6 +5,8 @@
     │   ├── ConfigError         a key, a value, or values that do not fit together
     │   ├── DataError           shards, manifests, input files
     │   ├── CheckpointMismatch  a sound checkpoint that belongs to another model or run
+    │   ├── ClaimError          a run directory that another job writes to
+    │   ├── NotFiniteError      a training that has come to infinite numbers, or to none
     │   └── SetupError          a program, a library or a build that is missing or unfit
     ├── CheckpointError         a checkpoint that could not be written or read
     ├── DivergenceError         ranks that should hold the same bits do not
@@ -62,6 +64,14 @@ class DataError(UserError):
 
 class CheckpointMismatch(UserError):
     """A sound checkpoint belongs to another model, data set or run."""
+
+
+class ClaimError(UserError):
+    """Another job writes to the run directory."""
+
+
+class NotFiniteError(UserError):
+    """A loss, a gradient's norm or the state is infinite or not a number."""
 
 
 class SetupError(UserError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,8 +22,8 @@ def call(name: str, function: Callable[..., T], *arguments: Any) -> T:
     fail, or keep a record of what a machine that loses power may have lost.
 
     Args:
-        name: what the call does: create, reserve, open, write, sync, close, read, rename, unlink;
-            through MPI-IO with mpi_ before it.
+        name: what the call does: create, reserve, open, write, sync, close, read, list, rename,
+            unlink, append; through MPI-IO with mpi_ before it.
         function: what does it.
         arguments: of the function.
     """
@@ -109,30 +108,6 @@ def reserve(descriptor: int, begin: int, nbytes: int) -> None:
         if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise OSError(number, os.strerror(number))
         os.ftruncate(descriptor, begin + nbytes)
-
-
-def lock(path: Path) -> int:
-    """Claim a file for this process; returns a descriptor, with which the claim is given up."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    with suppress(OSError):  # not every file system has locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a living process has claimed a file, as far as the file system can tell."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno == errno.EWOULDBLOCK
-    else:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

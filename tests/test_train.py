@@ -82,6 +82,10 @@ def test_a_run_leaves_what_the_design_promises(program):
         "logs/rank-001.log",
         "checkpoints",
         "checkpoints/LATEST",
+        "checkpoints/.save-seconds",
+        ".claim",
+        ".claim/000001",
+        ".claim/000001.free",
         *(f"checkpoints/step-{step:09d}.safetensors" for step in (5, 10, 12)),
     }
     lines = done.stdout.splitlines()

@@ -3,13 +3,14 @@
 store                   what a run calls: save, poll, finish, resume
 state, more             names of a model's and its optimizer's tensors; what else is saved
 directory, retention    names of files; which are kept
+claim                   one writer for a directory
 fileformat, dtypes      where each byte of a file lies: pure; names of torch's types
 parts, exchange         bytes of extents in a rank's tensors; moved between ranks
 save, phases, snapshot  write a file; on the spot or in the background
 engines, striping       ways to write; stripes on Lustre
 headers                 read a file's header; the checkpoints of a run: without torch
 restore, extents        read a file, verified
-divergence              replicas that should hold the same, and do not
+divergence, finite      replicas that should hold the same, and do not; NaN and infinities
 weights, tools          start from other files; verify, diff, export
 """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from hpc_train.errors import CheckpointMismatch
 
 LATEST = "LATEST"
+SECONDS = ".save-seconds"  # what the longest save took, for the next start
 
 
 def step_of(path: Path) -> int:

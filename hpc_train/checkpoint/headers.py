@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -52,16 +54,18 @@ class Listed:
         nbytes: of the file.
         written: when.
         damage: what is wrong with its header, or "".
+        finite: whether its trained parameters were all finite.
     """
 
     path: Path
     nbytes: int
     written: datetime
     damage: str
+    finite: bool = True
 
 
 def listed(run: Path) -> list[Listed]:
-    """The checkpoints of a run directory, newest first; only their headers are read.
+    """The checkpoints of a run directory, newest first; no tensor is read.
 
     Raises:
         CheckpointMismatch: it has none.
@@ -73,11 +77,21 @@ def listed(run: Path) -> list[Listed]:
 
 
 def _listed(path: Path) -> Listed:
-    damage = ""
+    damage, finite = "", True
     try:
-        read(path)
+        layout, _ = read(path)
+        finite = _is_finite(path, layout)
     except (CheckpointError, CheckpointMismatch) as error:
         damage = error.cause.removeprefix(f"checkpoint {path}: ")
     status = path.stat()
     written = datetime.fromtimestamp(status.st_mtime)
-    return Listed(path, status.st_size, written, damage)
+    return Listed(path, status.st_size, written, damage, finite)
+
+
+def _is_finite(path: Path, layout: Layout) -> bool:
+    """What the checkpoint's state says, of which only a look is taken: nothing is verified."""
+    entry = layout.entries[-2]
+    with suppress(OSError, ValueError, AttributeError), files.opened(path) as descriptor:
+        size, begin = entry.end - entry.begin, layout.data_start + entry.begin
+        return json.loads(files.read_at(descriptor, size, begin)).get("finite", True) is True
+    return True

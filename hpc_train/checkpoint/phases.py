@@ -69,16 +69,20 @@ class Flight:
     def __init__(self, phases: Phases[None], group: Group) -> None:
         self._phases, self._group = phases, group
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        begin = time.monotonic()
+        self._begin = time.monotonic()
         work = next(phases)
-        self.seconds = time.monotonic() - begin
-        """What it has taken this rank, without the waiting for the end of steps."""
+        self._done = time.monotonic() - self._begin
         self._work: Future[Outcome] = self._thread.submit(self._timed, work)
 
+    @property
+    def seconds(self) -> float:
+        """What it has taken this rank, without the waiting for the end of steps."""
+        return self._done + (0.0 if self._work.done() else time.monotonic() - self._begin)
+
     def _timed(self, work: Work) -> Outcome:
-        begin = time.monotonic()
+        self._begin = time.monotonic()
         outcome = _outcome(work)
-        self.seconds += time.monotonic() - begin
+        self._done += time.monotonic() - self._begin
         return outcome
 
     def poll(self, *, wait: bool = False) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Retention:
-    """A checkpoint is kept for any of these reasons; the newest one always is.
+    """A checkpoint is kept for any of these reasons; the newest one whose numbers are finite is.
 
     Args:
         newest: so many; 0: all.
@@ -20,12 +20,18 @@ class Retention:
     every: int = 0
     best: int = 0
 
-    def superfluous(self, steps: Iterable[int], scores: Mapping[int, float]) -> list[int]:
+    def superfluous(
+        self,
+        steps: Iterable[int],
+        scores: Mapping[int, float],
+        is_finite: Callable[[int], bool] = lambda step: True,
+    ) -> list[int]:
         """Those to remove, oldest first.
 
         Args:
             steps: of all checkpoints that are complete.
             scores: of those that have one.
+            is_finite: whether the numbers of one are; asked from the newest one on, until one is.
         """
         if not self.newest:
             return []
@@ -35,4 +41,6 @@ class Retention:
             kept |= {step for step in ordered if step % self.every == 0}
         scored = [step for step in ordered if step in scores]
         kept |= {*sorted(scored, key=lambda step: (scores[step], -step))[: self.best]}
+        if not kept.issuperset(ordered):
+            kept |= {next((step for step in reversed(ordered) if is_finite(step)), ordered[-1])}
         return [step for step in ordered if step not in kept]

@@ -50,6 +50,8 @@ def saving(
     snapshot: Snapshot | None = None,
     *,
     verify: bool = True,
+    token: str = "",
+    check: Callable[[], None] = lambda: None,
 ) -> Phases[float]:
     """Write a checkpoint, in phases. Collective.
 
@@ -63,6 +65,8 @@ def saving(
         snapshot: keeps this rank's extents while the tensors change; by default they must not
             change until the end.
         verify: whether all is read back and compared.
+        token: of the one who writes; a part of the name of what is not complete.
+        check: makes sure, on rank 0, that the directory is still ours; may raise a ClaimError.
 
     Returns:
         Seconds that the slowest rank took to write and sync.
@@ -70,6 +74,7 @@ def saving(
     Raises:
         CheckpointError: it could not be written, or the ranks of a replica do not own all of a
             tensor together; nothing is left of it.
+        ClaimError: as `check`.
         UserError: the ranks do not have the same tensors or state.
     """
     replica = replica or Group()
@@ -84,14 +89,14 @@ def saving(
     whole = Held.whole(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     specs[0][STATE] = whole.spec
     exchange = Exchange({**held, STATE: whole}, specs, layout, replica)
-    partial_path = path.with_name(f".{path.name}.partial")
+    partial_path = path.with_name(f".{path.name}{token and f'.{token}'}.partial")
     explained = partial(_explained, path)
-    with ExitStack() as claims:
+    with ExitStack() as cleared:
         with agreed(group), _explaining(path):
             if group.rank == 0:
-                claims.push(lambda failed, *_: _give_up(partial_path) if failed else None)
+                check()
+                cleared.push(lambda failed, *_: _give_up(partial_path) if failed else None)
                 _reserve(partial_path, layout.file_bytes)
-                claims.callback(os.close, files.lock(partial_path))
         runs = [owned(layout.extents, rank, group.size) for rank in replica.gathered(group.rank)]
         rounds = -(-layout.extents // group.size)
         if snapshot is None:
@@ -113,9 +118,8 @@ def saving(
             yield from agree(
                 group, explained(partial(_read_back, partial_path, layout, table, other, theirs))
             )
-        yield from agree(
-            group, explained(partial(_commit, partial_path, path, layout, table, group))
-        )
+        commit = partial(_commit, partial_path, path, layout, table, group, check)
+        yield from agree(group, explained(commit))
     return max(seconds for _, seconds, _ in found)
 
 
@@ -283,10 +287,18 @@ def _read_back(
                 raise OSError(f"what rank {other} wrote from byte {begin} on is not on the disk")
 
 
-def _commit(partial: Path, path: Path, layout: Layout, table: bytes, group: Group) -> None:
+def _commit(
+    partial: Path,
+    path: Path,
+    layout: Layout,
+    table: bytes,
+    group: Group,
+    check: Callable[[], None],
+) -> None:
     """Write hashes and header, then the header's length, then give the file its name."""
     if group.rank > 0:
         return
+    check()
     head = fileformat.header(layout, table)
     length = len(head).to_bytes(8, "little")
     writer = PosixWriter(partial)
@@ -303,4 +315,5 @@ def _commit(partial: Path, path: Path, layout: Layout, table: bytes, group: Grou
         hashes = files.read_at(descriptor, len(table), layout.data_start + layout.content_bytes)
         if written != length + head or hashes != table:
             raise OSError("header or hashes are not on the disk as they were written")
+    check()
     files.rename(partial, path)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,27 +17,30 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
 from hpc_train.checkpoint import divergence, restore, state
-from hpc_train.checkpoint.directory import LATEST, find, name_of, step_of
+from hpc_train.checkpoint.claim import Claim
+from hpc_train.checkpoint.directory import LATEST, SECONDS, find, name_of, step_of
 from hpc_train.checkpoint.engines import Engine, Way, Ways
 from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.finite import trained_is_finite
 from hpc_train.checkpoint.more import More, Stateful
 from hpc_train.checkpoint.phases import Flight, Phases, agree, run
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.save import saving, together
 from hpc_train.checkpoint.snapshot import Snapshot
 from hpc_train.collectives import Collectives
-from hpc_train.errors import CheckpointError, CheckpointMismatch, DivergenceError
+from hpc_train.errors import CheckpointError, CheckpointMismatch, DivergenceError, NotFiniteError
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import Shard
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 10.0  # seconds for which a start waits for a job that is about to end
 Replicas = Literal["stop", "warn", "off"]
+Nonfinite = Literal["stop", "warn"]
 
 
 class Checkpoints:
@@ -53,6 +58,8 @@ class Checkpoints:
         verify: whether what was written by POSIX calls is read back, as it is through MPI-IO.
         replicas: what is done if ranks that should hold the same bits do not, of which each
             checkpoint compares a sample: "stop", "warn", or "off" for no comparison.
+        nonfinite: what is done if trained parameters are infinite or not numbers: "stop", before
+            anything is written, or "warn", and the checkpoint says so.
         identity: what a checkpoint must have been made with to be continued, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
         shards: which part of the model's tensors this rank has; by default all.
@@ -78,6 +85,7 @@ class Checkpoints:
         background: bool = False,
         verify: bool = True,
         replicas: Replicas = "stop",
+        nonfinite: Nonfinite = "stop",
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
         shards: Mapping[str, Shard] | None = None,
@@ -100,15 +108,25 @@ class Checkpoints:
         self.optimizer = optimizer
         self.keep = Retention(keep) if isinstance(keep, int) else keep
         self.verify = verify
-        self.replicas = replicas
+        self.replicas, self.nonfinite = replicas, nonfinite
         self.identity = {**(identity or {}), "optimizer.name": type(optimizer).__name__.lower()}
         self.about = dict(about or {})
         self.saved_step = 0
         self.save_seconds = 0.0
+        """What the last one took; 0: this process has written none."""
+        self.longest_save = 0.0
+        """What the longest one of this process has taken, failures and one under way included."""
+        self.earlier_save = 0.0
+        """What the longest one of an earlier process took; 0: nobody knows. Set by `resume`."""
         self._flight: tuple[int, Flight] | None = None
         self._snapshot: Snapshot | None = None
+        self._hook: RemovableHandle | None = None
+        self.claim: Claim | None = None
+        """Of the directory, while one is held; without one, nobody else may write there."""
+        self._token = ""
         self.scores: dict[int, float | None] = {}
         """By step: how good the model was, lower is better, where known; the same on all ranks."""
+        self._finite: dict[int, bool] = {}  # by step, where known
 
     def save(self, step: int, *, background: bool = False) -> Path:
         """Write the checkpoint of a finished step, unless it is there, and drop the oldest.
@@ -125,6 +143,8 @@ class Checkpoints:
             CheckpointError: it, or the one before it, could not be written; older ones are
                 untouched.
             DivergenceError: replicas differ.
+            NotFiniteError: trained parameters are infinite or not numbers.
+            ClaimError: another job has taken the directory.
         """
         self.finish()
         path = self.directory / name_of(step)
@@ -135,8 +155,12 @@ class Checkpoints:
             self._flight = step, Flight(phases, self.group)
         else:
             begin = time.monotonic()
-            run(phases)
-            self._saved(step, time.monotonic() - begin)
+            try:
+                run(phases)
+            finally:
+                seconds = time.monotonic() - begin
+                self.longest_save = max(self.longest_save, seconds)
+            self._saved(step, seconds)
         return path
 
     @property
@@ -162,11 +186,28 @@ class Checkpoints:
         if self._flight is not None:
             self._land(wait=True)
 
+    def close(self) -> None:
+        """Let the optimizer go, after what is being written in the background. Collective.
+
+        Raises:
+            CheckpointError: that could not be written.
+        """
+        try:
+            self.finish()
+        finally:
+            if self._hook is not None:
+                self._hook.remove()
+            self._hook = self._snapshot = None
+
     def _land(self, *, wait: bool) -> None:
         under_way, self._flight = self._flight, None
         assert under_way is not None
         step, flight = under_way
-        if flight.poll(wait=wait):
+        try:
+            ended = flight.poll(wait=wait)
+        finally:
+            self.longest_save = max(self.longest_save, flight.seconds)
+        if ended:
             self._saved(step, flight.seconds)
         else:
             self._flight = under_way
@@ -176,6 +217,9 @@ class Checkpoints:
         logger.info(
             "step %d: checkpoint %s (%.1f s)", step, self.directory / name_of(step), seconds
         )
+        if self.group.rank == 0 and (self.claim is None or self.claim.lost() is None):
+            with suppress(OSError):  # the next start would only know less
+                (self.directory / SECONDS).write_text(f"{self.longest_save:.3f}\n")
 
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         self.unify()
@@ -187,16 +231,32 @@ class Checkpoints:
             }
         )
         self._compare(held, step)
+        self._check_finite(step)
         if background and self._snapshot is None:
             self._snapshot = Snapshot()
-            self.optimizer.register_step_pre_hook(lambda *_: self._wait())
+            self._hook = self.optimizer.register_step_pre_hook(lambda *_: self._wait())
         content, snapshot = self._state(step), self._snapshot if background else None
+        token = self._own_token()
 
         def written(way: Way) -> Phases[float]:
-            verify = self.verify or way != "posix"
-            return saving(
-                path, held, content, self.group, way, self.replica, snapshot, verify=verify
-            )
+            try:
+                return (
+                    yield from saving(
+                        path,
+                        held,
+                        content,
+                        self.group,
+                        way,
+                        self.replica,
+                        snapshot,
+                        verify=self.verify or way != "posix",
+                        token=token,
+                        check=self._check,
+                    )
+                )
+            except CheckpointError:  # the same one on all ranks
+                yield from agree(self.group, self._check)  # another job has removed the file?
+                raise
 
         way: Way = "posix" if background else self._ways.next()  # the thread makes no MPI calls
         try:
@@ -209,6 +269,18 @@ class Checkpoints:
             seconds = yield from written(way)
         self._ways.note(way, seconds)
         yield from agree(self.group, lambda: self._publish(path, step))
+
+    def _own_token(self) -> str:
+        """What tells this job's unfinished files from those of others. Collective at first."""
+        if self.claim is not None:
+            return self.claim.token
+        self._token = self._token or self.group.from_first(lambda: secrets.token_hex(8))
+        return self._token
+
+    def _check(self) -> None:
+        """Make sure, on rank 0, that the directory is still this job's."""
+        if self.claim is not None:
+            self.claim.check()
 
     def _wait(self) -> None:
         if self._snapshot is not None:
@@ -234,10 +306,25 @@ class Checkpoints:
             if self.group.rank == 0:
                 logger.warning("%s", error)
 
+    def _check_finite(self, step: int) -> None:
+        self._finite[step] = trained_is_finite(self.model, self.alike.group, self.group)
+        if self._finite[step]:
+            return
+        if self.nonfinite == "stop":
+            error = NotFiniteError(
+                f"after step {step} trained parameters are infinite or not numbers",
+                "go on from the last checkpoint with a smaller learning rate, or clip gradients",
+            )
+            error.agreed = True  # all ranks raise it
+            raise error
+        if self.group.rank == 0:
+            logger.warning("step %d: trained parameters are infinite or not numbers", step)
+
     def _publish(self, path: Path, step: int) -> None:
         """Name the newest one, and remove what is not to be kept."""
         if self.group.rank > 0:
             return
+        self._check()
         try:
             files.write_text(self.directory / LATEST, path.name + "\n")
             self._drop_old(step)
@@ -256,7 +343,9 @@ class Checkpoints:
             CheckpointMismatch: it is of another model, optimizer, data set or sample order; or the
                 folder has newer checkpoints than the start that was asked for.
         """
-        found = from_first(self.group, lambda: self._candidates(source))
+        found, self.earlier_save = from_first(
+            self.group, lambda: (self._candidates(source), _seconds(self.directory / SECONDS))
+        )
         for number, path in enumerate(found):
             try:
                 step = self._restore(path)
@@ -280,8 +369,8 @@ class Checkpoints:
     def _candidates(self, source: str) -> list[Path]:
         """Where to resume from, in the order to try; unfinished files of dead jobs are removed."""
         if self.directory.is_dir():
+            self._check()
             for partial in self.directory.glob(".step-*.partial"):
-                self._wait_for_end(partial)
                 files.remove(partial)
             for partial in self.directory.glob(f".{LATEST}.*.partial"):
                 files.remove(partial)
@@ -296,17 +385,6 @@ class Checkpoints:
                 "give another run.dir, or move them away",
             )
         return own or given
-
-    def _wait_for_end(self, partial: Path) -> None:
-        """Wait for a job that was here before, and may be about to end."""
-        limit = time.monotonic() + PATIENCE
-        while files.is_locked(partial):
-            if time.monotonic() > limit:
-                raise CheckpointMismatch(
-                    f"{partial} is being written by another job",
-                    "wait until it has ended, or give another run.dir",
-                )
-            time.sleep(0.1)
 
     def _restore(self, path: Path) -> int:
         reader = restore.open_together(path, self.group)
@@ -330,6 +408,8 @@ class Checkpoints:
             self.scaler.load_state_dict(saved["scaler"])
         self.more.take(saved.get("more", {}))
         step = int(saved["step"])
+        if not saved.get("finite", True):
+            logger.warning("%s has parameters that are infinite or not numbers", path)
         self.saved_step = step if path.parent == self.directory else 0
         logger.info("resumed from %s, after step %d", path, step)
         return step
@@ -359,6 +439,8 @@ class Checkpoints:
         score = self.scores.get(step)
         if score is not None and math.isfinite(score):  # JSON has no other numbers
             tree["score"] = score
+        if not self._finite.get(step, True):
+            tree["finite"] = False
         if self.scaler is not None:
             tree["scaler"] = self.scaler.state_dict()
         if more := self.more.values():
@@ -371,10 +453,17 @@ class Checkpoints:
         done = {number: path for number, path in there.items() if number <= step}
         if self.keep.best:
             for number in done.keys() - self.scores.keys():
-                self.scores[number] = _score(done[number])
+                self.scores[number] = _state_of(done[number]).get("score")
         scores = dict(self.scores)  # to which the main thread may add
         known = {number: score for number, score in scores.items() if score is not None}
-        for number in self.keep.superfluous(done, known):
+
+        def is_finite(number: int) -> bool:
+            if number not in self._finite:
+                self._finite[number] = _state_of(done[number]).get("finite", True)
+            return self._finite[number]
+
+        for number in self.keep.superfluous(done, known, is_finite):
+            self._check()
             files.remove(done[number])
 
 
@@ -382,10 +471,17 @@ def _contiguous(held: Mapping[str, Held]) -> dict[str, Held]:
     return {name: replace(part, tensor=part.tensor.contiguous()) for name, part in held.items()}
 
 
-def _score(path: Path) -> float | None:
-    """What the checkpoint of an earlier run of this job was worth."""
+def _seconds(path: Path) -> float:
+    """What an earlier process wrote; 0: nothing."""
+    with suppress(OSError, ValueError):
+        seconds = float(path.read_text())
+        return seconds if 0 < seconds < math.inf else 0.0
+    return 0.0
+
+
+def _state_of(path: Path) -> dict[str, Any]:
+    """What is no tensor in a checkpoint of this job, or of an earlier start of it."""
     try:
-        score: float | None = restore.Tensors(path).state().get("score")
+        return restore.Tensors(path).state()
     except (CheckpointError, CheckpointMismatch):
-        return None
-    return score
+        return {"finite": False}  # it is damaged, and none to rely on

@@ -17,6 +17,7 @@ from typing import NamedTuple
 STOP = "STOP"  # a file of this name in a run directory ends the run, which is not queued again
 DEADLINE = "HPC_TRAIN_DEADLINE"  # the job's end, in seconds since 1970
 PROGRESS = "HPC_TRAIN_PROGRESS"  # the file of `write_progress`
+LAUNCH = "HPC_TRAIN_LAUNCH"  # a random name, of all attempts of one launcher
 RESTARTS = "HPC_TRAIN_RESTARTS"  # how often the launcher has started the job again
 REACHED = "HPC_TRAIN_REACHED"  # the last step that was done before it did
 # Of these the launcher makes SIGUSR1 for the ranks. SIGHUP: the terminal is closed.

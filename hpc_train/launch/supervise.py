@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
 from hpc_train.launch.contact import Contact
 from hpc_train.launch.hosts import Host, take
 from hpc_train.launch.launchers import Found, Job
-from hpc_train.launch.protocol import PROGRESS, REACHED, RESTARTS, STOP, STOP_SIGNALS
+from hpc_train.launch.protocol import LAUNCH, PROGRESS, REACHED, RESTARTS, STOP, STOP_SIGNALS
 
 PROBE_SECONDS = 15.0  # in which a host must have started and ended a process
 PROBES = 2  # tries for a host that says no at once
@@ -68,6 +69,7 @@ class Supervisor:
     _attempt: Attempt | None = None
 
     def __post_init__(self) -> None:
+        self._name = secrets.token_hex(8)
         self._contact = Contact([host.name for host in self.hosts])
 
     def run(self) -> int:
@@ -117,7 +119,7 @@ class Supervisor:
             raise HpcTrainError(f"{cause} after {restart} restarts" if restart else cause, again)
 
     def _once(self, job: Job, restart: int, lost_after: int) -> Outcome:
-        told = {PROGRESS: str(self.progress.absolute())}
+        told = {PROGRESS: str(self.progress.absolute()), LAUNCH: self._name}
         if restart:
             told |= {RESTARTS: str(restart), REACHED: str(lost_after)}
         line = self.launcher.make(replace(job, environ={**job.environ, **told}))

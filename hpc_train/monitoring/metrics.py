@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_train import files
+
+MOST = 1 << 24  # bytes that are kept for later; newer records are dropped then
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
     """Appends records to a file, each complete when `write` returns.
 
+    A file that cannot be written is no reason to end a run: there is one warning, and what could
+    not be written is written with a later record.
+
     Args:
         path: the file; its folder exists.
         after_step: where a resumed run goes on. Records of later steps, which a run wrote after
             its last checkpoint, are dropped: those steps are computed again.
+
+    Raises:
+        OSError: it cannot be written now, at the start.
     """
 
     def __init__(self, path: Path, after_step: int) -> None:
+        self.path = path
         if path.exists():
             kept = [
                 line
@@ -27,17 +41,51 @@ class MetricsFile:
                 if _is_up_to(line, after_step)
             ]
             files.write_text(path, "".join(f"{line}\n" for line in kept))
-        self._file = path.open("a")
+        self._descriptor: int | None = self._open()
+        self._rest = bytearray()
+        self._warned = False
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        return files.call("create", os.open, self.path, flags, 0o666)
 
     def write(self, record: Mapping[str, float | int]) -> None:
         """Append one record; numbers that JSON cannot hold (NaN, infinity) become null."""
         finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        line = (json.dumps(finite) + "\n").encode()
+        if len(self._rest) < MOST:
+            self._rest += line
+        try:
+            self._append()
+        except OSError as error:
+            self._close()  # a handle that has gone stale stays so
+            if not self._warned:
+                logger.warning("%s cannot be written (%s); training goes on", self.path, error)
+            self._warned = True
+        else:
+            if self._warned:
+                logger.warning("%s can be written again", self.path)
+            self._warned = False
+
+    def _append(self) -> None:
+        """Write all that is left; what is written in part is not written twice."""
+        if self._descriptor is None:
+            self._descriptor = self._open()
+        while self._rest:
+            count = files.call("append", os.write, self._descriptor, bytes(self._rest))
+            del self._rest[:count]
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with suppress(OSError):
+                os.close(descriptor)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write what is left, if that is possible, and close the file."""
+        with suppress(OSError):
+            self._append()
+        self._close()
 
 
 def _is_up_to(line: str, step: int) -> bool:

@@ -41,7 +41,9 @@ def agreed(group: Group) -> Iterator[None]:
     settle(group, failure)
 
 
-def settle(group: Group, failure: Exception | None, number: int = 0) -> int:
+def settle(
+    group: Group, failure: Exception | None, number: int = 0, what: str = "an agreement"
+) -> int:
     """Raise on all ranks if any rank brings a failure; else the largest of their numbers.
 
     Collective, by one small Allreduce.
@@ -50,6 +52,7 @@ def settle(group: Group, failure: Exception | None, number: int = 0) -> int:
         group: the ranks that agree.
         failure: this rank's, if it has failed.
         number: from 0 to below FAILED; what else the ranks have to agree on.
+        what: is agreed on, in words, for the message if a rank does not come.
 
     Raises:
         HpcTrainError: as `agreed`; of several failing ranks the lowest one's.
@@ -59,7 +62,7 @@ def settle(group: Group, failure: Exception | None, number: int = 0) -> int:
             raise failure
         return number
     # Of the failing ranks the lowest is to speak, so the largest of these numbers is it.
-    outcome = group.largest(number if failure is None else FAILED + group.size - group.rank)
+    outcome = group.largest(number if failure is None else FAILED + group.size - group.rank, what)
     if outcome < FAILED:
         return outcome
     first = group.size - (outcome - FAILED)

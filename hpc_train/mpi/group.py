@@ -83,14 +83,19 @@ class Group:
         with self.waiting(what):
             return self.comm.allgather(value)
 
-    def largest(self, number: int) -> int:
-        """The largest of the ranks' integers. Collective."""
+    def largest(self, number: int, what: str = "an agreement") -> int:
+        """The largest of the ranks' integers. Collective.
+
+        Args:
+            number: this rank's.
+            what: is agreed on, in words, for the message if a rank does not come.
+        """
         if self.comm is None:
             return number
         from mpi4py import MPI  # a group with a communicator has MPI
 
         result = array("q", [number])
-        with self.waiting("an agreement"):
+        with self.waiting(what):
             self.comm.Allreduce(MPI.IN_PLACE, result, op=MPI.MAX)
         return result[0]
 

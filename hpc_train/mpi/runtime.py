@@ -7,8 +7,8 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,14 @@ class Runtime:
         world: all ranks of the job.
         node: the ranks that share this rank's memory; its `rank` is the local rank.
         launcher: what started the job, "" for a process alone.
+        at_end: what is called at the end of the program, with whether that has failed. All ranks
+            have come to it then.
     """
 
     world: Group
     node: Group
     launcher: str = ""
+    at_end: list[Callable[[bool], None]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def cores(self) -> int:
@@ -51,6 +54,15 @@ class Runtime:
         """Print on rank 0 only."""
         if self.world.rank == 0:
             print(*values, flush=True)
+
+    def end(self, *, failed: bool) -> None:
+        """End what the program has left open. Collective.
+
+        Raises:
+            HpcTrainError: a loop was left by some ranks only, or its last checkpoint failed.
+        """
+        while self.at_end:
+            self.at_end.pop()(failed)
 
     def close(self) -> None:
         """Shut Horovod down where it runs and free the communicators. Collective."""

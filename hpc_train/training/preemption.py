@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from pathlib import Path
@@ -12,10 +13,16 @@ import psutil
 
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
+from hpc_train.training.leaving import check_left_by_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SOON = 1  # below all signal numbers: no reason to stop
 TIME_LIMIT = 1000  # above all signal numbers
 STOP_FILE = 1001
+ENOUGH = 1002
+LEFT = 1003
+EARLY = 0.1  # of the time that a job has, after which it has to know what a checkpoint takes
+LEAVING = 60.0  # seconds in which the other ranks have to come, when one has left its loop
 OFTEN = 1.0  # seconds between two looks for the file, which may lie on a network
 
 
@@ -43,6 +50,13 @@ class StopRequests:
         self, time_limit: float | None = None, end: float | None = None, file: Path | None = None
     ) -> None:
         self.time_limit, self.end, self.file = time_limit, end, file
+        self.enough = False
+        """Whether this process wants to end, as if the training had come to its end."""
+        self.ended = False
+        """Whether the ranks have agreed on that."""
+        self.soon = False
+        """Whether the ranks have agreed to save once, so that they know what that takes."""
+        self._total = math.inf
         self._looked = 0.0
         self._started = psutil.Process().create_time()
         self._signal = 0
@@ -52,16 +66,26 @@ class StopRequests:
         self._stopping = False
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what was held arrives now
 
+    @property
+    def limited(self) -> bool:
+        """Whether there is a time limit."""
+        return self.time_limit is not None or self.end is not None
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
 
-    def pending(self, needed_seconds: float = 0.0, *, look: bool = True) -> int:
-        """This process's reason: a signal's number, STOP_FILE, TIME_LIMIT, or 0.
+    def pending(
+        self, needed_seconds: float = 0.0, *, look: bool = True, untried: bool = False
+    ) -> int:
+        """This process's reason: a signal's number, TIME_LIMIT, STOP_FILE, ENOUGH, SOON, or 0.
 
         Args:
             needed_seconds: what one more step and a checkpoint would take.
             look: whether this process looks for the file.
+            untried: whether nobody knows yet what a checkpoint takes.
         """
+        if self.enough:
+            return ENOUGH
         if self._signal:
             return self._signal
         now = time.time()
@@ -71,10 +95,22 @@ class StopRequests:
                 return STOP_FILE
         ends = [] if self.time_limit is None else [self._started + self.time_limit]
         ends += [] if self.end is None else [self.end]
-        return TIME_LIMIT if ends and min(ends) - now < needed_seconds else 0
+        if not ends:
+            return 0
+        left = min(ends) - now
+        if math.isinf(self._total):
+            self._total = left
+        if left < needed_seconds:
+            return TIME_LIMIT
+        return SOON if untried and left <= (1 - EARLY) * self._total else 0
 
     def agree(
-        self, group: Group, needed_seconds: float = 0.0, failure: Exception | None = None
+        self,
+        group: Group,
+        needed_seconds: float = 0.0,
+        failure: Exception | None = None,
+        *,
+        untried: bool = False,
     ) -> str | None:
         """The reason to stop now, the same on all ranks, or None. Collective.
 
@@ -82,13 +118,22 @@ class StopRequests:
             group: all ranks of the job.
             needed_seconds: what one more step and a checkpoint would take.
             failure: of this rank since the last agreement.
+            untried: whether nobody knows yet what a checkpoint takes.
 
         Raises:
             HpcTrainError: a rank has brought a failure; the same on all ranks.
+            UserError: a rank has left the loop.
         """
-        pending = self.pending(needed_seconds, look=group.rank == 0)
+        pending = self.pending(needed_seconds, look=group.rank == 0, untried=untried)
         reason = settle(group, failure, pending)
-        self._stopping = reason > 0
+        if reason == LEFT:
+            check_left_by_all(group, left=False)
+        self.ended, self.soon = reason == ENOUGH, reason == SOON
+        self._stopping = reason > SOON and not self.ended
+        if self.soon:
+            return None
+        if self.ended:
+            return "loop.stop()"
         if reason == STOP_FILE:
             return f"the file {self.file}"
         if reason == TIME_LIMIT:
@@ -96,7 +141,24 @@ class StopRequests:
             return f"run.time_limit ({given})"
         return signal.Signals(reason).name if reason else None
 
+    def leave(self, group: Group) -> None:
+        """Agree that this rank has left its loop before the end. Collective, as `agree`.
+
+        Ranks that wait in something else are noticed after LEAVING seconds by the watchdog.
+
+        Raises:
+            UserError: other ranks have not left it; the same on all ranks.
+            HpcTrainError: a rank has brought a failure; the same on all ranks.
+        """
+        before, group.waiting.limit = group.waiting.limit, LEAVING
+        try:
+            settle(group, None, LEFT, "the other ranks, after it left its loop")
+            check_left_by_all(group, left=True)
+        finally:
+            group.waiting.limit = before
+
     def close(self) -> None:
         """Put the former signal handlers back, or ignore the signals if the job is stopping."""
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self._stopping else handler)
+            if signal.getsignal(number) == self._note:  # else somebody else listens by now
+                signal.signal(number, signal.SIG_IGN if self._stopping else handler)

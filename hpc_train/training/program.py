@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from hpc_train import log
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, print_error
@@ -15,7 +16,7 @@ from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, start
-from hpc_train.training import deadline
+from hpc_train.training import deadline, jobs
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def run(program: Callable[[Runtime], None]) -> int:
     faulthandler.enable()
     if _launched_rank() == 0 and "mpi4py.MPI" not in sys.modules:
         deadline.note()
+        jobs.note()
     try:
         runtime = start()
     except HpcTrainError as error:  # before MPI runs nobody can wait: each rank ends by itself
@@ -53,9 +55,12 @@ def run(program: Callable[[Runtime], None]) -> int:
 
 def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
     world = runtime.world
-    code = 0
+    code, failed = 0, True
+    leaving: SystemExit | None = None
     try:
-        program(runtime)
+        leaving = _exit_of(program, runtime)
+        runtime.end(failed=False)
+        failed = False
     except Stopped as stopped:
         logger.info("%s; the same command goes on from there", stopped)
         code = stopped.exit_code
@@ -69,13 +74,9 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
                 type(error)(f"rank {world.rank} ({world.host}): {error.cause}", error.remedy)
             )
             _abort(world, code)
-    except SystemExit as leaving:
-        if not all_arrive(world, PATIENCE):
-            _abort(world, EXIT_FAILURE)
-        runtime.close()
-        raise leaving
     except BaseException:
         if world.comm is None:
+            _end_failed(runtime)
             raise
         code = EXIT_FAILURE
         text = traceback.format_exc()
@@ -86,8 +87,35 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
         else:
             logger.error("rank %d (%s) failed:\n%s", world.rank, world.host, text)
             _abort(world, code)
+    if failed:
+        _end_failed(runtime)
     runtime.close()
+    if leaving is not None and not code:
+        raise leaving
     return code
+
+
+def _exit_of(program: Callable[[Runtime], None], runtime: Runtime) -> SystemExit | None:
+    """Run the program; returns the SystemExit by which all ranks have left it."""
+    world = runtime.world
+    try:
+        program(runtime)
+    except SystemExit as leaving:
+        if not all_arrive(world, PATIENCE):
+            logger.error(
+                "rank %d (%s) left the program by %r, other ranks did not",
+                world.rank,
+                world.host,
+                leaving,
+            )
+            _abort(world, EXIT_FAILURE)
+        return leaving
+    return None
+
+
+def _end_failed(runtime: Runtime) -> None:
+    with suppress(HpcTrainError):  # the error that is being told says more
+        runtime.end(failed=True)
 
 
 def _abort(world: Group, code: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 from hpc_train import files, log
+from hpc_train.checkpoint.claim import Claim, claimed
 from hpc_train.config import RunConfig
 from hpc_train.errors import ConfigError
 from hpc_train.launch.protocol import STOP
@@ -14,37 +16,54 @@ from hpc_train.monitoring.console import progress
 from hpc_train.monitoring.metrics import MetricsFile
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
+from hpc_train.training import jobs
 from hpc_train.training.heartbeat import history
 
 
 @contextmanager
-def run_directory(group: Group, config: RunConfig) -> Iterator[Path]:
-    """Make the run directory, with the configuration in it, and log to it. Collective.
+def run_directory(group: Group, config: RunConfig) -> Iterator[tuple[Path, Claim]]:
+    """Claim the run directory, write the configuration to it, and log to it. Collective.
 
     Raises:
+        ClaimError: another job trains there.
         ConfigError: it cannot be written, or a file STOP in it ends the run.
     """
     directory = Path(config.run.dir)
+    with agreed(group):
+        if group.rank == 0 and (directory / STOP).exists():
+            raise ConfigError(
+                f"{directory / STOP} is there, which ends the run",
+                "remove it, and the run goes on",
+            )
+    with (
+        claimed_by_job(group, directory, config.run.hang_timeout) as claim,
+        _written(group, directory, config),
+    ):
+        yield directory, claim
+
+
+def claimed_by_job(group: Group, directory: Path, timeout: float) -> AbstractContextManager[Claim]:
+    """`claimed` for this job, as its scheduler and its launcher know it."""
+    return claimed(group, directory, timeout, jobs.place(os.environ), jobs.known)
+
+
+@contextmanager
+def _written(group: Group, directory: Path, config: RunConfig) -> Iterator[None]:
     with agreed(group), _usable(directory):
         if group.rank == 0:
-            if (directory / STOP).exists():
-                raise ConfigError(
-                    f"{directory / STOP} is there, which ends the run",
-                    "remove it, and the run goes on",
-                )
             (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
             files.write_text(directory / "config.yaml", config.to_yaml())
     with agreed(group), _usable(directory):
         handler = log.to_file(directory / "logs", group.rank, group.size)
     try:
-        yield directory
+        yield
     finally:
         log.stop(handler)
 
 
 @contextmanager
 def reporting(
-    group: Group, directory: Path, after: int, last_step: int
+    group: Group, directory: Path, after: int, last_step: int, claim: Claim
 ) -> Iterator[Callable[[dict[str, float]], None]]:
     """Where records go: on rank 0 to metrics.jsonl and the console, elsewhere nowhere. Collective.
 
@@ -53,6 +72,7 @@ def reporting(
         directory: the run's.
         after: the step after which training goes on; later records are dropped.
         last_step: of the run.
+        claim: of the directory; once another job has it, nothing is written to it.
     """
     with agreed(group), _usable(directory):
         metrics = MetricsFile(directory / "metrics.jsonl", after) if group.rank == 0 else None
@@ -65,7 +85,8 @@ def reporting(
 
         def report(record: dict[str, float]) -> None:
             record |= restarts
-            metrics.write(record)
+            if claim.lost() is None:
+                metrics.write(record)
             shown.show(record)
 
         yield report

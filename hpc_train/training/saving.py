@@ -14,8 +14,8 @@ from typing import Any, Literal
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.weights import start_from
-from hpc_train.config import CheckpointSection
-from hpc_train.errors import CheckpointError, HpcTrainError
+from hpc_train.config import CheckpointSection, DataSection
+from hpc_train.errors import CheckpointError, ConfigError, HpcTrainError
 from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,29 @@ def options_of(section: CheckpointSection) -> dict[str, Any]:
         "verify": section.verify,
         "replicas": section.replicas,
     }
+
+
+def check_best(
+    section: CheckpointSection, data: DataSection, last_step: int, *, held_out: bool
+) -> None:
+    """Check that some checkpoint but the last can be one of the best: that its step is validated.
+
+    Raises:
+        ConfigError: `keep_best` would keep none.
+    """
+    validated, by_time = data.validation_every, section.minutes or section.mtbf_hours
+    if not section.keep_best or (validated and by_time):
+        return
+    if validated and section.every and math.lcm(section.every, validated) <= last_step:
+        return
+    why = f"data.validation_every is {validated}" if held_out else "nothing is held out"
+    raise ConfigError(
+        f"checkpoint.keep_best is {section.keep_best}, but no checkpoint before the last will have "
+        f"a validation loss: checkpoint.every is {section.every}, and {why}",
+        "set data.validation_every to checkpoint.every or to a number that divides it"
+        if held_out
+        else "hold out data for validation, or leave checkpoint.keep_best out",
+    )
 
 
 def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int:
@@ -104,6 +127,11 @@ class Saving:
     mtbf_hours: float = 0.0
     on_error: Literal["stop", "warn"] = "stop"
     background: bool = False
+    untried: bool = True
+    """Whether this process has not tried to write one."""
+    limited: bool = False
+    """Whether the job's time is limited. Then the first one is waited for, which tells how long one
+    takes before there is too little time for it."""
     _since: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -117,8 +145,13 @@ class Saving:
             section.background,
         )
 
-    def after(self, checkpoints: Checkpoints, step: int) -> None:
+    def after(self, checkpoints: Checkpoints, step: int, taken: int | None = None) -> None:
         """Write one after this step, if one is due; go on with the one before. Collective.
+
+        Args:
+            checkpoints: write it.
+            step: that has just ended.
+            taken: the last step that was taken, if it is another one; 0: none was.
 
         Raises:
             CheckpointError: it could not be written; older ones are untouched.
@@ -133,9 +166,28 @@ class Saving:
             return
         with self._tolerated():
             checkpoints.finish()
-        with self._tolerated():
-            checkpoints.save(step, background=self.background)
+        self.now(checkpoints, step if taken is None else taken)
+
+    def now(self, checkpoints: Checkpoints, taken: int) -> None:
+        """Write one of the last step that was taken, if any was. Collective.
+
+        Raises:
+            HpcTrainError: as `after`.
+        """
+        if taken and taken != checkpoints.saved_step:
+            background = self.background and not (self.untried and self.limited)
+            self.untried = False
+            with self._tolerated():
+                checkpoints.save(taken, background=background)
         self._since = time.monotonic()
+
+    def reserve(self, checkpoints: Checkpoints) -> float:
+        """Seconds to keep free for the last one.
+
+        Twice what the longest one took, because disks are shared. As long as this process has
+        written none, half as much again as an earlier one needed.
+        """
+        return 2 * checkpoints.longest_save or 1.5 * checkpoints.earlier_save
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
@@ -149,6 +201,10 @@ class Saving:
     def last(self, checkpoints: Checkpoints, step: int) -> None:
         """Write the last one of this process, and wait for it. Collective.
 
+        Args:
+            checkpoints: write it.
+            step: the last one that was taken; 0: none was, and nothing is written.
+
         Raises:
             CheckpointError: it could not be written; older ones are untouched.
             DivergenceError: replicas differ.
@@ -157,7 +213,8 @@ class Saving:
             checkpoints.finish()
         except CheckpointError as error:
             logger.warning("%s; the next one is written now", error)
-        checkpoints.save(step)
+        if step:
+            checkpoints.save(step)
 
     def due(self, step: int, save_seconds: float, group: Group) -> bool:
         """Whether to write one after this step. Collective if it goes by time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from hpc_train.checkpoint import Checkpoints
@@ -23,6 +23,7 @@ def guarded_steps(
     saving: Saving,
     pace: Pace,
     meter: Meter | None = None,
+    taken: Callable[[int], int] = lambda step: step,
 ) -> Iterator[Step]:
     """Deliver the loader's steps, each of which the caller computes before the next. Collective.
 
@@ -36,9 +37,11 @@ def guarded_steps(
         saving: knows when to save.
         pace: knows how long a rank may wait for another within a step.
         meter: is told how long batches are waited for.
+        taken: of the last step that was delivered: the last one that was taken; 0: none.
 
     Raises:
         Stopped: a signal or the time limit.
+        ClaimError: another job has taken the directory.
         ConfigError: the time limit leaves no time for a single step.
         HpcTrainError: reading or saving failed.
     """
@@ -47,24 +50,34 @@ def guarded_steps(
     done = loader.steps.start - 1
     heartbeat = Heartbeat(group)
     heartbeat.tell(done, pace.until(done + 1, save_seconds=0.0))
+    saving.limited = stop.limited
     begin = time.monotonic()
     for done in range(loader.steps.start - 1, loader.steps.stop - 1):
         asked = time.monotonic()
-        needed = pace.longest + 2 * checkpoints.save_seconds
+        needed = pace.longest + saving.reserve(checkpoints)
         loader.give_up = partial(_asked_to_stop, stop, needed)
         step, failure = _fetched(steps)
+        if failure is None and checkpoints.claim is not None:
+            failure = checkpoints.claim.lost()
         if meter is not None:
             meter.data_seconds += time.monotonic() - asked
-        # One agreement on both: at each one the ranks wait for the slowest of them.
-        reason = stop.agree(group, needed, failure)
+        untried = saving.untried and done > loader.steps.start - 1
+        # One agreement on all: at each one the ranks wait for the slowest of them.
+        reason = stop.agree(group, needed, failure, untried=untried)
+        if stop.soon:
+            saving.now(checkpoints, taken(done))
+            # Whoever has given up a batch for the time left has none to go on with.
+            now_needed = pace.longest + saving.reserve(checkpoints)
+            reason = stop.agree(group, needed if step is None else now_needed)
         if reason:
             # What was started again shortly before its end has done its part in the time before.
             first = done == loader.steps.start - 1 and not restarts()
             if first and reason.startswith("run.time_limit"):
                 raise ConfigError(f"{reason} is over before the first step", "give more time")
-            if done:
-                saving.last(checkpoints, done)
-            raise Stopped(done, reason)
+            saving.last(checkpoints, taken(done))
+            if stop.ended:
+                return
+            raise Stopped(taken(done), reason)
         assert step is not None  # else its failure was raised, or it was given up for the reason
         try:
             group.waiting.limit = pace.within(step.number)
@@ -74,9 +87,9 @@ def guarded_steps(
         pace.took(step.number, time.monotonic() - begin)
         heartbeat.tell(step.number, pace.until(step.number + 1, checkpoints.save_seconds))
         if step.number == loader.steps[-1]:
-            saving.last(checkpoints, step.number)
+            saving.last(checkpoints, taken(step.number))
         else:
-            saving.after(checkpoints, step.number)
+            saving.after(checkpoints, step.number, taken(step.number))
         begin = time.monotonic()
 
 

@@ -19,7 +19,7 @@ from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, NotFiniteError
 from hpc_train.gradients import LossScaler
 from hpc_train.gradients.scaling import clip_factor
 from hpc_train.launch.protocol import STOP
@@ -43,11 +43,12 @@ from hpc_train.training.device import (
     use_cores,
 )
 from hpc_train.training.heartbeat import Heartbeat, Pace
+from hpc_train.training.leaving import leave_together
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.preflight import preflight
 from hpc_train.training.run_directory import reporting, run_directory
-from hpc_train.training.saving import Saving, landing, options_of, resume_or_start
+from hpc_train.training.saving import Saving, check_best, landing, options_of, resume_or_start
 from hpc_train.training.schedule import last_step, learning_rate
 from hpc_train.training.steps import guarded_steps
 
@@ -127,6 +128,7 @@ class Trainer:
                     f"data.validation_every is {data.validation_every}, but nothing is held out",
                     "prepare the data with more --validation, or leave the key out",
                 )
+            check_best(config.checkpoint, data, self.last_step, held_out=validation is not None)
         sizes = f"{len(dataset)} {len(validation) if validation is not None else 0}"
         same(self.group, "the size of the data set", sizes, "give all ranks the same data")
         if len(self.parts) < self.grid.pp and self.group.rank == 0:
@@ -185,6 +187,7 @@ class Trainer:
             self.model,
             self.optimizer,
             **options_of(config.checkpoint),
+            nonfinite=run.nonfinite,
             identity={**sample_order_identity(config, len(dataset)), **(identity or {})},
             about=about,
             alike=connect(self.grid.data),
@@ -194,6 +197,30 @@ class Trainer:
             ),
         )
         self.meter = Meter(data.batch, self.group.waiting, tokens_per_sample)
+        self._closed = False
+
+    def close(self) -> None:
+        """Release hooks, threads, shared memory and communicators. Collective.
+
+        The model stays with the parameters that this rank has of it. Another Trainer may be made.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.checkpoints.close()
+        self.averager.close()
+        if end_thread := getattr(self.layout.gradients.tensor, "close", None):
+            end_thread()
+        self.grid.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if leave_together(self.group, error):
+            self.close()
 
     def train(self) -> None:
         """Train until the last step. Collective.
@@ -207,11 +234,12 @@ class Trainer:
 
     def _train(self) -> None:
         with (
-            run_directory(self.group, self.config) as directory,
+            run_directory(self.group, self.config) as (directory, claim),
             watch_over(self.group, self.config.run.hang_timeout),
             closing(self._stop_requests(directory)) as stop,
             landing(self.checkpoints),
         ):
+            self.checkpoints.claim = claim
             if self.config.run.preflight:
                 preflight(self.runtime, directory, self.device, self.state_bytes)
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
@@ -220,7 +248,7 @@ class Trainer:
                 return
             with (
                 closing(self._loader(after)) as loader,
-                reporting(self.group, directory, after, self.last_step) as report,
+                reporting(self.group, directory, after, self.last_step, claim) as report,
             ):
                 self.model.train()
                 saving = Saving.of(self.config.checkpoint)
@@ -283,14 +311,15 @@ class Trainer:
         self.averager.average()
         self.layout.gradients.complete()
         norm = self._clip(needed=due)
+        mean = self._mean(losses) if due else 0.0
         rate = self._set_learning_rate(step.number)
+        self._check_finite(step.number, mean, norm)
         if self.scaler is None or math.isfinite(norm):
             self.averager.step()
         else:
             logger.warning("step %d skipped: %s", step.number, self.scaler.describe())
         self.meter.count_step()
         if due:
-            mean = self._mean(losses)
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
             record |= {"grad_norm": norm, **self.meter.take()}
             if self.scaler is not None:
@@ -338,7 +367,7 @@ class Trainer:
         """
         limit = self.config.optimizer.clip_norm
         if not limit and not needed and self.scaler is None:
-            return math.nan
+            return 0.0
         norm = float(self.layout.gradients.norm(self.averager.parts(), self.averager.shards))
         if self.scaler is not None:
             return self.scaler.unscale(self.averager, norm, clip_norm=limit)
@@ -359,10 +388,29 @@ class Trainer:
         for loss in losses if self._speaks else []:
             total += loss / len(losses)
         self.collectives.sum_(total)
-        mean = float(total) / self.grid.dp
-        if not math.isfinite(mean):
-            logger.warning("the loss is %s", mean)
-        return mean
+        return float(total) / self.grid.dp
+
+    def _check_finite(self, step: int, loss: float, norm: float) -> None:
+        """Stop before a step that would spoil the model; 0 for what is not known. Collective.
+
+        Raises:
+            NotFiniteError: the loss or the norm is not finite; on all ranks.
+        """
+        bad = not math.isfinite(loss + norm) and self.scaler is None  # which skips such steps
+        if self.config.gradients.average_every > 1:  # else all ranks have the same numbers
+            bad = self.group.largest(int(bad)) > 0
+        if not bad:
+            return
+        error = NotFiniteError(
+            f"step {step} has a loss of {loss} and gradients with a norm of {norm}",
+            "give a smaller optimizer.lr, or optimizer.clip_norm, and start again: it goes on from "
+            "the last checkpoint; run.nonfinite warn goes on all the same",
+        )
+        if self.config.run.nonfinite == "warn":
+            logger.warning("%s", error.cause)
+            return
+        error.agreed = True
+        raise error
 
     def _due(self, step: int) -> bool:
         regular = step % self.config.run.log_every == 0

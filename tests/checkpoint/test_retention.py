@@ -33,6 +33,21 @@ def test_each_rule_keeps_what_it_says_and_nothing_else_is_kept(steps, scores, ne
     assert gone == sorted(gone)
 
 
+@given(STEPS, st.sets(st.integers(1, 60)), st.integers(1, 5))
+def test_the_newest_finite_one_is_never_dropped(steps, finite, newest):
+    asked = []
+
+    def is_finite(step: int) -> bool:
+        asked.append(step)
+        return step in finite
+
+    gone = Retention(newest).superfluous(steps, {}, is_finite)
+    kept = steps - {*gone}
+    assert kept == {*sorted(steps)[-newest:], *sorted(steps & finite)[-1:]}
+    assert asked == sorted(asked, reverse=True)
+    assert len([step for step in asked if step in finite]) <= 1
+
+
 @given(STEPS, SCORES, st.integers(0, 5))
 def test_without_a_number_all_are_kept(steps, scores, best):
     assert Retention(0, 0, best).superfluous(steps, scores) == []

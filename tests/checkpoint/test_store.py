@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import nn
 
-from hpc_train import files
 from hpc_train.checkpoint import Checkpoints, fileformat
+from hpc_train.checkpoint.directory import SECONDS
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
@@ -78,7 +76,7 @@ def test_the_newest_is_taken_and_the_oldest_are_dropped(tmp_path):
     for step in (5, 10, 15):
         checkpoints.save(step)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["LATEST", "step-000000010.safetensors", "step-000000015.safetensors"]
+    assert names == [SECONDS, "LATEST", "step-000000010.safetensors", "step-000000015.safetensors"]
     assert (tmp_path / "LATEST").read_text() == "step-000000015.safetensors\n"
     assert store(tmp_path, *make()).resume() == 15
 
@@ -183,15 +181,9 @@ def test_the_same_step_is_not_written_twice(tmp_path):
     assert checkpoints.save(3).stat().st_mtime_ns == written
 
 
-def test_a_file_that_a_living_job_writes_is_left_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_train.checkpoint.store.PATIENCE", 0.2)
-    partial = tmp_path / ".step-000000005.safetensors.partial"
+def test_what_a_dead_job_has_not_completed_is_removed(tmp_path):
+    partial = tmp_path / ".step-000000005.safetensors.0123.partial"
     partial.touch()
-    descriptor = files.lock(partial)
-    with pytest.raises(CheckpointMismatch, match=r"is being written by another job: wait"):
-        store(tmp_path, *make()).resume()
-    assert partial.exists()
-    os.close(descriptor)
     assert store(tmp_path, *make()).resume() == 0
     assert not partial.exists()
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import time
 
 import pytest
 
+from hpc_train import files
 from hpc_train.monitoring.meter import Meter
 from hpc_train.monitoring.metrics import MetricsFile
 from hpc_train.mpi.watch import Watch
@@ -27,6 +30,46 @@ def test_floats_keep_all_their_digits_and_what_json_lacks_is_null(tmp_path):
     record = json.loads((tmp_path / "metrics.jsonl").read_text())  # readable before it is closed
     metrics.close()
     assert record == {"step": 1, "loss": 1 / 3, "grad_norm": None, "lr": None}
+
+
+class Disk:
+    """Takes so many bytes more, then it is full; in between, handles go stale."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.stale = room, False
+
+    def __call__(self, name, function, *arguments):
+        if self.stale and name != "create":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        self.stale = False
+        if name == "append":
+            descriptor, data = arguments
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            count = function(descriptor, data[: self.room])
+            self.room -= count
+            return count
+        return function(*arguments)
+
+
+def test_a_full_disk_costs_one_warning_and_no_record(tmp_path, monkeypatch, caplog):
+    disk, path = Disk(room=30), tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(files, "call", disk)
+    metrics = MetricsFile(path, after_step=0)
+    for step in range(1, 6):
+        metrics.write({"step": step, "loss": 0.5})
+    assert caplog.text.count("cannot be written ([Errno 28] No space left on device)") == 1
+    disk.room = 1000
+    metrics.write({"step": 6, "loss": 0.5})
+    assert "can be written again" in caplog.text
+    disk.stale = True
+    metrics.write({"step": 7, "loss": 0.5})
+    metrics.write({"step": 8, "loss": 0.5})
+    disk.room = 0
+    metrics.write({"step": 9, "loss": 0.5})
+    metrics.close()
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, 9)]
 
 
 def test_the_meter_averages_over_the_steps_since_the_last_record():

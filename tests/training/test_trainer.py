@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from hpc_train.checkpoint.directory import find, step_of
+from hpc_train.checkpoint_verbs import show_list
 from hpc_train.config import RunConfig
 from hpc_train.config_file import load
-from hpc_train.errors import ConfigError, Stopped
+from hpc_train.errors import ConfigError, NotFiniteError, Stopped
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
@@ -167,14 +169,80 @@ def test_records_say_what_the_design_promises(tmp_path):
     assert "step 3: checkpoint" in (tmp_path / "logs" / "rank-000.log").read_text()
 
 
-def test_an_infinite_loss_is_null_in_the_metrics_and_a_warning(tmp_path, caplog):
+def overflowing(settings) -> Trainer:
+    """A training that has infinite numbers from its fifth step on."""
+    torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
-    data = TensorDataset(torch.full((24, 1), 1e30), torch.zeros(24, 1))
+    data = TensorDataset(torch.ones(24, 1), torch.zeros(24, 1))
+    steps = []
 
     def loss(module, batch):
-        return ((module(batch[0]) - batch[1]) * 1e30).square().mean()
+        steps.append(batch)
+        return (module(batch[0]) * (1e30 if len(steps) > 4 else 1.0)).square().mean()
 
-    settings = config(tmp_path, "--precision.dtype", "float32", "--data.validation_every", "0")
-    Trainer(settings, model, data, loss, alone()).train()
-    assert records(tmp_path)[0]["loss"] is None
-    assert "the loss is inf" in caplog.text
+    return Trainer(settings, model, data, loss, alone())
+
+
+INFINITE = ["--precision.dtype", "float32", "--data.validation_every", "0"]
+
+
+def test_an_infinite_loss_stops_the_run_before_the_step(tmp_path):
+    trainer = overflowing(config(tmp_path, *INFINITE))
+    with pytest.raises(NotFiniteError, match=r"step 5 has a loss of inf and .*optimizer.lr"):
+        trainer.train()
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4]
+    assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+    assert [*map(step_of, find(tmp_path / "checkpoints", "auto"))] == [3]
+
+
+def test_an_infinite_norm_between_records_stops_a_run_that_clips(tmp_path):
+    options = ["--run.log_every", "1000", "--checkpoint.every", "1000"]
+    with pytest.raises(NotFiniteError, match="step 5 has"):
+        overflowing(config(tmp_path, *INFINITE, *options)).train()
+    options += ["--optimizer.clip_norm", "0"]  # then the last checkpoint shows it
+    with pytest.raises(NotFiniteError, match="after step 7 trained parameters are|step 7 has"):
+        overflowing(config(tmp_path / "other", *INFINITE, *options)).train()
+    assert not find(tmp_path / "other" / "checkpoints", "auto")
+
+
+def test_a_key_goes_on_and_the_last_finite_checkpoint_stays(tmp_path, caplog, capsys):
+    options = ["--run.nonfinite", "warn", "--checkpoint.every", "1", "--checkpoint.keep", "1"]
+    overflowing(config(tmp_path, *INFINITE, *options)).train()
+    assert records(tmp_path)[4]["loss"] is None
+    assert "step 5 has a loss of inf" in caplog.text
+    assert [*map(step_of, find(tmp_path / "checkpoints", "auto"))] == [STEPS, 4]
+    show_list(str(tmp_path))
+    newest, before = capsys.readouterr().out.splitlines()[-2:]
+    assert newest.endswith("complete, but with numbers that are not finite")
+    assert before.endswith("complete")
+    # Also by a process that has not written it, and while nothing finite follows.
+    overflowing(config(tmp_path, *INFINITE, *options, "--run.steps", "9")).train()
+    assert [*map(step_of, find(tmp_path / "checkpoints", "auto"))] == [9, 4]
+
+
+@pytest.mark.mpi
+def test_all_ranks_stop_at_an_infinite_loss(job, together):
+    with pytest.raises(NotFiniteError, match="a loss of (inf|nan)"):
+        make(
+            config(together / "run", "--optimizer.lr", "1e300", "--optimizer.name", "sgd"), job
+        ).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "fine"),
+    [
+        (["--checkpoint.every", "3", "--data.validation_every", "3"], True),
+        (["--checkpoint.every", "3", "--data.validation_every", "1"], True),
+        (["--checkpoint.every", "0", "--checkpoint.minutes", "1"], True),
+        (["--checkpoint.every", "3", "--data.validation_every", "4"], False),
+        (["--checkpoint.every", "3", "--data.validation_every", "0"], False),
+        (["--checkpoint.every", "0"], False),
+    ],
+)
+def test_the_best_cannot_be_kept_where_nobody_knows_which_they_are(tmp_path, options, fine):
+    settings = config(tmp_path, "--checkpoint.keep_best", "2", *options)
+    if fine:
+        make(settings, alone())
+        return
+    with pytest.raises(ConfigError, match=r"keep_best is 2, but no checkpoint before.*set data\."):
+        make(settings, alone())

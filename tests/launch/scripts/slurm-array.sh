@@ -76,7 +76,7 @@ watch() {
                 while sleep "$(($2 / 2))"; do
                     nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N)
                     if [ -n "$nodes" ] && ! scontrol show hostnames "$nodes" | grep -qxF "$1" &&
-                        [ -z "$(find "$3" -newermt "-$2 seconds" -print -quit)" ]; then
+                        [ -z "$(find "$3" -name .claim -prune -o -newermt "-$2 seconds" -print -quit)" ]; then
                         scontrol requeue "$SLURM_JOB_ID"
                     fi
                 done' watch "$SLURMD_NODENAME" "${HPC_TRAIN_SILENCE:-120}" "$run_dir"

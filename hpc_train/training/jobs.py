@@ -1,0 +1,90 @@
+"""This process's place with its scheduler and launcher, and which jobs the scheduler still has.
+
+The scheduler is asked before MPI is started, by one rank: a process that has MPI must not start
+others. Which directory will be claimed is not known then, so it is asked for all jobs of the user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from hpc_train.checkpoint.claim import Jobs, Place
+from hpc_train.launch.protocol import LAUNCH, RESTARTS
+from hpc_train.training.deadline import PATIENCE
+
+JOBS = "HPC_TRAIN_JOBS"  # what `note` has been told
+
+
+def place(environ: Mapping[str, str]) -> Place:
+    """Where this process stands."""
+    return Place(
+        _name(environ),
+        int(environ.get("SLURM_RESTART_COUNT") or 0),
+        environ.get(LAUNCH, ""),
+        int(environ.get(RESTARTS) or 0),
+    )
+
+
+def _name(environ: Mapping[str, str]) -> str:
+    if number := environ.get("SLURM_JOB_ID"):
+        return f"slurm:{environ.get('SLURM_CLUSTER_NAME', '')}:{number}"
+    if number := environ.get("PBS_JOBID"):
+        return f"pbs::{number}"
+    if number := environ.get("LSB_JOBID"):
+        return f"lsf::{number}[{environ.get('LSB_JOBINDEX', '0')}]"
+    if number := environ.get("FLUX_JOB_ID"):
+        return f"flux::{number}"
+    return ""
+
+
+def note() -> None:
+    """Ask the scheduler, if this process is in a job, and keep the answer for `known`."""
+    names = ask(os.environ)
+    os.environ.pop(JOBS, None)  # of another process, perhaps
+    if names is not None:
+        os.environ[JOBS] = json.dumps([time.time(), sorted(names)])
+
+
+def known() -> Jobs | None:
+    """The user's jobs, as the scheduler says now, or said before MPI was started."""
+    if "mpi4py.MPI" not in sys.modules:
+        note()
+    with suppress(ValueError, TypeError, KeyError):
+        when, names = json.loads(os.environ[JOBS])
+        return Jobs(frozenset(names), max(0.0, time.time() - when))
+    return None
+
+
+def ask(environ: Mapping[str, str]) -> frozenset[str] | None:
+    """The user's jobs that run or are ending; None: there is no scheduler, or no answer."""
+    own = _name(environ)
+    if "SLURM_JOB_ID" in environ:
+        lines = _lines("squeue", "-h", "-u", _user(), "-o", "%A %T")
+    elif "PBS_JOBID" in environ:
+        lines = _lines("qselect", "-u", _user(), "-s", "RES")
+    else:
+        return None
+    scheduler = own.rpartition(":")[0]
+    running = [line.split() for line in lines if line.split()[1:] != ["PENDING"]]
+    names = frozenset(f"{scheduler}:{words[0]}" for words in running if words)
+    return names if own in names else None  # an answer without this job is none
+
+
+def _user() -> str:
+    with suppress(KeyError):
+        return pwd.getpwuid(os.getuid()).pw_name
+    return str(os.getuid())
+
+
+def _lines(*words: str) -> list[str]:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        return [] if done.returncode else done.stdout.splitlines()
+    return []

@@ -1,0 +1,69 @@
+"""Trainers are closed and made again in one process, as in a notebook or a sweep."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+
+import pytest
+import torch
+
+from hpc_train.errors import NotFiniteError
+from tests.training.test_trainer import alone, config, make, records
+
+LAYOUTS = {
+    "dp": (),
+    "zero": ("--memory.zero", "1"),
+    "pp": ("--parallel.pp", "2", "--data.micro_batch", "3"),
+}
+
+
+def left_over() -> tuple[object, ...]:
+    """What a Trainer could leave behind in its process."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    threads = {t.name for t in threading.enumerate() if t.is_alive()} - {"checkpoint_0"}
+    return handlers, threads, logging.getLogger("hpc_train").handlers[:]
+
+
+def test_a_sweep_leaves_nothing_behind(tmp_path):
+    before = left_over()
+    for number in range(3):
+        options = ["--optimizer.lr", str(0.01 * (number + 1)), "--checkpoint.background", "true"]
+        with make(config(tmp_path / str(number), *options), alone()) as trainer:
+            trainer.train()
+        trainer.close()  # once more costs nothing
+        assert not trainer.optimizer._optimizer_step_pre_hooks
+        assert left_over() == before
+    losses = [records(tmp_path / str(number))[-1]["loss"] for number in range(3)]
+    assert len({*losses}) == 3
+
+
+def test_a_trainer_that_failed_can_be_made_again(tmp_path):
+    before = left_over()
+    with (
+        pytest.raises(NotFiniteError),
+        make(
+            config(tmp_path, "--optimizer.lr", "1e300", "--optimizer.name", "sgd"), alone()
+        ) as one,
+    ):
+        one.train()
+    assert left_over() == before
+    with make(config(tmp_path / "next"), alone()) as other:
+        other.train()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+def test_several_ranks_make_one_trainer_after_the_other(job, together, options):
+    if options and job.world.size % 2:
+        return
+    before, losses = left_over(), []
+    for number in range(3):
+        torch.manual_seed(0)
+        with make(config(together / str(number), *options), job) as trainer:
+            trainer.train()
+        assert left_over() == before
+        if job.world.rank == 0:
+            losses.append([record["loss"] for record in records(together / str(number))])
+    assert all(one == losses[0] for one in losses)
