@@ -79,6 +79,14 @@ class HorovodCollectives:
         )
         return Begun(self, handle, lambda part: _moved(part, dim).to(tensor.dtype))
 
+    @property
+    def overlaps(self) -> bool:
+        """Horovod's thread works beside this one."""
+        return True
+
+    def close(self) -> None:
+        """Process sets and threads are Horovod's."""
+
     def _first(self, tensor: Tensor, dim: int) -> Tensor:
         """The dimension that Horovod cuts is the first."""
         if not self._ascends:

@@ -65,9 +65,11 @@ class MpiCollectives:
     long again as its blocking ones (benchmarks/RESULTS.md). What is begun is therefore done at
     once, or by a thread, which needs a core of its own.
 
+    Collective to make.
+
     Args:
         group: the ranks.
-        overlap: whether a thread carries out what is begun. Collective then.
+        overlap: whether a thread carries out what is begun; it does if all ranks ask for it.
     """
 
     def __init__(self, group: Group, *, overlap: bool = False) -> None:
@@ -77,9 +79,16 @@ class MpiCollectives:
         self.comm = group.comm
         self._sum = f"a sum over {group.size} ranks"
         self._thread: ThreadPoolExecutor | None = None
-        if overlap:  # on another communicator, so that its calls and ours cannot be mixed up
-            self._begun = MpiCollectives(Group.of(group.comm))
+        # A rank may have fewer cores than the others, so they agree on it.
+        if group.smallest(int(overlap)):
+            # On another communicator, so that its calls and ours cannot be mixed up.
+            self._begun = MpiCollectives(group.duplicate())
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a thread carries out what is begun, the same on all ranks."""
+        return self._thread is not None
 
     def sum_(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over the ranks."""

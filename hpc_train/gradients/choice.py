@@ -288,10 +288,9 @@ def way(
 ) -> tuple[Make, list[Callable[[], None]]]:
     """How buckets on a device are summed, and what to call when they no longer are. Collective."""
     if device.type != "cpu":
-        early = options.spare_core
-        on_device = connect(levels.whole, device, overlap=early)
-        closing = [on_device.close] if hasattr(on_device, "close") else []
-        return lambda buckets: CollectiveSums(on_device, buckets, early=early), closing
+        on_device = connect(levels.whole, device, overlap=options.spare_core)
+        early = on_device.overlaps
+        return lambda buckets: CollectiveSums(on_device, buckets, early=early), [on_device.close]
     group = levels.whole
     if options.compression != "none":
         level = Levels.flat(group) if options.two_level == "off" else levels

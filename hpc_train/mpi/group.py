@@ -84,14 +84,25 @@ class Group:
             return self.comm.allgather(value)
 
     def largest(self, number: int) -> int:
-        """The largest of the ranks' integers. Collective."""
+        """The largest of the ranks' integers, of 64 bits. Collective."""
+        return self._combined("MAX", number)
+
+    def smallest(self, number: int) -> int:
+        """The smallest of the ranks' integers, of 64 bits. Collective."""
+        return self._combined("MIN", number)
+
+    def total(self, number: int) -> int:
+        """The sum of the ranks' integers, of 64 bits. Collective."""
+        return self._combined("SUM", number)
+
+    def _combined(self, operation: str, number: int) -> int:
         if self.comm is None:
             return number
         from mpi4py import MPI  # a group with a communicator has MPI
 
         result = array("q", [number])
         with self.waiting("an agreement"):
-            self.comm.Allreduce(MPI.IN_PLACE, result, op=MPI.MAX)
+            self.comm.Allreduce(MPI.IN_PLACE, result, op=getattr(MPI, operation))
         return result[0]
 
     def barrier(self) -> None:

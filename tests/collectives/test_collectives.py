@@ -190,3 +190,18 @@ def test_what_mpi_cannot_add_is_refused(group):
         for call in (connect(group).sum_, lambda t: connect(group).start_sum_scatter(t, 0)):
             with pytest.raises(TypeError, match="cannot add torch.int16"):
                 call(torch.ones(group.size, dtype=torch.int16))
+
+
+def test_ranks_with_unlike_cores_agree_on_a_thread(group):
+    """A rank with fewer cores than the others would not make the communicator that they make."""
+    if not group:
+        return
+    found = []
+    for wanted in (group.rank > 0, True):
+        over = connect(group, overlap=wanted)
+        tensor = torch.full((3,), group.rank + 1.0)
+        over.start_sum_(tensor).wait()
+        found.append((over.overlaps, tensor[0].item()))
+        over.close()
+    total = sum(range(1, group.size + 1))
+    assert found == [(False, total), (True, total)]

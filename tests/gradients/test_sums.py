@@ -9,7 +9,9 @@ from torch.nn import Parameter
 from hpc_train.collectives.ring import Library, Ring
 from hpc_train.collectives.steps import Scheduler
 from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.choice import Options, way
 from hpc_train.gradients.sums import LevelSums
+from hpc_train.mpi.levels import Levels
 from tests.gradients.test_same import levels_of
 
 pytestmark = pytest.mark.mpi
@@ -39,3 +41,15 @@ def test_each_bucket_meets_itself_on_the_other_nodes(job, kind):
                 wrong.append((round_, number))
     sums.close()
     assert not wrong
+
+
+def test_ranks_with_unlike_cores_sum_in_one_way(job):
+    """Also where tensors are on a device: whether sums begin early is agreed on."""
+    world = job.world
+    cores = torch.get_num_threads() + (world.rank > 0)
+    options = Options(None, "auto", "none", 1, 0, frozenset(), cores, deterministic=False)
+    make, closing = way(Levels.flat(world), options, torch.device("meta"))
+    early = make([]).early
+    for close in closing:
+        close()
+    assert not early
