@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from hpc_train.collectives import connect
 from hpc_train.errors import UserError
+from hpc_train.models.dropout import SampleDropout
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.placement import Coordinate
 from hpc_train.parallel.gradients import LayoutGradients
@@ -115,7 +116,8 @@ def apply(
         model=connect(grid.model, device),
     )
     name = "1f1b" if layout.schedule == "zero_bubble" and not names else layout.schedule
-    pipeline = Pipeline(grid.pipe, device, name, chunks, stages, deferred)
+    dropouts = [layer for layer in model.modules() if isinstance(layer, SampleDropout)]
+    pipeline = Pipeline(grid.pipe, device, name, chunks, stages, deferred, dropouts)
     return Applied(pipeline, gradients, shards)
 
 
