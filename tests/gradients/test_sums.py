@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from hpc_train.collectives import connect
+from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.ring import Library, Ring
 from hpc_train.collectives.steps import Scheduler
 from hpc_train.gradients.buckets import Bucket
-from hpc_train.gradients.choice import Options, way
+from hpc_train.gradients.choice import Options, compressed_cross, way, ways
 from hpc_train.gradients.sums import LevelSums
+from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from tests.gradients.test_same import levels_of
 
@@ -53,3 +56,18 @@ def test_ranks_with_unlike_cores_sum_in_one_way(job):
     for close in closing:
         close()
     assert not early
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (16, ["two levels, ring", "two levels, MPI", "ring", "MPI"]),
+        (64, ["two levels, ring", "two levels, MPI", "MPI"]),
+        (512, ["two levels, MPI", "MPI"]),
+    ],
+)
+def test_a_ring_that_cannot_win_is_not_tried(nodes, expected):
+    levels = Levels(Group(0, 16 * nodes), Group(0, 16), Group(0, nodes), 16, nodes)
+    assert list(ways(levels, connect(Group()), "auto")) == expected
+    assert compressed_cross(nodes) is Halving
+    assert compressed_cross(2) is Ring
