@@ -44,7 +44,8 @@ class NodeMemory:
 
         assert node.comm is not None
         self.node = node
-        header = _aligned(8 * signals)
+        # A row of one number for each rank, for each signal: who waits reads one run of memory.
+        header = _aligned(8 * signals * node.size) if node.rank == 0 else 0
         size = header + _aligned(nbytes) + ALIGNMENT  # whose beginning may be unaligned
         total = sum(node.comm.allgather(size))
         with agreed(node):
@@ -54,10 +55,11 @@ class NodeMemory:
         info.Free()
         self._window.Lock_all(MPI.MODE_NOCHECK)  # what Sync, a memory barrier, needs
         parts = [self._part(rank) for rank in range(node.size)]
-        self._signals = [part[:header].view(torch.int64)[:signals].numpy() for part in parts]
-        self.parts = [part[header:] for part in parts]
+        rows = parts[0][: 8 * signals * node.size].view(torch.int64).view(signals, node.size)
+        rows[:, node.rank] = 0
+        self._signals = [memoryview(row.numpy()) for row in rows]  # the quickest to read
+        self.parts = [parts[0][_aligned(8 * signals * node.size) :], *parts[1:]]
         """The ranks' parts, as uint8 tensors of one dimension, aligned, in the order of ranks."""
-        self._signals[node.rank][:] = 0
         if touch:
             self.parts[node.rank].zero_()
         self._window.Sync()
@@ -72,18 +74,16 @@ class NodeMemory:
     def tell(self, signal: int, value: int) -> None:
         """Set a number, after all that this rank has written so far can be seen by the others."""
         self._window.Sync()
-        self._signals[self.node.rank][signal] = value
+        self._signals[signal][self.node.rank] = value
 
-    def told(self, signal: int, value: int, ranks: Sequence[int]) -> bool:
+    def told(self, signal: int, value: int, ranks: range) -> bool:
         """Whether these ranks have set a number to this value or a larger one."""
-        signals = self._signals
-        for rank in ranks:
-            if signals[rank][signal] < value:
-                return False
+        if min(self._signals[signal][ranks.start : ranks.stop].tolist()) < value:
+            return False
         self._window.Sync()
         return True
 
-    def wait(self, signal: int, value: int, ranks: Sequence[int]) -> Steps[None]:
+    def wait(self, signal: int, value: int, ranks: range) -> Steps[None]:
         """Wait until these ranks have."""
         yield lambda: self.told(signal, value, ranks)
 

@@ -57,8 +57,8 @@ SUMMABLE = (
     torch.complex128,
 )
 TRIALS = 3
-# A message of our ring takes 21 us (docs/scaling.md). Of n ranks, 2 (n - 1) stand behind each other:
-# with 256 they take 11 ms, in which a link of 6 Gbit/s has carried a bucket there and back.
+# A message of our ring takes 21 us (docs/scaling.md), and of n ranks 2 (n - 1) follow each other.
+# With 256 they take 11 ms, in which a link of 6 Gbit/s carries a bucket there and back.
 RING_TRIED = 256
 # What is compressed is less, and takes less time than these messages from fewer nodes on.
 RING_COMPRESSED = 8
@@ -325,7 +325,7 @@ def compressed(
 
 
 def compressed_cross(nodes: int) -> type[Ring]:
-    """By which messages so many nodes sum what is compressed: those of MPI know no 16-bit floats."""
+    """How so many nodes sum what is compressed: MPI's own sums know no 16-bit floats."""
     return Ring if nodes <= RING_COMPRESSED else Halving
 
 

@@ -180,11 +180,11 @@ class Limited:
     def __getattr__(self, name):
         return getattr(self.comm, name)
 
-    def Allgather(self, mine, every):
+    def Allgather(self, mine, every):  # noqa: N802  # mpi4py's name
         assert every[0].nbytes <= self.nbytes
         self.comm.Allgather(mine, every)
 
-    def Reduce_scatter_block(self, every, mine, op):
+    def Reduce_scatter_block(self, every, mine, op):  # noqa: N802  # mpi4py's name
         assert every[0].nbytes <= self.nbytes
         self.comm.Reduce_scatter_block(every, mine, op=op)
 

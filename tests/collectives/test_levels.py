@@ -114,7 +114,7 @@ class Limited:
     def __getattr__(self, name):
         return getattr(self.comm, name)
 
-    def Iallreduce(self, place, buffer, op):
+    def Iallreduce(self, place, buffer, op):  # noqa: N802  # mpi4py's name
         assert buffer[0].nbytes <= self.nbytes
         return self.comm.Iallreduce(place, buffer, op=op)
 

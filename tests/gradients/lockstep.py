@@ -6,7 +6,6 @@ import torch
 
 from hpc_train.mpi.group import Group
 
-
 LARGEST = 1 << 30  # in place of a tag: ranks start these in one order
 
 
