@@ -124,6 +124,7 @@ class MpiCollectives:
         """End the thread, if there is one. Collective then."""
         if self._thread is not None:
             self._thread.shutdown()
+            self._thread = None
             self._begun.group.close()
 
     def _start(self, operation: Callable[..., Tensor], *arguments: Any) -> Pending:

@@ -70,7 +70,7 @@ class Ring:
         assert group.comm is not None
         self.group = group
         self.comm = group.comm.Dup()  # our tags are ours alone
-        self.slots = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // SEGMENTS
+        self.slots = ((MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) + 1) // SEGMENTS
         """Operations under way at once; MPI promises tags for 2048, most have more."""
         self._started: Counter[int] = Counter()  # operations, by slot
         self._ended: Counter[int] = Counter()
