@@ -96,14 +96,15 @@ class NodeMemory:
 def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Sum tensors and write the result to each of the targets, which may be among them.
 
-    Block by block, so that a sum is still in the core's cache when it is written out again.
+    Block by block, so that a sum is still in the core's cache when it is written out again; each of
+    torch's threads has a block at a time.
 
     Args:
         parts: two or more, one dimension, of one length and dtype. They are added in their order:
             who adds them makes no difference to the bits.
         targets: as the parts.
     """
-    count = max(1, BLOCK_BYTES // parts[0].element_size())
+    count = max(1, BLOCK_BYTES * torch.get_num_threads() // parts[0].element_size())
     more = len(parts) > 2
     scratch = torch.empty(min(count, len(parts[0])) if more else 0, dtype=parts[0].dtype)
     for begin in range(0, len(parts[0]), count):
