@@ -13,6 +13,7 @@ from torch import nn
 from hpc_train.collectives import connect
 from hpc_train.collectives.halving import Halving
 from hpc_train.errors import UserError
+from hpc_train.gradients import average_gradients
 from hpc_train.models import GPT
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
@@ -108,6 +109,47 @@ def test_a_steps_gradients_and_norm_are_those_of_one_rank(grid, schedule, tie):
     assert len(losses) == (4 if grid.coordinate.pp == grid.pp - 1 else 0)
     for loss, right in zip(losses, expected, strict=False):
         torch.testing.assert_close(loss.detach(), right.detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sums_over_replicas_begin_while_the_schedule_goes_on(job, schedule):
+    """A chunk's buckets when its last gradient is there, once two steps have shown when that is."""
+    text = torch.randint(12, (8, 8), generator=torch.Generator().manual_seed(3))
+    grid = next(grids := built(job, 2, 1, 2))
+    model = gpt()
+    applied = put_on(model, grid, schedule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = average_gradients(model, optimizer, grid.data, engine="mpi", bucket_bytes=4000)
+    events, begin, backward = [], averager.sums.begin, applied.pipeline._backward
+
+    def begun(number):
+        events.append("sum")
+        return begin(number)
+
+    def passed(*args):
+        backward(*args)
+        events.append("backward")
+
+    averager.sums.begin, applied.pipeline._backward = begun, passed
+
+    def forward(number, chunk):
+        model.seed_samples([17 * number, 17 * number + 1])
+        return model(text[2 * number :][:2], text[2 * number :][:2].roll(-1, 1))
+
+    for _ in range(3):
+        events.clear()
+        averager.zero_grad()
+        applied.pipeline.train(forward, [2] * 4)
+        events.append("average")
+        averager.step()
+    buckets = len(averager.buckets)
+    averager.close()
+    applied.close()
+    next(grids, None)
+    assert events.count("sum") == buckets > 2
+    assert events.index("average") == len(events) - 1
+    if schedule == "interleaved":  # the first chunk's turn is last: the others' sums go on before
+        assert events.index("sum") < len(events) - 2 - events[::-1].index("backward")
 
 
 class Buffered(nn.Module):
