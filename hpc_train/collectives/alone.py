@@ -34,3 +34,11 @@ class AloneCollectives:
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Done:
         """Its part is all of it."""
         return Done(tensor)
+
+    @property
+    def overlaps(self) -> bool:
+        """There is nothing to wait for."""
+        return False
+
+    def close(self) -> None:
+        """There is nothing to release."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,13 +13,15 @@ from hpc_train.collectives.protocol import WIDENED, Pending
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
+NAMES = 16  # of each kind of operation
+
 
 class HorovodCollectives:
     """Implements `Collectives` on the process set of the group's ranks.
 
-    Horovod tells operations apart by names: every rank counts its own, in the same order. It orders
-    ranks as the job does, so what is gathered or scattered needs a group that ascends. To make one
-    is collective.
+    Horovod tells operations apart by names: every rank counts its own of each kind, in the same
+    order. It orders ranks as the job does, so what is gathered or scattered needs a group that
+    ascends. To make one is collective.
 
     Args:
         group: the ranks; their process set must be registered (`runtime.start_horovod`).
@@ -40,7 +43,8 @@ class HorovodCollectives:
         self.process_set = runtime.process_set(hvd, self.ranks)
         HorovodCollectives.made = 1 + max(made for _, made in told)
         self._label = f"hpc_train.{self.process_set.process_set_id}.{HorovodCollectives.made}"
-        self._count = 0
+        self._counts: Counter[str] = Counter()  # operations, by kind
+        self._last: dict[str, Begun] = {}  # the last operation of each name
 
     def sum_(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over the ranks."""
@@ -48,36 +52,56 @@ class HorovodCollectives:
 
     def max_(self, tensor: Tensor) -> None:
         """Replace the tensor by the largest of the ranks' elements."""
-        self._reduce(tensor, self.hvd.Max).wait()
+        self._reduce("max", tensor, self.hvd.Max).wait()
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root`."""
         near = tensor.detach().contiguous()  # Horovod takes nothing else
-        handle = self.hvd.broadcast_async_(
-            _bits(near), self.ranks[root], name=self._name(), process_set=self.process_set
-        )
-        Begun(self, handle, lambda _: _replaced(tensor, near)).wait()
+        self._begin(
+            f"broadcast {root}",
+            near,
+            lambda name: self.hvd.broadcast_async_(
+                _bits(near), self.ranks[root], name=name, process_set=self.process_set
+            ),
+            lambda _: _replaced(tensor, near),
+        ).wait()
 
     def start_sum_(self, tensor: Tensor) -> Pending:
         """Begin `sum_`."""
-        return self._reduce(tensor, self.hvd.Sum)
+        return self._reduce("sum", tensor, self.hvd.Sum)
 
     def start_gather(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to put the ranks' tensors together along a dimension."""
         first = self._first(tensor, dim)
         shape = (self.group.size * first.shape[0], *first.shape[1:])
-        handle = self.hvd.allgather_async(
-            _bits(first), name=self._name(), process_set=self.process_set
+        return self._begin(
+            "gather",
+            first,
+            lambda name: self.hvd.allgather_async(
+                _bits(first), name=name, process_set=self.process_set
+            ),
+            lambda bits: _moved(bits.view(tensor.dtype).view(shape), dim),
         )
-        return Begun(self, handle, lambda bits: _moved(bits.view(tensor.dtype).view(shape), dim))
 
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to sum over the ranks and keep this rank's part along a dimension."""
         first = _wide(self._first(tensor, dim))
-        handle = self.hvd.reducescatter_async(
-            first, op=self.hvd.Sum, name=self._name(), process_set=self.process_set
+        return self._begin(
+            "sum_scatter",
+            first,
+            lambda name: self.hvd.reducescatter_async(
+                first, op=self.hvd.Sum, name=name, process_set=self.process_set
+            ),
+            lambda part: _moved(part, dim).to(tensor.dtype),
         )
-        return Begun(self, handle, lambda part: _moved(part, dim).to(tensor.dtype))
+
+    @property
+    def overlaps(self) -> bool:
+        """Horovod's thread works beside this one."""
+        return True
+
+    def close(self) -> None:
+        """Process sets and threads are Horovod's."""
 
     def _first(self, tensor: Tensor, dim: int) -> Tensor:
         """The dimension that Horovod cuts is the first."""
@@ -85,17 +109,37 @@ class HorovodCollectives:
             raise ValueError(f"Horovod would reorder ranks {self.ranks}: gather over MPI")
         return tensor.detach().movedim(dim, 0).contiguous()
 
-    def _reduce(self, tensor: Tensor, operation: Any) -> Pending:
+    def _reduce(self, kind: str, tensor: Tensor, operation: Any) -> Pending:
         near = _wide(tensor.detach().contiguous())
-        handle = self.hvd.allreduce_async_(
-            near, op=operation, name=self._name(), process_set=self.process_set
+        return self._begin(
+            kind,
+            near,
+            lambda name: self.hvd.allreduce_async_(
+                near, op=operation, name=name, process_set=self.process_set
+            ),
+            lambda _: _replaced(tensor, near),
         )
-        return Begun(self, handle, lambda _: _replaced(tensor, near))
 
-    def _name(self) -> str:
-        """Equal on the ranks of the group, unlike that of any other group at the same moment."""
-        self._count = (self._count + 1) % (1 << 20)
-        return f"{self._label}.{self._count}"
+    def _begin(
+        self,
+        kind: str,
+        tensor: Tensor,
+        start: Callable[[str], Any],
+        finish: Callable[[Tensor], Tensor],
+    ) -> Begun:
+        """Begin an operation under a name that earlier ones of its kind, shape and type had.
+
+        Horovod's ranks agree on what they know by name with a few bits, else by whole requests. Of
+        each kind NAMES may be under way; one more waits for the first of them.
+        """
+        kind = f"{kind} {tensor.dtype} {list(tensor.shape)}"
+        name = f"{self._label}.{kind}.{self._counts[kind] % NAMES}"
+        self._counts[kind] += 1
+        if name in self._last:
+            self._last[name].finish_here()
+        begun = Begun(self, start(name), finish)
+        self._last[name] = begun
+        return begun
 
 
 class Begun:
@@ -104,17 +148,29 @@ class Begun:
     def __init__(
         self, owner: HorovodCollectives, handle: Any, finish: Callable[[Tensor], Tensor]
     ) -> None:
-        self.owner, self.handle, self.finish = owner, handle, finish
+        self.owner, self.handle = owner, handle
+        self._finish: Callable[[Tensor], Tensor] | None = finish
+        self._found: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Wait for Horovod's thread and bring the result into its form."""
-        with self.owner.group.waiting(f"Horovod, over {self.owner.group.size} ranks"):
-            result: Tensor = self.owner.hvd.synchronize(self.handle)
-        return self.finish(result)
+        self.finish_here()
+        assert self._found is not None, "waited for twice"
+        assert self._finish is not None
+        result = self._finish(self._found)
+        self._finish = self._found = None  # the owner keeps this object, and not the tensors
+        return result
+
+    def finish_here(self) -> None:
+        """Wait for Horovod's thread; the result is kept."""
+        if self.handle is not None:
+            with self.owner.group.waiting(f"Horovod, over {self.owner.group.size} ranks"):
+                self._found = self.owner.hvd.synchronize(self.handle)
+            self.handle = None
 
     def done(self) -> bool:
         """Whether Horovod's thread is through."""
-        return bool(self.owner.hvd.poll(self.handle))
+        return self.handle is None or bool(self.owner.hvd.poll(self.handle))
 
 
 def _bits(near: Tensor) -> Tensor:

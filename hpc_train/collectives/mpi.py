@@ -65,9 +65,11 @@ class MpiCollectives:
     long again as its blocking ones (benchmarks/RESULTS.md). What is begun is therefore done at
     once, or by a thread, which needs a core of its own.
 
+    Collective to make.
+
     Args:
         group: the ranks.
-        overlap: whether a thread carries out what is begun. Collective then.
+        overlap: whether a thread carries out what is begun; it does if all ranks ask for it.
     """
 
     def __init__(self, group: Group, *, overlap: bool = False) -> None:
@@ -77,9 +79,16 @@ class MpiCollectives:
         self.comm = group.comm
         self._sum = f"a sum over {group.size} ranks"
         self._thread: ThreadPoolExecutor | None = None
-        if overlap:  # on another communicator, so that its calls and ours cannot be mixed up
-            self._begun = MpiCollectives(Group.of(group.comm))
+        # A rank may have fewer cores than the others, so they agree on it.
+        if group.smallest(int(overlap)):
+            # On another communicator, so that its calls and ours cannot be mixed up.
+            self._begun = MpiCollectives(group.duplicate())
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a thread carries out what is begun, the same on all ranks."""
+        return self._thread is not None
 
     def sum_(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over the ranks."""
@@ -93,7 +102,7 @@ class MpiCollectives:
         """Replace the tensor by that of rank `root`."""
         near = _reachable(tensor)
         with self.group.waiting(f"a broadcast over {self.group.size} ranks"):
-            for piece in _pieces(near.view(-1).view(torch.uint8)):
+            for piece in pieces(_bits(near)):
                 self.comm.Bcast([piece, MPI.BYTE], root=root)
         _bring_back(tensor, near)
 
@@ -115,6 +124,7 @@ class MpiCollectives:
         """End the thread, if there is one. Collective then."""
         if self._thread is not None:
             self._thread.shutdown()
+            self._thread = None
             self._begun.group.close()
 
     def _start(self, operation: Callable[..., Tensor], *arguments: Any) -> Pending:
@@ -127,22 +137,33 @@ class MpiCollectives:
         return tensor
 
     def _gathered(self, tensor: Tensor, dim: int) -> Tensor:
-        near = _reachable(tensor)
-        whole = near.new_empty((self.group.size, *near.shape))
-        with self.group.waiting(f"what {self.group.size} ranks have"):
-            self.comm.Allgather([_bytes(near), MPI.BYTE], [_bytes(whole), MPI.BYTE])
+        near, size = _reachable(tensor), self.group.size
+        whole = near.new_empty((size, *near.shape))
+        mine, every = _bits(near), _bits(whole).view(size, near.nbytes)
+        with self.group.waiting(f"what {size} ranks have"):
+            for columns in _columns(near.nbytes, size):
+                part = every[:, columns]
+                there = part if part.is_contiguous() else part.new_empty(part.shape)
+                self.comm.Allgather([_buffer(mine[columns]), MPI.BYTE], [_buffer(there), MPI.BYTE])
+                if there is not part:
+                    part.copy_(there)
         return _joined(whole, dim).to(tensor.device)
 
     def _scattered(self, tensor: Tensor, dim: int) -> Tensor:
         if tensor.dtype in WIDENED:
             return self._scattered(tensor.float(), dim).to(tensor.dtype)
-        near = _split(_reachable(tensor), dim, self.group.size)
+        size = self.group.size
+        near = _split(_reachable(tensor), dim, size)
         mine = torch.empty_like(near[0])
-        datatype = _type(tensor)
-        with self.group.waiting(f"a part of a sum over {self.group.size} ranks"):
-            self.comm.Reduce_scatter_block(
-                [_buffer(near), datatype], [_buffer(mine), datatype], op=MPI.SUM
-            )
+        datatype, count = _type(tensor), mine.numel()
+        every, flat = near.view(size, count), mine.view(-1)
+        with self.group.waiting(f"a part of a sum over {size} ranks"):
+            for columns in _columns(count, size * mine.element_size()):
+                self.comm.Reduce_scatter_block(
+                    [_buffer(every[:, columns].contiguous()), datatype],
+                    [_buffer(flat[columns]), datatype],
+                    op=MPI.SUM,
+                )
         return mine.to(tensor.device)
 
     def _reduce(self, tensor: Tensor, operation: MPI.Op, what: str) -> None:
@@ -159,7 +180,7 @@ class MpiCollectives:
             return
         near = _reachable(tensor)
         with self.group.waiting(what):
-            for piece in _pieces(near):
+            for piece in pieces(near):
                 self.comm.Allreduce(MPI.IN_PLACE, [piece, datatype], op=operation)
         _bring_back(tensor, near)
 
@@ -183,15 +204,25 @@ def _buffer(tensor: Tensor) -> Any:
     return tensor if tensor.is_cuda else tensor.numpy()
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return _buffer(tensor.view(-1).view(torch.uint8))
+def _bits(near: Tensor) -> Tensor:
+    return near.view(-1).view(torch.uint8)
 
 
-def _pieces(near: Tensor) -> list[Any]:
-    """Views that cover a contiguous tensor, each of 1 GiB at most."""
+def pieces(near: Tensor) -> list[Any]:
+    """What mpi4py takes for a contiguous tensor, in pieces of 1 GiB at most."""
     flat = near.view(-1)
-    count = PIECE_BYTES // flat.element_size()
-    return [_buffer(flat[first : first + count]) for first in range(0, flat.numel(), count)]
+    return [_buffer(flat[some]) for some in _columns(flat.numel(), flat.element_size())]
+
+
+def _columns(count: int, nbytes: int) -> list[slice]:
+    """So many columns in runs of 1 GiB at most.
+
+    Args:
+        count: of columns.
+        nbytes: of each column.
+    """
+    most = max(1, PIECE_BYTES // nbytes)
+    return [slice(first, min(first + most, count)) for first in range(0, count, most)]
 
 
 def _bring_back(tensor: Tensor, near: Tensor) -> None:

@@ -46,7 +46,8 @@ class NodeMemory:
     def __init__(self, node: Group, nbytes: int, signals: int, *, touch: bool = True) -> None:
         assert node.comm is not None
         self.node = node
-        header = _aligned(8 * signals)
+        # A row of one number for each rank, for each signal: who waits reads one run of memory.
+        header = _aligned(8 * signals * node.size) if node.rank == 0 else 0
         size = header + _aligned(nbytes) + ALIGNMENT  # whose beginning may be unaligned
         total = sum(node.comm.allgather(size))
         with agreed(node):
@@ -54,10 +55,11 @@ class NodeMemory:
         with agreed(node):  # a library that cannot share memory says so on all ranks of the node
             self._window = _window(size, node)
         parts = [self._part(rank) for rank in range(node.size)]
-        self._signals = [part[:header].view(torch.int64)[:signals].numpy() for part in parts]
-        self.parts = [part[header:] for part in parts]
+        rows = parts[0][: 8 * signals * node.size].view(torch.int64).view(signals, node.size)
+        rows[:, node.rank] = 0
+        self._signals = [memoryview(row.numpy()) for row in rows]  # the quickest to read
+        self.parts = [parts[0][_aligned(8 * signals * node.size) :], *parts[1:]]
         """The ranks' parts, as uint8 tensors of one dimension, aligned, in the order of ranks."""
-        self._signals[node.rank][:] = 0
         if touch:
             self.parts[node.rank].zero_()
         self._window.Sync()
@@ -73,18 +75,16 @@ class NodeMemory:
     def tell(self, signal: int, value: int) -> None:
         """Set a number, after all that this rank has written so far can be seen by the others."""
         self._window.Sync()
-        self._signals[self.node.rank][signal] = value
+        self._signals[signal][self.node.rank] = value
 
-    def told(self, signal: int, value: int, ranks: Sequence[int]) -> bool:
+    def told(self, signal: int, value: int, ranks: range) -> bool:
         """Whether these ranks have set a number to this value or a larger one."""
-        signals = self._signals
-        for rank in ranks:
-            if signals[rank][signal] < value:
-                return False
+        if min(self._signals[signal][ranks.start : ranks.stop].tolist()) < value:
+            return False
         self._window.Sync()
         return True
 
-    def wait(self, signal: int, value: int, ranks: Sequence[int]) -> Steps[None]:
+    def wait(self, signal: int, value: int, ranks: range) -> Steps[None]:
         """Wait until these ranks have."""
         yield lambda: self.told(signal, value, ranks)
 
@@ -97,14 +97,15 @@ class NodeMemory:
 def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Sum tensors and write the result to each of the targets, which may be among them.
 
-    Block by block, so that a sum is still in the core's cache when it is written out again.
+    Block by block, so that a sum is still in the core's cache when it is written out again; each of
+    torch's threads has a block at a time.
 
     Args:
         parts: two or more, one dimension, of one length and dtype. They are added in their order:
             who adds them makes no difference to the bits.
         targets: as the parts.
     """
-    count = max(1, BLOCK_BYTES // parts[0].element_size())
+    count = max(1, BLOCK_BYTES * torch.get_num_threads() // parts[0].element_size())
     more = len(parts) > 2
     scratch = torch.empty(min(count, len(parts[0])) if more else 0, dtype=parts[0].dtype)
     for begin in range(0, len(parts[0]), count):

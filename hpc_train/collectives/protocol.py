@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class Collectives(Protocol):
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to sum over the ranks and keep this rank's part along a dimension (divisible)."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether what is begun makes progress while the rank computes, the same on all ranks."""
+
+    def close(self) -> None:
+        """Release threads and communicators; the group stays. Collective."""
+
 
 class Done:
     """Implements `Pending` for a result that is already there."""
@@ -72,23 +79,35 @@ def connect(
 ) -> Collectives:
     """The fitting implementation: nothing to do in a process alone, else MPI or Horovod.
 
+    Collective over the group. It is to be closed, collectively as well.
+
     Args:
         group: the ranks.
         device: where the tensors will lie. Of a GPU's, MPI takes those that it can read; if it can
             not and Horovod runs with NCCL, Horovod does; else they go through host memory.
         overlap: whether a thread carries out what is begun, where the implementation has no way of
-            its own: for ranks with a core to spare. Collective over the group.
+            its own: for ranks with a core to spare. It does if all ranks ask for it.
     """
     if group.comm is None:
         from hpc_train.collectives.alone import AloneCollectives
 
         return AloneCollectives(group)
-    from hpc_train.collectives.mpi import MpiCollectives, reads_gpu_memory
+    from hpc_train.collectives.mpi import MpiCollectives
 
-    if device is not None and device.type == "cuda" and not reads_gpu_memory():
-        hvd = runtime.running_horovod()
-        if hvd is not None and hvd.nccl_built():
-            from hpc_train.collectives.horovod import HorovodCollectives
+    hvd = _fitting_horovod(device)
+    # What a rank finds depends on its own host, so the ranks agree on it.
+    if group.smallest(int(hvd is not None)):
+        from hpc_train.collectives.horovod import HorovodCollectives
 
-            return HorovodCollectives(group, hvd)
+        return HorovodCollectives(group, hvd)
     return MpiCollectives(group, overlap=overlap)
+
+
+def _fitting_horovod(device: torch.device | None) -> Any:
+    """The module horovod.torch, where it runs and serves a device better than MPI does."""
+    from hpc_train.collectives.mpi import reads_gpu_memory
+
+    if device is None or device.type != "cuda" or reads_gpu_memory():
+        return None
+    hvd = runtime.running_horovod()
+    return hvd if hvd is not None and hvd.nccl_built() else None

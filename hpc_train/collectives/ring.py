@@ -8,7 +8,11 @@ not wait for each other: while one is added up, others are on the wire.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import itertools
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +23,10 @@ from hpc_train.mpi.group import Group
 # Of a message: large ones cost less processor time, but several segments have to be on their way.
 SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 15, 1 << 17
 PIPELINED = 4
-SEGMENTS = 16  # of one operation at most; each has a tag, of which MPI promises 32767
+SEGMENTS = 16  # of one operation at most; each has a tag
+AHEAD = 2  # receives of a segment that are posted before they are waited for
+
+T = TypeVar("T")
 
 
 class Cross(Protocol):
@@ -43,6 +50,9 @@ class Cross(Protocol):
     def gather(self, payload: Tensor, tag: int) -> Steps[Tensor]:
         """The ranks' payloads, (n, *shape), in the order of ranks; any dtype."""
 
+    def largest(self, number: float) -> Steps[float]:
+        """The largest of the ranks' numbers, none NaN. All ranks start these in one order."""
+
     def close(self) -> None:
         """Release what it holds. Collective."""
 
@@ -55,9 +65,15 @@ class Ring:
     """
 
     def __init__(self, group: Group) -> None:
+        from mpi4py import MPI  # this module loads without, for a process alone
+
         assert group.comm is not None
         self.group = group
         self.comm = group.comm.Dup()  # our tags are ours alone
+        self.slots = ((MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) + 1) // SEGMENTS
+        """Operations under way at once; MPI promises tags for 2048, most have more."""
+        self._started: Counter[int] = Counter()  # operations, by slot
+        self._ended: Counter[int] = Counter()
         self.next = (group.rank + 1) % group.size
         self.previous = (group.rank - 1) % group.size
         self.bytes_sent = 0
@@ -68,26 +84,57 @@ class Ring:
 
     def sum_(self, flat: Tensor, tag: int) -> Steps[None]:
         """Replace a contiguous tensor by its sum over the ranks."""
-        segments = _segments(flat, self.group.size)
-        first = tag * SEGMENTS
-        yield [self._sum(segment, first + number) for number, segment in enumerate(segments)]
+
+        def segments(first: int) -> Steps[None]:
+            several = _segments(flat, self.group.size)
+            yield [self._sum(segment, first + number) for number, segment in enumerate(several)]
+
+        return self._in_turn(tag, segments)
 
     def sum_16_(self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int) -> Steps[None]:
         """Replace a contiguous tensor by its sum over the ranks, rounded to 16 bit on the way."""
-        segments = _segments(flat, self.group.size)
-        losses = residual.split([len(segment) for segment in segments])
-        first = tag * SEGMENTS
-        yield [
-            self._sum_16(segment, dtype, lost, first + number)
-            for number, (segment, lost) in enumerate(zip(segments, losses, strict=True))
-        ]
+
+        def segments(first: int) -> Steps[None]:
+            several = _segments(flat, self.group.size)
+            losses = residual.split([len(segment) for segment in several])
+            yield [
+                self._sum_16(segment, dtype, lost, first + number)
+                for number, (segment, lost) in enumerate(zip(several, losses, strict=True))
+            ]
+
+        return self._in_turn(tag, segments)
 
     def gather(self, payload: Tensor, tag: int) -> Steps[Tensor]:
         """Pass every rank's payload round."""
-        whole = payload.new_empty((self.group.size, *payload.shape))
-        whole[self.group.rank] = payload
-        yield from self._pass_round(list(whole), self.group.rank, tag * SEGMENTS)
-        return whole
+
+        def passed(first: int) -> Steps[Tensor]:
+            whole = payload.new_empty((self.group.size, *payload.shape))
+            whole[self.group.rank] = payload
+            yield from self._pass_round(list(whole), self.group.rank, first)
+            return whole
+
+        return self._in_turn(tag, passed)
+
+    def largest(self, number: float) -> Steps[float]:
+        """By MPI's own maximum, whose messages cost less than ours."""
+        from mpi4py import MPI
+
+        result = array("d", [number])
+        yield self.comm.Iallreduce(MPI.IN_PLACE, result, op=MPI.MAX)
+        return result[0]
+
+    def _in_turn(self, tag: int, operation: Callable[[int], Steps[T]]) -> Steps[T]:
+        """Carry out an operation, given its first MPI tag, after those that have the same one.
+
+        MPI's tags are limited, and so there are slots. Ranks start what shares one in one order.
+        """
+        slot = tag % self.slots
+        turn = self._started[slot]
+        self._started[slot] += 1
+        yield lambda: self._ended[slot] == turn
+        result = yield from operation(slot * SEGMENTS)
+        self._ended[slot] += 1
+        return result
 
     def _sum(self, segment: Tensor, tag: int) -> Steps[None]:
         """Reduce-scatter and gather of one segment, in as many chunks as there are ranks."""
@@ -107,45 +154,50 @@ class Ring:
         short = [chunk.to(dtype) for chunk in chunks]  # as they are before anything is added
         sends = []
         for receive, arrived, own, theirs in self._reduction(chunks, dtype, tag):
-            short[own] = _rounded(chunks[own], dtype, losses[own])
+            short[own] = rounded(chunks[own], dtype, losses[own])
             sends.append(self._send(short[own], tag))
             yield receive
             chunks[theirs].add_(arrived)
         mine = (rank + 1) % n
-        short[mine] = _rounded(chunks[mine], dtype, losses[mine])
+        short[mine] = rounded(chunks[mine], dtype, losses[mine])
         yield from sends
         yield from self._pass_round(short, mine, tag)
-        for chunk, rounded in zip(chunks, short, strict=True):
-            chunk.copy_(rounded)
+        for chunk, its in zip(chunks, short, strict=True):
+            chunk.copy_(its)
 
     def _reduction(
         self, chunks: Any, dtype: torch.dtype, tag: int
-    ) -> list[tuple[Any, Tensor, int, int]]:
+    ) -> Iterator[tuple[Any, Tensor, int, int]]:
         """Of each round: the request and memory of what arrives, the chunk that goes and comes."""
-        n, rank = self.group.size, self.group.rank
-        rounds = []
-        for number in range(n - 1):
-            own, theirs = (rank - number) % n, (rank - number - 1) % n
-            arrived = torch.empty(len(chunks[theirs]), dtype=dtype)
-            rounds.append((self._receive(arrived, tag), arrived, own, theirs))
-        return rounds
+
+        def rounds() -> Iterator[tuple[Any, Tensor, int, int]]:
+            n, rank = self.group.size, self.group.rank
+            for number in range(n - 1):
+                own, theirs = (rank - number) % n, (rank - number - 1) % n
+                arrived = torch.empty(len(chunks[theirs]), dtype=dtype)
+                yield self._receive(arrived, tag), arrived, own, theirs
+
+        return _some_ahead(rounds())
 
     def _pass_round(self, chunks: list[Tensor], mine: int, tag: int) -> Steps[None]:
         """Give all ranks all chunks, of which this rank has `mine` and the one before mine - 1."""
         n = len(chunks)
-        receives = [self._receive(chunks[(mine - step - 1) % n], tag) for step in range(n - 1)]
+        receives = (self._receive(chunks[(mine - step - 1) % n], tag) for step in range(n - 1))
         sends = []
-        for step, receive in enumerate(receives):
+        for step, receive in enumerate(_some_ahead(receives)):
             sends.append(self._send(chunks[(mine - step) % n], tag))
             yield receive
         yield from sends
 
-    def _send(self, chunk: Tensor, tag: int) -> Any:
+    def _send(self, chunk: Tensor, tag: int, to: int | None = None) -> Any:
+        """Begin to send to a rank, by default the next one."""
         self.bytes_sent += chunk.nbytes
-        return self.comm.Isend(_bytes(chunk), dest=self.next, tag=tag)
+        return self.comm.Isend(_bytes(chunk), dest=self.next if to is None else to, tag=tag)
 
-    def _receive(self, chunk: Tensor, tag: int) -> Any:
-        return self.comm.Irecv(_bytes(chunk), source=self.previous, tag=tag)
+    def _receive(self, chunk: Tensor, tag: int, source: int | None = None) -> Any:
+        """Begin to receive from a rank, by default the one before."""
+        source = self.previous if source is None else source
+        return self.comm.Irecv(_bytes(chunk), source=source, tag=tag)
 
 
 class Library(Ring):
@@ -156,14 +208,30 @@ class Library(Ring):
 
     def sum_(self, flat: Tensor, tag: int) -> Steps[None]:
         """Replace a contiguous tensor by its sum over the ranks."""
-        from mpi4py import MPI  # this module loads without, for a process alone
+        from mpi4py import MPI
 
-        from hpc_train.collectives.mpi import SUMMABLE
+        from hpc_train.collectives import mpi
 
         n = self.group.size
         self.bytes_sent += 2 * (n - 1) * flat.nbytes // n
-        buffer = [flat.detach().numpy(), SUMMABLE[flat.dtype]]
-        yield self.comm.Iallreduce(MPI.IN_PLACE, buffer, op=MPI.SUM)
+        datatype = mpi.SUMMABLE[flat.dtype]
+        # All are begun at once: later ones would come in another order on another rank.
+        yield from [
+            self.comm.Iallreduce(MPI.IN_PLACE, [piece, datatype], op=MPI.SUM)
+            for piece in mpi.pieces(flat.detach())
+        ]
+
+
+def _some_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The items, of which AHEAD have been made when the first of them is used.
+
+    A ring of many ranks would else have as many receives in the list that MPI searches for each
+    message.
+    """
+    made = deque(itertools.islice(items, AHEAD))
+    while made:
+        yield made.popleft()
+        made.extend(itertools.islice(items, 1))
 
 
 def _segments(flat: Tensor, n: int) -> list[Tensor]:
@@ -172,11 +240,11 @@ def _segments(flat: Tensor, n: int) -> list[Tensor]:
     return list(flat.tensor_split(max(1, min(wanted, SEGMENTS))))
 
 
-def _rounded(chunk: Tensor, dtype: torch.dtype, lost: Tensor) -> Tensor:
+def rounded(chunk: Tensor, dtype: torch.dtype, lost: Tensor) -> Tensor:
     """The chunk in another type; what that loses is added to `lost`."""
-    rounded = chunk.to(dtype)
-    lost.add_(chunk).sub_(rounded)
-    return rounded
+    short = chunk.to(dtype)
+    lost.add_(chunk).sub_(short)
+    return short
 
 
 def _bytes(chunk: Tensor) -> Any:

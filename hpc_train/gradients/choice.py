@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.collectives import Collectives, connect
+from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.ring import Library, Ring
 from hpc_train.collectives.steps import run
 from hpc_train.errors import SetupError, UserError
@@ -56,6 +57,11 @@ SUMMABLE = (
     torch.complex128,
 )
 TRIALS = 3
+# A message of our ring takes 21 us (docs/scaling.md), and of n ranks 2 (n - 1) follow each other.
+# With 256 they take 11 ms, in which a link of 6 Gbit/s carries a bucket there and back.
+RING_TRIED = 256
+# What is compressed is less, and takes less time than these messages from fewer nodes on.
+RING_COMPRESSED = 8
 BETTER = 0.9  # another way than the usual one has to take less than this part of its time
 
 
@@ -66,7 +72,8 @@ def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[
         levels: the ranks by nodes.
         collectives: of the same ranks.
         two_level: "on": the ranks of a node sum in its memory and nodes communicate once; "off":
-            every rank communicates for itself; "auto": both.
+            every rank communicates for itself; "auto": both. A ring of more than RING_TRIED ranks
+            is none of them.
     """
     flat = Levels.flat(levels.whole)
     if levels.nodes == 1 and two_level != "off":
@@ -75,18 +82,19 @@ def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[
     def cross(kind: type[Ring]) -> Ring | None:
         return kind(levels.cross) if levels.owns else None
 
-    found: dict[str, Make] = {}
-    if two_level != "off":
-        found |= {
-            "two levels, ring": lambda buckets: LevelSums(levels, buckets, cross(Ring)),
-            "two levels, MPI": lambda buckets: LevelSums(levels, buckets, cross(Library)),
-        }
-    if two_level != "on":
-        found |= {
-            "ring": lambda buckets: LevelSums(flat, buckets, Ring(flat.cross)),
-            "MPI": lambda buckets: CollectiveSums(collectives, buckets),
-        }
-    return found
+    found: dict[str, Make] = {
+        "two levels, ring": lambda buckets: LevelSums(levels, buckets, cross(Ring)),
+        "two levels, MPI": lambda buckets: LevelSums(levels, buckets, cross(Library)),
+        "ring": lambda buckets: LevelSums(flat, buckets, Ring(flat.cross)),
+        "MPI": lambda buckets: CollectiveSums(collectives, buckets),
+    }
+    left_out = {
+        *(("two levels, ring", "two levels, MPI") if two_level == "off" else ()),
+        *(("ring", "MPI") if two_level == "on" else ()),
+        *(("two levels, ring",) if levels.nodes > RING_TRIED else ()),
+        *(("ring",) if flat.nodes > RING_TRIED else ()),
+    }
+    return {name: make for name, make in found.items() if name not in left_out}
 
 
 def fastest(group: Group, ways: Mapping[str, Make]) -> str:
@@ -288,10 +296,9 @@ def way(
 ) -> tuple[Make, list[Callable[[], None]]]:
     """How buckets on a device are summed, and what to call when they no longer are. Collective."""
     if device.type != "cpu":
-        early = options.spare_core
-        on_device = connect(levels.whole, device, overlap=early)
-        closing = [on_device.close] if hasattr(on_device, "close") else []
-        return lambda buckets: CollectiveSums(on_device, buckets, early=early), closing
+        on_device = connect(levels.whole, device, overlap=options.spare_core)
+        early = on_device.overlaps
+        return lambda buckets: CollectiveSums(on_device, buckets, early=early), [on_device.close]
     group = levels.whole
     if options.compression != "none":
         level = Levels.flat(group) if options.two_level == "off" else levels
@@ -312,8 +319,14 @@ def compressed(
     levels: Levels, buckets: Sequence[Bucket], compression: str, whole: Sequence[bool] = ()
 ) -> LevelSums:
     """Sums in two levels, compressed between nodes. Collective."""
-    cross = Ring(levels.cross) if levels.nodes > 1 and levels.owns else None
+    kind = compressed_cross(levels.nodes)
+    cross = kind(levels.cross) if levels.nodes > 1 and levels.owns else None
     return LevelSums(levels, buckets, cross, make_compressor(compression), whole)
+
+
+def compressed_cross(nodes: int) -> type[Ring]:
+    """How so many nodes sum what is compressed: MPI's own sums know no 16-bit floats."""
+    return Ring if nodes <= RING_COMPRESSED else Halving
 
 
 def or_collectives(group: Group, make: Make, collectives: Collectives) -> Make:

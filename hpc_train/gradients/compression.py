@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Compressor(Protocol):
     """Sums over the nodes with fewer bytes on the wire than `Cross.sum_`.
 
-    Of the n ranks of a `Cross` each has a compressor; all make the same calls.
+    Of the n ranks of a `Cross` each has a compressor; all make the same calls in the same order.
     """
 
     @property
@@ -188,7 +188,7 @@ class SixteenBit(ErrorFeedback):
             part.add_(self.residuals[number])
         lost = torch.zeros_like(part)
         if self.dtype is torch.float16:
-            scale = yield from _half_scale(cross, number, part)
+            scale = yield from _half_scale(cross, part)
             yield from cross.sum_16_(part.mul_(scale), self.dtype, lost, number)
             part.div_(scale)
             lost.div_(scale)
@@ -198,16 +198,17 @@ class SixteenBit(ErrorFeedback):
             self.residuals[number] = lost
 
 
-def _half_scale(cross: Cross, number: int, part: Tensor) -> Steps[float]:
+def _half_scale(cross: Cross, part: Tensor) -> Steps[float]:
     """The power of two, the same on all ranks, that brings the sums near to float16's largest.
 
     Float16 ends at 65504 and has nothing below 6e-8: averaged gradients of a large model would be
-    lost at its lower end, and sums of large ones at its upper. No sum is larger than the sum of the
-    ranks' largest magnitudes; that goes to 2 ** 15, which leaves room for rounding upwards on the
-    way over a thousand nodes. 8 bytes per rank go round for it. A power of two rounds nothing.
+    lost at its lower end, and sums of large ones at its upper. No sum is larger than n times the
+    ranks' largest magnitude; that goes to 2 ** 15, which leaves room for rounding upwards on the
+    way over a thousand nodes. A power of two rounds nothing.
     """
-    mine = torch.tensor([largest(part)], dtype=torch.float64)
-    bound = (yield from cross.gather(mine, number)).sum().item()
+    mine = largest(part)
+    bound = yield from cross.largest(mine if math.isfinite(mine) else math.inf)
+    bound *= cross.group.size
     if not 0 < bound < math.inf:
         return 1.0
     return 2.0 ** min(15 - math.frexp(bound)[1], 120)  # within float32's own range

@@ -7,7 +7,8 @@ of one bucket is a coroutine (see `collectives.steps`); those of several go on t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -23,7 +24,8 @@ from hpc_train.gradients.compression import Compressor
 from hpc_train.gradients.profile import Profile
 from hpc_train.mpi.levels import Levels
 
-FILLED, DONE = 0, 1
+FILLED, ADDED, CROSSED, DONE = range(4)
+SIGNALS = 4  # of each bucket
 
 
 class Sums(Protocol):
@@ -56,7 +58,9 @@ class LevelSums:
     The ranks of a node add up each other's buffers where they lie: each rank its part of them all.
     Only these parts, one of each node, cross the network; then each rank writes its part of the
     result to all buffers of its node. On a network of nodes with p ranks each this takes
-    1 / p of the traffic of ranks that communicate as if they were alone.
+    1 / p of the traffic of ranks that communicate as if they were alone. Where nodes have unlike
+    numbers of ranks, only so many stand for a part that crosses as every node has; but what is done
+    within a node is shared by all of its ranks.
 
     Collective to make.
 
@@ -92,7 +96,7 @@ class LevelSums:
         if levels.node.size > 1:
             nbytes = memory_bytes(buckets)
             try:
-                self.memory = NodeMemory(levels.node, nbytes, signals=2 * len(buckets))
+                self.memory = NodeMemory(levels.node, nbytes, signals=SIGNALS * len(buckets))
             except SetupError:
                 if cross is not None:
                     cross.close()
@@ -106,28 +110,64 @@ class LevelSums:
         self._begun = self._passed = 0
         self._everyone = range(levels.node.size)
         self._owners = range(levels.owners)
+        self._shares: list[list[int]] | None = None
+        """Where each bucket is cut for all ranks of a node that has more of them than others."""
+        if levels.node.size > levels.owners and levels.nodes > 1:
+            self._shares = [bucket.cuts(levels.node.size) for bucket in buckets]
 
     def begin(self, number: int) -> Steps[None]:
         """Sum a bucket."""
         begin = time.perf_counter()
         self.rounds[number] += 1
-        memory, round_, turn = self.memory, self.rounds[number], self._begun
+        round_, turn = self.rounds[number], self._begun
         self._begun += 1
-        if memory is not None:
-            memory.tell(2 * number + FILLED, round_)
-            yield from memory.wait(2 * number + FILLED, round_, self._everyone)
-            # A later bucket may be seen to be filled before an earlier one. Yet all nodes have to
-            # come to what crosses them in one order: MPI pairs collectives by it.
-            yield lambda: self._passed == turn
-            self._passed += 1
+        yield from self._all(number, FILLED, round_, self._everyone)
+        if self._shares is not None:
+            self._add_share(number, self._shares[number])
+            yield from self._all(number, ADDED, round_, self._everyone)
+        # A later bucket may be seen to be filled before an earlier one. Yet all nodes have to come
+        # to what crosses them in one order: MPI pairs collectives by it.
+        yield lambda: self._passed == turn
+        self._passed += 1
         filled = time.perf_counter()
         if self.levels.owns:
             yield from self._sum_part(number)
-        if memory is not None:
-            memory.tell(2 * number + DONE, round_)
-            yield from memory.wait(2 * number + DONE, round_, self._owners)
+        last = self._owners
+        if self._shares is not None and self.whole[number]:
+            yield from self._all(number, CROSSED, round_, self._owners)
+            self._copy_share(number, self._shares[number])
+            last = self._everyone
+        yield from self._all(number, DONE, round_, last)
         nbytes = self.flats[number].nbytes
         self.profile.add(filled - begin, time.perf_counter() - filled, nbytes)
+
+    def _all(self, number: int, phase: int, round_: int, ranks: range) -> Steps[None]:
+        """Tell the node that this rank has come to a phase of a bucket, and wait for some ranks."""
+        if self.memory is not None:
+            self.memory.tell(SIGNALS * number + phase, round_)
+            yield from self.memory.wait(SIGNALS * number + phase, round_, ranks)
+
+    def _owned(self, number: int, shares: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """This rank's share of a bucket, by owners: the owner's place, its begin and its end."""
+        place = self.levels.node.rank
+        for owner, (begin, end) in enumerate(pairwise(self.cuts[number])):
+            first, last = max(begin, shares[place]), min(end, shares[place + 1])
+            if first < last:
+                yield owner, first, last
+
+    def _add_share(self, number: int, shares: Sequence[int]) -> None:
+        """Add up a share of the node's buffers, into those of the ranks that take it across."""
+        for owner, begin, end in self._owned(number, shares):
+            parts = [buffer[begin:end] for buffer in self._buffers[number]]
+            sum_into(parts, [parts[owner]])
+
+    def _copy_share(self, number: int, shares: Sequence[int]) -> None:
+        """Copy what came across from the ranks that took it to all others."""
+        for owner, begin, end in self._owned(number, shares):
+            parts = [buffer[begin:end] for buffer in self._buffers[number]]
+            for part in parts:
+                if part is not parts[owner]:
+                    part.copy_(parts[owner])
 
     def part(self, number: int) -> tuple[int, int]:
         """Where this rank's part of a bucket begins and ends."""
@@ -140,14 +180,15 @@ class LevelSums:
         begin, end = self.part(number)
         parts = [buffer[begin:end] for buffer in self._buffers[number]]
         mine = parts[self.levels.node.rank]
+        shared = self._shares is not None
         others = [part for part in parts if part is not mine] if self.whole[number] else []
         if self.cross is None:
             sum_into(parts, [mine, *others])
             return
-        if len(parts) > 1:
+        if len(parts) > 1 and not shared:
             sum_into(parts, [mine])
         yield from self._sum_across(number, mine)
-        for other in others:
+        for other in [] if shared else others:
             other.copy_(mine)
 
     def _sum_across(self, number: int, mine: Tensor) -> Steps[None]:

@@ -12,8 +12,7 @@ def sample_weight(group: Group, samples: int) -> float:
     Raises:
         UserError: no rank has a sample.
     """
-    with group.waiting("how many samples each rank has"):
-        total = sum(group.comm.allgather(samples)) if group.comm else samples
+    total = group.total(samples)
     if not total:
         raise UserError("no rank has a sample for this step", "leave the step out on all ranks")
     return samples * group.size / total

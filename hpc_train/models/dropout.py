@@ -8,7 +8,8 @@ place of streams: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -55,3 +56,33 @@ class SampleDropout(nn.Module):
             drawn = torch.rand(shape, generator=generator, device=x.device)
             drawn = drawn.chunk(parts, dim)[index]
         return (drawn >= self.share).to(x.dtype)
+
+
+class SeedsInUse:
+    """The seeds that the dropouts of a model have at a moment, to be brought back later.
+
+    A backward pass that computes activations again (torch.utils.checkpoint) has to draw the masks
+    of its own forward pass, and since then others may have come: a pipeline has several
+    micro-batches under way.
+
+    Args:
+        dropouts: all of the model's.
+    """
+
+    def __init__(self, dropouts: Sequence[SampleDropout]) -> None:
+        self.dropouts = dropouts
+        self._seeds = [dropout.seeds for dropout in dropouts]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Let the dropouts have them inside of this context."""
+        later = [dropout.seeds for dropout in self.dropouts]
+        self._set(self._seeds)
+        try:
+            yield
+        finally:
+            self._set(later)
+
+    def _set(self, seeds: Sequence[Sequence[int]]) -> None:
+        for dropout, its in zip(self.dropouts, seeds, strict=True):
+            dropout.seeds = its

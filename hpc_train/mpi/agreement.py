@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from hpc_train.errors import HpcTrainError, RankError, UserError
@@ -31,7 +32,8 @@ def agreed(group: Group) -> Iterator[None]:
 
     Raises:
         HpcTrainError: the failing rank's error, of the same class on every rank, naming the rank
-            and its host. Exceptions of other kinds become a RankError.
+            and its host. Of a subclass that cannot be made from a cause and a remedy, or not be
+            pickled, the nearest base that can be. Exceptions of other kinds become a RankError.
     """
     failure: Exception | None = None
     try:
@@ -76,11 +78,29 @@ def settle(
 
 
 def _described(group: Group, failure: Exception | None) -> HpcTrainError:
-    """The failing rank's error as the other ranks raise it."""
+    """The failing rank's error as the other ranks raise it.
+
+    Nothing in it may raise: the other ranks wait for what it returns.
+    """
     where = f"rank {group.rank} ({group.host})"
     if isinstance(failure, HpcTrainError):
-        return type(failure)(f"{where}: {failure.cause}", failure.remedy)
-    return RankError(f"{where}: {type(failure).__name__}: {failure}", "its log has the traceback")
+        cause, remedy = f"{where}: {_text(failure.cause)}", _text(failure.remedy)
+        # A subclass of somebody else's may take other arguments, or not survive the way.
+        for kind in type(failure).__mro__[: type(failure).__mro__.index(HpcTrainError)]:
+            with suppress(Exception):
+                error: HpcTrainError = pickle.loads(pickle.dumps(kind(cause, remedy)))
+                if (error.cause, error.remedy) == (cause, remedy):
+                    return error
+        return HpcTrainError(cause, remedy)
+    text = f"{where}: {type(failure).__name__}: {_text(failure)}"
+    return RankError(text, "its log has the traceback")
+
+
+def _text(of: object) -> str:
+    try:
+        return str(of)
+    except Exception as error:  # noqa: BLE001  # in somebody's __str__
+        return f"({type(error).__name__} in its message)"
 
 
 def from_first(group: Group, make: Callable[[], T]) -> T:

@@ -7,7 +7,7 @@ both must be read from variables, which each launcher names differently.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from hpc_train.errors import SetupError
 
 
 class Names(NamedTuple):
-    """One launcher's variables; the first of each that is set counts."""
+    """One launcher's variables."""
 
     launcher: str
     rank: str
@@ -63,30 +63,35 @@ WITHOUT_MPI = {
 class Launch:
     """A process's place in its job as its launcher describes it.
 
-    `local_size` is None where the launcher does not tell.
+    `local_rank` and `local_size` are None where the launcher does not tell.
     """
 
     launcher: str
     rank: int
     size: int
-    local_rank: int
+    local_rank: int | None
     local_size: int | None
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
     """Read the launcher's variables; None for a process that no MPI launcher started.
 
+    What the launcher itself does not tell is taken from another one that gives this process the
+    same place: `srun --mpi=pmi2` sets Hydra's rank and size, and only Slurm's local rank.
+
     Raises:
         SetupError: a launcher that does not start MPI ranks started this process.
     """
     for names in LAUNCHERS:
         if names.rank in environ and names.size in environ:
+            rank, size = int(environ[names.rank]), int(environ[names.size])
+            agreeing = [names, *(n for n in LAUNCHERS if _gives(environ, n, rank, size))]
             return Launch(
                 names.launcher,
-                int(environ[names.rank]),
-                int(environ[names.size]),
-                int(environ.get(names.local_rank, 0)),
-                _first_number(environ.get(names.local_size)),
+                rank,
+                size,
+                _first_number(environ, [n.local_rank for n in agreeing]),
+                _first_number(environ, [n.local_size for n in agreeing]),
             )
     for variable, launcher in WITHOUT_MPI.items():
         if variable in environ:
@@ -103,20 +108,70 @@ def for_launcher(environ: Mapping[str, str], uid: int) -> dict[str, str]:
     return {**environ, **(consent if uid == 0 else {})}
 
 
-def visible_device(environ: Mapping[str, str], local_rank: int, devices: int) -> str | None:
-    """The CUDA_VISIBLE_DEVICES that gives each local rank a GPU of its own, or None to leave it.
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of a node.
 
     Args:
-        environ: may hold the scheduler's CUDA_VISIBLE_DEVICES, whose entries are then dealt out.
-        local_rank: this rank's place on its node.
-        devices: GPUs of the node.
+        count: how many there are.
+        variables: by which a process is told which of them it sees, the one that counts from what
+            the others leave first.
     """
-    given = environ.get("CUDA_VISIBLE_DEVICES")
-    visible = [str(i) for i in range(devices)] if given is None else given.split(",")
-    return visible[local_rank % len(visible)] if len(visible) > 1 else None
+
+    count: int
+    variables: tuple[str, ...]
 
 
-def _first_number(text: str | None) -> int | None:
-    """The number a value starts with: Slurm writes 2(x3) for three nodes with two tasks each."""
-    found = re.match(r"\d+(?=$|\(x\d+\)$)", text or "")
-    return int(found[0]) if found else None
+NVIDIA = ("CUDA_VISIBLE_DEVICES",)
+# HIP numbers what ROCr leaves, and reads CUDA's variable where its own is not set. So one of them
+# is to be changed and not two: the second would choose among the one GPU that the first has left.
+AMD = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def visible_device(environ: Mapping[str, str], launch: Launch, gpus: Gpus) -> dict[str, str]:
+    """The variable that gives each local rank a GPU of its own; nothing where it sees but one.
+
+    Args:
+        environ: may hold the scheduler's choice of GPUs, whose entries are then dealt out.
+        launch: this rank's place.
+        gpus: of the node.
+
+    Raises:
+        SetupError: the rank sees several GPUs, and no launcher tells its place on the node.
+    """
+    set_ones = [name for name in gpus.variables if name in environ]
+    visible = [str(i) for i in range(gpus.count)]
+    if set_ones:
+        visible = environ[set_ones[0]].split(",")
+    if len(visible) <= 1:
+        return {}
+    if launch.local_rank is None:
+        if not gpus.count:  # a site's modules may set the variable on nodes without GPUs
+            return {}
+        raise SetupError(
+            f"rank {launch.rank} of {launch.size} sees {len(visible)} GPUs, and {launch.launcher} "
+            "does not tell which place it has among the ranks of its node",
+            "let the launcher show each rank one GPU, such as by srun --gpus-per-task=1, or set "
+            "MPI_LOCALRANKID",
+        )
+    name = set_ones[0] if set_ones else gpus.variables[0]
+    return {name: visible[launch.local_rank % len(visible)]}
+
+
+def _gives(environ: Mapping[str, str], names: Names, rank: int, size: int) -> bool:
+    """Whether a launcher's variables give a process this place.
+
+    Those that a process has inherited, of a batch shell or of the daemon that has started it, do
+    not.
+    """
+    return (environ.get(names.rank), environ.get(names.size)) == (str(rank), str(size))
+
+
+def _first_number(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
+    """The number that the first of these variables starts with that is set.
+
+    Slurm writes 2(x3) for three nodes with two tasks each.
+    """
+    values = (environ[name] for name in names if name in environ)
+    found = (re.match(r"\d+(?=$|\(x\d+\)$)", value) for value in values)
+    return next((int(match[0]) for match in found if match), None)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+AGREEMENT = "an agreement"
+
 
 @dataclass(frozen=True)
 class Group:
@@ -83,20 +85,31 @@ class Group:
         with self.waiting(what):
             return self.comm.allgather(value)
 
-    def largest(self, number: int, what: str = "an agreement") -> int:
-        """The largest of the ranks' integers. Collective.
+    def largest(self, number: int, what: str = AGREEMENT) -> int:
+        """The largest of the ranks' integers, of 64 bits. Collective.
 
         Args:
             number: this rank's.
             what: is agreed on, in words, for the message if a rank does not come.
         """
+        return self._combined("MAX", number, what)
+
+    def smallest(self, number: int) -> int:
+        """The smallest of the ranks' integers, of 64 bits. Collective."""
+        return self._combined("MIN", number, AGREEMENT)
+
+    def total(self, number: int) -> int:
+        """The sum of the ranks' integers, of 64 bits. Collective."""
+        return self._combined("SUM", number, AGREEMENT)
+
+    def _combined(self, operation: str, number: int, what: str) -> int:
         if self.comm is None:
             return number
         from mpi4py import MPI  # a group with a communicator has MPI
 
         result = array("q", [number])
         with self.waiting(what):
-            self.comm.Allreduce(MPI.IN_PLACE, result, op=MPI.MAX)
+            self.comm.Allreduce(MPI.IN_PLACE, result, op=getattr(MPI, operation))
         return result[0]
 
     def barrier(self) -> None:

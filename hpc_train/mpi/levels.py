@@ -29,7 +29,7 @@ class Levels:
     @classmethod
     def join(cls, whole: Group, node: Group, cross: Group) -> Levels:
         """Put a group and its parts together. Collective over the group."""
-        return cls(whole, node, cross, -whole.largest(-node.size), whole.largest(cross.size))
+        return cls(whole, node, cross, whole.smallest(node.size), whole.largest(cross.size))
 
     @classmethod
     def of(cls, whole: Group) -> Levels:

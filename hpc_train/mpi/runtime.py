@@ -80,14 +80,13 @@ def start() -> Runtime:
 
     Raises:
         SetupError: mpi4py finds no MPI, the MPI library is another one than the launcher's, or it
-            does not give MPI_THREAD_MULTIPLE, which Horovod's and our threads need.
+            does not give MPI_THREAD_MULTIPLE, which Horovod's and our threads need; or there are
+            several GPUs, and nothing tells which of them is this rank's.
     """
     launch = environment.read(os.environ)
     if launch is None or launch.size == 1:
         return Runtime(Group(), Group())
-    device = environment.visible_device(os.environ, launch.local_rank, _gpus())
-    if device is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = device
+    os.environ |= environment.visible_device(os.environ, launch, _gpus())
     if (launch.local_size or 1) > (os.cpu_count() or 1):
         # Ranks that wait would hold the cores of those they wait for. Open MPI notices this only
         # where the launcher was told of too few slots; horovodrun -H tells it of as many as ranks.
@@ -112,9 +111,25 @@ def start() -> Runtime:
     return Runtime(world, Group(shared.rank, shared.size, shared, world.waiting), launch.launcher)
 
 
-def _gpus() -> int:
-    """NVIDIA GPUs of this node, counted by their device files: no driver is touched."""
-    return sum(1 for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit())
+def _gpus(root: Path = Path("/")) -> environment.Gpus:
+    """GPUs of this node, counted by files of their drivers, which are not touched.
+
+    Args:
+        root: stands for the root of the file system.
+    """
+    nvidia = sum(1 for path in (root / "dev").glob("nvidia*") if path.name[6:].isdigit())
+    if nvidia:
+        return environment.Gpus(nvidia, environment.NVIDIA)
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+    return environment.Gpus(sum(map(_is_gpu, nodes)), environment.AMD)
+
+
+def _is_gpu(gpu_id: Path) -> bool:
+    """Whether a node of AMD's driver is a GPU that this process may use: processors have id 0."""
+    try:
+        return int(gpu_id.read_text()) != 0
+    except (OSError, ValueError):  # a cgroup hides it
+        return False
 
 
 def import_mpi() -> Any:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from hpc_train.collectives import connect
+from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
+from hpc_train.models.dropout import SampleDropout
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.placement import Coordinate
 from hpc_train.parallel.gradients import LayoutGradients
@@ -49,11 +50,21 @@ class Applied:
         pipeline: runs micro-batches through it.
         gradients: completes its gradients.
         shards: what this rank holds, by the names of the local module's parameters and buffers.
+        collectives: what the model computes with, closed with this.
     """
 
     pipeline: Pipeline
     gradients: LayoutGradients
     shards: Mapping[str, Shard]
+    collectives: Sequence[Collectives] = ()
+
+    def close(self) -> None:
+        """Release threads and communicators; the model can no longer be used. Collective.
+
+        The grid's groups stay.
+        """
+        for each in self.collectives:
+            each.close()
 
 
 def apply(
@@ -106,17 +117,21 @@ def apply(
     tied = whole.tied(names, runs)
     shards = whole.shards(model, specs, grid.coordinate, names)
     parameters = dict(model.named_parameters())
+    over = {
+        "tensor": tensor_group,
+        "embedding": connect(grid.embedding, device),
+        "model": connect(grid.model, device),
+    }
     gradients = LayoutGradients(
         [p for name, p in parameters.items() if cut and name not in specs],
         [p for name, p in parameters.items() if shards[name].name in tied],
         [p for name, p in parameters.items() if shards[name].owned],
-        tensor=tensor_group,
-        embedding=connect(grid.embedding, device),
-        model=connect(grid.model, device),
+        **over,
     )
     name = "1f1b" if layout.schedule == "zero_bubble" and not names else layout.schedule
-    pipeline = Pipeline(grid.pipe, device, name, chunks, stages, deferred)
-    return Applied(pipeline, gradients, shards)
+    dropouts = [layer for layer in model.modules() if isinstance(layer, SampleDropout)]
+    pipeline = Pipeline(grid.pipe, device, name, chunks, stages, deferred, dropouts)
+    return Applied(pipeline, gradients, shards, [everyone, *over.values()])
 
 
 @dataclass(frozen=True)

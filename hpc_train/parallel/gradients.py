@@ -11,6 +11,8 @@ from torch.nn.utils import get_total_norm
 
 from hpc_train.collectives import Collectives
 
+SMALL = 1 << 18  # bytes, up to which to copy a gradient costs less than a call of its own
+
 
 class LayoutGradients:
     """Completes gradients of parameters that several ranks of one replica hold, and their norm.
@@ -74,18 +76,21 @@ def _square(gradients: list[Tensor]) -> Tensor:
 
 
 def _sum_gradients(parameters: Iterable[Parameter], over: Collectives) -> None:
-    """Sum the gradients over ranks in one call for each type."""
+    """Sum the gradients over ranks: large ones where they lie, small ones in one call by type."""
     if over.group.size == 1:
         return
-    by_type: dict[torch.dtype, list[Tensor]] = {}
+    small: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            by_type.setdefault(parameter.dtype, []).append(parameter.grad)
-    for gradients in by_type.values():
-        flat = torch.cat([gradient.view(-1) for gradient in gradients])
+            if parameter.grad.nbytes > SMALL:
+                over.sum_(parameter.grad)
+            else:
+                small.setdefault(parameter.dtype, []).append(parameter.grad)
+    for gradients in small.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         over.sum_(flat)
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, total in zip(gradients, flat.split(sizes), strict=True):
-            gradient.copy_(total.view_as(gradient))  # in place: it may be part of a bucket
+            gradient.copy_(total.view(gradient.shape))  # in place: it may be part of a bucket

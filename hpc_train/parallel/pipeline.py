@@ -5,13 +5,15 @@ A rank alone is a pipeline of one stage: the same loop accumulates its micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hpc_train.models.dropout import SampleDropout, SeedsInUse
 from hpc_train.mpi.group import Group
 from hpc_train.parallel import schedule as schedules
 from hpc_train.parallel.linear import Deferred, compute
@@ -28,6 +30,7 @@ class Live:
     """What is kept of a micro-batch in a chunk from its forward to the end of its backward pass."""
 
     output: Tensor
+    seeds: SeedsInUse
     input: Tensor | None = None
     gradient: Tensor | None = None
     deferred: list[tuple[Parameter, Callable[[], Tensor]]] = field(default_factory=list)
@@ -43,6 +46,7 @@ class Pipeline:
         chunks: virtual stages of each rank.
         stages: this rank's; None for a pipeline of one rank.
         deferred: where its linear layers leave their weights' gradients, for zero_bubble.
+        dropouts: of this rank's part of the model.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class Pipeline:
         chunks: int = 1,
         stages: Stages | None = None,
         deferred: Deferred | None = None,
+        dropouts: Sequence[SampleDropout] = (),
     ) -> None:
+        self.dropouts = list(dropouts)
         self.group, self.name, self.chunks = group, name, chunks
         self.stages, self.deferred = stages, deferred
         self.virtual = group.size * chunks
@@ -121,7 +127,7 @@ class Pipeline:
 
     def _forward(self, action: Action, forward: Forward, samples: Sequence[int]) -> Live:
         if self.stages is None:
-            return Live(forward(action.micro_batch, action.chunk))
+            return Live(forward(action.micro_batch, action.chunk), SeedsInUse(self.dropouts))
         assert self.transport is not None
         given = None
         if self._stage(action) > 0:
@@ -137,19 +143,30 @@ class Pipeline:
             self.transport.send(message, output.clone() if shared else output)
             back = self._gradient(action.micro_batch, self._stage(action), samples, +1)
             self.transport.learn(back.kind, output)
-        return Live(output, given)
+        return Live(output, SeedsInUse(self.dropouts), given)
+
+    @contextmanager
+    def _pass_of(self, action: Action, live: Live) -> Iterator[None]:
+        """What the forward pass had, for modules that the backward pass computes again."""
+        with ExitStack() as stack:
+            stack.enter_context(live.seeds.again())
+            if self.stages is not None:
+                stack.enter_context(self.stages.recomputing(action.chunk, live.input))
+            yield
 
     def _backward(self, action: Action, live: Live, samples: Sequence[int], factor: float) -> None:
         if self._stage(action) < self.virtual - 1:
             assert self.transport is not None
             live.gradient = self.transport.receive()
             if live.output.requires_grad:
-                torch.autograd.backward(live.output, live.gradient)
+                with self._pass_of(action, live):
+                    torch.autograd.backward(live.output, live.gradient)
         else:
             loss = live.output
             if factor != 1 or len(samples) > 1:
                 loss = loss * factor / len(samples)
-            loss.backward()
+            with self._pass_of(action, live):
+                loss.backward()
         if live.input is not None and self.transport is not None:
             gradient = live.input.grad
             if gradient is None:  # the output does not depend on it

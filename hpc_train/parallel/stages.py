@@ -8,11 +8,14 @@ the rank before, and where a module behind them is called, the pass is left with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
@@ -42,11 +45,15 @@ class Cursor:
         run: the modules that are computed.
         activation: the result of the module before the first of them; None at the model's begin.
         due: the module that is called next.
+        again: whether modules are computed a second time, in the backward pass.
+        graded: whether the pass computes gradients.
     """
 
     run: range
     activation: Tensor | None = None
     due: int = 0
+    again: bool = False
+    graded: bool = field(default_factory=torch.is_grad_enabled)
 
 
 class Stages:
@@ -61,7 +68,8 @@ class Stages:
     def __init__(self, model: nn.Module, names: Sequence[str], mine: Sequence[range]) -> None:
         self.runs = list(mine)
         self.names = list(names)
-        self._cursor = Cursor(range(len(names)))
+        self._model = model
+        self._cursor: Cursor | None = None  # of the pass under way
         kept = {position for run in mine for position in run}
         for position, name in enumerate(names):
             if position not in kept:
@@ -87,36 +95,78 @@ class Stages:
             UserError: the forward pass did not call each of the modules once, in the order of the
                 stages, with a tensor as its first argument.
         """
-        self._cursor = Cursor(self.runs[chunk], activation)
-        try:
-            result = forward()
-        except _Leave as leave:
-            return leave.activation
-        if self._cursor.due < len(self.names):
-            raise UserError(f"the forward pass did not come to {self._due}", REMEDY)
+        cursor = Cursor(self.runs[chunk], activation)
+        with self._under_way(cursor):
+            try:
+                result = forward()
+            except _Leave as leave:
+                # What the model has open, such as the hooks of torch.utils.checkpoint, ends here.
+                traceback.clear_frames(leave.__traceback__)
+                return leave.activation
+        if cursor.due < len(self.names):
+            raise UserError(f"the forward pass did not come to {self._due(cursor)}", REMEDY)
         return result
 
-    @property
-    def _due(self) -> str:
+    def recomputing(self, chunk: int, activation: Tensor | None) -> AbstractContextManager[None]:
+        """The backward pass of one of this rank's runs, which may compute modules again.
+
+        So it is under torch.utils.checkpoint. They start with what `compute` was given.
+        """
+        return self._under_way(Cursor(self.runs[chunk], activation, again=True))
+
+    @contextmanager
+    def _under_way(self, cursor: Cursor) -> Iterator[None]:
+        self._cursor = cursor
+        try:
+            yield
+        finally:
+            self._cursor = None
+
+    def _due(self, cursor: Cursor) -> str:
         """The name of the module that is called next."""
-        return [*self.names, "the end"][self._cursor.due]
+        return [*self.names, "the end"][cursor.due]
 
     def visit(self, position: int, original: Callable[..., Any] | None, args: Any, how: Any) -> Any:
         """A stage module is called: compute it, skip it, or leave."""
         cursor, name = self._cursor, self.names[position]
-        if position != cursor.due:
-            raise UserError(f"the forward pass calls {name} before {self._due}", REMEDY)
-        if position > 0 and not (args and isinstance(args[0], Tensor)):
-            raise UserError(f"the first argument of stage {name} is not a tensor", REMEDY)
-        cursor.due += 1
+        if cursor is None:  # called by itself
+            if original is None:
+                raise UserError(f"stage {name} is another rank's", "call it in the model's forward")
+            return original(*args, **how)
+        if not cursor.again:
+            self._check(cursor, position, args)
+            cursor.due += 1
         if position > cursor.run[-1]:
+            self._check_gradient(cursor, args[0])
             raise _Leave(args[0])
         if position < cursor.run[0]:
-            return cursor.activation
+            # A tensor of its own: whoever wraps the module may take it into its graph.
+            assert cursor.activation is not None
+            return cursor.activation.detach().requires_grad_(cursor.activation.requires_grad)
         if position == cursor.run[0] and cursor.activation is not None:
             args = (cursor.activation, *args[1:])
         assert original is not None  # a run has modules of this rank only
         return original(*args, **how)
+
+    def _check(self, cursor: Cursor, position: int, args: Any) -> None:
+        name = self.names[position]
+        if position != cursor.due:
+            raise UserError(f"the forward pass calls {name} before {self._due(cursor)}", REMEDY)
+        if position > 0 and not (args and isinstance(args[0], Tensor)):
+            raise UserError(f"the first argument of stage {name} is not a tensor", REMEDY)
+
+    def _check_gradient(self, cursor: Cursor, activation: Tensor) -> None:
+        """Refuse an activation that should have a gradient and was computed without."""
+        if not cursor.graded or torch.is_grad_enabled() or activation.requires_grad:
+            return
+        given = cursor.activation is not None and cursor.activation.requires_grad
+        mine = (self._model.get_submodule(self.names[position]) for position in cursor.run)
+        if given or any(p.requires_grad for module in mine for p in module.parameters()):
+            raise UserError(
+                f"stage {self.names[cursor.run[-1]]} is computed without its gradient",
+                "let each torch.utils.checkpoint begin and end in one stage, or give it "
+                "use_reentrant=False",
+            )
 
 
 @dataclass

@@ -171,6 +171,42 @@ def test_tensors_may_lie_in_any_order(group):
     assert torch.equal(tensor, torch.full((2, 3, 4, 5), group.size * (group.size - 1.0)))
 
 
+class Limited:
+    """A communicator that refuses large counts, as MPI-3 does from 2 ** 31 on."""
+
+    def __init__(self, comm, nbytes):
+        self.comm, self.nbytes = comm, nbytes
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def Allgather(self, mine, every):  # noqa: N802  # mpi4py's name
+        assert every[0].nbytes <= self.nbytes
+        self.comm.Allgather(mine, every)
+
+    def Reduce_scatter_block(self, every, mine, op):  # noqa: N802  # mpi4py's name
+        assert every[0].nbytes <= self.nbytes
+        self.comm.Reduce_scatter_block(every, mine, op=op)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(4, 8, 12), (4, 0, 12)])
+def test_what_is_gathered_and_scattered_is_cut_where_counts_would_be_too_large(
+    group, monkeypatch, shape, dim
+):
+    if not group or group.size == 3:  # which does not divide the shape
+        return
+    monkeypatch.setattr("hpc_train.collectives.mpi.PIECE_BYTES", 320)
+    over = connect(group)
+    if group.comm is not None:
+        over.comm = Limited(group.comm, 320)
+    every = [of_rank(rank, shape, torch.float64) for rank in range(group.size)]
+    gathered = over.start_gather(every[group.rank], dim).wait()
+    part = over.start_sum_scatter(every[group.rank], dim).wait()
+    assert torch.equal(gathered, torch.cat(every, dim))
+    torch.testing.assert_close(part, sum(every).chunk(group.size, dim)[group.rank])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_floats_are_added_in_float32_and_rounded_once(group, pieces, dtype):
     if not group:
@@ -190,3 +226,18 @@ def test_what_mpi_cannot_add_is_refused(group):
         for call in (connect(group).sum_, lambda t: connect(group).start_sum_scatter(t, 0)):
             with pytest.raises(TypeError, match="cannot add torch.int16"):
                 call(torch.ones(group.size, dtype=torch.int16))
+
+
+def test_ranks_with_unlike_cores_agree_on_a_thread(group):
+    """A rank with fewer cores than the others would not make the communicator that they make."""
+    if not group:
+        return
+    found = []
+    for wanted in (group.rank > 0, True):
+        over = connect(group, overlap=wanted)
+        tensor = torch.full((3,), group.rank + 1.0)
+        over.start_sum_(tensor).wait()
+        found.append((over.overlaps, tensor[0].item()))
+        over.close()
+    total = sum(range(1, group.size + 1))
+    assert found == [(False, total), (True, total)]

@@ -52,3 +52,26 @@ def test_ranks_that_do_not_ascend_can_sum_and_broadcast_but_not_gather(job):
     for start in (over.start_gather, over.start_sum_scatter):
         with pytest.raises(ValueError, match=r"reorder ranks \[3, 2, 1, 0\]: gather over MPI"):
             start(torch.ones(4), 0)
+
+
+def test_operations_of_one_kind_have_names_that_horovod_knows(job, monkeypatch):
+    """Also where more are under way than there are names."""
+    rank, size = job.world.rank, job.world.size
+    over = connected(job, 0, rank)
+    monkeypatch.setattr("hpc_train.collectives.horovod.NAMES", 3)
+    names, start = [], over.hvd.allreduce_async_
+
+    def named(*args, name, **how):
+        names.append(name)
+        return start(*args, name=name, **how)
+
+    monkeypatch.setattr(over.hvd, "allreduce_async_", named)
+    found = []
+    for _ in range(2):
+        mine = [torch.full((4,), float(rank + number)) for number in range(7)]
+        pending = [over.start_sum_(tensor) for tensor in mine]
+        found += [each.wait().tolist() for each in pending]
+    over.group.close()
+    ranks = size * (size - 1) / 2
+    assert found == [[ranks + size * number] * 4 for number in range(7)] * 2
+    assert len(set(names)) == 3

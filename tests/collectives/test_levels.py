@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.node import NodeMemory, sum_into
 from hpc_train.collectives.ring import Library, Ring
 from hpc_train.collectives.steps import run
@@ -22,7 +23,10 @@ def total(size: int, count: int, dtype=torch.float64):
     return sum(numbers(rank, count, dtype) for rank in range(size))
 
 
-@pytest.mark.parametrize("kind", [Ring, Library])
+KINDS = [Ring, Library, Halving]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [0, 1, 3, 1000, 300_001])
 def test_a_ring_sums(group, kind, count):
     if not group or group.size == 1:
@@ -36,21 +40,26 @@ def test_a_ring_sums(group, kind, count):
     ring.close()
 
 
-def test_a_ring_sends_what_is_optimal(job):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ring_sends_what_is_optimal(job, kind):
     world = job.world
-    if world.size == 1:
+    if world.size not in (2, 4):
         return
-    ring, flat = Ring(world), numbers(world.rank, 8 * world.size)
+    ring, flat = kind(world), numbers(world.rank, 8 * world.size)
     run(ring.sum_(flat, 0))
     assert ring.bytes_sent == 2 * (world.size - 1) * flat.nbytes // world.size
     ring.close()
 
 
-def test_several_sums_are_under_way_at_once(job):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("slots", [None, 1, 2])
+def test_several_sums_are_under_way_at_once(job, kind, slots):
+    """Also more of them than MPI has tags for."""
     world = job.world
     if world.size == 1:
         return
-    ring = Ring(world)
+    ring = kind(world)
+    ring.slots = slots or ring.slots
     flats = [numbers(world.rank + 10 * n, 5000) for n in range(5)]
 
     def all_of_them():
@@ -63,32 +72,71 @@ def test_several_sums_are_under_way_at_once(job):
     ring.close()
 
 
+@pytest.mark.parametrize("kind", [Ring, Halving])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_16_bits_lose_is_kept(job, dtype):
+@pytest.mark.parametrize("count", [1, 10_001, 300_001])
+def test_what_16_bits_lose_is_kept(group, kind, dtype, count):
     """The sum and all that was lost are the sum of what went in: nothing disappears."""
-    world = job.world
-    if world.size == 1:
+    if not group or group.size == 1:
         return
-    ring, count = Ring(world), 10_001
-    flat, lost = numbers(world.rank, count), torch.zeros(count, dtype=torch.float64)
+    ring = kind(group)
+    flat, lost = numbers(group.rank, count), torch.zeros(count, dtype=torch.float64)
     run(ring.sum_16_(flat, dtype, lost, 0))
-    assert torch.allclose(flat, total(world.size, count), rtol=0.02, atol=0.05)
+    everyone = group.comm.allgather(flat.numpy().tobytes())
     everything = lost.clone()
-    world.comm.Allreduce(lost.numpy(), everything.numpy())
-    assert torch.allclose(flat + everything, total(world.size, count), rtol=1e-12, atol=1e-12)
+    group.comm.Allreduce(lost.numpy(), everything.numpy())
     ring.close()
+    assert torch.allclose(flat, total(group.size, count), rtol=0.02, atol=0.05)
+    assert torch.allclose(flat + everything, total(group.size, count), rtol=1e-12, atol=1e-12)
+    assert len(set(everyone)) == 1, "not the same bits on all ranks"
 
 
-def test_a_ring_gathers_any_type(job):
+@pytest.mark.parametrize("kind", [Ring, Halving])
+def test_a_ring_gathers_any_type_and_finds_the_largest(group, kind):
+    if not group or group.size == 1:
+        return
+    ring = kind(group)
+    payload = torch.full((3, 2), group.rank, dtype=torch.uint8)
+    whole = run(ring.gather(payload, 1))
+    most = run(ring.largest(group.rank / 2))
+    ring.close()
+    assert whole.dtype == torch.uint8
+    assert [int(row[0, 0]) for row in whole] == list(range(group.size))
+    assert most == (group.size - 1) / 2
+
+
+class Limited:
+    """A communicator that refuses large counts, as MPI-3 does from 2 ** 31 on."""
+
+    def __init__(self, comm, nbytes):
+        self.comm, self.nbytes = comm, nbytes
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def Iallreduce(self, place, buffer, op):  # noqa: N802  # mpi4py's name
+        assert buffer[0].nbytes <= self.nbytes
+        return self.comm.Iallreduce(place, buffer, op=op)
+
+
+def test_the_librarys_sums_are_cut_where_counts_would_be_too_large(job, monkeypatch):
     world = job.world
     if world.size == 1:
         return
-    ring = Ring(world)
-    payload = torch.full((3, 2), world.rank, dtype=torch.uint8)
-    whole = run(ring.gather(payload, 1))
-    assert whole.dtype == torch.uint8
-    assert [int(row[0, 0]) for row in whole] == list(range(world.size))
+    monkeypatch.setattr("hpc_train.collectives.mpi.PIECE_BYTES", 800)
+    ring = Library(world)
+    comm, ring.comm = ring.comm, Limited(ring.comm, 800)
+    flats = [numbers(world.rank + 10 * n, 1001) for n in range(3)]
+
+    def all_of_them():
+        yield [ring.sum_(flat, number) for number, flat in enumerate(flats)]
+
+    run(all_of_them())
+    ring.comm = comm
     ring.close()
+    for number, flat in enumerate(flats):
+        expected = sum(numbers(rank + 10 * number, 1001) for rank in range(world.size))
+        assert torch.allclose(flat, expected, rtol=1e-13, atol=1e-13)
 
 
 def test_ranks_see_what_others_wrote_before_they_told(job):

@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from hpc_train.collectives import connect
+from hpc_train.collectives.halving import Halving
+from hpc_train.collectives.node import sum_into
 from hpc_train.collectives.ring import Library, Ring
-from hpc_train.collectives.steps import Scheduler
+from hpc_train.collectives.steps import Scheduler, run
 from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.choice import Options, compressed_cross, way, ways
 from hpc_train.gradients.sums import LevelSums
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.levels import Levels
 from tests.gradients.test_same import levels_of
 
 pytestmark = pytest.mark.mpi
@@ -39,3 +45,58 @@ def test_each_bucket_meets_itself_on_the_other_nodes(job, kind):
                 wrong.append((round_, number))
     sums.close()
     assert not wrong
+
+
+def test_ranks_with_unlike_cores_sum_in_one_way(job):
+    """Also where tensors are on a device: whether sums begin early is agreed on."""
+    world = job.world
+    cores = torch.get_num_threads() + (world.rank > 0)
+    options = Options(None, "auto", "none", 1, 0, frozenset(), cores, deterministic=False)
+    make, closing = way(Levels.flat(world), options, torch.device("meta"))
+    early = make([]).early
+    for close in closing:
+        close()
+    assert not early
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (16, ["two levels, ring", "two levels, MPI", "ring", "MPI"]),
+        (64, ["two levels, ring", "two levels, MPI", "MPI"]),
+        (512, ["two levels, MPI", "MPI"]),
+    ],
+)
+def test_a_ring_that_cannot_win_is_not_tried(nodes, expected):
+    levels = Levels(Group(0, 16 * nodes), Group(0, 16), Group(0, nodes), 16, nodes)
+    assert list(ways(levels, connect(Group()), "auto")) == expected
+    assert compressed_cross(nodes) is Halving
+    assert compressed_cross(2) is Ring
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_all_ranks_of_a_larger_node_add_up_its_buffers(job, monkeypatch, whole):
+    """Also those that stand for no part when nodes communicate."""
+    world = job.world
+    if world.size != 4:
+        return
+    added = []
+
+    def counted(parts, targets):
+        added.append(len(parts[0]) * len(parts))
+        sum_into(parts, targets)
+
+    monkeypatch.setattr("hpc_train.gradients.sums.sum_into", counted)
+    levels = levels_of(world, (0, 0, 0, 1))
+    bucket = Bucket([Parameter(torch.empty(size, dtype=torch.float64)) for size in (700, 1, 199)])
+    cross = Ring(levels.cross) if levels.owns else None
+    sums = LevelSums(levels, [bucket], cross, whole=[whole])
+    for _ in range(3):
+        sums.flats[0].copy_(torch.arange(900) * (world.rank + 1))
+        run(sums.begin(0), polite=True)
+    result = sums.flats[0].clone()
+    sums.close()
+    levels.close()
+    if whole or levels.owns:
+        assert torch.equal(result, torch.arange(900) * 10.0)
+    assert sum(added) == (3 * 3 * 300 if world.rank < 3 else 0)

@@ -45,6 +45,63 @@ def test_an_unexpected_exception_becomes_a_rank_error_on_all(group):
     assert caught.value.agreed
 
 
+class Numbered(UserError):
+    """Takes other arguments than its base."""
+
+    def __init__(self, number, *, kind):
+        super().__init__(f"{kind} {number}", "count again")
+
+
+class Rewritten(UserError):
+    """Takes its base's arguments and makes something else of them."""
+
+    def __init__(self, cause, remedy=""):
+        super().__init__(cause.upper(), remedy)
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+def failing(kind):
+    class Local(ConfigError):  # pickle does not find it
+        pass
+
+    match kind:
+        case "arguments":
+            return Numbered(3, kind="shard")
+        case "rewritten":
+            return Rewritten("shard 3", "count again")
+        case "local":
+            return Local("shard 3", "count again")
+        case "no text":
+            return UserError(Unprintable(), "count again")
+        case _:
+            return Unprintable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "text"),
+    [
+        ("arguments", UserError, "shard 3: count again"),
+        ("rewritten", UserError, "SHARD 3: count again"),
+        ("local", ConfigError, "shard 3: count again"),
+        ("no text", UserError, r"\(RuntimeError in its message\): count again"),
+        ("unprintable", RankError, r"Unprintable: \(RuntimeError in its message\): its log"),
+    ],
+)
+def test_an_error_that_cannot_travel_is_raised_on_all_as_its_nearest_base(
+    group, kind, expected, text
+):
+    if not group or group.size == 1:
+        return
+    with pytest.raises(expected, match=rf"^rank 0 \(.*\): {text}") as caught, agreed(group):
+        if group.rank == 0:
+            raise failing(kind)
+    assert type(caught.value) is expected
+
+
 def test_numbers_are_agreed_on_together_with_failures(group):
     if not group:
         return
@@ -79,9 +136,13 @@ def test_same_names_the_first_rank_that_differs(group):
             same(group, "the data", f"{group.rank == 2}", "copy it")
 
 
-def test_largest(group):
-    if group:
-        assert group.largest(group.rank * 10) == (group.size - 1) * 10
+def test_numbers_of_all_ranks_are_combined(group):
+    if not group:
+        return
+    number = 10 * group.rank + (1 << 40)
+    found = [group.largest(number), group.smallest(number), group.total(number)]
+    every = [10 * rank + (1 << 40) for rank in range(group.size)]
+    assert found == [max(every), min(every), sum(every)]
 
 
 def test_a_process_alone_raises_what_it_was():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -10,12 +11,16 @@ import torch
 from torch import nn
 
 from hpc_train.collectives import connect
+from hpc_train.collectives.halving import Halving
 from hpc_train.errors import UserError
+from hpc_train.gradients import average_gradients
 from hpc_train.models import GPT
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
+from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.topology import Topology, discover
 from hpc_train.parallel.apply import apply
+from hpc_train.parallel.gradients import LayoutGradients
 from tests.parallel.test_tensor import assert_same
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -106,6 +111,47 @@ def test_a_steps_gradients_and_norm_are_those_of_one_rank(grid, schedule, tie):
         torch.testing.assert_close(loss.detach(), right.detach(), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sums_over_replicas_begin_while_the_schedule_goes_on(job, schedule):
+    """A chunk's buckets when its last gradient is there, once two steps have shown when that is."""
+    text = torch.randint(12, (8, 8), generator=torch.Generator().manual_seed(3))
+    grid = next(grids := built(job, 2, 1, 2))
+    model = gpt()
+    applied = put_on(model, grid, schedule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = average_gradients(model, optimizer, grid.data, engine="mpi", bucket_bytes=4000)
+    events, begin, backward = [], averager.sums.begin, applied.pipeline._backward
+
+    def begun(number):
+        events.append("sum")
+        return begin(number)
+
+    def passed(*args):
+        backward(*args)
+        events.append("backward")
+
+    averager.sums.begin, applied.pipeline._backward = begun, passed
+
+    def forward(number, chunk):
+        model.seed_samples([17 * number, 17 * number + 1])
+        return model(text[2 * number :][:2], text[2 * number :][:2].roll(-1, 1))
+
+    for _ in range(3):
+        events.clear()
+        averager.zero_grad()
+        applied.pipeline.train(forward, [2] * 4)
+        events.append("average")
+        averager.step()
+    buckets = len(averager.buckets)
+    averager.close()
+    applied.close()
+    next(grids, None)
+    assert events.count("sum") == buckets > 2
+    assert events.index("average") == len(events) - 1
+    if schedule == "interleaved":  # the first chunk's turn is last: the others' sums go on before
+        assert events.index("sum") < len(events) - 2 - events[::-1].index("backward")
+
+
 class Buffered(nn.Module):
     """Buffers in the stages, outside of them, and one that all stages share."""
 
@@ -185,3 +231,57 @@ def test_alone_any_model_will_do():
     assert {type(layer) for layer in model.layers} == {nn.Linear}
     applied.gradients.complete()
     grid.close()
+
+
+def free_handle(comm):
+    """The number that MPI gives a communicator made now: larger, if earlier ones were not freed."""
+    made = comm.Dup()
+    number = made.py2f()
+    made.Free()
+    return number
+
+
+def test_what_was_made_and_closed_leaves_nothing_behind(job):
+    """Groups, levels, collectives and layouts, as in a notebook that makes one after the other."""
+    world = job.world
+    before, threads = free_handle(world.comm), threading.active_count()
+    for number in range(200):
+        levels = Levels.of(world)
+        over = connect(levels.node, overlap=number % 10 == 0)
+        over.start_sum_(torch.ones(2)).wait()
+        over.close()
+        ring = Halving(world)
+        ring.close()
+        levels.close()
+    for _ in range(5):
+        grid = ParallelGrid.build(world, discover(world, job.node), dp=1, tp=2, pp=2)
+        layout = SimpleNamespace(schedule="1f1b", chunks=1, sequence_parallel=False)
+        applied = apply(gpt(), grid, layout, torch.device("cpu"), overlap=True)
+        applied.gradients.tensor.start_sum_(torch.ones(2)).wait()
+        applied.close()
+        grid.close()
+    after = free_handle(world.comm)
+    assert after == before
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("small", [0, 1 << 18])
+def test_gradients_of_any_layout_in_memory_are_completed(job, monkeypatch, small):
+    monkeypatch.setattr("hpc_train.parallel.gradients.SMALL", small)
+    rank, seeded = job.world.rank, torch.Generator().manual_seed(5)
+    before = [torch.randn(shape, generator=seeded).double() for shape in [(3, 4), (2, 3, 4, 5), ()]]
+    before[0] = before[0].T
+    before[1] = before[1].to(memory_format=torch.channels_last)
+    parameters = [nn.Parameter(torch.zeros_like(one)) for one in before]
+    for parameter, one in zip(parameters, before, strict=True):
+        parameter.grad = one * (rank + 1)
+    alone = connect(Group())
+    gradients = [parameter.grad for parameter in parameters]
+    whole = LayoutGradients(
+        [], parameters, [], tensor=alone, embedding=connect(job.world), model=alone
+    )
+    whole.complete()
+    ranks = sum(range(1, job.world.size + 1))
+    for parameter, gradient, one in zip(parameters, gradients, before, strict=True):
+        assert parameter.grad is gradient
+        torch.testing.assert_close(gradient, one * ranks, rtol=1e-13, atol=0)

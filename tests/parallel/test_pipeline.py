@@ -9,9 +9,11 @@ from typing import get_args
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.errors import UserError
+from hpc_train.models.dropout import SampleDropout
 from hpc_train.mpi.group import Group
 from hpc_train.parallel.linear import Deferred
 from hpc_train.parallel.pipeline import Pipeline
@@ -44,13 +46,20 @@ def piped(model, group, name):
     """The pipeline of a model, which becomes this rank's part of it, and its chunks."""
     chunks = 2 if name == "interleaved" else 1
     if group.size == 1:
-        return Pipeline(Group(), torch.device("cpu"), "1f1b" if chunks == 1 else name, chunks=1), 1
+        kind = "1f1b" if chunks == 1 else name
+        alone = Pipeline(Group(), torch.device("cpu"), kind, dropouts=dropouts_of(model))
+        return alone, 1
     names = stage_names(model)
     runs = runs_of(model, names, group.size, chunks)
     deferred = Deferred() if name == "zero_bubble" else None
     parallelize(model, {}, AloneCollectives(Group()), deferred=deferred)
     stages = Stages(model, names, runs[group.rank])
-    return Pipeline(group, torch.device("cpu"), name, chunks, stages, deferred), chunks
+    device = torch.device("cpu")
+    return Pipeline(group, device, name, chunks, stages, deferred, dropouts_of(model)), chunks
+
+
+def dropouts_of(model):
+    return [module for module in model.modules() if isinstance(module, SampleDropout)]
 
 
 def micro_batches(sizes, shape=(3,)):
@@ -170,6 +179,96 @@ def test_outputs_may_share_memory_with_inputs_and_gradients(group, name, kind):
     results = trained(model, pipeline, [2] * 6, (2, 3))
     assert_same(results, reference, pipeline, [2] * 6, (2, 3))
     assert_losses(validated, [reference(b) for b in micro_batches([2] * 6, (2, 3))], pipeline)
+
+
+class Dropping(nn.Module):
+    """A layer with dropout, which may compute its activations again in the backward pass."""
+
+    def __init__(self, place, a, b):
+        super().__init__()
+        self.linear = nn.Linear(a, b)
+        self.dropout = SampleDropout(0.4, place)
+        self.again = None
+
+    def forward(self, x):
+        return self.again(self.inner, x) if self.again else self.inner(x)
+
+    def inner(self, x):
+        return self.dropout(self.linear(x)).tanh()
+
+
+class Recomputing(User):
+    """Computes activations again: of parts of its stages, of whole stages, or of more than one."""
+
+    def __init__(self, how="never", *, reentrant=False):
+        torch.manual_seed(1)
+        super().__init__(*(Dropping(i, a, b) for i, (a, b) in enumerate(pairwise(WIDTHS))))
+        self.how = how
+        self.reentrant = reentrant
+        for layer in self.layers if how == "inside" else []:
+            layer.again = self.again
+
+    def again(self, compute, x):
+        if not torch.is_grad_enabled():
+            return compute(x)
+        return checkpoint(compute, x, use_reentrant=self.reentrant)
+
+    def forward(self, x):
+        x.requires_grad_()  # else checkpoint, if reentrant, drops the first layer's gradients
+        if self.how == "across":
+            return self.again(self.inner, x)
+        return self.inner(x)
+
+    def inner(self, x):
+        for layer in self.layers:
+            # What stands between two stages belongs to the one before.
+            x = self.again(layer, 2 * x) if self.how == "stages" else layer(2 * x)
+        return x.square().mean()
+
+
+def dropping(model, sizes, *, training):
+    """The loss of a micro-batch whose samples have seeds of their own."""
+    batches = micro_batches(sizes)
+
+    def loss(number, chunk=0):
+        first = sum(sizes[:number])
+        for module in model.modules():
+            if isinstance(module, SampleDropout):
+                module.seeds = range(first, first + sizes[number])
+        return model(batches[number])
+
+    model.train(training)
+    return loss
+
+
+@schedules
+@pytest.mark.parametrize(
+    ("how", "reentrant"),
+    [("inside", False), ("inside", True), ("stages", False), ("stages", True), ("across", False)],
+)
+def test_masks_are_the_same_when_activations_are_computed_again(group, name, how, reentrant):
+    """Also if other micro-batches have come in between, as in all schedules."""
+    if not group or group.size > 2:
+        return
+    sizes = [2, 2, 2, 2, 1]
+    model, reference = Recomputing(how, reentrant=reentrant), Recomputing()
+    pipeline, _ = piped(model, group, name)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        found.append(pipeline.train(dropping(model, sizes, training=True), sizes))
+    with torch.no_grad():
+        validated = pipeline.evaluate(dropping(model, sizes, training=False), sizes)
+    loss = dropping(reference, sizes, training=True)
+    expected = [loss(number) for number in range(len(sizes))]
+    (sum(expected) / len(sizes)).backward()
+    for losses in found:
+        assert_losses(losses, expected, pipeline)
+    for parameter, gradient in model.named_parameters():
+        wanted = reference.get_parameter(parameter).grad
+        torch.testing.assert_close(gradient.grad, wanted, rtol=1e-12, atol=1e-15)
+    plain = dropping(reference, sizes, training=False)
+    assert_losses(validated, [plain(number) for number in range(len(sizes))], pipeline)
 
 
 def test_micro_batches_of_one_size_have_tensors_of_one_shape(job):

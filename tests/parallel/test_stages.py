@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hpc_train.errors import UserError
 from hpc_train.parallel.stages import Stages, costs, runs_of, stage_names
@@ -128,6 +129,30 @@ class Wrong(User):
 def test_a_forward_pass_that_is_not_as_the_stages_say_is_told_and_not_computed(how, says, ranks):
     with pytest.raises(UserError, match=says):
         passed_on(parts(Wrong(how), ranks), 1, torch.randn(2, 3).double())
+
+
+def test_stages_are_computed_by_themselves_where_no_pass_is_under_way():
+    model, x = User(), torch.randn(2, 3).double()
+    expected = model.first(x)
+    (first, stages), (last, _) = parts(model, 2)
+    with torch.no_grad():
+        stages.compute(0, None, lambda: first(x))
+    assert torch.equal(first.first(x), expected)
+    with pytest.raises(UserError, match="stage first is another rank's"):
+        last.first(x)
+
+
+class Crossing(User):
+    """Computes all of its stages again at once."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def test_recomputation_over_several_stages_that_would_lose_gradients_is_told():
+    x = torch.randn(2, 3).double().requires_grad_()
+    with pytest.raises(UserError, match=r"is computed without its gradient: .*use_reentrant=False"):
+        passed_on(parts(Crossing(), 2), 1, x)
 
 
 def test_too_few_modules_are_told():

@@ -1,0 +1,116 @@
+"""Sums over ranks of different nodes in few rounds, for many nodes.
+
+Recursive halving and doubling: in each round a rank exchanges half of what it still adds up with
+another one, the nearer the less it is, and on the way back twice as much. n ranks need 2 log2(n)
+rounds, where a ring needs 2 (n - 1), and send as much (Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH", IJHPCA 19, 2005). Of ranks beyond a
+power of two each gives its numbers to another one first, and has the result from it. Messages go to
+ranks that are far away, all at once: what a ring spares.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpc_train.collectives.ring import SEGMENTS, Ring, rounded
+from hpc_train.collectives.steps import Steps
+
+SEGMENT_BYTES = 1 << 20  # that a segment has at least: while one is added up, another is on its way
+
+
+class Halving(Ring):
+    """Implements `Cross` in a number of rounds that grows with the logarithm of the ranks.
+
+    Collective to make.
+
+    Args:
+        group: one rank of each node.
+    """
+
+    def sum_(self, flat: Tensor, tag: int) -> Steps[None]:
+        """Replace a contiguous tensor by its sum over the ranks."""
+        return self._in_turn(tag, lambda first: self._segmented(flat, flat.dtype, None, first))
+
+    def sum_16_(self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int) -> Steps[None]:
+        """Replace a contiguous tensor by its sum over the ranks, rounded to 16 bit on the way."""
+        return self._in_turn(tag, lambda first: self._segmented(flat, dtype, residual, first))
+
+    def gather(self, payload: Tensor, tag: int) -> Steps[Tensor]:
+        """Exchange twice as many payloads in each round (Bruck et al., IEEE TPDS 8, 1997)."""
+        return self._in_turn(tag, lambda first: self._gathered(payload, first))
+
+    def _gathered(self, payload: Tensor, tag: int) -> Steps[Tensor]:
+        n, rank = self.group.size, self.group.rank
+        found = payload.new_empty((n, *payload.shape))  # at i, of the i-th rank from this one on
+        found[0] = payload
+        have = 1
+        while have < n:
+            more = min(have, n - have)
+            receive = self._receive(found[have : have + more], tag, (rank + have) % n)
+            send = self._send(found[:more], tag, (rank - have) % n)
+            yield receive
+            yield send
+            have += more
+        return found.roll(rank, 0)
+
+    def _segmented(
+        self, flat: Tensor, dtype: torch.dtype, residual: Tensor | None, tag: int
+    ) -> Steps[None]:
+        several = flat.tensor_split(max(1, min(flat.nbytes // SEGMENT_BYTES, SEGMENTS)))
+        sizes = [len(segment) for segment in several]
+        losses = [None] * len(several) if residual is None else residual.split(sizes)
+        yield [
+            self._sum_halves(segment, dtype, lost, tag + number)
+            for number, (segment, lost) in enumerate(zip(several, losses, strict=True))
+        ]
+
+    def _sum_halves(
+        self, flat: Tensor, dtype: torch.dtype, lost: Tensor | None, tag: int
+    ) -> Steps[None]:
+        """Sum a segment; `dtype` is what travels, and what that loses is added to `lost`."""
+        n, rank = self.group.size, self.group.rank
+        power = 1 << n.bit_length() - 1
+        beyond = n - power  # so many ranks give theirs away: of the first ones each other one
+        result = flat if lost is None else torch.empty(len(flat), dtype=dtype)
+
+        def outgoing(begin: int, end: int) -> Tensor:
+            part = flat[begin:end]
+            return part if lost is None else rounded(part, dtype, lost[begin:end])
+
+        if rank < 2 * beyond and rank % 2 == 0:
+            yield self._send(outgoing(0, len(flat)), tag, rank + 1)
+            yield self._receive(result, tag, rank + 1)
+        else:
+            if rank < 2 * beyond:
+                arrived = torch.empty(len(flat), dtype=dtype)
+                yield self._receive(arrived, tag, rank - 1)
+                flat.add_(arrived)
+            place = rank // 2 if rank < 2 * beyond else rank - beyond
+            begin, end, distance = 0, len(flat), power // 2
+            rounds = []
+            while distance:
+                other = place ^ distance
+                peer = 2 * other + 1 if other < beyond else other + beyond
+                middle = (begin + end) // 2
+                halves = [(begin, middle), (middle, end)]
+                mine, theirs = halves if place < other else halves[::-1]
+                arrived = torch.empty(mine[1] - mine[0], dtype=dtype)
+                receive = self._receive(arrived, tag, peer)
+                send = self._send(outgoing(*theirs), tag, peer)
+                yield receive
+                flat[slice(*mine)].add_(arrived)
+                yield send
+                rounds.append((peer, mine, theirs))
+                (begin, end), distance = mine, distance // 2
+            if lost is not None:
+                result[begin:end] = outgoing(begin, end)
+            for peer, mine, theirs in reversed(rounds):
+                receive = self._receive(result[slice(*theirs)], tag, peer)
+                send = self._send(result[slice(*mine)], tag, peer)
+                yield receive
+                yield send
+            if rank < 2 * beyond:
+                yield self._send(result, tag, rank - 1)
+        if lost is not None:
+            flat.copy_(result)
