@@ -30,7 +30,7 @@ from hpc_train.checkpoint.more import More, Stateful
 from hpc_train.checkpoint.phases import Flight, Phases, agree, run
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.save import saving, together
-from hpc_train.checkpoint.snapshot import Snapshot
+from hpc_train.checkpoint.snapshot import Snapshot, enough_memory
 from hpc_train.collectives import Collectives
 from hpc_train.errors import (
     CheckpointError,
@@ -229,13 +229,10 @@ class Checkpoints:
 
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         self.unify()
-        held = _contiguous(
-            {
-                **state.model_tensors(self.model, self.shards, copy_buffers=background),
-                **state.optimizer_tensors(self.trained),
-                **self.more.collect(),
-            }
-        )
+        more = self.more.collect()
+        with agreed(self.group), enough_memory("copies of the tensors"):
+            of_model = state.model_tensors(self.model, self.shards, copy_buffers=background)
+            held = _contiguous({**of_model, **state.optimizer_tensors(self.trained), **more})
         self._compare(held, step)
         self._check_finite(step)
         if background and self._snapshot is None:
