@@ -299,6 +299,7 @@ class Loop:
         self._end()
         self.checkpoints.close()
         self.averager.close()
+        batch_norms.release(self.checkpoints.model, self.collectives)
 
     def __enter__(self) -> Loop:
         return self

@@ -167,8 +167,8 @@ class Trainer:
             overlap=runtime.cores > torch.get_num_threads(),
         )
         self.model.to(self.device)
-        replicas = connect(self.grid.data, self.device)
-        batch_norm.set_up(self.model, replicas, layout.batch_norm)
+        self._replicas = connect(self.grid.data, self.device)
+        batch_norm.set_up(self.model, self._replicas, layout.batch_norm)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.averager, zero = averaging.set_up(
             config,
@@ -209,8 +209,8 @@ class Trainer:
         self._closed = True
         self.checkpoints.close()
         self.averager.close()
-        if end_thread := getattr(self.layout.gradients.tensor, "close", None):
-            end_thread()
+        batch_norm.release(self.model, self._replicas)
+        self.layout.close()
         self.grid.close()
 
     def __enter__(self) -> Trainer:
