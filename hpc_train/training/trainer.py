@@ -368,7 +368,11 @@ class Trainer:
         limit = self.config.optimizer.clip_norm
         if not limit and not needed and self.scaler is None:
             return 0.0
-        norm = float(self.layout.gradients.norm(self.averager.parts(), self.averager.shards))
+        if self.grid.tp == self.grid.pp == 1:  # an averager need not go through all parameters
+            norm = float(self.averager.norm())
+        else:
+            parts, shards = self.averager.parts(), self.averager.shards
+            norm = float(self.layout.gradients.norm(parts, shards))
         if self.scaler is not None:
             return self.scaler.unscale(self.averager, norm, clip_norm=limit)
         factor = clip_factor(norm, limit)

@@ -107,7 +107,7 @@ def test_a_model_with_such_layers_can_be_refused(job):
 def test_what_couples_samples_or_draws_is_named(job, caplog):
     caplog.set_level("INFO")
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.1), nn.Dropout(0.0))
-    batch_norm.set_up(model, over := connect(job.world), "sync")
+    batch_norm.set_up(model, connect(job.world), "sync")
     if job.world.rank == 0 and job.world.size > 1:
         assert "batch_norm sync: the statistics of 1 layers (0 ...)" in caplog.text
         assert "1 dropout layers (1 ...) draw by themselves" in caplog.text
