@@ -101,10 +101,10 @@ def average_statistics(model: nn.Module, over: Collectives) -> None:
                     buffer.div_(over.group.size)
 
 
-def release(model: nn.Module) -> None:
-    """Make the layers plain ones again."""
+def release(model: nn.Module, over: Collectives) -> None:
+    """Make layers that `set_up` was given the same ranks for plain ones again."""
     for module in model.modules():
-        if isinstance(module, _Synchronized):
+        if isinstance(module, _Synchronized) and module.over is over:
             module.__class__ = module.plain
 
 

@@ -96,6 +96,7 @@ class Loop:
         self._running: Generator[tuple[int, Iterator[Any]]] | None = None
         self._requests: StopRequests | None = None
         self._given = self._taken = 0  # the last batch; the last one with which a step was taken
+        self._computing = False  # a batch was given, and the ranks have not come together since
         self._in_step = self._is_left = self._failed = self._closed = False
         self.saving = Saving(every, background=background)
         self.time_limit = time_limit
@@ -239,6 +240,7 @@ class Loop:
 
     def _leave(self, stop: StopRequests) -> None:
         """Save the steps that were taken, if all ranks have left; else all end. Collective."""
+        self._leave_step()
         stop.leave(self.group)
         what = "the step in which the loop was left"
         same(self.group, what, f"{self._taken} {self._in_step}", "let all ranks leave it together")
@@ -299,6 +301,7 @@ class Loop:
         self._end()
         self.checkpoints.close()
         self.averager.close()
+        batch_norms.release(self.checkpoints.model, self.collectives)
 
     def __enter__(self) -> Loop:
         return self
@@ -324,8 +327,14 @@ class Loop:
             of_step = mix(seed, step.number, self.group.rank)
             torch.manual_seed(of_step)
             seed_beside_torch(of_step)
-            self._given = step.number
+            self._given, self._computing = step.number, True
             yield step.micro_batches[0].data
+            self._leave_step()
+
+    def _leave_step(self) -> None:
+        """Come together after a batch, wherever the loop goes on; some may average yet."""
+        if self._computing:
+            self._computing = False
             self.averager.leave_step()
 
     def step(self) -> None:

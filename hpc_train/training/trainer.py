@@ -167,8 +167,8 @@ class Trainer:
             overlap=runtime.cores > torch.get_num_threads(),
         )
         self.model.to(self.device)
-        replicas = connect(self.grid.data, self.device)
-        batch_norm.set_up(self.model, replicas, layout.batch_norm)
+        self._replicas = connect(self.grid.data, self.device)
+        batch_norm.set_up(self.model, self._replicas, layout.batch_norm)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.averager, zero = averaging.set_up(
             config,
@@ -209,8 +209,8 @@ class Trainer:
         self._closed = True
         self.checkpoints.close()
         self.averager.close()
-        if end_thread := getattr(self.layout.gradients.tensor, "close", None):
-            end_thread()
+        batch_norm.release(self.model, self._replicas)
+        self.layout.close()
         self.grid.close()
 
     def __enter__(self) -> Trainer:
@@ -368,7 +368,11 @@ class Trainer:
         limit = self.config.optimizer.clip_norm
         if not limit and not needed and self.scaler is None:
             return 0.0
-        norm = float(self.layout.gradients.norm(self.averager.parts(), self.averager.shards))
+        if self.grid.tp == self.grid.pp == 1:  # an averager need not go through all parameters
+            norm = float(self.averager.norm())
+        else:
+            parts, shards = self.averager.parts(), self.averager.shards
+            norm = float(self.layout.gradients.norm(parts, shards))
         if self.scaler is not None:
             return self.scaler.unscale(self.averager, norm, clip_norm=limit)
         factor = clip_factor(norm, limit)

@@ -201,7 +201,7 @@ def train(case: Case, group: Group | None) -> dict[str, torch.Tensor]:
     model, optimizer = build(case)
     averager = None
     if group is not None:
-        batch_norm.set_up(model, connect(group), "sync")
+        batch_norm.set_up(model, over := connect(group), "sync")
         averager = average_gradients(
             model,
             optimizer,
@@ -222,7 +222,7 @@ def train(case: Case, group: Group | None) -> dict[str, torch.Tensor]:
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if averager is not None:
         averager.close()
-        batch_norm.release(model)
+        batch_norm.release(model, over)
     return state
 
 

@@ -64,24 +64,24 @@ def test_statistics_gradients_and_buffers_are_those_of_one_process(group, moment
 
 def test_a_layer_stays_a_batch_norm_and_copies_are_plain(job):
     model = build(0.1)
-    batch_norm.set_up(model, connect(job.world), "sync")
+    batch_norm.set_up(model, over := connect(job.world), "sync")
     assert isinstance(model[1], nn.BatchNorm2d)
     twin = copy.deepcopy(model).eval()
     assert type(twin[1]) is nn.BatchNorm2d
     x = pictures(0, 0.0)
     assert torch.equal(twin[:7](x), model.eval()[:7](x))
-    batch_norm.release(model)
+    batch_norm.release(model, over)
     assert type(model[1]) is nn.BatchNorm2d
 
 
 def test_evaluation_asks_nobody(job):
     """Ranks may evaluate unlike numbers of batches."""
     model = build(0.1)[:7]
-    batch_norm.set_up(model, connect(job.world), "sync")
+    batch_norm.set_up(model, over := connect(job.world), "sync")
     model.eval()
     for _ in range(job.world.rank):
         model(pictures(0, 0.0))
-    batch_norm.release(model)
+    batch_norm.release(model, over)
 
 
 def test_local_statistics_are_averaged_before_they_are_saved(job):
