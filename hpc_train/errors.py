@@ -9,6 +9,7 @@
     │   ├── NotFiniteError      a training that has come to infinite numbers, or to none
     │   └── SetupError          a program, a library or a build that is missing or unfit
     ├── CheckpointError         a checkpoint that could not be written or read
+    │   └── CheckpointUnreadable    the file system does not give it; it need not be damaged
     ├── DivergenceError         ranks that should hold the same bits do not
     └── RankError               an unexpected exception on one rank, raised on all of them
 
@@ -80,6 +81,10 @@ class SetupError(UserError):
 
 class CheckpointError(HpcTrainError):
     """A checkpoint could not be written or read."""
+
+
+class CheckpointUnreadable(CheckpointError):
+    """The file system does not give a checkpoint's content, which need not be damaged."""
 
 
 class DivergenceError(HpcTrainError):

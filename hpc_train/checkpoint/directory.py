@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.errors import CheckpointMismatch
+
+logger = logging.getLogger(__name__)
 
 LATEST = "LATEST"
 SECONDS = ".save-seconds"  # what the longest save took, for the next start
@@ -22,7 +26,7 @@ def name_of(step: int) -> str:
 
 
 def find(directory: Path, source: str) -> list[Path]:
-    """Checkpoint files to try: the given one, or those of the folder, newest first.
+    """Checkpoint files to try: the given one (see `newest`), or those of the folder, newest first.
 
     Raises:
         CheckpointMismatch: the given file does not exist, or the run directory has none.
@@ -37,7 +41,9 @@ def find(directory: Path, source: str) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """A checkpoint file itself, or the newest one of a run directory.
+    """A checkpoint file itself, or of a run directory the one that was completed last.
+
+    That is the one that LATEST names: later files may be damaged ones, which a run has passed over.
 
     Raises:
         CheckpointMismatch: there is none.
@@ -46,7 +52,16 @@ def newest(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise CheckpointMismatch(f"no such checkpoint: {path}", "give a file or a run directory")
-    found = find(path / "checkpoints", "auto")
+    folder = path / "checkpoints"
+    found = find(folder, "auto")
     if not found:
         raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
+    with suppress(OSError, ValueError):
+        named = folder / (folder / LATEST).read_text().strip()
+        if named in found[1:]:
+            logger.warning(
+                "%s has later files than %s, which %s names: give %s to have that one",
+                *(folder, named.name, LATEST, found[0]),
+            )
+            return named
     return found[0]

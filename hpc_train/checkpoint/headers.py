@@ -13,7 +13,8 @@ from hpc_train import files
 from hpc_train.checkpoint import fileformat
 from hpc_train.checkpoint.directory import find
 from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, Layout
-from hpc_train.errors import CheckpointError, CheckpointMismatch
+from hpc_train.checkpoint.reading import patiently
+from hpc_train.errors import CheckpointError, CheckpointMismatch, CheckpointUnreadable
 
 BROKEN = "it is damaged: use an older one, or delete it"
 
@@ -23,26 +24,31 @@ def read(path: Path) -> tuple[Layout, bytes]:
 
     Raises:
         CheckpointMismatch: it is a safetensors file of somebody else, or of another version.
-        CheckpointError: the file is missing, was never committed, or is damaged.
+        CheckpointUnreadable: the file is missing, or the file system does not give it.
+        CheckpointError: it was never committed, or is damaged.
     """
     try:
-        with files.opened(path) as descriptor:
-            size = files.call("size", os.fstat, descriptor).st_size
-            length = int.from_bytes(files.read_at(descriptor, 8, 0), "little")
-            if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.ALIGNMENT):
-                raise CheckpointError("it was never completed")
-            layout, table_hash = fileformat.parse(files.read_at(descriptor, length, 8), size)
-            begin = layout.data_start + layout.content_bytes
-            table = files.read_at(descriptor, layout.file_bytes - begin, begin)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path}: {error.strerror}") from None
+        layout, table, table_hash = patiently(path, _parts)
     except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{path}: {error.cause}", error.remedy) from None
+    except CheckpointUnreadable:
+        raise
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path}: {error.cause}", BROKEN) from None
     if fileformat.hash_of(table).hex() != table_hash:
         raise CheckpointError(f"checkpoint {path}: its hash table is wrong", BROKEN)
     return layout, table
+
+
+def _parts(descriptor: int) -> tuple[Layout, bytes, str]:
+    """The layout, the hash table, and the hash that it must have."""
+    size = files.call("size", os.fstat, descriptor).st_size
+    length = int.from_bytes(files.read_at(descriptor, 8, 0), "little")
+    if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.ALIGNMENT):
+        raise CheckpointError("it was never completed")
+    layout, table_hash = fileformat.parse(files.read_at(descriptor, length, 8), size)
+    begin = layout.data_start + layout.content_bytes
+    return layout, files.read_at(descriptor, layout.file_bytes - begin, begin), table_hash
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_train import files
 from hpc_train.checkpoint import extents, fileformat, headers
 from hpc_train.checkpoint.dtypes import TORCH_DTYPES
 from hpc_train.checkpoint.exchange import AT_ONCE, Exchange, Scratch
@@ -31,6 +30,7 @@ from hpc_train.checkpoint.fileformat import (
 )
 from hpc_train.checkpoint.headers import BROKEN
 from hpc_train.checkpoint.parts import Bytes, Parts, pieces_of, total
+from hpc_train.checkpoint.reading import patiently
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
@@ -56,7 +56,8 @@ class Reader:
 
         Raises:
             CheckpointMismatch: it is a safetensors file of somebody else, or of another version.
-            CheckpointError: the file is missing, was never committed, or is damaged.
+            CheckpointUnreadable: the file is missing, or the file system does not give it.
+            CheckpointError: it was never committed, or is damaged.
         """
         return cls(path, *headers.read(path))
 
@@ -73,13 +74,13 @@ class Reader:
             into: memory of its size.
 
         Raises:
-            CheckpointError: it cannot be read or is not what was saved.
+            CheckpointUnreadable: the file system does not give it.
+            CheckpointError: it is not what was saved.
         """
-        try:
-            with files.opened(self.path) as descriptor:
-                sound = extents.read(descriptor, self.layout, number, self.table, into.data)
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {self.path}: {error.strerror}") from None
+        sound = patiently(
+            self.path,
+            lambda file: extents.read(file, self.layout, number, self.table, into.data),
+        )
         if not sound:
             begin, end = self.layout.extent(number)
             raise CheckpointError(
@@ -161,6 +162,7 @@ def load(
             rank is in one replica and one such group, and each of those meet in one rank.
 
     Raises:
+        CheckpointUnreadable: a rank cannot read an extent; some tensors may have been filled.
         CheckpointError: an extent is damaged; some tensors may have been filled.
         ValueError: the groups do not fit together.
     """

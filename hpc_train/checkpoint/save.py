@@ -91,14 +91,17 @@ def saving(
     exchange = Exchange({**held, STATE: whole}, specs, layout, replica)
     partial_path = path.with_name(f".{path.name}{token and f'.{token}'}.partial")
     explained = partial(_explained, path)
+    runs = [owned(layout.extents, rank, group.size) for rank in replica.gathered(group.rank)]
+    rounds = -(-layout.extents // group.size)
+    if snapshot is not None:
+        with agreed(group):
+            snapshot.reserve(sum(layout.size(number) for number in runs[replica.rank]))
     with ExitStack() as cleared:
         with agreed(group), _explaining(path):
             if group.rank == 0:
                 check()
                 cleared.push(lambda failed, *_: _give_up(partial_path) if failed else None)
                 _reserve(partial_path, layout.file_bytes)
-        runs = [owned(layout.extents, rank, group.size) for rank in replica.gathered(group.rank)]
-        rounds = -(-layout.extents // group.size)
         if snapshot is None:
             content: Extents = exchange.bring(runs, rounds, Scratch(), own=True)
         else:

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 
 from hpc_train.checkpoint.exchange import Exchange
 from hpc_train.checkpoint.parts import Bytes
+from hpc_train.errors import CheckpointError
 
 Kept = tuple[int, Bytes] | None
+
+
+@contextmanager
+def enough_memory(what: str) -> Iterator[None]:
+    """Tell a lack of memory in a block as one of a checkpoint.
+
+    Raises:
+        CheckpointError: there was too little for `what`.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise  # torch's allocators raise a RuntimeError, which says it
+        first = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(
+            f"there is no memory for {what} of a checkpoint ({first})",
+            "give each rank more memory, or set checkpoint.background to false",
+        ) from error
 
 
 class Snapshot:
@@ -32,16 +52,25 @@ class Snapshot:
         """Wait until the tensors may be changed."""
         self._taken.wait()
 
+    def reserve(self, nbytes: int) -> None:
+        """Have memory for the extents of this rank, before `of`. It calls no other rank.
+
+        Raises:
+            CheckpointError: there is too little.
+        """
+        if len(self._memory) >= nbytes:
+            return
+        pinned = torch.cuda.is_available()
+        with enough_memory(f"the {nbytes} bytes"):
+            self._memory = np.empty(0, np.uint8)  # what it had counts for what it gets
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+            self._memory[:] = 0  # so that the system gives it now
+
     def of(self, exchange: Exchange, runs: Sequence[Sequence[int]], rounds: int) -> Iterator[Kept]:
         """This rank's extents, as `Exchange.bring` has them. Collective over its replica.
 
         With a replica of one rank the tensors must not change before `wait` returns.
         """
-        nbytes = sum(exchange.layout.size(number) for number in runs[exchange.replica.rank])
-        if len(self._memory) < nbytes:
-            pinned = torch.cuda.is_available()
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
-            self._memory[:] = 0  # so that the system gives it now
         room = _Room(self._memory)
         if exchange.replica.comm is not None:
             return iter(list(exchange.bring(runs, rounds, room, own=False)))

@@ -30,9 +30,15 @@ from hpc_train.checkpoint.more import More, Stateful
 from hpc_train.checkpoint.phases import Flight, Phases, agree, run
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.save import saving, together
-from hpc_train.checkpoint.snapshot import Snapshot
+from hpc_train.checkpoint.snapshot import Snapshot, enough_memory
 from hpc_train.collectives import Collectives
-from hpc_train.errors import CheckpointError, CheckpointMismatch, DivergenceError, NotFiniteError
+from hpc_train.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointUnreadable,
+    DivergenceError,
+    NotFiniteError,
+)
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import Shard
@@ -223,13 +229,10 @@ class Checkpoints:
 
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         self.unify()
-        held = _contiguous(
-            {
-                **state.model_tensors(self.model, self.shards, copy_buffers=background),
-                **state.optimizer_tensors(self.trained),
-                **self.more.collect(),
-            }
-        )
+        more = self.more.collect()
+        with agreed(self.group), enough_memory("copies of the tensors"):
+            of_model = state.model_tensors(self.model, self.shards, copy_buffers=background)
+            held = _contiguous({**of_model, **state.optimizer_tensors(self.trained), **more})
         self._compare(held, step)
         self._check_finite(step)
         if background and self._snapshot is None:
@@ -328,7 +331,10 @@ class Checkpoints:
         try:
             files.write_text(self.directory / LATEST, path.name + "\n")
             self._drop_old(step)
-        except OSError as error:  # the checkpoint is complete, so nobody has to stop for this
+        except (
+            OSError,
+            CheckpointUnreadable,
+        ) as error:  # the checkpoint is complete, so nobody has to stop for this
             logger.warning("%s is complete; bringing its folder up to date: %s", path, error)
 
     def resume(self, source: str = "auto") -> int:
@@ -340,6 +346,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the given file, or every one in the folder, is damaged.
+            CheckpointUnreadable: a rank cannot read the newest one that is not damaged.
             CheckpointMismatch: it is of another model, optimizer, data set or sample order; or the
                 folder has newer checkpoints than the start that was asked for.
         """
@@ -353,6 +360,8 @@ class Checkpoints:
                     lost = step_of(found[0]) - step
                     logger.warning("%d steps are lost, up to step %d", lost, step_of(found[0]))
                 return step
+            except CheckpointUnreadable:
+                raise  # it need not be damaged: going back would lose work, and overwrite it
             except CheckpointError as error:  # the same one on all ranks
                 if number == len(found) - 1:
                     raise
@@ -483,5 +492,7 @@ def _state_of(path: Path) -> dict[str, Any]:
     """What is no tensor in a checkpoint of this job, or of an earlier start of it."""
     try:
         return restore.Tensors(path).state()
+    except CheckpointUnreadable:
+        raise
     except (CheckpointError, CheckpointMismatch):
         return {"finite": False}  # it is damaged, and none to rely on

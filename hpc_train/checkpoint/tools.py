@@ -15,7 +15,7 @@ from hpc_train import files
 from hpc_train.checkpoint.fileformat import Entry, Form, names_between
 from hpc_train.checkpoint.restore import Reader, Tensors
 from hpc_train.checkpoint.state import MODEL
-from hpc_train.errors import CheckpointError, ConfigError
+from hpc_train.errors import CheckpointError, CheckpointUnreadable, ConfigError
 
 SUFFIXES = (".safetensors", ".pt")
 
@@ -28,12 +28,15 @@ def damaged(path: Path) -> Iterator[tuple[int, int, list[str]]]:
         saved.
 
     Raises:
+        CheckpointUnreadable: the file system does not give it.
         CheckpointError: header or hash table are damaged, so that nothing else can be told.
     """
     reader = Reader.open(path)
     for number in range(reader.layout.extents):
         try:
             reader.extent(number)
+        except CheckpointUnreadable:
+            raise
         except CheckpointError:
             begin, end = reader.layout.extent(number)
             names = [entry.name for entry in names_between(reader.layout, begin, end)]

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hpc_train.checkpoint import state
-from hpc_train.checkpoint.directory import find
+from hpc_train.checkpoint.directory import find, newest
 from hpc_train.checkpoint.dtypes import DTYPES
 from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, Form, Held
 from hpc_train.checkpoint.restore import Tensors
@@ -129,8 +129,8 @@ def _open(path: Path) -> _Source:
         elif (path / INDEX).is_file():
             names = _tree(path / INDEX).get("weight_map", {}).values()
             files = [path / name for name in sorted(set(names))]
-        elif found := find(path / "checkpoints", "auto"):
-            return _checkpoint(found[0])
+        elif find(path / "checkpoints", "auto"):
+            return _checkpoint(newest(path))
         else:
             raise DataError(f"{path} has neither {ONE_FILE} nor checkpoints", GIVE)
         config = path / "config.json"

@@ -14,6 +14,8 @@ from hpc_train.checkpoint.exchange import Exchange
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.group import Group
+from tests.checkpoint.states import found as found_again
+from tests.checkpoint.states import save, store
 from tests.checkpoint.test_store import make, train
 
 pytestmark = pytest.mark.usefixtures("small_extents")
@@ -126,3 +128,33 @@ def test_what_could_not_be_written_is_told_later_and_the_next_one_is(tmp_path, m
     made.save(2, background=True)
     made.finish()
     assert Checkpoints(tmp_path, connect(Group()), *make()).resume() == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: no memory")])
+def test_a_rank_without_memory_is_an_error_that_a_run_can_tolerate(
+    job, together, monkeypatch, error
+):
+    world = job.world
+    made = store(together / "run", world)
+    save(made, 1)
+
+    def none(*_, **__):
+        raise error
+
+    told = ""
+    with monkeypatch.context() as patch:
+        if world.rank == world.size - 1:
+            patch.setattr(torch, "empty", none)
+        try:
+            made.save(2, background=True)
+            made.finish()
+        except CheckpointError as found:
+            told = str(found)
+    everywhere = world.comm.allgather(told) if world.comm else [told]
+    assert len({*everywhere}) == 1, everywhere
+    assert "there is no memory for the" in told
+    assert world.comm is None or f"rank {world.size - 1} " in told
+    assert not made.saving
+    save(made, 3, background=True)
+    assert found_again(together / "run", world) == 3

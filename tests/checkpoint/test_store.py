@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, fileformat
-from hpc_train.checkpoint.directory import SECONDS
+from hpc_train.checkpoint.directory import SECONDS, newest
+from hpc_train.checkpoint.weights import start_from
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
@@ -221,3 +222,21 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path):
     other, other_optimizer = make(seed=9)
     assert store(tmp_path / "new", other, other_optimizer).resume(str(tmp_path / "old")) == 2
     assert train(other, other_optimizer, 1, first=3) == train(model, optimizer, 1, first=3)
+
+
+def test_of_a_run_directory_the_checkpoint_is_taken_that_was_completed_last(tmp_path, caplog):
+    folder = tmp_path / "checkpoints"
+    model, optimizer = make()
+    for step in (1, 2):
+        store(folder, model, optimizer, keep=0).save(step)
+    damaged = folder / "step-000000002.safetensors"
+    damaged.rename(folder / "step-000000009.safetensors")
+    assert newest(tmp_path).name == "step-000000009.safetensors"  # LATEST names no file
+    store(folder, model, optimizer, keep=0).save(3)
+    assert newest(tmp_path).name == "step-000000003.safetensors"
+    assert "step-000000009" in caplog.text
+    other = Model().double()
+    start_from(tmp_path, other, {}, Group())
+    assert torch.equal(other.a.weight, model.a.weight)
+    (folder / "LATEST").write_text("../../elsewhere\n")
+    assert newest(tmp_path).name == "step-000000009.safetensors"
