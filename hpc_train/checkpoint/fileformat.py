@@ -54,6 +54,15 @@ SIZES = {
     "I8": 1,
     "U8": 1,
     "BOOL": 1,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+    "C64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
 }
 
 Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"

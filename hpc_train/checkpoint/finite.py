@@ -56,7 +56,8 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
     sums += [torch.view_as_real(t).sum() for t in tensors if t.is_complex()]
     if all(bool(torch.stack(some).isfinite().all()) for some in _by_kind(sums)):
         return True
-    return all(bool(torch.isfinite(t).all()) for t in tensors)  # finite ones may add up to more
+    # Finite ones may add up to more. torch does not look at numbers of 8 bits.
+    return all(bool(torch.isfinite(t.to(_wide(t.dtype))).all()) for t in tensors)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

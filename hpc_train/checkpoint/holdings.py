@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint import state
+from hpc_train.checkpoint import savable, state
 from hpc_train.checkpoint.fileformat import Held
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.state import Trained
@@ -48,11 +48,15 @@ class Holdings:
 
         Returns:
             Whether tensors, their forms, parts or owners, or `values` are others than last time.
+
+        Raises:
+            UserError: a checkpoint cannot hold all of it.
         """
         tensors, seen = self._walk(more)
         changed = seen is None or seen != self._seen
         if changed:
             self._seen = None
+            savable.check(self.trained)
             model, shards = self.trained.model, self.trained.shards
             self._held = state.model_tensors(model, shards) | state.optimizer_tensors(self.trained)
             self.values = state.optimizer_values(self.trained)

@@ -18,6 +18,7 @@ from hpc_train.sharding import Shard, ShardSpec
 
 MODEL = "model."
 OPTIMIZER = "optim."
+COMPLEX = "complex128"
 
 
 Shards = Mapping[str, Shard]
@@ -32,7 +33,7 @@ def model_tensors(model: nn.Module, shards: Shards) -> dict[str, Held]:
         shards: which part of them this rank has.
     """
     return {
-        MODEL + shard.name: Held(tensor.detach(), shard.spec, shard.owned)
+        MODEL + shard.name: _held(tensor.detach(), shard.spec, owned=shard.owned)
         for shard, tensor in _saved(model, shards)
     }
 
@@ -54,6 +55,14 @@ def _saved(model: nn.Module, shards: Shards) -> Iterator[tuple[Shard, Tensor]]:
         if isinstance(tensor, Tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
             yield shards.get(name) or _whole(name, tensor), tensor
+
+
+def _held(tensor: Tensor, spec: ShardSpec, *, owned: bool) -> Held:
+    """A part as the format has it: complex128, which it lacks, as pairs of float64."""
+    if tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor)
+        spec = replace(spec, shape=(*spec.shape, 2)) if spec.shape else ShardSpec.whole((2,))
+    return Held(tensor, spec, owned)
 
 
 def _whole(name: str, tensor: Tensor) -> Shard:
@@ -85,12 +94,17 @@ class Trained:
 
 
 def _optimizer_state(trained: Trained) -> Iterator[tuple[str, Shard, Parameter, Any]]:
+    """What the optimizer remembers, by name; what is in a list is named LIST[0] and so on."""
     optimizer, known = trained.optimizer, trained.parameters()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for slot, value in optimizer.state.get(parameter, {}).items():
-                shard = known[parameter]
-                yield f"{OPTIMIZER}{shard.name}.{slot}", shard, parameter, value
+    for parameter, shard in known.items():
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            name = f"{OPTIMIZER}{shard.name}.{slot}"
+            if isinstance(value, list) and any(isinstance(one, Tensor) for one in value):
+                for number, one in enumerate(value):
+                    if isinstance(one, Tensor):
+                        yield f"{name}[{number}]", shard, parameter, one
+                value = [None if isinstance(one, Tensor) else one for one in value]
+            yield name, shard, parameter, value
 
 
 def optimizer_tensors(trained: Trained) -> dict[str, Held]:
@@ -101,21 +115,26 @@ def optimizer_tensors(trained: Trained) -> dict[str, Held]:
     found = {}
     for name, shard, parameter, value in _optimizer_state(trained):
         if isinstance(value, Tensor) and value.shape == parameter.shape:
-            found[name] = Held(value.detach(), shard.spec, shard.owned)
+            found[name] = _held(value.detach(), shard.spec, owned=shard.owned)
         elif isinstance(value, Tensor):
-            found[name] = replace(
-                Held.whole(value.detach()), owned=shard.owned and shard.spec.has_origin
-            )
+            whole = ShardSpec.whole(tuple(value.shape))
+            owned = shard.owned and shard.spec.has_origin
+            found[name] = _held(value.detach(), whole, owned=owned)
     return found
 
 
 def optimizer_values(trained: Trained) -> dict[str, Any]:
-    """What the optimizer remembers that is no tensor; must be plain JSON values."""
-    return {
-        name: value
-        for name, _, _, value in _optimizer_state(trained)
-        if not isinstance(value, Tensor)
-    }
+    """What the optimizer remembers that is no tensor: plain JSON values.
+
+    Of a list the tensors are None here; of a tensor that is saved as pairs it is the type.
+    """
+    values = {}
+    for name, _, _, value in _optimizer_state(trained):
+        if not isinstance(value, Tensor):
+            values[name] = value
+        elif value.dtype == torch.complex128:
+            values[name] = COMPLEX
+    return values
 
 
 def trained_names(trained: Trained) -> dict[str, bool]:
@@ -135,21 +154,28 @@ def make_optimizer_state(
         for parameter in group["params"]
     }
     optimizer.state.clear()
-    for name, parameter_name, slot in slots([*entries, *values]):
+    for name, parameter_name, slot in slots([*(n for n in values if n not in entries), *entries]):
         parameter, shard = parameters.get(parameter_name, (None, None))
         if parameter is None or shard is None:
             continue  # another rank's
-        if name in values:
+        if name not in entries:
             optimizer.state[parameter][slot] = values[name]
             continue
-        entry = entries[name]
+        dtype, shape = TORCH_DTYPES[entries[name].dtype], entries[name].shape
+        if values.get(name) == COMPLEX:
+            dtype, shape = torch.complex128, shape[:-1]
         # Step counters stay on the host, where plain optimizers expect them.
-        alike = entry.shape == shard.spec.shape
-        optimizer.state[parameter][slot] = torch.empty(
-            shard.spec.local_shape if alike else entry.shape,
-            dtype=TORCH_DTYPES[entry.dtype],
-            device=parameter.device if alike or fused[parameter] else "cpu",
+        alike = shape == shard.spec.shape
+        made = torch.empty(
+            shard.spec.local_shape if alike else shape,
+            dtype=dtype,
+            device=parameter.device if alike or shape or fused[parameter] else "cpu",
         )
+        listed, _, number = slot.partition("[")
+        if number:
+            optimizer.state[parameter][listed][int(number[:-1])] = made
+        else:
+            optimizer.state[parameter][slot] = made
 
 
 def slots(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
-from hpc_train.checkpoint import divergence, restore, state
+from hpc_train.checkpoint import divergence, restore, savable, state
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.directory import LATEST, SECONDS, find, name_of, step_of
 from hpc_train.checkpoint.engines import Engine, Way, Ways
@@ -79,6 +79,8 @@ class Checkpoints:
 
     Raises:
         ConfigError: engine mpiio in a process that runs without MPI, or in the background.
+        UserError: a checkpoint cannot hold all of the model or the optimizer; also by `poll`, for
+            what the optimizer makes in its first step, and by `save`.
     """
 
     def __init__(
@@ -140,6 +142,8 @@ class Checkpoints:
         self.scores: dict[int, float | None] = {}
         """By step: how good the model was, lower is better, where known; the same on all ranks."""
         self._finite: dict[int, bool] = {}  # by step, where known
+        self._looked = False  # whether what the first step has made can be saved
+        self._check_savable()
 
     def save(self, step: int, *, background: bool = False) -> Path:
         """Write the checkpoint of a finished step, unless it is there, and drop the oldest.
@@ -187,8 +191,15 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written.
         """
+        if not self._looked:
+            self._looked = True
+            self._check_savable()
         if self._flight is not None:
             self._land(wait=False)
+
+    def _check_savable(self) -> None:
+        with agreed(self.group):
+            savable.check(self.trained)
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written in the background.

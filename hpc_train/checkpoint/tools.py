@@ -90,10 +90,11 @@ def _form(entry: Entry) -> str:
 def _apart(first: Tensor, second: Tensor) -> str:
     if torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)):
         return ""
-    many = first.double().sub(second.double()).abs()
-    unequal = int((first != second).sum())
-    worst = float(many.max())
-    scale = float(first.double().abs().max())
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    one, other = first.to(wide), second.to(wide)
+    unequal = int((one != other).sum())
+    worst = float((one - other).abs().max())
+    scale = float(one.abs().max())
     return (
         f"{unequal} of {first.numel()} elements, by {worst:.3g} at most "
         f"(the largest is {scale:.3g})"

@@ -105,13 +105,6 @@ class Loop:
         use_cores(runtime)
         choose_matmul(self.group, matmul, next(model.parameters()).device)
         batch_norms.set_up(model, self.collectives, batch_norm)
-        self.averager = average_gradients(
-            model,
-            optimizer,
-            self.group,
-            engine=engine,
-            cores=runtime.cores,
-        )
         self.checkpoints = Checkpoints(
             Path(directory),
             self.collectives,
@@ -121,6 +114,13 @@ class Loop:
             background=background,
             more=Statistics(model, self.collectives),
             nonfinite=nonfinite,
+        )
+        self.averager = average_gradients(
+            model,
+            optimizer,
+            self.group,
+            engine=engine,
+            cores=runtime.cores,
         )
 
     def epochs(

@@ -32,6 +32,13 @@ def test_large_numbers_that_add_up_to_infinity_are_finite(dtype):
     assert are_finite([torch.ones(2, dtype=torch.int64), torch.zeros(0)])
 
 
+def test_numbers_of_8_bits_are_looked_at():
+    numbers = torch.ones(5)
+    assert are_finite([numbers.to(torch.float8_e4m3fn)])
+    numbers[3] = math.nan
+    assert not are_finite([numbers.to(torch.float8_e4m3fn)])
+
+
 @pytest.mark.mpi
 def test_a_number_of_any_rank_stops_all_before_anything_is_written(job, together):
     for value in (math.nan, 1.0):

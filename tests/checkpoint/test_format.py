@@ -20,6 +20,8 @@ from tests.conftest import records
 
 TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "BOOL": "?"}
 TYPES |= {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
+TYPES |= {"U64": "<u8", "U32": "<u4", "U16": "<u2", "C64": "<c8"}
+TYPES |= {f"F8_{kind}": "u1" for kind in ("E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ", "E8M0")}
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict]:

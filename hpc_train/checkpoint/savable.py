@@ -1,0 +1,120 @@
+"""Whether a checkpoint can hold all of a model and its optimizer.
+
+It is looked at when training begins, once more after the first step, since optimizers make their
+state in it, and before each save. What is found then would otherwise be found hours later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpc_train.checkpoint.dtypes import DTYPES
+from hpc_train.checkpoint.state import Trained
+from hpc_train.errors import UserError
+
+
+def check(trained: Trained) -> None:
+    """Check that a checkpoint can hold all of this rank's state, as far as it is there.
+
+    Raises:
+        UserError: it cannot; the message names the first thing that it cannot hold.
+    """
+    _check_parameters(trained)
+    _check_model(trained)
+    for name, value in _slots(trained.optimizer):
+        _check_slot(name, value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value comes back from JSON as it went there."""
+    if isinstance(value, dict):
+        return all(type(key) is str and is_plain(one) for key, one in value.items())
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (str, int, float))  # bool is an int
+
+
+def _check_parameters(trained: Trained) -> None:
+    known = trained.parameters()
+    for number, group in enumerate(trained.optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                raise UserError(
+                    f"parameter {place} of the optimizer's group {number}, "
+                    f"{_form(parameter)}, is none of the model's, so it would not be saved",
+                    "give as the model one module that has all that is trained, such as "
+                    "torch.nn.ModuleList([model, criterion])",
+                )
+
+
+def _check_model(trained: Trained) -> None:
+    model = trained.model
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    saved = model.state_dict(keep_vars=True)
+    for name, value in saved.items():
+        if not isinstance(value, Tensor) or id(value) not in own:
+            raise UserError(
+                f"{name} of the model's state_dict is none of its parameters and buffers, "
+                "so it would not be restored",
+                "keep it in a buffer (register_buffer)",
+            )
+        _check_tensor(name, value, "another type, or do not save it: persistent=False")
+    there = {id(value) for value in saved.values()}
+    for name, parameter in model.named_parameters():
+        if parameter in trained.parameters() and id(parameter) not in there:
+            raise UserError(
+                f"{name} is trained, but the model's state_dict has nothing of it",
+                "let state_dict have all that is trained",
+            )
+
+
+def _slots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """What the optimizer remembers of parameters, with a name for messages."""
+    kind = type(optimizer).__name__
+    for parameter, slots in optimizer.state.items():
+        if not isinstance(parameter, Tensor):
+            raise UserError(
+                f"{kind} keeps {parameter!r} in its state, which is no parameter's: "
+                "checkpoints cannot hold it",
+                "use another optimizer, or keep it with a parameter",
+            )
+        for slot, value in slots.items():
+            name = f"{slot!r} in the state of {kind}"
+            if not isinstance(slot, str) or "." in slot or "[" in slot:
+                raise UserError(
+                    f"{name} is a name that checkpoints cannot hold",
+                    "use another optimizer, or a string without '.' and '['",
+                )
+            yield name, value
+
+
+def _check_slot(name: str, value: Any) -> None:
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, Tensor):
+            _check_tensor(name, one, "another type, or use another optimizer")
+        elif not is_plain(one):
+            raise UserError(
+                f"{name} is of type {type(one).__name__}, which checkpoints cannot hold",
+                "use another optimizer, or keep tensors, numbers and strings there",
+            )
+
+
+def _check_tensor(name: str, tensor: Tensor, other: str) -> None:
+    if tensor.layout is not torch.strided:
+        what = f"{str(tensor.layout).removeprefix('torch.')} tensor"
+    elif tensor.is_conj() or tensor.is_neg():
+        what = "view that is conjugated or negated when it is read"
+    elif tensor.dtype not in DTYPES and tensor.dtype != torch.complex128:
+        what = f"tensor of type {str(tensor.dtype).removeprefix('torch.')}"
+    else:
+        return
+    raise UserError(f"{name} is a {what}, which checkpoints cannot hold", f"keep it as {other}")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,250 @@
+"""What a checkpoint holds, and what it does not: that is told before training begins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.dtypes import DTYPES
+from hpc_train.checkpoint.parts import as_bytes
+from hpc_train.checkpoint.tools import differences
+from hpc_train.collectives import connect
+from hpc_train.errors import UserError
+from tests.checkpoint.test_store import make, store, train
+
+COMPLEX = torch.complex128  # which the format does not have
+
+
+class Buffers(nn.Module):
+    """A buffer of each type, and a parameter."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        generator = torch.Generator().manual_seed(seed)
+        for dtype in (*DTYPES, COMPLEX):
+            shape = (6, 5, dtype.itemsize)
+            bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8)
+            name = str(dtype).replace("torch.", "of_")
+            self.register_buffer(name, bits.view(dtype)[..., 0])
+            self.register_buffer(f"{name}_alone", bits[0, 0].view(dtype)[0].clone())
+
+
+def bits_of(model):
+    return {name: as_bytes(b.contiguous()).tolist() for name, b in model.named_buffers()}
+
+
+@pytest.mark.mpi
+def test_buffers_of_all_types_come_back_and_are_those_of_rank_0(group, together):
+    if group is None:
+        return
+    model = Buffers(seed=group.rank)
+    Checkpoints(
+        together, connect(group), model, torch.optim.SGD(model.parameters()), replicas="stop"
+    ).save(1)
+    assert bits_of(model) == bits_of(Buffers(seed=0))
+    other = Buffers(seed=9)
+    Checkpoints(together, connect(group), other, torch.optim.SGD(other.parameters())).resume()
+    assert bits_of(other) == bits_of(model)
+
+
+def test_safetensors_reads_them(tmp_path):
+    model = Buffers()
+    path = store(tmp_path, model, torch.optim.SGD(model.parameters())).save(1)
+    with safe_open(path, framework="pt") as file:
+        for name, buffer in model.named_buffers():
+            found = file.get_tensor(f"model.{name}")
+            expected = torch.view_as_real(buffer) if buffer.dtype == COMPLEX else buffer
+            assert found.dtype == expected.dtype
+            assert torch.equal(as_bytes(found), as_bytes(expected.contiguous()))
+
+
+def test_differences_are_told_for_all_types(tmp_path):
+    model, other = Buffers(), Buffers(seed=1)
+    paths = [
+        store(tmp_path / str(number), one, torch.optim.SGD(one.parameters())).save(1)
+        for number, one in enumerate((model, other))
+    ]
+    found = {one.name for one in differences(*paths)}
+    mine, theirs = bits_of(model), bits_of(other)
+    assert found == {f"model.{name}" for name in mine if mine[name] != theirs[name]}
+
+
+class Complex(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.weight = nn.Parameter(torch.randn(3, 4, dtype=dtype))
+        self.scale = nn.Parameter(torch.randn((), dtype=dtype))
+
+    def forward(self, x):
+        return (self.scale * (self.weight @ x.to(self.dtype).T)).abs().sum(0)
+
+
+def closure_of(model, optimizer, step):
+    """What LBFGS calls several times."""
+
+    def closure():
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).double()
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def go_on(model, optimizer, first, last):
+    for step in range(first, last + 1):
+        optimizer.step(closure_of(model, optimizer, step))
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, COMPLEX])
+def test_complex_parameters_go_on_bit_for_bit(tmp_path, dtype):
+    def made(seed):
+        torch.manual_seed(seed)
+        model = Complex(dtype)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    model, optimizer = made(0)
+    go_on(model, optimizer, 1, 3)
+    store(tmp_path, model, optimizer).save(3)
+    other, other_optimizer = made(1)
+    assert store(tmp_path, other, other_optimizer).resume() == 3
+    expected = go_on(model, optimizer, 4, 6)
+    assert all(map(torch.equal, go_on(other, other_optimizer, 4, 6), expected))
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_an_optimizer_that_keeps_lists_of_tensors_goes_on_bit_for_bit(tmp_path, search):
+    def made(seed):
+        options = {"max_iter": 3, "history_size": 4, "line_search_fn": search}
+        return make(4, torch.optim.LBFGS, seed, **options)
+
+    model, optimizer = made(0)
+    go_on(model, optimizer, 1, 3)
+    assert len(optimizer.state[model.a.weight]["old_dirs"]) > 1
+    store(tmp_path, model, optimizer).save(3)
+    other, other_optimizer = made(1)
+    assert store(tmp_path, other, other_optimizer).resume() == 3
+    expected = go_on(model, optimizer, 4, 6)
+    assert all(map(torch.equal, go_on(other, other_optimizer, 4, 6), expected))
+
+
+def with_buffer(buffer):
+    model, optimizer = make()
+    model.register_buffer("odd", buffer)
+    return model, optimizer
+
+
+def with_a_criterion():
+    model, _ = make()
+    criterion = nn.Linear(2, 1).double()
+    return model, torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+
+
+class Half(nn.Linear):
+    def state_dict(self, *arguments, **options):
+        return {n: t for n, t in super().state_dict(*arguments, **options).items() if n == "bias"}
+
+
+def half():
+    model = Half(2, 2)
+    return model, torch.optim.SGD(model.parameters())
+
+
+class Copied(nn.Linear):
+    def state_dict(self, *arguments, **options):
+        found = super().state_dict(*arguments, **options)
+        return {**found, "version": 3}
+
+
+def copied():
+    model = Copied(2, 2)
+    return model, torch.optim.SGD(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: with_buffer(torch.eye(3).to_sparse()), "odd is a sparse_coo tensor, which"),
+        (lambda: with_buffer(torch.ones(2, dtype=torch.complex64).conj()), "odd is a view that"),
+        (lambda: with_buffer(torch.empty(2, dtype=torch.bits8)), "odd .* type bits8.*False"),
+        (with_a_criterion, r"parameter 7 of .* group 0, float64 \[1, 2\], is none of the model's"),
+        (half, "weight is trained, but the model's state_dict has nothing of it"),
+        (copied, "version of the model's state_dict is none of its parameters"),
+    ],
+)
+def test_what_cannot_be_saved_is_told_before_training_begins(tmp_path, made, message):
+    with pytest.raises(UserError, match=message) as caught:
+        store(tmp_path, *made())
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.mpi
+def test_what_one_rank_cannot_save_is_told_by_all(job, together):
+    kind = torch.bits8 if job.world.rank == job.world.size - 1 else torch.float32
+    model, optimizer = with_buffer(torch.empty(2, dtype=kind))
+    message = f"rank {job.world.size - 1} .*odd is a tensor of type bits8"
+    with pytest.raises(UserError, match=message if job.world.size > 1 else "bits8"):
+        Checkpoints(together, connect(job.world), model, optimizer)
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer that remembers something after its first step."""
+
+    slot, kept, key = "memory", None, None
+
+    def step(self, closure=None):
+        super().step(closure)
+        first = self.param_groups[0]["params"][0] if self.key is None else self.key
+        self.state[first][self.slot] = self.kept
+
+
+@pytest.mark.parametrize(
+    ("slot", "kept", "key", "message"),
+    [
+        ("memory", {1, 2}, None, "'memory' in the state of Odd is of type set"),
+        ("memory", [torch.ones(2), (1, 2)], None, "'memory' .* is of type tuple"),
+        ("memory", {"a": torch.ones(2)}, None, "'memory' .* is of type dict"),
+        ("a.b", 1, None, "'a.b' .* name that checkpoints cannot hold"),
+        ("memory", 1, "all", "Odd keeps 'all' in its state"),
+        ("memory", torch.empty(2, dtype=torch.bits8), None, "is a tensor of type bits8"),
+    ],
+)
+def test_what_an_optimizer_cannot_save_is_told_after_its_first_step(
+    tmp_path, monkeypatch, slot, kept, key, message
+):
+    for name, value in {"slot": slot, "kept": kept, "key": key}.items():
+        monkeypatch.setattr(Odd, name, value)
+    model, optimizer = make(4, Odd)
+    checkpoints = store(tmp_path, model, optimizer)
+    train(model, optimizer, 1)
+    with pytest.raises(UserError, match=message):
+        checkpoints.poll()
+    with pytest.raises(UserError, match=message):
+        checkpoints.save(1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_parameters_that_are_added_later_from_elsewhere_are_told_at_the_next_save(tmp_path):
+    model, optimizer = make()
+    checkpoints = store(tmp_path, model, optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(UserError, match=r"parameter 0 of .* group 1, float32 \[3\]"):
+        checkpoints.save(1)
+
+
+def test_plain_values_of_an_optimizer_come_back(tmp_path, monkeypatch):
+    kept = [1, 0.1, None, True, "a", {"b": [float("inf")]}]
+    monkeypatch.setattr(Odd, "kept", kept)
+    model, optimizer = make(4, Odd)
+    train(model, optimizer, 1)
+    store(tmp_path, model, optimizer).save(1)
+    other, other_optimizer = make(4, Odd, seed=1)
+    store(tmp_path, other, other_optimizer).resume()
+    assert other_optimizer.state[other.a.weight]["memory"] == kept
