@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from benchmarks import harness
 from hpc_train.checkpoint import Checkpoints, restore
 from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.phases import run
 from hpc_train.checkpoint.save import saving
 from hpc_train.collectives import connect
@@ -134,7 +135,7 @@ class Ways:
         """Our save, with all that it checks."""
         held = {name: Held.whole(tensor) for name, tensor in self.named.items()}
         path = self.folder / "ours.safetensors"
-        run(saving(path, held, STATE, self.group, engine, verify=verify))
+        run(saving(path, Parts(held), STATE, self.group, engine, verify=verify))
 
     @cached_property
     def parts(self) -> dict[str, Held]:
@@ -147,7 +148,7 @@ class Ways:
     def ours_columns(self) -> None:
         """Of ranks that hold a part each."""
         path = self.folder / "ours_columns.safetensors"
-        run(saving(path, self.parts, STATE, self.group, replica=self.group))
+        run(saving(path, Parts(self.parts), STATE, self.group, replica=self.group))
 
     def ours_load(self) -> None:
         """Our load, verified."""

@@ -83,17 +83,7 @@ class ShardSpec:
         """Whether the tensor's first element is in this part."""
         return self.start == 0 and self.first == 0
 
-    def meets(self, other: ShardSpec) -> bool:
-        """Whether two parts of one tensor have an element in common."""
-        if not prod(self.local_shape) or not prod(other.local_shape):
-            return False
-        mine, theirs = self._ranges(), other._ranges()
-        return all(
-            max(mine[dim][0], theirs[dim][0]) < min(mine[dim][1], theirs[dim][1])
-            for dim in mine.keys() & theirs.keys()
-        )
-
-    def _ranges(self) -> dict[int, tuple[int, int]]:
+    def ranges(self) -> dict[int, tuple[int, int]]:
         """The indices of this part along the dimensions that are cut."""
         ranges = {0: (self.first, self.last)} if self.last else {}
         return ranges | {self.dim: (self.start, self.stop)}
@@ -123,6 +113,14 @@ class ShardSpec:
         if last - first <= 2:
             return [block(row, 1) for row in range(first, last)]
         return [block(first, 1), block(first + 1, last - first - 2), block(last - 1, 1)]
+
+    def span(self, itemsize: int = 1) -> tuple[int, int]:
+        """The part's first place in the global tensor's memory and the one behind its last.
+
+        Both are 0 for a part of no elements; `itemsize` is as in `overlap`.
+        """
+        rows, stride, offset, length = self._rows(itemsize)
+        return (offset, offset + (rows - 1) * stride + length) if rows * length else (0, 0)
 
     def _rows(self, itemsize: int) -> tuple[int, int, int, int]:
         """Number of contiguous pieces, distance, first one's begin, and length of each."""

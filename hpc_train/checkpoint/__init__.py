@@ -6,7 +6,8 @@ savable                 what a checkpoint cannot hold, before training begins
 directory, retention    names of files; which are kept
 claim                   one writer for a directory
 fileformat, dtypes      where each byte of a file lies: pure; names of torch's types
-parts, exchange         bytes of extents in a rank's tensors; moved between ranks
+holdings, parts         what a rank holds; bytes of extents in its tensors
+plan, routes, exchange  who writes what; who has what of an extent; bytes moved between ranks
 save, phases, snapshot  write a file; on the spot or in the background
 engines, striping       ways to write; stripes on Lustre
 headers                 read a file's header; the checkpoints of a run: without torch

@@ -8,12 +8,13 @@ hashes finds it. A sample of each checkpoint is compared; after enough of them a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+import numpy as np
+import xxhash
 
 from hpc_train.checkpoint.fileformat import hash_of
-from hpc_train.checkpoint.parts import as_bytes
+from hpc_train.checkpoint.parts import Parts
 from hpc_train.errors import DivergenceError
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
@@ -26,28 +27,32 @@ def sample(sizes: Mapping[str, int], turn: int) -> list[tuple[str, int, int]]:
 
     The turns go round through all bytes, SAMPLE at a time.
     """
-    everything = sum(sizes.values())
+    names, edges = [*sizes], np.cumsum([0, *sizes.values()])
+    everything = int(edges[-1])
     if not everything:
         return []
     begin = turn * SAMPLE % everything
     end = begin + min(SAMPLE, everything)
     found = []
-    for lap in (0, everything):  # a turn that passes the end goes on at the begin
-        position = lap
-        for name, size in sizes.items():
-            first, last = max(begin, position), min(end, position + size)
-            if first < last:
-                found.append((name, first - position, last - position))
-            position += size
+    # A turn that passes the end goes on at the begin.
+    for first, last in ((begin, min(end, everything)), (0, end - everything)):
+        place = int(np.searchsorted(edges, first, side="right")) - 1
+        while first < last:
+            stop = min(last, int(edges[place + 1]))
+            low = int(edges[place])
+            if first < stop:
+                found.append((names[place], first - low, stop - low))
+            first, place = stop, place + 1
     return found
 
 
-def compare(tensors: Mapping[str, Tensor], alike: Group, group: Group, turn: int) -> None:
+def compare(parts: Parts, sizes: Mapping[str, int], alike: Group, group: Group, turn: int) -> None:
     """Compare a sample between ranks that should hold the same bits. Collective over both groups.
 
     Args:
-        tensors: contiguous, in the same order on all ranks of `alike`. Ranks with other tensors
-            are left to those who compare plans.
+        parts: what this rank holds.
+        sizes: bytes of those that are compared, in the same order on all ranks of `alike`. Ranks
+            with other tensors are left to those who compare plans.
         alike: these ranks.
         group: all ranks of the job, each in one such group.
         turn: which sample.
@@ -56,18 +61,30 @@ def compare(tensors: Mapping[str, Tensor], alike: Group, group: Group, turn: int
         DivergenceError: on all ranks, naming rank, host and tensor; if one rank of several differs
             from all others, it is that one.
     """
-    pieces = sample({name: tensor.nbytes for name, tensor in tensors.items()}, turn)
-    hashes = [hash_of(as_bytes(tensors[name])[b:e].cpu().numpy()) for name, b, e in pieces]
-    mine = (hash_of(b"".join(hashes)), group.rank, alike.host, hash_of(repr(pieces).encode()))
-    found = alike.gathered(mine)
     failure: DivergenceError | None = None
-    if len({whole for whole, *_ in found}) > len({names for *_, names in found}) == 1:
-        by_rank = alike.gathered(hashes)
-        for (name, _, _), values in zip(pieces, zip(*by_rank, strict=True), strict=True):
-            if len({*values}) > 1:
-                failure = _error(name, values, [(rank, host) for _, rank, host, _ in found])
-                break
+    if alike.size > 1:
+        pieces = sample(sizes, turn)
+        hashed = xxhash.xxh3_128()
+        for name, begin, end in pieces:
+            hashed.update(parts.on_host(name, begin, end).data)
+        names = hash_of(repr(pieces).encode())
+        if not alike.same(hashed.digest() + names, "a sample of what replicas hold"):
+            failure = _found(parts, pieces, names, alike, group)
     settle(group, failure)
+
+
+def _found(
+    parts: Parts, pieces: Sequence[tuple[str, int, int]], names: bytes, alike: Group, group: Group
+) -> DivergenceError | None:
+    """The first tensor that differs, unless the ranks have others. Collective over `alike`."""
+    found = alike.gathered((group.rank, alike.host, names))
+    if len({names for *_, names in found}) > 1:
+        return None
+    by_rank = alike.gathered([hash_of(parts.on_host(*piece)) for piece in pieces])
+    for (name, _, _), values in zip(pieces, zip(*by_rank, strict=True), strict=True):
+        if len({*values}) > 1:
+            return _error(name, values, [(rank, host) for rank, host, _ in found])
+    return None
 
 
 def _error(name: str, values: tuple[bytes, ...], ranks: list[tuple[int, str]]) -> DivergenceError:

@@ -1,26 +1,34 @@
 """Bring extents together from the ranks that hold tensors in parts, and hand them out again.
 
-The ranks of a replica know of each other which parts they hold, so both ends of a message know what
-is in it: the pieces' bytes behind each other. Nothing but MPI_Alltoallv moves, in rounds of so many
-extents that a rank needs little memory.
+Both ends of a message know which parts it is of, so the bytes of the pieces lie in it behind each
+other, and nothing else. A rank sends to the ranks that need something of it and to no others.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from hpc_train.checkpoint.fileformat import Held, Layout
-from hpc_train.checkpoint.parts import Bytes, Parts, Piece, Specs, pack, pieces_of, total, unpack
+from hpc_train.checkpoint.fileformat import Layout
+from hpc_train.checkpoint.parts import Bytes, Parts, Piece, Strip, pack, total, unpack
+from hpc_train.checkpoint.routes import Routes
 from hpc_train.mpi.group import Group
 
-AT_ONCE = 16  # extents, and ranks that receive them, of a round: 256 MiB on either side
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+AT_ONCE = 16  # messages that a rank sends, and ranks that hand out: 256 MiB on either side
+WAITING = "extents of a checkpoint"
 
 Room = Callable[[int], Bytes]
 """Gives memory for so many bytes."""
+
+Expected: TypeAlias = "tuple[MPI.Request, Bytes, list[Piece]]"
+"""A message, where it will lie, and what it is."""
 
 
 class Scratch:
@@ -36,29 +44,67 @@ class Scratch:
         return self._memory[:nbytes]
 
 
+class Outgoing:
+    """Messages on their way, in memory that is used again.
+
+    Args:
+        replica: the ranks that they go to.
+    """
+
+    def __init__(self, replica: Group) -> None:
+        self.replica = replica
+        self._rooms = [Scratch() for _ in range(AT_ONCE)]
+        self._requests: list[MPI.Request] = []
+
+    def send(self, rank: int, nbytes: int, fill: Callable[[Bytes], None]) -> None:
+        """Send so many bytes, if any, which `fill` puts into the memory that it is given."""
+        if not nbytes:
+            return
+        assert self.replica.comm is not None
+        turn = len(self._requests) % AT_ONCE
+        if len(self._requests) >= AT_ONCE:
+            with self.replica.waiting(WAITING):
+                self._requests[-AT_ONCE].Wait()
+        packed = self._rooms[turn](nbytes)
+        fill(packed)
+        self._requests.append(self.replica.comm.Isend(packed, rank))
+
+    def finish(self) -> None:
+        """Wait until all have left."""
+        with self.replica.waiting(WAITING):
+            for request in self._requests[-AT_ONCE:]:
+                request.Wait()
+        self._requests.clear()
+
+
 class Exchange:
     """The tensors that the ranks of a replica hold together. All of them make it and call it.
 
     Args:
-        held: this rank's parts.
-        specs: by rank of the replica: which parts count, of this rank of `held`.
+        parts: this rank's.
+        routes: who has what of which extents.
         layout: of the file.
         replica: the ranks.
+        state: what lies behind the tensors of a file that is written; all ranks have it.
     """
 
     def __init__(
-        self, held: Mapping[str, Held], specs: Sequence[Specs], layout: Layout, replica: Group
+        self, parts: Parts, routes: Routes, layout: Layout, replica: Group, state: bytes = b""
     ) -> None:
-        self.parts = Parts(held)
-        self.specs = specs
+        self.parts, self.routes, self.replica = parts, routes, replica
         self.layout = layout
-        self.replica = replica
-        self.pieces = lru_cache(maxsize=4 * AT_ONCE)(self._pieces)
-        """What a rank of the replica has of an extent, by both their numbers."""
-        self._out, self._into = Scratch(), Scratch()
+        self._state = np.frombuffer(state, np.uint8)
+        self._into, self._outgoing = Scratch(), Outgoing(replica)
 
-    def _pieces(self, rank: int, number: int) -> list[Piece]:
-        return pieces_of(self.specs[rank], self.layout, *self.layout.extent(number))
+    def mine(self, number: int) -> list[Piece]:
+        """What this rank has of an extent."""
+        return self.routes.pieces(self.replica.rank, number)
+
+    def _joined(self, number: int) -> list[Piece | Strip]:
+        known = self.routes.strips
+        if number not in known:
+            known[number] = self.parts.joined(self.mine(number))
+        return known[number]
 
     def bring(
         self, runs: Sequence[Sequence[int]], rounds: int, room: Room, *, own: bool
@@ -66,48 +112,62 @@ class Exchange:
         """Bring each rank its extents, one in each round, or None. Collective over the replica.
 
         Args:
-            runs: by rank: the extents that it gets.
+            runs: by rank: the extents that it gets, one behind the other.
             rounds: how many there are, also for ranks with fewer extents.
             room: gives the memory that an extent is put together in.
             own: whether an extent may be given as the memory of a tensor, where it lies in one.
         """
+        me, size, run = self.replica.rank, self.replica.size, runs[self.replica.rank]
+        asked: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for number in self.routes.asked:
+            rank = int(self.routes.keepers[number])
+            asked[number - runs[rank][0]].append((rank, number))
         for turn in range(rounds):
-            mine = None
-            for first in range(0, self.replica.size, AT_ONCE):
-                ranks = range(first, min(first + AT_ONCE, self.replica.size))
-                wanted = {rank: runs[rank][turn] for rank in ranks if turn < len(runs[rank])}
-                mine = self._bring(wanted, room, own=own) or mine
-            yield mine
+            found = None
+            # Each rank first expects what comes in this round, so no sender waits for ever.
+            expected: list[Expected] = []
+            if turn < len(run):
+                expected = self._expect(run[turn])
+                found = run[turn], self._put_together(run[turn], room, own=own)
+            for rank, number in sorted(asked[turn], key=lambda to: (to[0] - me) % size):
+                pieces = self._joined(number)
+                self._outgoing.send(rank, total(pieces), partial(self.parts.pack, pieces))
+            for request, packed, received in expected:
+                assert found is not None
+                with self.replica.waiting(WAITING):
+                    request.Wait()
+                unpack(packed, received, found[1])
+            yield found
+        self._outgoing.finish()
 
-    def _bring(
-        self, wanted: Mapping[int, int], room: Room, *, own: bool
-    ) -> tuple[int, Bytes] | None:
-        me = self.replica.rank
-        number = wanted.get(me)
-        due = (
-            [self.pieces(rank, number) for rank in range(self.replica.size)]
-            if number is not None
-            else []
-        )
-        if self.replica.comm is None:
-            if number is None:
-                return None
-            extent = self.parts.memory(due[0], self.layout.size(number)) if own else None
-            if extent is None:
-                extent = room(self.layout.size(number))
-                self.parts.gather(due[0], extent)
-            return number, extent
-        sent = {to: self.pieces(me, asked) for to, asked in wanted.items()}
-        received = self._exchanged(
-            {to: total(pieces) for to, pieces in sent.items()},
-            dict(enumerate(map(total, due))),
-            lambda to, packed: self.parts.pack(sent[to], packed),
-        )
-        if number is None:
-            return None
-        extent = room(self.layout.size(number))
-        unpack(received, (piece for pieces in due for piece in pieces), extent)
-        return number, extent
+    def _expect(self, number: int) -> list[Expected]:
+        """Begin to receive what other ranks have of an extent."""
+        comm, due = self.replica.comm, {}
+        for rank in self.routes.holders.get(number, ()):
+            pieces = self.routes.pieces(rank, number)
+            if nbytes := total(pieces):
+                due[rank] = pieces, nbytes
+        into, found, begin = self._into(sum(nbytes for _, nbytes in due.values())), [], 0
+        for rank, (pieces, nbytes) in due.items():
+            assert comm is not None
+            packed = into[begin : begin + nbytes]
+            found.append((comm.Irecv(packed, rank), packed, pieces))
+            begin += nbytes
+        return found
+
+    def _put_together(self, number: int, room: Room, *, own: bool) -> Bytes:
+        """An extent with what this rank has of it, and the state."""
+        pieces, nbytes = self._joined(number), self.layout.size(number)
+        extent = self.parts.memory(pieces, nbytes) if own else None
+        if extent is None:
+            extent = room(nbytes)
+            self.parts.gather(pieces, extent)
+            begin, end = self.layout.extent(number)
+            state = self.layout.entries[-2].begin
+            if len(self._state) and end > state:
+                first = max(begin, state)
+                extent[first - begin :] = self._state[first - state : end - state]
+        return extent
 
     def hand_out(self, read: Mapping[int, int], extent: Bytes | None) -> Bytes:
         """Hand each rank what it holds of extents. Collective over the replica.
@@ -119,57 +179,27 @@ class Exchange:
         Returns:
             What this rank holds, piece behind piece, in the order of the ranks that have it.
         """
-        me, size = self.replica.rank, self.replica.size
-        due = {rank: total(self.pieces(me, number)) for rank, number in read.items()}
-        mine: Bytes = np.empty(0, np.uint8)
-        for first in range(0, size, AT_ONCE):
-            ranks = range(first, min(first + AT_ONCE, size))
-            sent = {to: self.pieces(to, read[me]) for to in ranks} if me in read else {}
-
-            def fill(to: int, packed: Bytes, sent: Mapping[int, list[Piece]] = sent) -> None:
+        me, comm = self.replica.rank, self.replica.comm
+        due = {rank: total(self.mine(number)) for rank, number in read.items()}
+        into, begin, requests = self._into(sum(due.values())), 0, []
+        for rank, nbytes in due.items():
+            packed = into[begin : begin + nbytes]
+            begin += nbytes
+            if rank == me:
                 assert extent is not None
-                pack(extent, sent[to], packed)
-
-            counts = {to: total(pieces) for to, pieces in sent.items()}
-            got = self._exchanged(counts, due if me in ranks else {}, fill)
-            if me in ranks:
-                mine = got
-        return mine
-
-    def _exchanged(
-        self,
-        sent: Mapping[int, int],
-        due: Mapping[int, int],
-        fill: Callable[[int, Bytes], None],
-    ) -> Bytes:
-        """One MPI_Alltoallv; returns what comes, by rank. Collective over the replica.
-
-        Args:
-            sent: bytes by rank.
-            due: bytes that come, by rank.
-            fill: puts what is for a rank into memory.
-        """
-        if self.replica.comm is None:
-            packed = self._out(sent[0])
-            fill(0, packed)
-            return packed
-        from mpi4py import MPI  # a group with a communicator has MPI
-
-        counts, places, nbytes = _places(sent, self.replica.size)
-        out = self._out(nbytes)
-        for rank in sent:
-            fill(rank, out[places[rank] : places[rank] + counts[rank]])
-        expected, begins, nbytes = _places(due, self.replica.size)
-        into = self._into(nbytes)
-        with self.replica.waiting("extents of a checkpoint"):
-            self.replica.comm.Alltoallv(
-                [out, counts, places, MPI.BYTE], [into, expected, begins, MPI.BYTE]
-            )
+                pack(extent, self.mine(read[me]), packed)
+            elif nbytes:
+                assert comm is not None
+                requests.append(comm.Irecv(packed, rank))
+        for rank in self.routes.holders.get(read[me], ()) if me in read else ():
+            assert extent is not None
+            pieces = self.routes.pieces(rank, read[me])
+            self._outgoing.send(rank, total(pieces), partial(pack, extent, pieces))
+        with self.replica.waiting(WAITING):
+            for request in requests:
+                request.Wait()
         return into
 
-
-def _places(nbytes: Mapping[int, int], size: int) -> tuple[list[int], list[int], int]:
-    """Bytes for each rank, where they begin, and how many there are."""
-    counts = [nbytes.get(rank, 0) for rank in range(size)]
-    places = [0, *itertools.accumulate(counts)]
-    return counts, places[:-1], places[-1]
+    def finish(self) -> None:
+        """Wait until all that was handed out has left this rank."""
+        self._outgoing.finish()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import xxhash
 
 from hpc_train import files
-from hpc_train.checkpoint.fileformat import Layout, hash_in
+from hpc_train.checkpoint.fileformat import Layout
 
 PIECE = 1 << 20  # bytes, which stay in a core's cache between being read and being hashed
 
 
 def read(
-    descriptor: int, layout: Layout, number: int, table: bytes, into: memoryview | None = None
+    descriptor: int, layout: Layout, number: int, expected: bytes, into: memoryview | None = None
 ) -> bool:
     """Read an extent; returns whether it is what its hash says.
 
@@ -19,7 +19,7 @@ def read(
         descriptor: of the file.
         layout: of the file.
         number: the extent's.
-        table: all hashes.
+        expected: its hash.
         into: memory for it; without any it is only compared.
     """
     begin, end = layout.extent(number)
@@ -32,4 +32,4 @@ def read(
         if files.read_into(descriptor, piece, layout.data_start + first) < len(piece):
             return False
         hashed.update(piece)
-    return hashed.digest() == hash_in(table, number)
+    return hashed.digest() == expected

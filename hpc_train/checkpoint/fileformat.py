@@ -155,35 +155,60 @@ def hash_in(table: bytes, number: int) -> bytes:
     return table[number * HASH_BYTES : (number + 1) * HASH_BYTES]
 
 
-def plan(forms: Mapping[str, Form], state: bytes) -> Layout:
-    """Lay out tensors and state.
+@dataclass(frozen=True)
+class Contents:
+    """Where the tensors lie, which is the same for all states behind them.
 
-    Raises:
-        CheckpointError: a tensor's dtype has no name in the format, or there are too many tensors.
+    Args:
+        entries: the tensors, in file order.
+        description: the same as JSON.
     """
-    from hpc_train.checkpoint.dtypes import DTYPES  # torch, which reading a header does without
 
-    for name, (dtype, _) in forms.items():
-        if dtype not in DTYPES:
-            raise CheckpointError(f"{name} has dtype {dtype}, which checkpoints cannot hold")
-    ordered = sorted(forms.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
-    sizes = [
-        (name, DTYPES[dtype], shape, math.prod(shape) * dtype.itemsize)
-        for name, (dtype, shape) in ordered
-    ]
-    sizes.append((STATE, "U8", (len(state),), len(state)))
-    content = sum(size for *_, size in sizes)
-    hashes = -(-content // EXTENT_BYTES) * HASH_BYTES
-    sizes.append((HASHES, "U8", (hashes,), hashes))
-    entries, position = [], 0
-    for name, word, shape, size in sizes:
-        entries.append(Entry(name, word, shape, position, position + size))
-        position += size
-    described = _description(entries)
-    text = len(_with_metadata(described, NO_HASH, NO_HASH))
-    if text > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{len(forms)} tensors need a header of {text} bytes, too large")
-    return Layout(tuple(entries), -(-(8 + text) // ALIGNMENT) * ALIGNMENT, described)
+    entries: tuple[Entry, ...]
+    description: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, forms: Mapping[str, Form]) -> Contents:
+        """Lay out tensors.
+
+        Raises:
+            CheckpointError: a tensor's dtype has no name in the format.
+        """
+        from hpc_train.checkpoint.dtypes import DTYPES  # torch; reading a header does without
+
+        for name, (dtype, _) in forms.items():
+            if dtype not in DTYPES:
+                raise CheckpointError(f"{name} has dtype {dtype}, which checkpoints cannot hold")
+        ordered = sorted(forms.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
+        entries, position = [], 0
+        for name, (dtype, shape) in ordered:
+            end = position + math.prod(shape) * dtype.itemsize
+            entries.append(Entry(name, DTYPES[dtype], shape, position, end))
+            position = end
+        return cls(tuple(entries), _description(entries))
+
+    def layout(self, state_bytes: int) -> Layout:
+        """The whole file's layout, with a state of so many bytes.
+
+        Raises:
+            CheckpointError: there are too many tensors.
+        """
+        begin = self.entries[-1].end if self.entries else 0
+        content = begin + state_bytes
+        hashes = -(-content // EXTENT_BYTES) * HASH_BYTES
+        last = (
+            Entry(STATE, "U8", (state_bytes,), begin, content),
+            Entry(HASHES, "U8", (hashes,), content, content + hashes),
+        )
+        described = _description(last)
+        if self.entries:
+            described = self.description[:-1] + b"," + described[1:]
+        text = len(_with_metadata(described, NO_HASH, NO_HASH))
+        if text > MAX_HEADER_BYTES:
+            many = len(self.entries)
+            raise CheckpointError(f"{many} tensors need a header of {text} bytes, too large")
+        data_start = -(-(8 + text) // ALIGNMENT) * ALIGNMENT
+        return Layout((*self.entries, *last), data_start, described)
 
 
 def header(layout: Layout, hash_table: bytes) -> bytes:

@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.parts import Parts
 from hpc_train.mpi.group import Group
 
+TOGETHER = 1 << 20  # bytes of small tensors that are looked at as one
 
-def trained_is_finite(model: nn.Module, alike: Group, group: Group) -> bool:
-    """Whether all trained parameters are finite. Collective.
+Batch: TypeAlias = "tuple[torch.dtype, list[str]]"
 
-    Only what is trained is looked at: a mask in a buffer may well have infinities. A step that
-    makes the optimizer's state infinite makes its parameter so, then or in the next step.
+
+def batches(held: Mapping[str, Held], names: Iterable[str]) -> list[Batch]:
+    """Divide tensors of numbers into a few batches of one type and device each."""
+    found: list[Batch] = []
+    begun: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
+    for name in names:
+        tensor = held[name].tensor
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        kind = tensor.dtype, tensor.device
+        some, size = begun.get(kind, ([], TOGETHER))
+        if size + tensor.nbytes > TOGETHER:
+            some, size = [], 0
+            found.append((tensor.dtype.to_real(), some))
+        some.append(name)
+        begun[kind] = some, size + tensor.nbytes
+    return found
+
+
+def parts_are_finite(parts: Parts, mine: Iterable[Batch], group: Group) -> bool:
+    """Whether the numbers of all ranks' batches are finite. Collective.
+
+    Only what is trained has to be looked at: a mask in a buffer may well have infinities. A step
+    that makes the optimizer's state infinite makes its parameter so, then or in the next step.
 
     Args:
-        model: this rank's.
-        alike: the ranks that hold the same as this one, which share the work.
+        parts: what this rank holds.
+        mine: what of it this rank looks at.
         group: all ranks of the job.
     """
-    trained = [p.detach() for p in model.parameters() if p.requires_grad]
-    mine = trained[alike.rank :: alike.size]
-    return not group.largest(int(not are_finite(mine)), "whether the state is finite")
+    finite = are_finite([parts.flat(names).view(dtype) for dtype, names in mine])
+    return not group.largest(int(not finite), "whether the state is finite")
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,11 @@ class Piece:
     block: Block
 
     @property
+    def first(self) -> int:
+        """Byte of the extent at which they begin."""
+        return self.place + self.block.place
+
+    @property
     def nbytes(self) -> int:
         """How many."""
         return self.block.rows * self.block.length
@@ -50,14 +55,14 @@ def pieces_of(specs: Specs, layout: Layout, begin: int, end: int) -> list[Piece]
     return found
 
 
-def total(pieces: Iterable[Piece]) -> int:
+def total(pieces: Iterable[Piece | Strip]) -> int:
     """Bytes of all pieces."""
     return sum(piece.nbytes for piece in pieces)
 
 
 def rows_in(extent: Bytes, piece: Piece) -> Bytes:
     """A piece's bytes in an extent, (rows, length); the extent's own memory."""
-    block, first = piece.block, piece.place + piece.block.place
+    block, first = piece.block, piece.first
     if block.rows == 1:
         return extent[first : first + block.length].reshape(1, -1)
     return as_strided(extent[first:], (block.rows, block.length), (block.stride, 1))
@@ -81,6 +86,24 @@ def unpack(packed: Bytes, pieces: Iterable[Piece], extent: Bytes) -> None:
         position += piece.nbytes
 
 
+@dataclass(frozen=True)
+class Strip:
+    """Pieces of one row each that lie behind each other, all on the host: copied in one call.
+
+    Args:
+        first: byte of the extent at which the first one begins.
+        nbytes: of all.
+        names: their tensors'.
+        cuts: of those that are not all that a rank has of a tensor, by place in `names`, which
+            bytes of it they are.
+    """
+
+    first: int
+    nbytes: int
+    names: tuple[str, ...]
+    cuts: tuple[tuple[int, slice], ...]
+
+
 class Parts:
     """What a rank holds, as bytes.
 
@@ -89,37 +112,117 @@ class Parts:
     """
 
     def __init__(self, held: Mapping[str, Held]) -> None:
-        self._device = {
-            name: as_bytes(part.tensor)
-            for name, part in held.items()
-            if part.tensor.device.type != "cpu"
-        }
-        self._host: dict[str, Bytes] = {
-            name: as_bytes(part.tensor).numpy()
-            for name, part in held.items()
-            if name not in self._device
-        }
+        self.held = dict(held)
+        self._bytes: dict[str, torch.Tensor] = {}
+        self._host: dict[str, Bytes] = {}
+        self._device: dict[str, torch.Tensor] = {}
+        for name, part in held.items():
+            self.put(name, part)
 
-    def memory(self, pieces: list[Piece], nbytes: int) -> Bytes | None:
+    def put(self, name: str, part: Held) -> None:
+        """Take a tensor for a name; of the same form and device if there was one already."""
+        self.held[name] = part
+        memory = self._bytes[name] = as_bytes(part.tensor)
+        if part.tensor.device.type == "cpu":
+            self._host[name] = memory.numpy()
+        else:
+            self._device[name] = memory
+
+    def drop(self, name: str) -> None:
+        """Let a tensor go, until another one is put in its place."""
+        for known in (self.held, self._bytes, self._host, self._device):
+            known.pop(name, None)
+
+    def size(self, name: str) -> int:
+        """Bytes of what this rank has of a tensor."""
+        return self._bytes[name].numel()
+
+    def flat(self, names: Sequence[str]) -> torch.Tensor:
+        """The bytes of some tensors behind each other, (bytes,) uint8, where the tensors are.
+
+        Of one tensor it is the tensor's own memory.
+        """
+        views = [self._bytes[name] for name in names]
+        return torch.cat(views) if len(views) > 1 else views[0]
+
+    def on_host(self, name: str, begin: int, end: int) -> Bytes:
+        """Some bytes of what this rank has of a tensor; the tensor's own memory where it can be."""
+        if name in self._host:
+            return self._host[name][begin:end]
+        copied: Bytes = self._device[name][begin:end].cpu().numpy()
+        return copied
+
+    def joined(self, pieces: Iterable[Piece]) -> list[Piece | Strip]:
+        """Pieces in the file's order, those that can be copied together as strips."""
+        found: list[Piece | Strip] = []
+        some: list[Piece] = []
+        end = 0
+
+        def join() -> None:
+            if some:
+                found.append(self._strip(some))
+                some.clear()
+
+        for piece in pieces:
+            if piece.block.rows > 1 or piece.name in self._device:
+                join()
+                found.append(piece)
+                continue
+            if piece.first != end:
+                join()
+            some.append(piece)
+            end = piece.first + piece.nbytes
+        join()
+        return found
+
+    def _strip(self, pieces: Sequence[Piece]) -> Strip:
+        cuts = [
+            (place, slice(piece.block.local, piece.block.local + piece.nbytes))
+            for place, piece in enumerate(pieces)
+            if piece.nbytes < self._bytes[piece.name].numel()
+        ]
+        names = tuple(piece.name for piece in pieces)
+        return Strip(pieces[0].first, total(pieces), names, tuple(cuts))
+
+    def _copy(self, strip: Strip, into: Bytes) -> None:
+        views = [self._bytes[name] for name in strip.names]
+        for place, cut in strip.cuts:
+            views[place] = views[place][cut]
+        torch.cat(views, out=torch.from_numpy(into))
+
+    def memory(self, pieces: Sequence[Piece | Strip], nbytes: int) -> Bytes | None:
         """The tensor's own memory, if one piece is all of an extent of so many bytes."""
-        if len(pieces) != 1 or pieces[0].nbytes != nbytes or pieces[0].name in self._device:
+        if len(pieces) != 1 or pieces[0].nbytes != nbytes:
             return None
-        return self._rows(pieces[0]).reshape(-1)
+        piece = pieces[0]
+        if isinstance(piece, Piece):
+            return None if piece.name in self._device else self._rows(piece).reshape(-1)
+        if len(piece.names) > 1:
+            return None
+        memory = self._host[piece.names[0]]
+        return memory[piece.cuts[0][1]] if piece.cuts else memory
 
-    def gather(self, pieces: Iterable[Piece], extent: Bytes) -> None:
+    def gather(self, pieces: Iterable[Piece | Strip], extent: Bytes) -> None:
         """Copy this rank's pieces to their places in an extent."""
         for piece in pieces:
+            if isinstance(piece, Strip):
+                self._copy(piece, extent[piece.first : piece.first + piece.nbytes])
+                continue
             rows = rows_in(extent, piece)
             if piece.name in self._device:  # straight to memory that may be pinned
                 torch.from_numpy(rows).copy_(self._on_device(piece))
             else:
                 rows[:] = self._rows(piece)
 
-    def pack(self, pieces: Iterable[Piece], packed: Bytes) -> None:
+    def pack(self, pieces: Iterable[Piece | Strip], packed: Bytes) -> None:
         """Copy this rank's pieces behind each other."""
         position = 0
         for piece in pieces:
-            packed[position : position + piece.nbytes] = self._rows(piece).reshape(-1)
+            into = packed[position : position + piece.nbytes]
+            if isinstance(piece, Strip):
+                self._copy(piece, into)
+            else:
+                into[:] = self._rows(piece).reshape(-1)
             position += piece.nbytes
 
     def scatter(self, extent: Bytes, pieces: Iterable[Piece]) -> None:

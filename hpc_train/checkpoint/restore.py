@@ -20,17 +20,11 @@ import torch
 from hpc_train.checkpoint import extents, fileformat, headers
 from hpc_train.checkpoint.dtypes import TORCH_DTYPES
 from hpc_train.checkpoint.exchange import AT_ONCE, Exchange, Scratch
-from hpc_train.checkpoint.fileformat import (
-    HASHES,
-    STATE,
-    Entry,
-    Held,
-    Layout,
-    names_between,
-)
+from hpc_train.checkpoint.fileformat import HASHES, STATE, Entry, Held, Layout, hash_in
 from hpc_train.checkpoint.headers import BROKEN
-from hpc_train.checkpoint.parts import Bytes, Parts, pieces_of, total
+from hpc_train.checkpoint.parts import Bytes, Parts, Specs, pieces_of, total
 from hpc_train.checkpoint.reading import patiently
+from hpc_train.checkpoint.routes import NOBODY, Routes, extents_of
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
@@ -77,9 +71,10 @@ class Reader:
             CheckpointUnreadable: the file system does not give it.
             CheckpointError: it is not what was saved.
         """
+        expected = hash_in(self.table, number)
         sound = patiently(
             self.path,
-            lambda file: extents.read(file, self.layout, number, self.table, into.data),
+            lambda file: extents.read(file, self.layout, number, expected, into.data),
         )
         if not sound:
             begin, end = self.layout.extent(number)
@@ -170,15 +165,14 @@ def load(
     alike = alike or Group()
     if alike.size * replica.size != group.size:
         raise ValueError(f"{alike.size} replicas of {replica.size} ranks are not {group.size}")
-    specs = replica.gathered({name: part.spec for name, part in held.items()})
     layout, me = reader.layout, replica.rank
-    names = {name for of_rank in specs for name in of_rank}
-    wanted = [
-        number
-        for number in range(layout.extents)
-        if any(entry.name in names for entry in names_between(layout, *layout.extent(number)))
-    ]
-    exchange = Exchange(held, specs, layout, replica)
+    specs = {name: part.spec for name, part in held.items()}
+    wanted = _wanted(specs, layout, replica)
+    keepers = np.full(layout.extents, NOBODY, np.int64)
+    for rank in range(replica.size):  # who reads, of this replica
+        keepers[wanted[alike.rank * replica.size + rank :: group.size]] = rank
+    routes = Routes(specs, layout, keepers, replica, remember=4 * AT_ONCE)
+    exchange = Exchange(Parts(held), routes, layout, replica)
     mine = wanted[alike.rank * replica.size + me :: group.size]
     rooms = Scratch(), Scratch()
 
@@ -203,13 +197,29 @@ def load(
                 for start in range(0, len(has), AT_ONCE):
                     some = {start + i: n for i, n in enumerate(has[start : start + AT_ONCE])}
                     _hand_round(exchange, some, extent, alike, copy)
+    exchange.finish()
+
+
+def _wanted(specs: Specs, layout: Layout, replica: Group) -> list[int]:
+    """The extents that a rank of a replica wants something of, ascending. Collective."""
+    needed = np.zeros(layout.extents, np.uint8)
+    for entry in layout.entries:
+        if (spec := specs.get(entry.name)) is not None:
+            numbers = extents_of(entry, spec)
+            needed[numbers.start : numbers.stop] = 1
+    if replica.comm is not None:
+        from mpi4py import MPI  # a group with a communicator has MPI
+
+        with replica.waiting("what ranks want of a checkpoint"):
+            replica.comm.Allreduce(MPI.IN_PLACE, needed, op=MPI.MAX)
+    return np.flatnonzero(needed).tolist()
 
 
 def _memory(exchange: Exchange, number: int) -> Bytes | None:
     """Where an extent belongs, if all of it belongs to one tensor of a rank that holds all."""
     if exchange.replica.comm is not None:
         return None
-    return exchange.parts.memory(exchange.pieces(0, number), exchange.layout.size(number))
+    return exchange.parts.memory(exchange.mine(number), exchange.layout.size(number))
 
 
 def _hand_round(
@@ -224,7 +234,7 @@ def _hand_round(
         alike: the ranks that hold what this one does.
         root: the one of them whose replica has read.
     """
-    pieces = [p for number in read.values() for p in exchange.pieces(exchange.replica.rank, number)]
+    pieces = [piece for number in read.values() for piece in exchange.mine(number)]
     memory = _memory(exchange, *read.values()) if exchange.replica.comm is None else None
     if memory is not None:
         packed = memory  # has been read to, or will be received to

@@ -10,31 +10,26 @@ agreement: what fails on one rank is raised on all, and older checkpoints stay.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import TypeVar
-
-import torch
 
 from hpc_train import files
 from hpc_train.checkpoint import extents, fileformat, striping
 from hpc_train.checkpoint.engines import PosixWriter, Way, Writer, open_writer
 from hpc_train.checkpoint.exchange import Exchange, Scratch
-from hpc_train.checkpoint.fileformat import HASHES, STATE, Form, Held, Layout
-from hpc_train.checkpoint.parts import Bytes, Specs
+from hpc_train.checkpoint.fileformat import HASH_BYTES, Layout, hash_in
+from hpc_train.checkpoint.parts import Bytes, Parts
 from hpc_train.checkpoint.phases import Phases, agree
+from hpc_train.checkpoint.plan import Plans, owned
 from hpc_train.checkpoint.snapshot import Snapshot
-from hpc_train.errors import CheckpointError, UserError
-from hpc_train.mpi.agreement import agreed, settle
+from hpc_train.errors import CheckpointError
+from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
-from hpc_train.sharding import ShardSpec
 
 T = TypeVar("T")
 Extents = Iterable[tuple[int, Bytes] | None]
@@ -42,13 +37,14 @@ Extents = Iterable[tuple[int, Bytes] | None]
 
 def saving(
     path: Path,
-    held: Mapping[str, Held],
+    parts: Parts,
     state: bytes,
     group: Group,
     engine: Way = "posix",
     replica: Group | None = None,
     snapshot: Snapshot | None = None,
     *,
+    plans: Plans | None = None,
     verify: bool = True,
     token: str = "",
     check: Callable[[], None] = lambda: None,
@@ -57,13 +53,14 @@ def saving(
 
     Args:
         path: the file to make; one that exists is replaced when the new one is complete.
-        held: this rank's parts of tensors, by the tensors' names.
+        parts: this rank's parts of tensors.
         state: what is no tensor, as JSON, the same on all ranks.
         group: the ranks that write.
         engine: how they write.
         replica: the ranks that hold the state together; by default each rank holds all of it.
         snapshot: keeps this rank's extents while the tensors change; by default they must not
             change until the end.
+        plans: of the saves before, of the same groups; by default there were none.
         verify: whether all is read back and compared.
         token: of the one who writes; a part of the name of what is not complete.
         check: makes sure, on rank 0, that the directory is still ours; may raise a ClaimError.
@@ -78,24 +75,15 @@ def saving(
         UserError: the ranks do not have the same tensors or state.
     """
     replica = replica or Group()
-    mine = {name: (part.form, part.spec, part.owned) for name, part in held.items()}
-    everyone = replica.gathered(mine)
-    forms = {name: form for parts in everyone for name, (form, _, _) in parts.items()}
-    specs = [{n: spec for n, (_, spec, owned) in parts.items() if owned} for parts in everyone]
-    with agreed(group):
-        _check_owned(forms, specs)
-        layout = fileformat.plan(forms, state)
-    _check_same(group, layout, state)
-    whole = Held.whole(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    specs[0][STATE] = whole.spec
-    exchange = Exchange({**held, STATE: whole}, specs, layout, replica)
+    plan = (plans or Plans(group, replica)).of(parts.held, state)
+    layout, size = plan.layout, group.size
+    exchange = Exchange(parts, plan.routes, layout, replica, state)
     partial_path = path.with_name(f".{path.name}{token and f'.{token}'}.partial")
     explained = partial(_explained, path)
-    runs = [owned(layout.extents, rank, group.size) for rank in replica.gathered(group.rank)]
-    rounds = -(-layout.extents // group.size)
     if snapshot is not None:
+        mine = plan.runs[replica.rank]
         with agreed(group):
-            snapshot.reserve(sum(layout.size(number) for number in runs[replica.rank]))
+            snapshot.reserve(sum(layout.size(number) for number in mine))
     with ExitStack() as cleared:
         with agreed(group), _explaining(path):
             if group.rank == 0:
@@ -103,85 +91,59 @@ def saving(
                 cleared.push(lambda failed, *_: _give_up(partial_path) if failed else None)
                 _reserve(partial_path, layout.file_bytes)
         if snapshot is None:
-            content: Extents = exchange.bring(runs, rounds, Scratch(), own=True)
+            content: Extents = exchange.bring(plan.runs, plan.rounds, Scratch(), own=True)
         else:
-            content = snapshot.of(exchange, runs, rounds)
+            content = snapshot.of(exchange, plan.runs, plan.rounds)
         open_here = partial(open_writer, engine, partial_path, group)
         opened: Writer | None = None
         if engine == "mpiio_collective" and group.comm is not None:
             opened = yield from agree(group, explained(open_here))
-        written = yield from agree(
+        hashes, seconds = yield from agree(
             group, explained(partial(_write, content, layout, open_here, opened))
         )
-        found = group.gathered((*written, group.host))
-        table = b"".join(hashes for hashes, *_ in found)
         if verify:
-            other = partner(group.rank, [host for *_, host in found])
-            theirs = owned(layout.extents, other, group.size)
+            other = (group.rank + plan.shift) % size
+            run = owned(layout.extents, other, size)
+            expected = _hashes_of(other, (group.rank - plan.shift) % size, hashes, len(run), group)
             yield from agree(
-                group, explained(partial(_read_back, partial_path, layout, table, other, theirs))
+                group, explained(partial(_read_back, partial_path, layout, expected, other, run))
             )
+        table = _table(hashes, layout, group)
         commit = partial(_commit, partial_path, path, layout, table, group, check)
         yield from agree(group, explained(commit))
-    return max(seconds for _, seconds, _ in found)
+    return group.largest(round(seconds * 1e6)) / 1e6
+
+
+def _hashes_of(other: int, reader: int, mine: bytes, count: int, group: Group) -> bytes:
+    """The hashes of what another rank has written; `reader` gets mine. Collective."""
+    if group.comm is None:
+        return mine
+    theirs = bytearray(count * HASH_BYTES)
+    with group.waiting(f"the hashes of rank {other}"):
+        group.comm.Sendrecv(mine, reader, recvbuf=theirs, source=other)
+    return bytes(theirs)
+
+
+def _table(mine: bytes, layout: Layout, group: Group) -> bytes:
+    """The hashes of all extents, on rank 0; on others nothing. Collective."""
+    if group.comm is None:
+        return mine
+    from mpi4py import MPI  # a group with a communicator has MPI
+
+    table, into = bytearray(), None
+    if group.rank == 0:
+        table = bytearray(layout.extents * HASH_BYTES)
+        runs = (owned(layout.extents, rank, group.size) for rank in range(group.size))
+        into = [table, [HASH_BYTES * len(run) for run in runs], None, MPI.BYTE]
+    with group.waiting("the hashes of a checkpoint"):
+        group.comm.Gatherv(mine, into)
+    return bytes(table)
 
 
 def _give_up(partial: Path) -> None:
     """Remove what was not completed."""
     with suppress(OSError):  # the error that is being raised says more
         files.remove(partial)
-
-
-def together(replica: Group, mine: Mapping[str, T]) -> dict[str, T]:
-    """What the ranks of a replica have by name, all together. Collective over the replica."""
-    return {name: value for part in replica.gathered(mine) for name, value in part.items()}
-
-
-def _check_owned(forms: Mapping[str, Form], specs: Iterable[Specs]) -> None:
-    """Check that each element has one owner in a replica: no holes and nothing twice."""
-    parts: dict[str, list[ShardSpec]] = defaultdict(list)
-    for of_rank in specs:
-        for name, spec in of_rank.items():
-            parts[name].append(spec)
-    for name, (_, shape) in forms.items():
-        if len(parts[name]) == 1 and parts[name][0].local_shape == shape:
-            continue
-        elements = sum(math.prod(spec.local_shape) for spec in parts[name])
-        what = f"{elements} elements of {name} {list(shape)}"
-        if elements == math.prod(shape):
-            if not any(one.meets(other) for one, other in combinations(parts[name], 2)):
-                continue
-            what = f"some elements of {name} {list(shape)} twice, and others not"
-        raise CheckpointError(
-            f"the ranks of a replica own {what}", "let each part be owned by one of them"
-        )
-
-
-def _check_same(group: Group, layout: Layout, state: bytes) -> None:
-    """Check that all ranks plan the same file. Collective."""
-    mine = (layout.description, state)
-    hashes = [fileformat.hash_of(part) for part in mine]
-    differs = hashes != group.from_first(lambda: hashes)
-    if not group.largest(int(differs)):
-        return
-    entries, host = group.from_first(lambda: (layout.entries, group.host))
-    failure: Exception | None = None
-    if differs:
-        ours, theirs = (
-            {(e.name, e.dtype, e.shape) for e in of} for of in (layout.entries, entries)
-        )
-        odd = sorted(name for name, *_ in ours ^ theirs if name not in (STATE, HASHES))
-        what = odd[0] if odd else "what is no tensor"
-        failure = UserError(
-            f"the plan of the checkpoint differs from that of rank 0 ({host}) in {what}",
-            "build the same model and optimizer on all ranks",
-        )
-    settle(group, failure)
-
-
-def owned(extents: int, rank: int, size: int) -> range:
-    """The run of extents that a rank writes."""
-    return range(rank * extents // size, (rank + 1) * extents // size)
 
 
 @contextmanager
@@ -263,29 +225,13 @@ def _noted(failures: list[Exception]) -> Iterator[None]:
         failures.append(error)
 
 
-def partner(rank: int, hosts: Sequence[str]) -> int:
-    """Whose extents a rank reads back: of another host, for as many ranks as there can be.
-
-    Args:
-        rank: the one that reads.
-        hosts: of all ranks.
-    """
-    size = len(hosts)
-
-    def crossing(shift: int) -> int:
-        return sum(hosts[r] != hosts[(r + shift) % size] for r in range(size))
-
-    first = next((r for r in range(size) if hosts[r] != hosts[0]), 1)
-    return (rank + max((max(1, size // 2), first, 1), key=crossing)) % size
-
-
 def _read_back(
-    partial: Path, layout: Layout, table: bytes, other: int, numbers: Iterable[int]
+    partial: Path, layout: Layout, hashes: bytes, other: int, numbers: Iterable[int]
 ) -> None:
     """Compare what another rank wrote."""
     with files.opened(partial) as descriptor:
-        for number in numbers:
-            if not extents.read(descriptor, layout, number, table):
+        for place, number in enumerate(numbers):
+            if not extents.read(descriptor, layout, number, hash_in(hashes, place)):
                 begin, _ = layout.extent(number)
                 raise OSError(f"what rank {other} wrote from byte {begin} on is not on the disk")
 

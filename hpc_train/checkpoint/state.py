@@ -25,26 +25,36 @@ Shards = Mapping[str, Shard]
 """What a rank holds, by the names of its own module's tensors; those not named it holds whole."""
 
 
-def model_tensors(
-    model: nn.Module, shards: Shards, *, copy_buffers: bool = False
-) -> dict[str, Held]:
+def model_tensors(model: nn.Module, shards: Shards) -> dict[str, Held]:
     """A model's parameters and persistent buffers; a tensor with two names has the first.
 
     Args:
         model: this rank's.
         shards: which part of them this rank has.
-        copy_buffers: which the next forward pass may change.
     """
-    named: dict[str, Held] = {}
+    return {
+        MODEL + shard.name: _held(tensor.detach(), shard.spec, owned=shard.owned)
+        for shard, tensor in _saved(model, shards)
+    }
+
+
+def buffer_names(model: nn.Module, shards: Shards) -> set[str]:
+    """Of `model_tensors`: the names of what a forward pass may change."""
+    saved = _saved(model, shards)
+    return {MODEL + shard.name for shard, t in saved if not isinstance(t, Parameter)}
+
+
+def names_with_gradients(model: nn.Module, shards: Shards) -> list[str]:
+    """Of `model_tensors`: the names of what is trained."""
+    return [MODEL + shard.name for shard, t in _saved(model, shards) if t.requires_grad]
+
+
+def _saved(model: nn.Module, shards: Shards) -> Iterator[tuple[Shard, Tensor]]:
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
-            shard = shards.get(name) or _whole(name, tensor)
-            copied = copy_buffers and not isinstance(tensor, Parameter)
-            value = tensor.detach().clone() if copied else tensor.detach()
-            named[MODEL + shard.name] = _held(value, shard.spec, owned=shard.owned)
-    return named
+            yield shards.get(name) or _whole(name, tensor), tensor
 
 
 def _held(tensor: Tensor, spec: ShardSpec, *, owned: bool) -> Held:

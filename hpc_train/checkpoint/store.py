@@ -25,11 +25,13 @@ from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.directory import LATEST, SECONDS, find, name_of, step_of
 from hpc_train.checkpoint.engines import Engine, Way, Ways
 from hpc_train.checkpoint.fileformat import Held
-from hpc_train.checkpoint.finite import trained_is_finite
+from hpc_train.checkpoint.finite import Batch, batches, parts_are_finite
+from hpc_train.checkpoint.holdings import Holdings
 from hpc_train.checkpoint.more import More, Stateful
 from hpc_train.checkpoint.phases import Flight, Phases, agree, run
+from hpc_train.checkpoint.plan import Plans
 from hpc_train.checkpoint.retention import Retention
-from hpc_train.checkpoint.save import saving, together
+from hpc_train.checkpoint.save import saving
 from hpc_train.checkpoint.snapshot import Snapshot, enough_memory
 from hpc_train.collectives import Collectives
 from hpc_train.errors import (
@@ -127,6 +129,11 @@ class Checkpoints:
         self.earlier_save = 0.0
         """What the longest one of an earlier process took; 0: nobody knows. Set by `resume`."""
         self._flight: tuple[int, Flight] | None = None
+        self._holdings = Holdings(self.trained)
+        self._plans = Plans(self.group, self.replica)
+        self._values: dict[str, Any] = {}  # of the optimizers of a replica, all together
+        self._compared: dict[str, int] = {}  # bytes by name, of what replicas have alike
+        self._batches: list[Batch] = []  # of which this rank looks whether they are finite
         self._snapshot: Snapshot | None = None
         self._hook: RemovableHandle | None = None
         self.claim: Claim | None = None
@@ -239,13 +246,17 @@ class Checkpoints:
                 (self.directory / SECONDS).write_text(f"{self.longest_save:.3f}\n")
 
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
-        self._check_savable()
         self.unify()
         more = self.more.collect()
         with agreed(self.group), enough_memory("copies of the tensors"):
-            of_model = state.model_tensors(self.model, self.shards, copy_buffers=background)
-            held = _contiguous({**of_model, **state.optimizer_tensors(self.trained), **more})
-        self._compare(held, step)
+            changed = self._holdings.look(more, copy_buffers=background)
+        if self.group.largest(int(changed)):
+            self._plans.forget()
+            self._values = self.replica.united(self._holdings.values)
+            self._compared = self._whole_in_replicas()
+            mine = self._holdings.trained_names[self.alike.group.rank :: self.alike.group.size]
+            self._batches = batches(self._holdings.parts.held, mine)
+        self._compare(step)
         self._check_finite(step)
         if background and self._snapshot is None:
             self._snapshot = Snapshot()
@@ -258,12 +269,13 @@ class Checkpoints:
                 return (
                     yield from saving(
                         path,
-                        held,
+                        self._holdings.parts,
                         content,
                         self.group,
                         way,
                         self.replica,
                         snapshot,
+                        plans=self._plans,
                         verify=self.verify or way != "posix",
                         token=token,
                         check=self._check,
@@ -275,13 +287,16 @@ class Checkpoints:
 
         way: Way = "posix" if background else self._ways.next()  # the thread makes no MPI calls
         try:
-            seconds = yield from written(way)
-        except CheckpointError as error:  # the same one on all ranks
-            if not self._ways.give_up(way):
-                raise
-            logger.warning("through MPI-IO: %s; from now on by POSIX calls", error)
-            way = "posix"
-            seconds = yield from written(way)
+            try:
+                seconds = yield from written(way)
+            except CheckpointError as error:  # the same one on all ranks
+                if not self._ways.give_up(way):
+                    raise
+                logger.warning("through MPI-IO: %s; from now on by POSIX calls", error)
+                way = "posix"
+                seconds = yield from written(way)
+        finally:
+            self._holdings.release()
         self._ways.note(way, seconds)
         yield from agree(self.group, lambda: self._publish(path, step))
 
@@ -301,20 +316,26 @@ class Checkpoints:
         if self._snapshot is not None:
             self._snapshot.wait()
 
-    def _compare(self, held: Mapping[str, Held], step: int) -> None:
-        """Compare a sample of what all replicas hold whole."""
-        if self.replicas == "off":
-            return
+    def _whole_in_replicas(self) -> dict[str, int]:
+        """Bytes of the tensors that all replicas hold whole, by name."""
         cut = {self.trained.parameters()[p].name for p in self.trained.pieces}
-        tensors = {
-            name: part.tensor
-            for name, part in held.items()
+        parts = self._holdings.parts
+        return {
+            name: parts.size(name)
+            for name in parts.held
             if name.startswith(state.MODEL)
             or (name.startswith(state.OPTIMIZER) and state.parameter_of(name) not in cut)
         }
+
+    def _compare(self, step: int) -> None:
+        """Compare a sample of what all replicas hold whole."""
+        if self.replicas == "off":
+            return
         turn = Random(step).randrange(1 << 32)  # by chance: a count would begin anew with each job
         try:
-            divergence.compare(tensors, self.alike.group, self.group, turn)
+            divergence.compare(
+                self._holdings.parts, self._compared, self.alike.group, self.group, turn
+            )
         except DivergenceError as error:  # the same one on all ranks
             if self.replicas == "stop":
                 raise
@@ -322,7 +343,7 @@ class Checkpoints:
                 logger.warning("%s", error)
 
     def _check_finite(self, step: int) -> None:
-        self._finite[step] = trained_is_finite(self.model, self.alike.group, self.group)
+        self._finite[step] = parts_are_finite(self._holdings.parts, self._batches, self.group)
         if self._finite[step]:
             return
         if self.nonfinite == "stop":
@@ -411,8 +432,8 @@ class Checkpoints:
         reader = restore.open_together(path, self.group)
         saved = restore.load_state(reader, self.group)
         of_model = state.model_tensors(self.model, self.shards)
-        forms = together(self.replica, {name: part.form for name, part in of_model.items()})
-        trained = together(self.replica, state.trained_names(self.trained))
+        forms = self.replica.united({name: part.form for name, part in of_model.items()})
+        trained = self.replica.united(state.trained_names(self.trained))
         entries, values = reader.entries, saved["optimizer"]
         with agreed(self.group):
             state.check_model(entries, forms, path)
@@ -450,12 +471,11 @@ class Checkpoints:
                 )
 
     def _state(self, step: int) -> bytes:
-        values = together(self.replica, state.optimizer_values(self.trained))
         tree = {
             "step": step,
             "identity": self.identity,
             "about": self.about,
-            "optimizer": values,
+            "optimizer": self._values,
         }
         score = self.scores.get(step)
         if score is not None and math.isfinite(score):  # JSON has no other numbers

@@ -22,7 +22,6 @@ from hpc_train.checkpoint.directory import find, newest
 from hpc_train.checkpoint.dtypes import DTYPES
 from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, Form, Held
 from hpc_train.checkpoint.restore import Tensors
-from hpc_train.checkpoint.save import together
 from hpc_train.checkpoint.state import MODEL
 from hpc_train.checkpoint.tools import selected
 from hpc_train.collectives import connect
@@ -67,7 +66,7 @@ def start_from(
     """
     named = state.model_tensors(model, shards).items()
     held = {name.removeprefix(MODEL): part for name, part in named}
-    forms = together(group, {name: part.form for name, part in held.items()})
+    forms = group.united({name: part.form for name, part in held.items()})
     sources: list[_Source] = []  # of rank 0
 
     def choose() -> list[str]:

@@ -137,11 +137,22 @@ class Filling:
             self._begin_next()
         self.progress.finish()
 
+    def give_up(self) -> None:
+        """End the sums of a step of which nothing is wanted."""
+        for slot in self.slots:
+            slot.set_apart()
+        self.sum_rest()
+        self.wait_for_calm()
+
     def dropped(self) -> tuple[list[Slot], bool]:
-        """Slots whose gradient was dropped, by model.zero_grad() or `grad = None`; whether all."""
+        """Slots whose gradient was dropped by model.zero_grad() or `grad = None`; whether all were.
+
+        What an earlier step has left may stay while all that is new is dropped.
+        """
         filled = [slot for slot in self.all_slots if slot.filled]
         dropped = [slot for slot in filled if slot.parameter.grad is not slot.pending]
-        return dropped, len(dropped) == len(filled)
+        new = [slot for slot in filled if slot.kept is None]
+        return dropped, all(slot.parameter.grad is not slot.pending for slot in new)
 
     def used(self) -> np.ndarray:
         """Which parameters have a gradient, (slots,) of bool."""

@@ -173,8 +173,7 @@ class MpiAverager:
         # What was begun has to end. That all ranks are here is known only when they have said so.
         with self.group.waiting(self.awaited):
             self.progress.complete(self._told(Place.GIVE_UP))
-            self._filling.sum_rest()
-        self._filling.wait_for_calm()
+            self._filling.give_up()
         self._begin_step()
 
     def weight(self, items: int) -> float:

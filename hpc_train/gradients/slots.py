@@ -30,6 +30,7 @@ class Slot:
         filled: whether the bucket has a gradient of this step.
         begun: whether the bucket's sum has.
         late: what came after the bucket's sum had begun, multiplied by the share.
+        kept: a copy of what an earlier step had left, where that alone went into the sum.
         arrived: gradients of this step.
         expected: gradients per step, the same in the last two; else UNSTEADY.
     """
@@ -42,6 +43,7 @@ class Slot:
         "filled",
         "gradient",
         "home",
+        "kept",
         "late",
         "parameter",
         "pending",
@@ -62,11 +64,13 @@ class Slot:
         self.pending = PendingGradient(self.gradient, self.add, lambda: average(self))
         self.filled = self.begun = False
         self.late: Tensor | None = None
+        self.kept: Tensor | None = None
         self.arrived, self.before, self.expected = 0, UNSTEADY, UNSTEADY
 
     def begin_step(self) -> None:
         """Nothing of a new step is there yet."""
-        self.filled, self.begun, self.late, self.arrived = False, False, None, 0
+        self.filled, self.begun, self.arrived = False, False, 0
+        self.late = self.kept = None
 
     def take(self, gradient: Tensor) -> None:
         """Take a gradient that lies elsewhere: the step's first, or one put in its place."""
@@ -86,10 +90,28 @@ class Slot:
             self.view.add_(gradient, alpha=self.share)
 
     def begin(self) -> None:
-        """The bucket's sum begins: what is not there counts as zero."""
-        self.begun = True
+        """The bucket's sum begins: what is not there counts as zero.
+
+        What an earlier step has left in `grad` is there, also where no gradient is added to it.
+        """
         if not self.filled:
-            self.view.zero_()
+            gradient = self.parameter.grad
+            if gradient is None or gradient is self.pending or gradient.requires_grad:
+                self.view.zero_()
+            else:
+                self.kept = gradient.clone()
+                self.take(self.kept)
+                self.parameter.grad = self.pending
+        self.begun = True
+
+    def set_apart(self) -> None:
+        """Keep what an earlier step has left out of the sum of a step that is given up."""
+        gradient = self.parameter.grad
+        if self.kept is not None and gradient is self.pending:
+            self.parameter.grad = self.kept
+        elif not self.filled and gradient is self.view:
+            self.parameter.grad = gradient.clone()
+        self.filled = True
 
     def learn(self) -> None:
         """Expect in the next step what came in this one, if it came in the one before as well."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import or_
 from typing import TYPE_CHECKING, TypeVar
 
 from hpc_train.mpi.watch import Watch
@@ -13,6 +14,7 @@ from hpc_train.mpi.watch import Watch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 AGREEMENT = "an agreement"
@@ -84,6 +86,34 @@ class Group:
             return [value]
         with self.waiting(what):
             return self.comm.allgather(value)
+
+    def united(self, values: Mapping[K, T], what: str = "what all ranks have") -> dict[K, T]:
+        """All ranks' values by key; of several for one key it is any of them. Collective.
+
+        It goes through a tree, so no message is longer than the result.
+
+        Args:
+            values: this rank's; pickled.
+            what: they are, in words, for the message if a rank does not come.
+        """
+        if self.comm is None:
+            return dict(values)
+        with self.waiting(what):
+            found: dict[K, T] = self.comm.allreduce(dict(values), op=or_)
+        return found
+
+    def same(self, data: bytes, what: str = AGREEMENT) -> bool:
+        """Whether all ranks bring the same bytes: 8, or a multiple of it. Collective."""
+        if self.comm is None:
+            return True
+        from mpi4py import MPI  # a group with a communicator has MPI
+
+        mine = array("q", data)
+        found = array("q", [*mine, *(~number for number in mine)])
+        with self.waiting(what):
+            self.comm.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
+        largest, smallest = found[: len(mine)], [~number for number in found[len(mine) :]]
+        return [*largest] == smallest
 
     def largest(self, number: int, what: str = AGREEMENT) -> int:
         """The largest of the ranks' integers, of 64 bits. Collective.

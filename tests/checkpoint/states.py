@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.engines import Engine
+from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.phases import run
 from hpc_train.checkpoint.save import saving
 from hpc_train.collectives import connect
@@ -36,9 +39,9 @@ def change(made: Checkpoints, step: int) -> None:
             parameter.fill_(step)
 
 
-def save_tensors(*arguments: Any, **how: Any) -> None:
+def save_tensors(path: Path, held: Mapping[str, Held], *arguments: Any, **how: Any) -> None:
     """Write a checkpoint of named tensors, with the arguments of `saving`. Collective."""
-    run(saving(*arguments, **how))
+    run(saving(path, Parts(held), *arguments, **how))
 
 
 def save(made: Checkpoints, step: int, *, background: bool = False) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.checkpoint import divergence
+from hpc_train.checkpoint import Checkpoints, divergence
 from hpc_train.checkpoint.directory import find
 from hpc_train.checkpoint.divergence import sample
+from hpc_train.collectives import connect
 from hpc_train.errors import DivergenceError, UserError
 from tests.checkpoint.states import store
 
@@ -79,12 +78,12 @@ def test_what_is_not_in_a_sample_is_in_a_later_one(job, together, monkeypatch):
 
 @pytest.mark.mpi(min_size=4)
 def test_other_tensors_are_no_drift(job, together):
-    made = store(together, job.world)
-    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1, momentum=0.9)
-    made.trained = replace(made.trained, optimizer=made.optimizer)
+    model = store(together, job.world).model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    made = Checkpoints(together, connect(job.world), model, optimizer)
     if job.world.rank == 1:
-        made.model(torch.ones(40)).sum().backward()
-        made.optimizer.step()  # which makes momentum buffers
+        model(torch.ones(40)).sum().backward()
+        optimizer.step()  # which makes momentum buffers
     with pytest.raises(UserError, match=r"rank 1 .* differs .* in optim\."):
         made.save(1)
 

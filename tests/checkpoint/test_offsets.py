@@ -69,7 +69,8 @@ def test_tensors_behind_a_terabyte_are_written_and_read(tmp_path):
         STATE: Held.whole(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
     }
     specs = {name: part.spec for name, part in held.items()}
-    layout = fileformat.plan({name: held[name].form for name in ("after", "huge")}, state)
+    forms = {name: held[name].form for name in ("after", "huge")}
+    layout = fileformat.Contents.of(forms).layout(len(state))
     assert [entry.begin for entry in layout.entries[:3]] == [0, 2**40, 2**40 + 12000]
     if not made_sparse(path, layout.file_bytes):
         pytest.skip("no sparse files of 1 TiB here")

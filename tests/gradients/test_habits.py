@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,48 @@ def test_gradients_that_nobody_drops_add_up(job):
             run.optimizer.step()
 
     assert not both(job, loop)
+
+
+@pytest.mark.parametrize(
+    ("clear", "engine"),
+    [
+        ("zeros", "mpi"),
+        pytest.param("zeros", "horovod", marks=needs_horovod),
+        ("odd steps", "mpi"),
+        ("given up", "mpi"),
+    ],
+)
+def test_what_earlier_steps_left_for_a_parameter_that_this_rank_does_not_use(job, clear, engine):
+    """Its bucket's sum begins in the backward pass, and may end there."""
+    group = job.world
+
+    def backward(run, step, given_up):
+        ours = isinstance(run, Ours)
+        for rank in [group.rank] if ours else range(group.size):
+            out = run.model[2](run.model[0](samples(rank, step)).tanh())
+            if rank and not given_up:
+                out = run.model[3](out)
+            (out.square().mean() / (1 if ours else group.size)).backward()
+        time.sleep(0.02)  # Horovod's thread sums
+        for _ in range(100 if ours else 0):
+            run.averager.progress.advance()
+
+    def loop(run):
+        for step in range(7):
+            if clear == "zeros" or step % 2:
+                run.optimizer.zero_grad(set_to_none=clear == "odd steps")
+            given_up = clear == "given up" and step in (3, 4)
+            backward(run, step, given_up)
+            if given_up:
+                run.model[0].zero_grad()
+                run.model[2].zero_grad()
+            else:
+                run.optimizer.step()
+
+    def optimizer_of(parameters, lr):
+        return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.1)
+
+    assert not both(job, loop, lambda: build(more=True), optimizer_of, engine=engine)
 
 
 def test_two_steps_in_a_row_use_the_same_gradients(job):

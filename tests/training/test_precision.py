@@ -373,7 +373,7 @@ def test_training_and_validation_run_under_autocast(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_wider_numbers_have_no_scaler_and_skip_nothing(tmp_path, dtype):
     loss = Poison(3)
-    trainer = make(config(tmp_path, dtype), alone(), loss)
+    trainer = make(config(tmp_path, dtype, "--run.nonfinite", "warn"), alone(), loss)
     before = loss.watch(trainer)
     trainer.train()
     assert trainer.scaler is None

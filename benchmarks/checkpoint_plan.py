@@ -1,0 +1,157 @@
+"""The plan of a checkpoint on one of very many ranks, which are simulated in one process.
+
+    python -m benchmarks.checkpoint_plan [--ranks 4096] [--tensors 3000]
+
+Every rank owns a part of every tensor, of 4 MiB each: of its rows, or of its columns, so that it
+has something of every extent. Planned is what one rank does for the first save and for a later one,
+with all messages of the others, which are made before; union is what passes through the tree. The
+rank is one that writes. Shown are seconds and the largest memory that Python and numpy had for it
+(tracemalloc, in a second run, which is slower). Nothing of it grows with the ranks but what they
+own of this rank's own extents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pickle
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import harness
+from hpc_train.checkpoint.fileformat import Contents, Held, Layout
+from hpc_train.checkpoint.plan import Plans, keepers, owned
+from hpc_train.checkpoint.routes import extents_of, row_of
+from hpc_train.mpi.group import Group
+from hpc_train.sharding import ShardSpec
+
+NAME = "checkpoint_plan"
+LONG, SHORT = 4096, 256  # sides of a tensor of float32
+STATE = b'{"step":1}'
+
+Rows = dict[int, list[Any]]
+
+
+@dataclass(frozen=True)
+class Others(Group):
+    """A group whose other ranks bring what is prepared."""
+
+    messages: tuple[Rows, ...] = ()
+
+    def gathered(self, value: Any, what: str = "") -> list[Any]:
+        """By rank: itself, or a host of 64 ranks."""
+        if isinstance(value, str):
+            return [f"node{rank // 64}" for rank in range(self.size)]
+        return [*range(self.size)]
+
+    def united(self, values: Mapping[Any, Any], what: str = "") -> dict[Any, Any]:
+        """All bring the same; each level of the tree is a message and a merge."""
+        found = dict(values)
+        for _ in range(math.ceil(math.log2(self.size))):
+            found = pickle.loads(pickle.dumps(found)) | found
+        return found
+
+    def same(self, data: bytes, what: str = "") -> bool:
+        """It is."""
+        return True
+
+    def largest(self, number: int, what: str = "") -> int:
+        """All bring the same."""
+        return number
+
+
+def world(rank: int, ranks: int, messages: tuple[Rows, ...]) -> Others:
+    """A group of which one rank is this process, and its communicator."""
+    coming = iter(messages)
+    current: list[Rows] = []
+
+    def counts(_: Any, into: Any) -> None:
+        current[:] = [next(coming)]
+        into[:] = [len(current[0].get(rank, ())) for rank in range(ranks)]
+
+    def rows(_: Any, received: list[Any]) -> None:
+        found = [row for rank in sorted(current[0]) for row in current[0][rank]]
+        received[0][:] = np.array(found, np.int64).reshape(received[0].shape)
+
+    comm: Any = SimpleNamespace(Alltoall=counts, Alltoallv=rows)
+    return Others(rank, ranks, comm, messages=messages)
+
+
+def prepared(
+    layout: Layout, me: int, ranks: int, part: Callable[[int], ShardSpec]
+) -> tuple[Rows, Rows]:
+    """What the other ranks tell one: for the check that all is owned once, and of its extents."""
+    runs = [owned(layout.extents, rank, ranks) for rank in range(ranks)]
+    keeping = keepers(runs, layout.extents)
+    mine = {*runs[me]}
+    checked, routed = Rows(), Rows()
+    tensors = layout.entries[:-2]
+    for rank in range(ranks):
+        spec = part(rank)
+        if rank == me:
+            continue
+        checked[rank] = [row_of(n, spec) for n in range(me, len(tensors), ranks)]
+        near = [
+            n for n, e in enumerate(tensors) if mine & {*extents_of(e, ShardSpec.whole(e.shape))}
+        ]
+        routed[rank] = [
+            row_of(n, spec)
+            for n in near
+            if any(keeping[i] == me for i in extents_of(tensors[n], spec))
+        ]
+    return checked, {rank: rows for rank, rows in routed.items() if rows}
+
+
+def plan(ranks: int, tensors: int, dim: int) -> tuple[float, float, float]:
+    """Seconds of the first plan and of a later one, and MB that the first needs."""
+    shape = (LONG, SHORT) if dim == 0 else (SHORT, LONG)
+    names = [f"model.{number:05d}" for number in range(tensors)]
+    layout = Contents.of(dict.fromkeys(names, (torch.float32, shape))).layout(len(STATE))
+
+    def part(rank: int) -> ShardSpec:
+        return ShardSpec.part(shape, dim, rank, ranks)
+
+    me = next(rank for rank in range(ranks) if owned(layout.extents, rank, ranks))
+    messages = prepared(layout, me, ranks, part)
+    tensor = torch.empty(part(me).local_shape)
+    held = {name: Held(tensor, part(me)) for name in names}
+    group = world(me, ranks, messages)
+    plans = Plans(group, group)
+    begin = time.perf_counter()
+    plans.of(held, STATE)
+    first = time.perf_counter() - begin
+    begin = time.perf_counter()
+    plans.of(held, STATE)
+    later = time.perf_counter() - begin
+    group = world(me, ranks, messages)
+    tracemalloc.start()
+    Plans(group, group).of(held, STATE)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return first, later, peak / 1e6
+
+
+def main() -> None:
+    """Show what it takes."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, default=4096)
+    parser.add_argument("--tensors", type=int, default=3000)
+    options = parser.parse_args()
+    for dim, what in enumerate(("rows", "columns")):
+        first, later, megabytes = plan(options.ranks, options.tensors, dim)
+        print(
+            f"{options.ranks} ranks, {options.tensors} tensors, {what} of each: first plan "
+            f"{first:.2f} s, {megabytes:.0f} MB; a later one {later * 1e3:.1f} ms"
+        )
+    print(harness.machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Which ranks of a replica have something of an extent: each learns that of its own extents only.
+
+An extent has a keeper: the rank that writes it, or has read it. Of every part that a rank holds it
+tells the keepers of the extents that the part lies in, so what a rank receives and remembers does
+not grow with what the others hold elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from hpc_train.checkpoint import fileformat
+from hpc_train.checkpoint.fileformat import SIZES, Entry, Layout
+from hpc_train.checkpoint.parts import Piece, Specs, Strip, pieces_of
+from hpc_train.errors import CheckpointError
+from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.group import Group
+from hpc_train.sharding import ShardSpec
+
+NOBODY = -1
+WIDTH = 6
+Ints = npt.NDArray[np.int64]
+Row = tuple[int, int, int, int, int, int]
+"""A part: the tensor's place in the file, and what of its ShardSpec is not in the layout."""
+
+
+def row_of(place: int, spec: ShardSpec) -> Row:
+    """A part as six integers, for a message."""
+    return place, spec.dim, spec.start, spec.stop, spec.first, spec.last
+
+
+def spec_of(row: Sequence[int], entries: Sequence[Entry]) -> tuple[str, ShardSpec]:
+    """The name and the part that a row tells of."""
+    place, *cut = row
+    return entries[place].name, ShardSpec(entries[place].shape, *cut)
+
+
+def extents_of(entry: Entry, spec: ShardSpec) -> range:
+    """The extents from the one of a part's first byte to that of its last."""
+    first, last = spec.span(SIZES[entry.dtype])
+    if first == last:
+        return range(0)
+    begin, end = entry.begin + first, entry.begin + last
+    size = fileformat.EXTENT_BYTES
+    return range(begin // size, (end - 1) // size + 1)
+
+
+class Routes:
+    """What the ranks of a replica have of extents. They make it together.
+
+    Args:
+        specs: this rank's parts that count.
+        layout: of the file.
+        keepers: (extents,): the rank of the replica that keeps an extent, or NOBODY.
+        replica: the ranks.
+        remember: how many extents' pieces are remembered; None: all.
+    """
+
+    def __init__(
+        self,
+        specs: Specs,
+        layout: Layout,
+        keepers: Ints,
+        replica: Group,
+        remember: int | None = None,
+    ) -> None:
+        self.layout, self.keepers, self.rank = layout, keepers, replica.rank
+        self._specs: dict[int, Specs] = {self.rank: specs}
+        self.holders: dict[int, list[int]] = defaultdict(list)
+        """Of this rank's extents: the other ranks that may have something of them, ascending."""
+        self.asked: list[int] = []
+        """Other ranks' extents that this one may have something of, ascending."""
+        self.strips: dict[int, list[Piece | Strip]] = {}
+        """What this rank has of an extent, as it is copied."""
+        self.pieces = lru_cache(maxsize=remember)(self._pieces)
+        """What a rank has of an extent, by both their numbers; one of them is this rank's."""
+        if replica.comm is None:
+            return
+        told = telling(specs, layout, keepers)
+        told.pop(self.rank, None)
+        for rank, rows in delivered(replica, told):
+            self._specs[rank] = dict(spec_of(row, layout.entries) for row in rows)
+            mine = (self._kept(row, self.rank) for row in rows)
+            for number in np.unique(np.concatenate([*mine])).tolist():
+                self.holders[number].append(rank)
+        others = (self._kept(row, rank) for rank, rows in told.items() for row in rows)
+        self.asked = np.unique(np.concatenate([np.empty(0, np.int64), *others])).tolist()
+
+    def _kept(self, row: Sequence[int], rank: int) -> Ints:
+        """The extents of a rank that a part lies in."""
+        _, spec = spec_of(row, self.layout.entries)
+        numbers = extents_of(self.layout.entries[row[0]], spec)
+        found: Ints = numbers.start + np.flatnonzero(
+            self.keepers[numbers.start : numbers.stop] == rank
+        )
+        return found
+
+    def _pieces(self, rank: int, number: int) -> list[Piece]:
+        return pieces_of(self._specs[rank], self.layout, *self.layout.extent(number))
+
+
+def telling(specs: Specs, layout: Layout, keepers: Ints) -> dict[int, list[Row]]:
+    """Whom a rank has to tell of which parts."""
+    told: dict[int, list[Row]] = defaultdict(list)
+    for place, entry in enumerate(layout.entries):
+        spec = specs.get(entry.name)
+        if spec is None:
+            continue
+        extents = extents_of(entry, spec)
+        if len(extents) == 1:
+            ranks = [int(keepers[extents.start])]
+        else:
+            ranks = np.unique(keepers[extents.start : extents.stop]).tolist()
+        for rank in ranks:
+            if rank != NOBODY:
+                told[rank].append(row_of(place, spec))
+    return told
+
+
+def delivered(
+    replica: Group, told: Mapping[int, Sequence[Row]]
+) -> Iterator[tuple[int, list[list[int]]]]:
+    """What the other ranks tell this one, by rank. Collective over the replica."""
+    if replica.comm is None:
+        return
+    counts = np.zeros(replica.size, np.int64)
+    for rank, rows in told.items():
+        counts[rank] = len(rows)
+    coming = np.empty_like(counts)
+    sent = np.array([row for rank in sorted(told) for row in told[rank]], np.int64)
+    with replica.waiting("what ranks hold of a checkpoint"):
+        replica.comm.Alltoall(counts, coming)
+        received = np.empty((int(coming.sum()), WIDTH), np.int64)
+        replica.comm.Alltoallv([sent, counts * WIDTH], [received, coming * WIDTH])
+    begin = 0
+    for rank, count in enumerate(coming.tolist()):
+        if count:
+            yield rank, received[begin : begin + count].tolist()
+        begin += count
+
+
+def check_owned(specs: Specs, layout: Layout, group: Group, replica: Group) -> None:
+    """Check that each element of the tensors has one owner in a replica. Collective.
+
+    Args:
+        specs: the parts that this rank owns.
+        layout: of the file.
+        group: the ranks that hear of it.
+        replica: the ranks that hold all together; each looks at some tensors.
+
+    Raises:
+        CheckpointError: some elements have none, or several.
+    """
+    told: dict[int, list[Row]] = defaultdict(list)
+    for place, entry in enumerate(layout.entries[:-2]):
+        if entry.name in specs:
+            told[place % replica.size].append(row_of(place, specs[entry.name]))
+    rows: list[Sequence[int]] = [*told.pop(replica.rank, [])]
+    for _, others in delivered(replica, told):
+        rows += others
+    with agreed(group):
+        check_cover(rows, layout, range(replica.rank, len(layout.entries) - 2, replica.size))
+
+
+def check_cover(rows: Iterable[Sequence[int]], layout: Layout, places: Iterable[int]) -> None:
+    """Check that parts cover each of some tensors, without holes and nothing twice.
+
+    Args:
+        rows: the parts.
+        layout: of the file.
+        places: the tensors' places in the file.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    parts: dict[int, list[ShardSpec]] = defaultdict(list)
+    for row in rows:
+        parts[row[0]].append(spec_of(row, layout.entries)[1])
+    for place in places:
+        entry, specs = layout.entries[place], parts[place]
+        if len(specs) == 1 and specs[0].local_shape == entry.shape:
+            continue
+        elements = sum(math.prod(spec.local_shape) for spec in specs)
+        if elements == math.prod(entry.shape) and _covered(entry.shape, specs):
+            continue
+        what = f"{elements} elements of {entry.name} {list(entry.shape)}"
+        if elements == math.prod(entry.shape):
+            what = f"some elements of {entry.name} {list(entry.shape)} twice, and others not"
+        raise CheckpointError(
+            f"the ranks of a replica own {what}", "let each part be owned by one of them"
+        )
+
+
+def _covered(shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> bool:
+    """Whether parts, which have as many elements as the whole, cover it.
+
+    The dimensions are divided where a part begins or ends; then each cell has to be in one part.
+    """
+    boxes = [spec.ranges() for spec in specs if math.prod(spec.local_shape)]
+    if not boxes:  # there is nothing to cover
+        return True
+    dims = sorted({dim for box in boxes for dim in box})
+    full = {dim: (0, shape[dim]) for dim in dims}
+    boxes = [full | box for box in boxes]
+    cuts = {dim: np.unique([edge for box in boxes for edge in box[dim]]) for dim in dims}
+    cells = np.zeros([len(cuts[dim]) - 1 for dim in dims], np.int32)
+    places = {dim: {int(cut): i for i, cut in enumerate(cuts[dim])} for dim in dims}
+    for box in boxes:
+        cells[tuple(slice(*(places[dim][edge] for edge in box[dim])) for dim in dims)] += 1
+    return bool((cells == 1).all())
