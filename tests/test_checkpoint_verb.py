@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpc_train.checkpoint.restore import Tensors
+from hpc_train.checkpoint.tools import export
+from hpc_train.errors import CheckpointError
 from hpc_train.training.generate import load_gpt
 from tests.conftest import small_program
 from tests.programs import hpc_train, only_line, run
@@ -89,6 +93,33 @@ def test_export_gives_the_models_tensors(trained, tmp_path, suffix):
     assert got.keys() == {name for name in names if "norm" not in name}
     for name, tensor in got.items():
         assert torch.equal(tensor, saved[f"model.{name}"].float()), name
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_export_has_one_tensor_at_a_time_in_memory(trained, tmp_path, monkeypatch, suffix):
+    alive = weakref.WeakSet()
+    read = Tensors.__getitem__
+
+    def counted(saved, name):
+        assert not alive
+        tensor = read(saved, name)
+        alive.add(tensor)
+        return tensor
+
+    monkeypatch.setattr(Tensors, "__getitem__", counted)
+    forms = export(trained.checkpoint("run", 12), tmp_path / f"model{suffix}")
+    assert len(forms) > 10
+    assert [path.name for path in tmp_path.iterdir()] == [f"model{suffix}"]
+
+
+def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
+    def damaged(saved, name):
+        raise CheckpointError("it is damaged")
+
+    monkeypatch.setattr(Tensors, "__getitem__", damaged)
+    with pytest.raises(CheckpointError):
+        export(trained.checkpoint("run", 12), tmp_path / "model.pt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_export_as_gpt2_gives_the_same_logits_elsewhere(trained, tmp_path):

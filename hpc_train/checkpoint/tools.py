@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hpc_train import files
-from hpc_train.checkpoint.fileformat import Entry, Form, names_between
+from hpc_train.checkpoint.dtypes import TORCH_DTYPES
+from hpc_train.checkpoint.fileformat import Contents, Entry, Form, names_between
+from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.restore import Reader, Tensors
 from hpc_train.checkpoint.state import MODEL
 from hpc_train.errors import CheckpointError, CheckpointUnreadable, ConfigError
 
 SUFFIXES = (".safetensors", ".pt")
+_Change: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def damaged(path: Path) -> Iterator[tuple[int, int, list[str]]]:
@@ -125,6 +128,8 @@ def export(
 ) -> dict[str, Form]:
     """Write the model's tensors alone, by the names that the module gives them.
 
+    One tensor at a time is in memory. For .pt the folder needs room for the tensors twice.
+
     Args:
         path: a checkpoint.
         target: the file to make: .safetensors, or .pt for a state dict that
@@ -153,31 +158,61 @@ def export(
         raise ConfigError(
             f"no tensor of {path} is left to export", f"its first ones are {', '.join(names[:3])}"
         )
-    tensors = {name: _as(saved[MODEL + name], dtype) for name in chosen}
-    if convert is not None:
-        changes = {name: convert(name) for name in tensors}
-        tensors = {new: change(tensors[old]).contiguous() for old, (new, change) in changes.items()}
-    _write(tensors, target)
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    sources: dict[str, tuple[str, _Change]] = {}
+    forms: dict[str, Form] = {}
+    for name in chosen:
+        new, change = (name, _same) if convert is None else convert(name)
+        entry = saved.entries[MODEL + name]
+        empty = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
+        empty = change(_as(empty, dtype))
+        forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (MODEL + name, change)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for new, (name, change) in sources.items():  # in the file's order
+            yield new, change(_as(saved[name], dtype))
+
+    _write(forms, tensors(), target)
+    return forms
 
 
-def _write(tensors: dict[str, Tensor], target: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+def _write(forms: Mapping[str, Form], tensors: Iterator[tuple[str, Tensor]], target: Path) -> None:
+    """Write tensors, of which one at a time is in memory."""
     partial = target.with_name(f".{target.name}.partial")
+    pickled = target.with_name(f".{target.name}.pickled")
     try:
+        _write_safetensors(forms, tensors, partial)
         if target.suffix == ".pt":
-            torch.save(tensors, partial)
-        else:
-            save_file(tensors, partial, {"format": "pt"})
+            from safetensors.torch import load_file
+
+            torch.save(load_file(partial), pickled)  # which are still in the file, not in memory
+            pickled.replace(partial)
         files.sync(partial)
         files.rename(partial, target)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"{target} could not be written ({error})", "give a folder that is there, with room"
         ) from None
+    finally:
+        partial.unlink(missing_ok=True)
+        pickled.unlink(missing_ok=True)
+
+
+def _write_safetensors(
+    forms: Mapping[str, Form], tensors: Iterator[tuple[str, Tensor]], path: Path
+) -> None:
+    contents = Contents.of(forms)
+    header = b'{"__metadata__":{"format":"pt"},' + contents.description[1:]
+    header = header.ljust(-(-len(header) // 8) * 8)
+    begins = {entry.name: 8 + len(header) + entry.begin for entry in contents.entries}
+    with path.open("wb") as file:
+        files.write_at(file.fileno(), len(header).to_bytes(8, "little") + header, 0)
+        for name, tensor in tensors:
+            files.write_at(file.fileno(), as_bytes(tensor.contiguous()).numpy().data, begins[name])
+            del tensor  # before the next one is read
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
