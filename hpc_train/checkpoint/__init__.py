@@ -3,6 +3,7 @@
 store                   what a run calls: save, poll, finish, resume
 state, more             names of a model's and its optimizer's tensors; what else is saved
 savable                 what a checkpoint cannot hold, before training begins
+extra                   what modules keep beside tensors
 directory, retention    names of files; which are kept
 claim                   one writer for a directory
 fileformat, dtypes      where each byte of a file lies: pure; names of torch's types

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpc_train.checkpoint import extra
 from hpc_train.checkpoint.dtypes import DTYPES
 from hpc_train.checkpoint.state import Trained
 from hpc_train.errors import UserError
@@ -56,7 +57,10 @@ def _check_model(trained: Trained) -> None:
     model = trained.model
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     saved = model.state_dict(keep_vars=True)
+    extras = _check_extra(trained)
     for name, value in saved.items():
+        if name in extras:
+            continue
         if not isinstance(value, Tensor) or id(value) not in own:
             raise UserError(
                 f"{name} of the model's state_dict is none of its parameters and buffers, "
@@ -71,6 +75,27 @@ def _check_model(trained: Trained) -> None:
                 f"{name} is trained, but the model's state_dict has nothing of it",
                 "let state_dict have all that is trained",
             )
+
+
+def _check_extra(trained: Trained) -> set[str]:
+    """Check what modules keep beside tensors; returns its names."""
+    found = extra.values(trained.model)
+    for name, value in found.items():
+        what = f"{name} of the model's state_dict (get_extra_state)"
+        if not is_plain(value):
+            raise UserError(
+                f"{what} is of type {type(value).__name__}, which checkpoints cannot hold",
+                "keep numbers, strings, lists and dicts there, and tensors in buffers "
+                "(register_buffer)",
+            )
+        if type(extra.modules(trained.model)[name]).set_extra_state is nn.Module.set_extra_state:
+            raise UserError(f"{what} could not be restored", "give the module set_extra_state")
+        if trained.shards:
+            raise UserError(
+                f"{what} cannot be saved of a model that is cut over ranks",
+                "keep it in a buffer (register_buffer)",
+            )
+    return set(found)
 
 
 def _slots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

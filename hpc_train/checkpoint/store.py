@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
-from hpc_train.checkpoint import divergence, restore, savable, state
+from hpc_train.checkpoint import divergence, extra, restore, savable, state
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.directory import LATEST, SECONDS, find, name_of, step_of
 from hpc_train.checkpoint.engines import Engine, Way, Ways
@@ -41,7 +41,7 @@ from hpc_train.errors import (
     DivergenceError,
     NotFiniteError,
 )
-from hpc_train.mpi.agreement import agreed, from_first
+from hpc_train.mpi.agreement import agreed, from_first, same
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import Shard
 
@@ -144,6 +144,7 @@ class Checkpoints:
         self._finite: dict[int, bool] = {}  # by step, where known
         self._looked = False  # whether what the first step has made can be saved
         self._check_savable()
+        self._has_extra = bool(self.group.largest(int(bool(extra.modules(model)))))
 
     def save(self, step: int, *, background: bool = False) -> Path:
         """Write the checkpoint of a finished step, unless it is there, and drop the oldest.
@@ -258,6 +259,7 @@ class Checkpoints:
             self._batches = batches(self._holdings.parts.held, mine)
         self._compare(step)
         self._check_finite(step)
+        self._compare_extra()
         if background and self._snapshot is None:
             self._snapshot = Snapshot()
             self._hook = self.optimizer.register_step_pre_hook(lambda *_: self._wait())
@@ -341,6 +343,16 @@ class Checkpoints:
                 raise
             if self.group.rank == 0:
                 logger.warning("%s", error)
+
+    def _compare_extra(self) -> None:
+        """Check that all ranks' modules keep the same beside tensors: one of them is saved."""
+        if not self._has_extra:
+            return
+        with agreed(self.group):
+            savable.check(self.trained)  # what they keep may have changed
+            kept = json.dumps(extra.values(self.model), sort_keys=True)
+        what = "what the model's modules keep beside tensors (get_extra_state)"
+        same(self.group, what, kept, "keep there what all ranks have alike")
 
     def _check_finite(self, step: int) -> None:
         self._finite[step] = parts_are_finite(self._holdings.parts, self._batches, self.group)
@@ -449,6 +461,8 @@ class Checkpoints:
         if self.scaler is not None and "scaler" in saved:
             self.scaler.load_state_dict(saved["scaler"])
         self.more.take(saved.get("more", {}))
+        with agreed(self.group):
+            extra.put(self.model, saved.get("extra_state", {}), path)
         step = int(saved["step"])
         if not saved.get("finite", True):
             logger.warning("%s has parameters that are infinite or not numbers", path)
@@ -486,6 +500,8 @@ class Checkpoints:
             tree["scaler"] = self.scaler.state_dict()
         if more := self.more.values():
             tree["more"] = more
+        if self._has_extra:
+            tree["extra_state"] = extra.values(self.model)
         return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
     def _drop_old(self, step: int) -> None:

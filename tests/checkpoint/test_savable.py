@@ -12,7 +12,7 @@ from hpc_train.checkpoint.dtypes import DTYPES
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.tools import differences
 from hpc_train.collectives import connect
-from hpc_train.errors import UserError
+from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.training.loop import Loop
 from tests.checkpoint.test_store import make, store, train
 
@@ -199,6 +199,62 @@ def test_what_one_rank_cannot_save_is_told_by_all(job, together):
 def test_a_loop_tells_it_before_anything_is_sent(job, together):
     with pytest.raises(UserError, match="odd is a sparse_coo tensor, which"):
         Loop(job, together, *with_buffer(torch.eye(3).to_sparse()))
+
+
+class Keeps(nn.Linear):
+    """A module that keeps something beside tensors."""
+
+    def __init__(self, kept=None):
+        super().__init__(2, 2)
+        self.kept = kept
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
+class Loses(nn.Linear):
+    def get_extra_state(self):
+        return 1
+
+
+def keeping(module):
+    model = nn.Sequential(module)
+    return model, torch.optim.SGD(model.parameters())
+
+
+@pytest.mark.mpi
+def test_what_modules_keep_beside_tensors_comes_back(job, together):
+    kept = {"steps": 3, "names": ["a", None], "scale": 0.1}
+    Checkpoints(together, connect(job.world), *keeping(Keeps(kept))).save(1)
+    other = Keeps()
+    Checkpoints(together, connect(job.world), *keeping(other)).resume()
+    assert other.kept == kept
+    with pytest.raises(CheckpointMismatch, match="only the checkpoint has 0._extra_state"):
+        Checkpoints(together, connect(job.world), *keeping(nn.Linear(2, 2))).resume()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_modules_that_keep_something_else_on_each_rank_are_told(job, together):
+    made = Checkpoints(together, connect(job.world), *keeping(Keeps(job.world.rank)))
+    with pytest.raises(UserError, match="get_extra_state.* differs"):
+        made.save(1)
+    assert not list(together.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Keeps(torch.ones(2)), "0._extra_state .* is of type Tensor"),
+        (Keeps({1, 2}), "0._extra_state .* is of type set"),
+        (Loses(2, 2), "0._extra_state .* could not be restored"),
+    ],
+)
+def test_modules_that_keep_what_cannot_be_saved_are_told_before_training(tmp_path, module, message):
+    with pytest.raises(UserError, match=message):
+        store(tmp_path, *keeping(module))
 
 
 class Odd(torch.optim.SGD):
