@@ -82,10 +82,19 @@ def sync(path: Path) -> None:
         call("sync", os.fsync, descriptor)
 
 
+def sync_folder(path: Path) -> None:
+    """Bring a folder's entries to the disk, on file systems that can do so for a folder alone."""
+    try:
+        sync(path)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # by which others refuse: their entries need no such call
+            raise
+
+
 def rename(source: Path, target: Path) -> None:
     """Rename a file or folder within its folder; it is durable when this returns."""
     call("rename", os.rename, source, target)
-    sync(target.parent)
+    sync_folder(target.parent)
 
 
 def remove(path: Path) -> None:

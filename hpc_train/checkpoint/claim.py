@@ -367,7 +367,7 @@ def _create(path: Path, content: bytes) -> None:
         files.call("sync", os.fsync, descriptor)
     finally:
         files.call("close", os.close, descriptor)
-    files.sync(path.parent)
+    files.sync_folder(path.parent)
 
 
 def _silent(folder: Path, number: int, token: str) -> float:

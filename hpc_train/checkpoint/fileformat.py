@@ -4,7 +4,8 @@ A checkpoint is a safetensors file (https://github.com/huggingface/safetensors, 
 
     0            u64 N, little endian: length of the header. Zero until all else is on the disk,
                  and safetensors refuses a file with zero: N is the commit record.
-    8            JSON header, padded with spaces up to data_start, a multiple of 1 MiB
+    8            JSON header, padded with spaces up to data_start, a multiple of 1 MiB,
+                 or of 16 MiB where the file is striped, so that an extent lies in one stripe
     data_start   the tensors, row-major, little endian, ordered by (element size descending, name)
                  `__hpc_train__.state`, U8: JSON of what is no tensor
                  `__hpc_train__.hash`, U8: 16 bytes for each extent of all that stands before it
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 VERSION = "1"
 ALIGNMENT = 1 << 20
 EXTENT_BYTES = 16 << 20
+STRIPED_BYTES = 10**9  # larger files are spread over servers, in stripes as long as an extent
 HASH_BYTES = 16
 MAX_HEADER_BYTES = 100_000_000  # safetensors refuses larger ones
 STATE = "__hpc_train__.state"
@@ -207,8 +209,15 @@ class Contents:
         if text > MAX_HEADER_BYTES:
             many = len(self.entries)
             raise CheckpointError(f"{many} tensors need a header of {text} bytes, too large")
-        data_start = -(-(8 + text) // ALIGNMENT) * ALIGNMENT
-        return Layout((*self.entries, *last), data_start, described)
+        return Layout((*self.entries, *last), _data_start(text, content), described)
+
+
+def _data_start(text: int, content: int) -> int:
+    """Where the tensors begin, behind a header of so many bytes without its padding."""
+    striped = -(-(8 + text) // EXTENT_BYTES) * EXTENT_BYTES
+    if content > STRIPED_BYTES and striped <= MAX_HEADER_BYTES:
+        return striped
+    return -(-(8 + text) // ALIGNMENT) * ALIGNMENT
 
 
 def header(layout: Layout, hash_table: bytes) -> bytes:

@@ -218,6 +218,12 @@ def _check(source: _Source, wanted: Mapping[str, Form], all_forms: Mapping[str, 
             there = f"; it has {_few(list(source.forms))}" if source.forms else ""
             raise CheckpointMismatch(f"{source.path} has no {name}{there}", remedy)
         word, have = source.forms[name]
+        if word.startswith("F8_") and word != DTYPES.get(dtype):
+            raise CheckpointMismatch(
+                f"{source.path}: its {name} is {word}, numbers of 8 bits that stand for others "
+                "only together with their scales, which are not read",
+                "give weights of 16 or 32 bits",
+            )
         floating = dtype.is_floating_point and word.startswith(("F", "BF"))
         if have != shape or not (floating or word == DTYPES.get(dtype)):
             raise CheckpointMismatch(

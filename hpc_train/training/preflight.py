@@ -124,16 +124,18 @@ def shared_directory(world: Group, leaders: Group | None, directory: Path, neede
         UserError: a host cannot write there, or writes to a folder of its own.
     """
     begin = time.monotonic()
-    names = [f".preflight-{host}" for host in sorted(set(world.gathered(world.host)))]
-    own = directory / f".preflight-{world.host}"
+    # Each host looks for one file: if all see the next one's, all see the same folder.
+    other = world.host
+    if leaders is not None:
+        hosts = leaders.gathered(world.host)
+        other = hosts[(leaders.rank + 1) % leaders.size]
+    own = _mark(directory, world.host)
     try:
         with agreed(world):
             if leaders is not None:
                 _write(own)
         with agreed(world):
-            missing = [name for name in names if not (directory / name).exists()]
-            if missing and leaders is not None:
-                other = missing[0].removeprefix(".preflight-")
+            if leaders is not None and not _mark(directory, other).exists():
                 raise UserError(
                     f"run.dir {directory.absolute()} is not the folder that {other} sees",
                     "give one on a file system that all hosts share",
@@ -147,6 +149,10 @@ def shared_directory(world: Group, leaders: Group | None, directory: Path, neede
     if free < needed:
         return Finding("run.dir", f"{text}, less than a checkpoint's {size_text(needed)}", False)
     return Finding("run.dir", text)
+
+
+def _mark(directory: Path, host: str) -> Path:
+    return directory / f".preflight-{host}"
 
 
 def _write(path: Path) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import math
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -152,17 +153,19 @@ def compared(held: dict[str, Held], layout: Layout, whole: Whole, group: Group) 
     """What is wrong with what was loaded. Collective."""
     wanted = held_by(group.rank, layout, whole)
     wrong = [n for n, part in held.items() if digest(part.tensor) != digest(wanted[n].tensor)]
-    parts = [held] if group.comm is None else group.comm.allgather(held)
+    sent = {n: replace(p, tensor=p.tensor.view(-1).view(torch.uint8)) for n, p in held.items()}
+    parts = [sent] if group.comm is None else group.comm.allgather(sent)  # torch pickles few types
     made = [n for n, t in whole.items() if digest(joined(n, parts, t)) != digest(t)]
     return f"parts {wrong}, wholes {made}" if wrong or made else ""
 
 
 def joined(name: str, parts: list[dict[str, Held]], like: Tensor) -> Tensor:
-    """A tensor, of the parts that ranks have loaded and own."""
+    """A tensor, of the bytes of the parts that ranks have loaded and own."""
     whole = torch.zeros_like(like)
     for held in parts:
         if name in held and held[name].owned:
-            view_of(whole, held[name].spec).copy_(held[name].tensor)
+            part = view_of(whole, held[name].spec)
+            part.copy_(held[name].tensor.view(like.dtype).view(part.shape))
     return whole
 
 

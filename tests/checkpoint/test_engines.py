@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpc_train import files
+from hpc_train.checkpoint import striping
 from hpc_train.checkpoint.engines import MpiWriter, Ways
+from hpc_train.checkpoint.fileformat import EXTENT_BYTES, Contents, header, parse
 from hpc_train.checkpoint.plan import shift
 from hpc_train.errors import ConfigError
 from hpc_train.mpi.group import Group
@@ -16,14 +23,8 @@ from tests.checkpoint.faults import fail
 from tests.checkpoint.states import found, save, save_tensors, store
 from tests.checkpoint.test_save import held, state_of
 
-LFS = """#!/bin/sh
-echo "$@" >> "$(dirname "$0")/asked"
-case "$1 $2" in
-"getstripe -d") case "$3" in *lustre*) exit 0;; *) exit 1;; esac ;;
-"getstripe -c") echo 1 ;;
-"setstripe -c") touch "$6" ;;
-esac
-"""
+LAYOUT = struct.Struct("=II16xIHH")
+"""Magic number, pattern, bytes of a stripe, stripes, first server: `lov_user_md_v1` of Lustre."""
 
 
 def test_a_process_alone_and_a_thread_use_posix_calls():
@@ -85,31 +86,77 @@ def test_romio_is_preferred_and_told_not_to_read_what_it_writes(job, together):
     writer.close()
 
 
+class Lustre:
+    """The calls by which Lustre tells and takes stripes, in folders named so."""
+
+    def __init__(self, servers: int) -> None:
+        self.servers = servers
+        self.asked: dict[Path, tuple[int, ...]] = {}
+
+    def get(self, path: Path, name: str) -> bytes:
+        if name != "lustre.lov" or "lustre" not in path.parts:
+            raise OSError(errno.EOPNOTSUPP, "no such attributes")
+        if path not in self.asked:
+            raise OSError(errno.ENODATA, "the default stripes")
+        magic, pattern, size, count, _ = self.asked[path]
+        return LAYOUT.pack(magic, pattern, size, min(count, self.servers), 0)
+
+    def set(self, path: Path, name: str, value: bytes) -> None:
+        if self.servers == 0:
+            raise OSError(errno.EPERM, "not here")
+        assert name == "lustre.lov"
+        assert path.stat().st_size == 0
+        self.asked[path] = LAYOUT.unpack(value)
+
+
 @pytest.fixture
-def asked(tmp_path, monkeypatch) -> Path:
-    """What a program `lfs` was asked; it knows of Lustre in folders named so."""
-    program = tmp_path / "bin" / "lfs"
-    program.parent.mkdir()
-    program.write_text(LFS)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    return program.with_name("asked")
+def lustre(tmp_path, monkeypatch) -> Lustre:
+    made = Lustre(servers=4)
+    monkeypatch.setattr(os, "getxattr", made.get)
+    monkeypatch.setattr(os, "setxattr", made.set)
+    (tmp_path / "lustre").mkdir()
+    return made
 
 
-def test_on_lustre_a_file_is_made_with_stripes_which_are_read_back(tmp_path, asked):
+def test_on_lustre_a_file_is_made_with_stripes(tmp_path, lustre):
     path = tmp_path / "lustre" / "c.safetensors"
     save_tensors(path, held(state_of()), b"{}", Group())
     partial = path.with_name(".c.safetensors.partial")
-    assert asked.read_text().splitlines() == [
-        f"getstripe -d {path.parent}",
-        f"setstripe -c 1 -S {16 << 20} {partial}",
-        f"getstripe -c {partial}",
-    ]
+    assert lustre.asked == {partial: (0x0BD10BD0, 1, 16 << 20, 1, 0xFFFF)}
     assert path.is_file()
 
 
-def test_elsewhere_it_is_not(tmp_path, asked):
-    path = tmp_path / "other" / "c.safetensors"
+def test_large_files_have_more_stripes_of_which_fewer_are_told(tmp_path, lustre, caplog):
+    caplog.set_level(logging.INFO, "hpc_train")
+    asked = []
+    for number, nbytes in enumerate((10**9, 10**9 + 1, 10**10 + 1, 10**11 + 1)):
+        path = tmp_path / "lustre" / str(number)
+        assert striping.create(path, nbytes)
+        asked.append(lustre.asked[path][3])
+    assert asked == [1, 8, 24, 72]
+    assert "has 4 stripes, 8 were asked for" in caplog.text
+    assert len(caplog.records) == 3
+
+
+@pytest.mark.parametrize(("folder", "servers"), [("other", 4), ("lustre", 0)])
+def test_elsewhere_and_where_lustre_refuses_it_is_made_without(tmp_path, lustre, folder, servers):
+    lustre.servers = servers
+    path = tmp_path / folder / "c.safetensors"
     save_tensors(path, held(state_of()), b"{}", Group())
-    assert asked.read_text().splitlines() == [f"getstripe -d {path.parent}"]
+    assert not lustre.asked
     assert path.is_file()
+
+
+def test_an_extent_of_a_striped_file_lies_in_one_stripe():
+    for size, striped in ((1000, False), (3 * 10**8, True)):
+        layout = Contents.of({"model.a": (torch.float32, (size,))}).layout(10)
+        assert (layout.file_bytes > 10**9) == striped
+        assert (layout.data_start % EXTENT_BYTES == 0) == striped
+        assert layout.data_start % (1 << 20) == 0
+
+
+def test_large_files_of_earlier_releases_are_read():
+    layout = Contents.of({"model.a": (torch.float32, (3 * 10**8,))}).layout(10)
+    earlier = replace(layout, data_start=1 << 20)
+    found, _ = parse(header(earlier, b""), earlier.file_bytes)
+    assert found == earlier

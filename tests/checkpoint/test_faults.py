@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
+import stat
+from contextlib import nullcontext
 from random import Random
 
 import pytest
@@ -156,3 +159,19 @@ def failure_of(
         except CheckpointError as error:
             return str(error)
     return ""
+
+
+@pytest.mark.parametrize(("number", "saved"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_file_system_that_syncs_no_folders_fails_no_save(tmp_path, monkeypatch, number, saved):
+    real = files.call
+
+    def refusing(name, function, *arguments):
+        if name == "sync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode):
+            raise OSError(number, os.strerror(number))
+        return real(name, function, *arguments)
+
+    monkeypatch.setattr(files, "call", refusing)
+    made = store(tmp_path / "run", Group())
+    with nullcontext() if saved else pytest.raises(CheckpointError, match=os.strerror(number)):
+        save(made, 1)
+        assert found(tmp_path / "run", Group()) == 1

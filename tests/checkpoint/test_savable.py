@@ -13,6 +13,7 @@ from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.tools import differences
 from hpc_train.collectives import connect
 from hpc_train.errors import UserError
+from hpc_train.training.loop import Loop
 from tests.checkpoint.test_store import make, store, train
 
 COMPLEX = torch.complex128  # which the format does not have
@@ -192,6 +193,12 @@ def test_what_one_rank_cannot_save_is_told_by_all(job, together):
     message = f"rank {job.world.size - 1} .*odd is a tensor of type bits8"
     with pytest.raises(UserError, match=message if job.world.size > 1 else "bits8"):
         Checkpoints(together, connect(job.world), model, optimizer)
+
+
+@pytest.mark.mpi
+def test_a_loop_tells_it_before_anything_is_sent(job, together):
+    with pytest.raises(UserError, match="odd is a sparse_coo tensor, which"):
+        Loop(job, together, *with_buffer(torch.eye(3).to_sparse()))
 
 
 class Odd(torch.optim.SGD):

@@ -102,6 +102,14 @@ def test_floating_point_types_are_converted_and_others_have_to_be_the_same(tmp_p
         start(tmp_path / "norm", norm)
 
 
+def test_numbers_of_8_bits_are_not_taken_without_their_scales(tmp_path):
+    saved = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors(gpt(0)).items()}
+    save_file(saved, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointMismatch, match="is F8_E4M3, numbers of 8 bits .* scales"):
+        start(tmp_path, gpt(1))
+    assert_same(start(tmp_path, gpt(1).to(torch.float8_e4m3fn)), saved)
+
+
 def test_patterns_choose_and_the_rest_keeps_its_values(source, caplog):
     caplog.set_level(logging.INFO, "hpc_train")
     model = start(source, gpt(1), include=["blocks.*"], exclude=["blocks.2.*", "*.bias"])

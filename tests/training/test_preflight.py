@@ -97,6 +97,23 @@ def test_a_folder_that_hosts_do_not_share_is_refused(job, monkeypatch, together)
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("hosts", ["one", "each"])
+def test_one_rank_of_each_host_looks_for_one_file(job, monkeypatch, together, hosts):
+    world, looked = job.world, []
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: looked.append(path.name) or exists(path))
+    leaders = world
+    if hosts == "each":
+        names = [f"host{rank}" for rank in range(world.size)]
+        monkeypatch.setattr(type(world), "host", property(lambda group: names[world.rank]))
+    else:
+        split = world.split(int(world.rank > 0), world.rank)
+        leaders = split if world.rank == 0 else None
+    checks.shared_directory(world, leaders, together, 0)
+    assert len([name for name in looked if name.startswith(".preflight-")]) == (leaders is not None)
+
+
+@pytest.mark.mpi(min_size=2)
 def test_too_little_space_for_a_checkpoint_is_told(job, monkeypatch, messages, together):
     usage = namedtuple("usage", "total used free")(2 << 30, 1 << 30, 1 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
