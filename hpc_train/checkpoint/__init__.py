@@ -1,13 +1,14 @@
 """Checkpoints: named tensors in one file that all ranks write, and back.
 
 store                   what a run calls: save, poll, finish, resume
+content, holdings       what is saved and restored; what of it a rank holds
 state, more             names of a model's and its optimizer's tensors; what else is saved
 savable                 what a checkpoint cannot hold, before training begins
 extra                   what modules keep beside tensors
 directory, retention    names of files; which are kept
 claim                   one writer for a directory
 fileformat, dtypes      where each byte of a file lies: pure; names of torch's types
-holdings, parts         what a rank holds; bytes of extents in its tensors
+parts                   bytes of extents in a rank's tensors
 plan, routes, exchange  who writes what; who has what of an extent; bytes moved between ranks
 save, phases, snapshot  write a file; on the spot or in the background
 engines, striping       ways to write; stripes on Lustre

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any, Literal
 
 from torch import nn
@@ -20,19 +17,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
-from hpc_train.checkpoint import divergence, extra, restore, savable, state
+from hpc_train.checkpoint import restore, state
 from hpc_train.checkpoint.claim import Claim
+from hpc_train.checkpoint.content import Content
 from hpc_train.checkpoint.directory import LATEST, SECONDS, find, name_of, step_of
 from hpc_train.checkpoint.engines import Engine, Way, Ways
-from hpc_train.checkpoint.fileformat import Held
-from hpc_train.checkpoint.finite import Batch, batches, parts_are_finite
-from hpc_train.checkpoint.holdings import Holdings
 from hpc_train.checkpoint.more import More, Stateful
 from hpc_train.checkpoint.phases import Flight, Phases, agree, run
-from hpc_train.checkpoint.plan import Plans
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.save import saving
-from hpc_train.checkpoint.snapshot import Snapshot, enough_memory
+from hpc_train.checkpoint.snapshot import Snapshot
 from hpc_train.collectives import Collectives
 from hpc_train.errors import (
     CheckpointError,
@@ -41,7 +35,7 @@ from hpc_train.errors import (
     DivergenceError,
     NotFiniteError,
 )
-from hpc_train.mpi.agreement import agreed, from_first, same
+from hpc_train.mpi.agreement import from_first
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import Shard
 
@@ -108,19 +102,21 @@ class Checkpoints:
         self._ways = Ways(engine, collectives.group, background=background)
         self.directory = directory
         self.group = collectives.group
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.shards = shards or {}
-        self.replica = replica or Group()
-        self.alike = alike or collectives
-        self.more = more or More()
-        self.scaler = scaler
-        self.model = model
-        self.trained = state.Trained(model, optimizer, self.shards, pieces or {})
-        self.optimizer = optimizer
+        self.identity = {**(identity or {}), "optimizer.name": type(optimizer).__name__.lower()}
+        self._content = Content(
+            state.Trained(model, optimizer, self.shards, pieces or {}),
+            self.group,
+            replica or Group(),
+            alike or collectives,
+            more or More(),
+            self.identity,
+            about or {},
+        )
         self.keep = Retention(keep) if isinstance(keep, int) else keep
         self.verify = verify
         self.replicas, self.nonfinite = replicas, nonfinite
-        self.identity = {**(identity or {}), "optimizer.name": type(optimizer).__name__.lower()}
-        self.about = dict(about or {})
         self.saved_step = 0
         self.save_seconds = 0.0
         """What the last one took; 0: this process has written none."""
@@ -129,11 +125,6 @@ class Checkpoints:
         self.earlier_save = 0.0
         """What the longest one of an earlier process took; 0: nobody knows. Set by `resume`."""
         self._flight: tuple[int, Flight] | None = None
-        self._holdings = Holdings(self.trained)
-        self._plans = Plans(self.group, self.replica)
-        self._values: dict[str, Any] = {}  # of the optimizers of a replica, all together
-        self._compared: dict[str, int] = {}  # bytes by name, of what replicas have alike
-        self._batches: list[Batch] = []  # of which this rank looks whether they are finite
         self._snapshot: Snapshot | None = None
         self._hook: RemovableHandle | None = None
         self.claim: Claim | None = None
@@ -143,8 +134,6 @@ class Checkpoints:
         """By step: how good the model was, lower is better, where known; the same on all ranks."""
         self._finite: dict[int, bool] = {}  # by step, where known
         self._looked = False  # whether what the first step has made can be saved
-        self._check_savable()
-        self._has_extra = bool(self.group.largest(int(bool(extra.modules(model)))))
 
     def save(self, step: int, *, background: bool = False) -> Path:
         """Write the checkpoint of a finished step, unless it is there, and drop the oldest.
@@ -194,13 +183,9 @@ class Checkpoints:
         """
         if not self._looked:
             self._looked = True
-            self._check_savable()
+            self._content.check()
         if self._flight is not None:
             self._land(wait=False)
-
-    def _check_savable(self) -> None:
-        with agreed(self.group):
-            savable.check(self.trained)
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written in the background.
@@ -248,18 +233,9 @@ class Checkpoints:
 
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         self.unify()
-        more = self.more.collect()
-        with agreed(self.group), enough_memory("copies of the tensors"):
-            changed = self._holdings.look(more, copy_buffers=background)
-        if self.group.largest(int(changed)):
-            self._plans.forget()
-            self._values = self.replica.united(self._holdings.values)
-            self._compared = self._whole_in_replicas()
-            mine = self._holdings.trained_names[self.alike.group.rank :: self.alike.group.size]
-            self._batches = batches(self._holdings.parts.held, mine)
+        self._content.look(copy_buffers=background)
         self._compare(step)
         self._check_finite(step)
-        self._compare_extra()
         if background and self._snapshot is None:
             self._snapshot = Snapshot()
             self._hook = self.optimizer.register_step_pre_hook(lambda *_: self._wait())
@@ -271,13 +247,13 @@ class Checkpoints:
                 return (
                     yield from saving(
                         path,
-                        self._holdings.parts,
+                        self._content.parts,
                         content,
                         self.group,
                         way,
-                        self.replica,
+                        self._content.replica,
                         snapshot,
-                        plans=self._plans,
+                        plans=self._content.plans,
                         verify=self.verify or way != "posix",
                         token=token,
                         check=self._check,
@@ -298,7 +274,7 @@ class Checkpoints:
                 way = "posix"
                 seconds = yield from written(way)
         finally:
-            self._holdings.release()
+            self._content.release()
         self._ways.note(way, seconds)
         yield from agree(self.group, lambda: self._publish(path, step))
 
@@ -318,44 +294,19 @@ class Checkpoints:
         if self._snapshot is not None:
             self._snapshot.wait()
 
-    def _whole_in_replicas(self) -> dict[str, int]:
-        """Bytes of the tensors that all replicas hold whole, by name."""
-        cut = {self.trained.parameters()[p].name for p in self.trained.pieces}
-        parts = self._holdings.parts
-        return {
-            name: parts.size(name)
-            for name in parts.held
-            if name.startswith(state.MODEL)
-            or (name.startswith(state.OPTIMIZER) and state.parameter_of(name) not in cut)
-        }
-
     def _compare(self, step: int) -> None:
         """Compare a sample of what all replicas hold whole."""
-        if self.replicas == "off":
-            return
-        turn = Random(step).randrange(1 << 32)  # by chance: a count would begin anew with each job
         try:
-            divergence.compare(
-                self._holdings.parts, self._compared, self.alike.group, self.group, turn
-            )
+            if self.replicas != "off":
+                self._content.compare(step)
         except DivergenceError as error:  # the same one on all ranks
             if self.replicas == "stop":
                 raise
             if self.group.rank == 0:
                 logger.warning("%s", error)
 
-    def _compare_extra(self) -> None:
-        """Check that all ranks' modules keep the same beside tensors: one of them is saved."""
-        if not self._has_extra:
-            return
-        with agreed(self.group):
-            savable.check(self.trained)  # what they keep may have changed
-            kept = json.dumps(extra.values(self.model), sort_keys=True)
-        what = "what the model's modules keep beside tensors (get_extra_state)"
-        same(self.group, what, kept, "keep there what all ranks have alike")
-
     def _check_finite(self, step: int) -> None:
-        self._finite[step] = parts_are_finite(self._holdings.parts, self._batches, self.group)
+        self._finite[step] = self._content.is_finite()
         if self._finite[step]:
             return
         if self.nonfinite == "stop":
@@ -376,10 +327,7 @@ class Checkpoints:
         try:
             files.write_text(self.directory / LATEST, path.name + "\n")
             self._drop_old(step)
-        except (
-            OSError,
-            CheckpointUnreadable,
-        ) as error:  # the checkpoint is complete, so nobody has to stop for this
+        except (OSError, CheckpointUnreadable) as error:  # nobody has to stop for this
             logger.warning("%s is complete; bringing its folder up to date: %s", path, error)
 
     def resume(self, source: str = "auto") -> int:
@@ -416,9 +364,7 @@ class Checkpoints:
     def unify(self) -> None:
         """Bring all replicas to one state: running statistics in buffers differ. Collective."""
         self._wait()
-        self.more.unify()
-        for buffer in self.model.buffers():
-            self.alike.broadcast_(buffer)
+        self._content.unify()
 
     def _candidates(self, source: str) -> list[Path]:
         """Where to resume from, in the order to try; unfinished files of dead jobs are removed."""
@@ -441,28 +387,9 @@ class Checkpoints:
         return own or given
 
     def _restore(self, path: Path) -> int:
-        reader = restore.open_together(path, self.group)
-        saved = restore.load_state(reader, self.group)
-        of_model = state.model_tensors(self.model, self.shards)
-        forms = self.replica.united({name: part.form for name, part in of_model.items()})
-        trained = self.replica.united(state.trained_names(self.trained))
-        entries, values = reader.entries, saved["optimizer"]
-        with agreed(self.group):
-            state.check_model(entries, forms, path)
-            self._check_identity(saved["identity"], path)
-            state.check_optimizer([*entries, *values], trained)
-            state.make_optimizer_state(self.trained, entries, values)
-        held = of_model | state.optimizer_tensors(self.trained) | self.more.expect(entries)
-        contiguous = _contiguous(held)
-        restore.load(reader, contiguous, self.group, *self._grid())
-        for name, part in held.items():
-            if contiguous[name].tensor is not part.tensor:
-                part.tensor.copy_(contiguous[name].tensor)
+        saved = self._content.restore(path)
         if self.scaler is not None and "scaler" in saved:
             self.scaler.load_state_dict(saved["scaler"])
-        self.more.take(saved.get("more", {}))
-        with agreed(self.group):
-            extra.put(self.model, saved.get("extra_state", {}), path)
         step = int(saved["step"])
         if not saved.get("finite", True):
             logger.warning("%s has parameters that are infinite or not numbers", path)
@@ -470,39 +397,16 @@ class Checkpoints:
         logger.info("resumed from %s, after step %d", path, step)
         return step
 
-    def _grid(self) -> tuple[Group, Group] | tuple[()]:
-        """The ranks that hold the whole, and those that hold what this one does, if they fit."""
-        fits = self.alike.group.size * self.replica.size == self.group.size
-        return (self.replica, self.alike.group) if fits else ()
-
-    def _check_identity(self, saved: Mapping[str, Any], path: Path) -> None:
-        for key in sorted(self.identity.keys() | saved.keys()):
-            if self.identity.get(key) != saved.get(key):
-                raise CheckpointMismatch(
-                    f"{path} was made with {key} {saved.get(key)}, this run has "
-                    f"{self.identity.get(key)}",
-                    f"set {key} back, or start anew with another run.dir",
-                )
-
     def _state(self, step: int) -> bytes:
-        tree = {
-            "step": step,
-            "identity": self.identity,
-            "about": self.about,
-            "optimizer": self._values,
-        }
+        also: dict[str, Any] = {}
         score = self.scores.get(step)
         if score is not None and math.isfinite(score):  # JSON has no other numbers
-            tree["score"] = score
+            also["score"] = score
         if not self._finite.get(step, True):
-            tree["finite"] = False
+            also["finite"] = False
         if self.scaler is not None:
-            tree["scaler"] = self.scaler.state_dict()
-        if more := self.more.values():
-            tree["more"] = more
-        if self._has_extra:
-            tree["extra_state"] = extra.values(self.model)
-        return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+            also["scaler"] = self.scaler.state_dict()
+        return self._content.state(step, also)
 
     def _drop_old(self, step: int) -> None:
         """Retention; a later checkpoint, which was damaged, counts for nothing."""
@@ -522,10 +426,6 @@ class Checkpoints:
         for number in self.keep.superfluous(done, known, is_finite):
             self._check()
             files.remove(done[number])
-
-
-def _contiguous(held: Mapping[str, Held]) -> dict[str, Held]:
-    return {name: replace(part, tensor=part.tensor.contiguous()) for name, part in held.items()}
 
 
 def _seconds(path: Path) -> float:

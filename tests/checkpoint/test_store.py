@@ -145,12 +145,17 @@ def test_what_a_killed_job_left_is_no_checkpoint(tmp_path):
     assert not partial.exists()
 
 
+def linear():
+    model = nn.Linear(2, 2)
+    return model, torch.optim.AdamW(model.parameters())
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
         (lambda: make(5), r"its model.a.bias is F64 \[4\], the model's is float64 \[5\]"),
         (lambda: make(4, torch.optim.SGD), "made with optimizer.name adamw, this run has sgd"),
-        (lambda: (nn.Linear(2, 2), torch.optim.AdamW(nn.Linear(2, 2).parameters())), "only the"),
+        (linear, "only the"),
     ],
 )
 def test_another_model_or_optimizer_is_refused_by_name(tmp_path, other, message):

@@ -1,0 +1,214 @@
+"""What goes into the checkpoints of a run, and comes back: looked at before it is saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from hpc_train.checkpoint import divergence, extra, restore, savable, state
+from hpc_train.checkpoint.finite import Batch, batches, parts_are_finite
+from hpc_train.checkpoint.holdings import Holdings
+from hpc_train.checkpoint.more import More
+from hpc_train.checkpoint.parts import Parts
+from hpc_train.checkpoint.plan import Plans
+from hpc_train.checkpoint.snapshot import enough_memory
+from hpc_train.checkpoint.state import Trained
+from hpc_train.collectives import Collectives
+from hpc_train.errors import CheckpointMismatch
+from hpc_train.mpi.agreement import agreed, same
+from hpc_train.mpi.group import Group
+
+logger = logging.getLogger(__name__)
+
+
+class Content:
+    """A model with its optimizer, and what else is saved. All ranks call each method.
+
+    Args:
+        trained: model and optimizer; restored in place.
+        group: all ranks that train.
+        replica: the ranks that hold the model together.
+        alike: of the ranks that hold the same as this one.
+        more: what else is saved.
+        identity: what a checkpoint must have been made with to be continued, by configuration key.
+        about: what a reader of the file needs to use the model, as plain JSON values.
+
+    Raises:
+        UserError: a checkpoint cannot hold all of it.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        group: Group,
+        replica: Group,
+        alike: Collectives,
+        more: More,
+        identity: Mapping[str, Any],
+        about: Mapping[str, Any],
+    ) -> None:
+        self.trained, self.more = trained, more
+        self.group, self.replica, self.alike = group, replica, alike
+        self.identity, self.about = identity, about
+        self.plans = Plans(group, replica)
+        self._holdings = Holdings(trained)
+        self._values: dict[str, Any] = {}  # of the optimizers of a replica, all together
+        self._compared: dict[str, int] = {}  # bytes by name, of what replicas have alike
+        self._batches: list[Batch] = []  # of which this rank looks whether they are finite
+        self.check()
+        has_extra = bool(extra.modules(trained.model))
+        self._has_extra = bool(group.largest(int(has_extra), "whether modules keep more"))
+        self._extra: dict[str, Any] = {}
+
+    @property
+    def parts(self) -> Parts:
+        """This rank's parts, from `look` to `release`."""
+        return self._holdings.parts
+
+    def check(self) -> None:
+        """Check that a checkpoint can hold all of it, as far as it is there.
+
+        Raises:
+            UserError: it cannot.
+        """
+        with agreed(self.group):
+            savable.check(self.trained)
+
+    def unify(self) -> None:
+        """Bring all replicas to one state: running statistics in buffers differ."""
+        self.more.unify()
+        for buffer in self.trained.model.buffers():
+            self.alike.broadcast_(buffer)
+
+    def look(self, *, copy_buffers: bool) -> None:
+        """Bring `parts`, plans and values up to date, after `unify`.
+
+        Args:
+            copy_buffers: for a save that goes on while a forward pass may change them.
+
+        Raises:
+            CheckpointError: there is no memory for copies.
+            UserError: a checkpoint cannot hold all of it.
+        """
+        more, alike = self.more.collect(), self.alike.group
+        with agreed(self.group), enough_memory("copies of the tensors"):
+            changed = self._holdings.look(more, copy_buffers=copy_buffers)
+        if self.group.largest(int(changed)):
+            self.plans.forget()
+            self._values = self.replica.united(self._holdings.values)
+            self._compared = self._whole_in_replicas()
+            mine = self._holdings.trained_names[alike.rank :: alike.size]
+            self._batches = batches(self.parts.held, mine)
+        if self._has_extra:
+            self._look_at_extra()
+
+    def _look_at_extra(self) -> None:
+        self.check()  # what modules keep may be of another type now
+        with agreed(self.group):
+            self._extra = extra.values(self.trained.model)
+            kept = json.dumps(self._extra, sort_keys=True)
+        what = "what the model's modules keep beside tensors (get_extra_state)"
+        same(self.group, what, kept, "keep there what all ranks have alike")
+
+    def _whole_in_replicas(self) -> dict[str, int]:
+        """Bytes of the tensors that all replicas hold whole, by name."""
+        known = self.trained.parameters()
+        cut = {known[piece].name for piece in self.trained.pieces}
+        return {
+            name: self.parts.size(name)
+            for name in self.parts.held
+            if name.startswith(state.MODEL)
+            or (name.startswith(state.OPTIMIZER) and state.parameter_of(name) not in cut)
+        }
+
+    def compare(self, step: int) -> None:
+        """Compare a sample of what all replicas hold whole, after `look`.
+
+        Raises:
+            DivergenceError: it differs; on all ranks.
+        """
+        turn = Random(step).randrange(1 << 32)  # by chance: a count would begin anew with each job
+        divergence.compare(self.parts, self._compared, self.alike.group, self.group, turn)
+
+    def is_finite(self) -> bool:
+        """Whether all trained parameters are finite, after `look`."""
+        return parts_are_finite(self.parts, self._batches, self.group)
+
+    def state(self, step: int, also: Mapping[str, Any]) -> bytes:
+        """What is no tensor, as JSON, after `look`.
+
+        Args:
+            step: that has ended.
+            also: what else is to be in it.
+        """
+        tree = {
+            "step": step,
+            "identity": self.identity,
+            "about": self.about,
+            "optimizer": self._values,
+            **also,
+        }
+        if more := self.more.values():
+            tree["more"] = more
+        if self._extra:
+            tree["extra_state"] = self._extra
+        return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+
+    def release(self) -> None:
+        """Give back the memory of what was copied for one save."""
+        self._holdings.release()
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        """Bring model, optimizer and all else to what a checkpoint has.
+
+        Returns:
+            What is no tensor in it.
+
+        Raises:
+            CheckpointError: it is damaged.
+            CheckpointUnreadable: a rank cannot read it.
+            CheckpointMismatch: it is of another model or optimizer, or of another identity.
+        """
+        reader = restore.open_together(path, self.group)
+        saved = restore.load_state(reader, self.group)
+        trained = self.trained
+        of_model = state.model_tensors(trained.model, trained.shards)
+        forms = self.replica.united({name: part.form for name, part in of_model.items()})
+        names = self.replica.united(state.trained_names(trained))
+        entries, values = reader.entries, saved["optimizer"]
+        with agreed(self.group):
+            state.check_model(entries, forms, path)
+            self._check_identity(saved["identity"], path)
+            state.check_optimizer([*entries, *values], names)
+            state.make_optimizer_state(trained, entries, values)
+        held = of_model | state.optimizer_tensors(trained) | self.more.expect(entries)
+        contiguous = {
+            name: replace(part, tensor=part.tensor.contiguous()) for name, part in held.items()
+        }
+        restore.load(reader, contiguous, self.group, *self._grid())
+        for name, part in held.items():
+            if contiguous[name].tensor is not part.tensor:
+                part.tensor.copy_(contiguous[name].tensor)
+        with agreed(self.group):
+            extra.put(trained.model, saved.get("extra_state", {}), path)
+        self.more.take(saved.get("more", {}))
+        return saved
+
+    def _grid(self) -> tuple[Group, Group] | tuple[()]:
+        """The ranks that hold the whole, and those that hold what this one does, if they fit."""
+        fits = self.alike.group.size * self.replica.size == self.group.size
+        return (self.replica, self.alike.group) if fits else ()
+
+    def _check_identity(self, saved: Mapping[str, Any], path: Path) -> None:
+        for key in sorted(self.identity.keys() | saved.keys()):
+            if self.identity.get(key) != saved.get(key):
+                raise CheckpointMismatch(
+                    f"{path} was made with {key} {saved.get(key)}, this run has "
+                    f"{self.identity.get(key)}",
+                    f"set {key} back, or start anew with another run.dir",
+                )
