@@ -174,7 +174,10 @@ def copied():
     [
         (lambda: with_buffer(torch.eye(3).to_sparse()), "odd is a sparse_coo tensor, which"),
         (lambda: with_buffer(torch.ones(2, dtype=torch.complex64).conj()), "odd is a view that"),
-        (lambda: with_buffer(torch.empty(2, dtype=torch.bits8)), "odd .* type bits8.*False"),
+        (
+            lambda: with_buffer(torch.zeros(2, dtype=torch.uint8).view(torch.bits8)),
+            "odd .* type bits8.*False",
+        ),
         (with_a_criterion, r"parameter 7 of .* group 0, float64 \[1, 2\], is none of the model's"),
         (half, "weight is trained, but the model's state_dict has nothing of it"),
         (copied, "version of the model's state_dict is none of its parameters"),
@@ -188,8 +191,8 @@ def test_what_cannot_be_saved_is_told_before_training_begins(tmp_path, made, mes
 
 @pytest.mark.mpi
 def test_what_one_rank_cannot_save_is_told_by_all(job, together):
-    kind = torch.bits8 if job.world.rank == job.world.size - 1 else torch.float32
-    model, optimizer = with_buffer(torch.empty(2, dtype=kind))
+    kind = torch.bits8 if job.world.rank == job.world.size - 1 else torch.int8
+    model, optimizer = with_buffer(torch.zeros(2, dtype=torch.uint8).view(kind))
     message = f"rank {job.world.size - 1} .*odd is a tensor of type bits8"
     with pytest.raises(UserError, match=message if job.world.size > 1 else "bits8"):
         Checkpoints(together, connect(job.world), model, optimizer)
@@ -276,7 +279,12 @@ class Odd(torch.optim.SGD):
         ("memory", {"a": torch.ones(2)}, None, "'memory' .* is of type dict"),
         ("a.b", 1, None, "'a.b' .* name that checkpoints cannot hold"),
         ("memory", 1, "all", "Odd keeps 'all' in its state"),
-        ("memory", torch.empty(2, dtype=torch.bits8), None, "is a tensor of type bits8"),
+        (
+            "memory",
+            torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
+            None,
+            "is a tensor of type bits8",
+        ),
     ],
 )
 def test_what_an_optimizer_cannot_save_is_told_after_its_first_step(
