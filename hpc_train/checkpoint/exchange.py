@@ -56,6 +56,11 @@ class Outgoing:
         self._rooms = [Scratch() for _ in range(AT_ONCE)]
         self._requests: list[MPI.Request] = []
 
+    def reserve(self, nbytes: list[int]) -> None:
+        """Have memory for messages of so many bytes each."""
+        for room in self._rooms[: len(nbytes)]:
+            room(max(nbytes))
+
     def send(self, rank: int, nbytes: int, fill: Callable[[Bytes], None]) -> None:
         """Send so many bytes, if any, which `fill` puts into the memory that it is given."""
         if not nbytes:
@@ -105,6 +110,16 @@ class Exchange:
         if number not in known:
             known[number] = self.parts.joined(self.mine(number))
         return known[number]
+
+    def reserve(self) -> None:
+        """Have memory for all that `bring` sends and receives. It calls no other rank.
+
+        Without it a rank may find too little while others wait for what it would send.
+        """
+        asked = [total(self._joined(number)) for number in self.routes.asked]
+        self._outgoing.reserve(asked)
+        numbers = [number for number, ranks in self.routes.holders.items() if ranks]
+        self._into(max((self.layout.size(number) for number in numbers), default=0))
 
     def bring(
         self, runs: Sequence[Sequence[int]], rounds: int, room: Room, *, own: bool

@@ -26,7 +26,7 @@ from hpc_train.checkpoint.fileformat import HASH_BYTES, Layout, hash_in
 from hpc_train.checkpoint.parts import Bytes, Parts
 from hpc_train.checkpoint.phases import Phases, agree
 from hpc_train.checkpoint.plan import Plans, owned
-from hpc_train.checkpoint.snapshot import Snapshot
+from hpc_train.checkpoint.snapshot import Snapshot, enough_memory
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
@@ -80,10 +80,13 @@ def saving(
     exchange = Exchange(parts, plan.routes, layout, replica, state)
     partial_path = path.with_name(f".{path.name}{token and f'.{token}'}.partial")
     explained = partial(_explained, path)
-    if snapshot is not None:
-        mine = plan.runs[replica.rank]
-        with agreed(group):
-            snapshot.reserve(sum(layout.size(number) for number in mine))
+    room, mine = Scratch(), [layout.size(number) for number in plan.runs[replica.rank]]
+    with agreed(group), enough_memory("extents"):
+        exchange.reserve()
+        if snapshot is None:
+            room(max(mine, default=0))
+        else:
+            snapshot.reserve(sum(mine))
     with ExitStack() as cleared:
         with agreed(group), _explaining(path):
             if group.rank == 0:
@@ -91,7 +94,7 @@ def saving(
                 cleared.push(lambda failed, *_: _give_up(partial_path) if failed else None)
                 _reserve(partial_path, layout.file_bytes)
         if snapshot is None:
-            content: Extents = exchange.bring(plan.runs, plan.rounds, Scratch(), own=True)
+            content: Extents = exchange.bring(plan.runs, plan.rounds, room, own=True)
         else:
             content = snapshot.of(exchange, plan.runs, plan.rounds)
         open_here = partial(open_writer, engine, partial_path, group)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hpc_train.checkpoint import engines, fileformat, restore
+from hpc_train.checkpoint import engines, exchange, fileformat, restore
 from hpc_train.checkpoint import save as saving
 from hpc_train.checkpoint.fileformat import Held
 from hpc_train.errors import CheckpointError
@@ -166,3 +166,21 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_nobody_waits(
     assert f"rank {rank}" in str(error) or how == "silent"
     assert path.read_bytes() == before
     assert [entry.name for entry in together.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_without_memory_for_messages_is_an_error_of_all(
+    job, together, monkeypatch, place, rank
+):
+    def none(self, nbytes):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        if job.world.rank == rank:
+            patch.setattr(exchange.Scratch, "__call__", none)
+        with pytest.raises(CheckpointError, match=f"rank {rank} .*there is no memory for extents"):
+            save_tensors(
+                together / "parts", held_at(place, whole()), STATE, job.world, replica=place[0]
+            )
+    save_tensors(together / "parts", held_at(place, whole()), STATE, job.world, replica=place[0])
+    assert_loaded(together / "parts", place, job.world, whole())
