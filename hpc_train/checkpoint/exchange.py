@@ -152,8 +152,8 @@ class Exchange:
                 with self.replica.waiting(WAITING):
                     request.Wait()
                 unpack(packed, received, found[1])
+            self._outgoing.finish()  # which may need this rank, and a write takes long
             yield found
-        self._outgoing.finish()
 
     def _expect(self, number: int) -> list[Expected]:
         """Begin to receive what other ranks have of an extent."""
@@ -213,8 +213,5 @@ class Exchange:
         with self.replica.waiting(WAITING):
             for request in requests:
                 request.Wait()
-        return into
-
-    def finish(self) -> None:
-        """Wait until all that was handed out has left this rank."""
         self._outgoing.finish()
+        return into

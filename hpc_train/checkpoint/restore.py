@@ -197,7 +197,6 @@ def load(
                 for start in range(0, len(has), AT_ONCE):
                     some = {start + i: n for i, n in enumerate(has[start : start + AT_ONCE])}
                     _hand_round(exchange, some, extent, alike, copy)
-    exchange.finish()
 
 
 def _wanted(specs: Specs, layout: Layout, replica: Group) -> list[int]:
