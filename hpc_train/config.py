@@ -180,9 +180,10 @@ class GradientsSection:
     """How gradients are averaged over the ranks."""
 
     engine: Literal["auto", "horovod", "mpi"] = "auto"
-    """Who sums the buckets of gradients: Horovod, or we over MPI; auto: docs/reference."""
+    """Who averages: hvd.DistributedOptimizer, or we over MPI; auto: docs/reference."""
     bucket_mb: float | None = None
-    """Size of the flat buckets, in MiB; by default measured (4 with run.deterministic)."""
+    """Size of the flat buckets, in MiB; by default measured (4 with run.deterministic). With engine
+    horovod the size of its fusion buffer."""
     two_level: Literal["auto", "on", "off"] = "auto"
     """Engine mpi: ranks of a node sum in shared memory, nodes communicate once; auto: if faster."""
     average_every: int = 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.mpi.runtime import horovod_built
 from tests.programs import python, run
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,34 @@ def test_many_ranks_take_at_most_ten_changed_lines():
     changes = list(difflib.ndiff(code("own_loop_single.py"), code("own_loop.py")))
     assert sum(line.startswith("+ ") for line in changes) <= 10
     assert sum(line.startswith("- ") for line in changes) <= 10
+
+
+def test_a_script_for_horovod_takes_at_most_eight_changed_lines():
+    changes = [
+        *difflib.ndiff(code("horovod_script.py"), code("horovod_script_resumable.py")),
+    ]
+    assert sum(line.startswith("+ ") for line in changes) <= 8
+    assert sum(line.startswith("- ") for line in changes) <= 8
+
+
+@pytest.mark.slow("two scripts train on two ranks, one of them twice")
+@pytest.mark.skipif(not horovod_built(), reason="Horovod is not built")
+def test_a_script_for_horovod_goes_on_where_it_was_stopped(tmp_path):
+    text = example("horovod_script.py", tmp_path, ranks=2)
+    assert float(text.split("accuracy on held-out digits: ")[1]) > 0.85
+    whole = example("horovod_script_resumable.py", tmp_path, ranks=2)
+    accuracy = float(whole.split("accuracy on held-out digits: ")[1])
+    assert accuracy > 0.85
+    # What is left of a job that was killed after step 160.
+    folder = tmp_path / "runs/digits"
+    expected = (folder / "step-000000200.safetensors").read_bytes()
+    for name in ("step-000000180", "step-000000200"):
+        (folder / f"{name}.safetensors").unlink()
+    (folder / "LATEST").unlink()
+    rest = example("horovod_script_resumable.py", tmp_path, ranks=2)
+    assert "epoch 6:" not in rest
+    assert "epoch 7:" in rest
+    assert (folder / "step-000000200.safetensors").read_bytes() == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

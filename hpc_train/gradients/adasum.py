@@ -20,7 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import added
 from hpc_train.gradients.buckets import plan
 from hpc_train.gradients.census import Facts, Place
-from hpc_train.gradients.horovod import HorovodSums
+from hpc_train.gradients.horovod import DistributedSums
 from hpc_train.gradients.mpi import MpiAverager
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.state import average_state
@@ -66,7 +66,7 @@ class AdasumAverager(MpiAverager):
         super().__init__(model, optimizer, group, lambda _: ([], nothing), Progress())
         self.hvd = hvd
         self.shards = connect(group)
-        self._label = HorovodSums.label(group)
+        self._label = DistributedSums.label(group)
 
     def _plan(self) -> None:
         super()._plan()

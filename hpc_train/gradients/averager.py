@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hpc_train.allocator import keep_freed_memory
 from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
-from hpc_train.gradients.ownership import parameters_of, take_over
+from hpc_train.gradients.ownership import is_wrapped, parameters_of, take_over
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.state import broadcast_state
 from hpc_train.mpi import runtime
@@ -24,6 +24,7 @@ from hpc_train.mpi.levels import Levels
 if TYPE_CHECKING:
     from hpc_train.gradients.choice import TwoLevel
     from hpc_train.gradients.horovod import Reduction
+    from hpc_train.gradients.mpi import MpiAverager
 
 Engine = Literal["auto", "horovod", "mpi"]
 
@@ -132,7 +133,8 @@ def average_gradients(
 
     Args:
         model: its parameters that require gradients are averaged; all ranks build the same one.
-        optimizer: its parameters are averaged, too. It stays usable, also to save its state.
+        optimizer: its parameters are averaged, too. It stays usable, also to save its state. One
+            that hvd.DistributedOptimizer has made averages by itself, and nothing is done twice.
         group: the ranks to average over, or these ranks by nodes, where the caller knows them. For
             engine horovod all ranks of the job, or one of the process sets that Horovod was started
             with (`runtime.start_horovod`).
@@ -183,7 +185,7 @@ def average_gradients(
     from hpc_train.gradients.choice import Options, mpi_averager
 
     device = _device(model)
-    if engine == "auto":
+    if engine == "auto" and not is_wrapped(optimizer):
         engine = "mpi" if average_every > 1 else best_engine(device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -197,7 +199,12 @@ def average_gradients(
         cores,
         deterministic,
     )
-    if engine == "horovod" and group.size > 1:
+    averager: MpiAverager
+    if is_wrapped(optimizer):
+        from hpc_train.gradients.wrapped import wrapped_averager
+
+        averager = wrapped_averager(model, optimizer, group, engine, options)
+    elif engine == "horovod" and group.size > 1:
         from hpc_train.gradients.horovod import horovod_averager
 
         averager = horovod_averager(model, optimizer, group, options, reduction)

@@ -42,6 +42,8 @@ class Filling:
         early: whether sums begin in the backward pass; the same on all ranks.
     """
 
+    kind = Slot
+
     def __init__(
         self,
         buckets: Sequence[Bucket],
@@ -52,20 +54,17 @@ class Filling:
         begin_pass: Callable[[], None],
     ) -> None:
         self.sums, self.progress, self.share = sums, progress, share
-        self.by_bucket = slots(buckets, sums.flats, share, look)
+        self.by_bucket = slots(buckets, sums.flats, share, look, self.kind)
         self.slots = [slot for some in self.by_bucket for slot in some]
         self.strays: list[Slot] = []
         self._look, self._begin_pass = look, begin_pass
-        self._hooks = [self._hook(slot) for slot in self.slots]
+        self._hooks = [hook for slot in self.slots for hook in self._hook(slot)]
         self._task = -1  # the backward pass that the last gradient came from
         self.wait_for_calm()
         self.begin_step()
 
-    def _hook(self, slot: Slot) -> RemovableHandle:
-        hook: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(
-            partial(self._move, slot)
-        )
-        return hook
+    def _hook(self, slot: Slot) -> list[RemovableHandle]:
+        return [slot.parameter.register_post_accumulate_grad_hook(partial(self._move, slot))]
 
     @property
     def all_slots(self) -> list[Slot]:
@@ -111,7 +110,7 @@ class Filling:
             if gradient.requires_grad:
                 raise has_graph()
             self.stirred = True
-            slot.take(gradient)
+            slot.receive(gradient)
             parameter.grad = slot.pending
         elif not (slot.filled or slot.begun):
             raise UserError(
@@ -119,6 +118,10 @@ class Filling:
                 "call zero_grad before each step's first backward pass",
             )
         slot.arrived += 1
+        self._arrived(slot)
+
+    def _arrived(self, slot: Slot) -> None:
+        """Begin the sums of which all is there."""
         if slot.arrived == slot.expected:
             self._left[slot.home] -= 1
             while self.begun < len(self.by_bucket) and not self._left[self.begun]:
@@ -201,7 +204,7 @@ class Filling:
             if id(parameter) not in known:
                 slot = Slot(parameter, parameter.detach().clone(), -1, self.share, self._look)
                 self.strays.append(slot)
-                self._hooks.append(self._hook(slot))
+                self._hooks += self._hook(slot)
                 gradient = parameter.grad
                 if gradient is not None and not gradient.requires_grad:
                     slot.take(gradient)

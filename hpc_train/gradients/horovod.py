@@ -1,33 +1,44 @@
-"""Engine horovod: the buckets of engine mpi, summed by Horovod's thread.
+"""Engine horovod: Horovod's own DistributedOptimizer averages the gradients.
 
 Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow",
 https://arxiv.org/abs/1802.05799
 
-Horovod's own DistributedOptimizer starts the same operations from the same hooks, but copies every
-gradient into its fusion buffer and back; its `groups` work neither for process sets without the
-job's first rank nor where a rank has no gradient; and its `zero_grad`, its `step` after
-`synchronize`, and passes that only accumulate are known traps. Here a bucket is one tensor that
-Horovod sums where it lies, and all else is as with engine mpi.
+Its hooks begin an operation for each parameter in the backward pass, its `synchronize` waits for
+them. What is known to go wrong with it does not here, without a change to it:
+
+- It wraps an optimizer of ours that is never stepped. So the user's own keeps its state, its
+  `zero_grad` and its `step`, and may be of any class.
+- In `grad` it finds a tensor without memory that only names the gradient: so nobody sees one that
+  it is summing just then.
+- It sums what its compression gives it, which is its own way to bring gradients into another form:
+  here a contiguous buffer of 32 bits or more per number, whatever the layout and type of the
+  parameter.
+- It takes the number of backward passes in a step beforehand. Until two steps have had the same one
+  it is told of a number that never comes, and begins all operations in `synchronize`.
+- It sums zeros for what a rank has not used; what no rank has used has no gradient afterwards.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hpc_train.compression import parse
 from hpc_train.errors import UserError
-from hpc_train.gradients.buckets import Bucket, plan
+from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.mpi import MpiAverager
 from hpc_train.gradients.ownership import trained
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.slots import UNSTEADY, Slot
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
@@ -37,13 +48,40 @@ if TYPE_CHECKING:
 
 Reduction = Literal["mean", "adasum"]
 
+NEVER = 1 << 60  # backward passes in a step
+ADASUM_BYTES = 4 << 20  # of steps that are combined in one operation
 
-class HorovodSums:
-    """Implements `Sums` by one Horovod operation per bucket, which needs no help to go on.
 
-    Operations keep their names from step to step: Horovod's ranks then agree on what is ready by
-    exchanging a few bits. Each is a group of its own, so that Horovod never copies two buckets into
-    its fusion buffer (`runtime.horovod_settings`).
+class Form:
+    """Horovod's interface of a compression: gives it a buffer in place of what is in `grad`.
+
+    Args:
+        compression: of hvd.Compression, applied to the buffers.
+    """
+
+    def __init__(self, compression: Any) -> None:
+        self.compression = compression
+        self.flats: dict[int, Tensor] = {}
+        """Buffers, by id of what stands in `grad` for them."""
+
+    def compress(self, stand: Tensor) -> tuple[Tensor, Any]:
+        """What Horovod sums, and what `decompress` has to know."""
+        near, context = self.compression.compress(self.flats[id(stand)])
+        return near, (stand, context)
+
+    def decompress(self, total: Tensor, context: tuple[Tensor, Any]) -> Tensor:
+        """Put the sum into the buffer; Horovod writes what this returns to `grad`."""
+        stand, inner = context
+        flat = self.flats[id(stand)]
+        if total is not flat:
+            flat.copy_(self.compression.decompress(total, inner))
+        return stand
+
+
+class DistributedSums:
+    """Implements `Sums` by hvd.DistributedOptimizer, which begins them by itself.
+
+    Operations are called by the parameters' names: these are what Horovod's timeline shows.
 
     Collective to make.
 
@@ -51,8 +89,13 @@ class HorovodSums:
         hvd: the module horovod.torch, initialised.
         group: the ranks.
         process_set: Horovod's, of the same ranks.
-        buckets: on any device.
+        names: of parameters in the model.
+        buckets: of one parameter each, on any device.
         compression: of hvd.Compression.
+
+    Attributes:
+        stands: by parameter with elements: what `grad` is while Horovod looks at it, a tensor of
+            the parameter's shape and type without memory.
     """
 
     early = True
@@ -60,53 +103,199 @@ class HorovodSums:
     """The last one's number: several may share a process set, but no operation's name."""
 
     def __init__(
-        self, hvd: Any, group: Group, process_set: Any, buckets: Sequence[Bucket], compression: Any
+        self,
+        hvd: Any,
+        group: Group,
+        process_set: Any,
+        names: dict[Parameter, str],
+        buckets: Sequence[Bucket],
+        compression: Any,
     ) -> None:
-        self.hvd, self.process_set, self.compression = hvd, process_set, compression
         self.flats = [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
         self.profile = Profile()
-        self._label = HorovodSums.label(group)
+        self.stands: dict[Parameter, Tensor] = {}
+        self._form, label = Form(compression), self.label(group)
+        self._stand_ids: dict[int, int] = {}
+        named = []
+        for number, (bucket, flat) in enumerate(zip(buckets, self.flats, strict=True)):
+            (parameter,) = bucket.parameters
+            if flat.numel():
+                self.stands[parameter] = parameter.detach().new_zeros(()).expand(parameter.shape)
+                self._stand_ids[number] = id(self.stands[parameter])
+                named.append((f"{label}.{names.get(parameter, number)}", parameter))
+        self._distributed: Any = None  # without parameters
+        if named:
+            with torch.enable_grad():  # it looks for the graph's nodes that accumulate gradients
+                self._distributed = hvd.DistributedOptimizer(
+                    SGD(self.stands, lr=0.0),
+                    named_parameters=named,
+                    compression=self._form,
+                    backward_passes_per_step=NEVER,
+                    op=hvd.Sum,
+                    process_set=process_set,
+                )
 
     @classmethod
     def label(cls, group: Group) -> str:
         """A name for operations of these ranks that no others have. Collective."""
         cls.made = group.largest(cls.made) + 1
-        return f"hpc_train.gradients.{cls.made}"
+        return f"gradients.{cls.made}"
 
     def begin(self, number: int) -> Steps[None]:
-        """Sum a bucket."""
-        flat = self.flats[number]
-        if not flat.numel():
+        """Horovod's hooks do it."""
+        raise NotImplementedError
+
+    def begin_in(self, passes: int) -> None:
+        """Begin sums in so many backward passes from now; 0: not before `synchronize`."""
+        if self._distributed is not None:
+            self._distributed.set_backward_passes_per_step(passes or NEVER)
+
+    def put(self, number: int, gradient: Tensor) -> None:
+        """What is to be summed: dense, of the bucket's type."""
+        if gradient.numel():
+            bits = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            flat = bits.as_strided((self.flats[number].numel(),), (1,))
+            self.flats[number] = self._form.flats[self._stand_ids[number]] = flat
+
+    def hide(self, parameter: Parameter) -> Callable[[], None]:
+        """Keep a gradient that comes too late from Horovod's hook, which would raise an error.
+
+        Returns:
+            What to call after that hook.
+        """
+        handles, delay = self._distributed._handles, self._distributed._allreduce_delay
+        begun = handles.pop(parameter)
+        delay[parameter] = 2
+
+        def show() -> None:
+            handles[parameter], delay[parameter] = begun, 0
+
+        return show
+
+    def synchronize(self) -> None:
+        """Begin what has not begun, and wait for all. Collective."""
+        if self._distributed is None:
             return
         begin = time.perf_counter()
-        near, context = self.compression.compress(flat)
-        handle = self.hvd.grouped_allreduce_async_(
-            [near],
-            name=f"{self._label}.{number}",
-            op=self.hvd.Sum,
-            process_set=self.process_set,
-        )
-        yield lambda: self.hvd.poll(handle)
-        (total,) = self.hvd.synchronize(handle)
-        if total is not flat:
-            flat.copy_(self.compression.decompress(total, context))
-        self.profile.add(0.0, time.perf_counter() - begin, flat.nbytes)
+        before = {parameter: parameter.grad for parameter in self.stands}
+        for parameter, stand in self.stands.items():
+            parameter.grad = stand
+        self._distributed.synchronize()
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+        took = time.perf_counter() - begin
+        for flat in self.flats:
+            self.profile.add(0.0, took / len(self.flats), flat.nbytes)
 
     def close(self) -> None:
-        """Give the buffers back."""
-        self.flats = []
+        """Take Horovod's hooks from the parameters, for which it has no way."""
+        if self._distributed is not None:
+            self.begin_in(0)
+            self._distributed._grad_accs.clear()  # they end with the nodes that they hang on
+        self._distributed, self.flats, self.stands = None, [], {}
+
+
+class OwnSlot(Slot):
+    """A slot that keeps a gradient where the backward pass has made it, if it can be summed there.
+
+    Horovod copies most gradients into its fusion buffer: one copy is enough.
+    """
+
+    __slots__ = ()
+
+    def receive(self, gradient: Tensor) -> None:
+        """See `Slot`."""
+        alike = gradient.dtype is self.view.dtype and gradient.layout is torch.strided
+        if self.begun or not (alike and gradient.stride() == self.view.stride()):
+            self.take(gradient)
+            return
+        self.view = self.gradient = gradient.mul_(self.share)
+        self.filled = True
+
+
+class DistributedFilling(Filling):
+    """`Filling` for sums that Horovod's hooks begin.
+
+    They hang on the graph's nodes and run after ours, which hang on the parameters. In the backward
+    pass that is to begin a sum ours leave the stand in `grad`, and ours on the node, behind
+    Horovod's, take it away.
+    """
+
+    sums: DistributedSums
+    kind = OwnSlot
+
+    def __init__(self, *args: Any) -> None:
+        self.passes = 0
+        """In which backward pass of a step sums begin; 0: in none."""
+        self._show: dict[Slot, Callable[[], None]] = {}  # for gradients that come too late
+        super().__init__(*args)
+
+    def _hook(self, slot: Slot) -> list[RemovableHandle]:
+        hooks = super()._hook(slot)
+        if slot.parameter in self.sums.stands:
+            with torch.enable_grad():
+                node: Any = slot.parameter.expand_as(slot.parameter).grad_fn
+            hooks.append(node.next_functions[0][0].register_hook(lambda *_: self._after(slot)))
+        return hooks
+
+    def _arrived(self, slot: Slot) -> None:
+        stand = self.sums.stands.get(slot.parameter)
+        if stand is None:
+            return
+        if slot.begun:
+            self._show[slot] = self.sums.hide(slot.parameter)
+        elif slot.arrived == self.passes:
+            self._begin(slot)
+            slot.parameter.grad = stand
+
+    def _begin(self, slot: Slot) -> None:
+        slot.begin()
+        self.begun += 1
+        self.sums.put(slot.home, slot.view)
+
+    def _after(self, slot: Slot) -> None:
+        """Horovod's hook has seen the gradient."""
+        if show := self._show.pop(slot, None):
+            show()
+        if slot.parameter.grad is self.sums.stands.get(slot.parameter):
+            slot.parameter.grad = slot.pending
+
+    def sum_rest(self) -> None:
+        """Begin the sums that have not begun, and wait for all."""
+        for slot in self.slots:
+            if not slot.begun:
+                self._begin(slot)
+        self.sums.synchronize()
+
+    def learn(self, *, restless: bool) -> None:
+        """See `Filling`. Horovod's hooks count one number of passes for all parameters."""
+        super().learn(restless=restless)
+        counts = {slot.expected for slot in self.slots} - {0}
+        alike = self.early and len(counts) == 1 and UNSTEADY not in counts
+        self._begin_in(counts.pop() if alike else 0)
+
+    def wait_for_calm(self) -> None:
+        """See `Filling`."""
+        super().wait_for_calm()
+        self._begin_in(0)
+
+    def _begin_in(self, passes: int) -> None:
+        if passes != self.passes:
+            self.passes = passes
+            self.sums.begin_in(passes)
 
 
 class HorovodAverager(MpiAverager):
-    """`MpiAverager` whose buckets Horovod sums.
+    """`MpiAverager` whose sums are those of hvd.DistributedOptimizer.
 
     Args:
         hvd: the module horovod.torch, initialised.
         model, optimizer, group: as for `MpiAverager`.
-        bucket_bytes: size of the buckets.
         process_set: Horovod's, of the same ranks.
         compression: of hvd.Compression; by default none.
     """
+
+    sums: DistributedSums
 
     def __init__(
         self,
@@ -114,19 +303,26 @@ class HorovodAverager(MpiAverager):
         model: nn.Module,
         optimizer: Optimizer,
         group: Group,
-        bucket_bytes: int,
         process_set: Any,
         *,
         compression: Any = None,
     ) -> None:
-        def make(parameters: Sequence[Parameter]) -> tuple[list[Bucket], HorovodSums]:
-            buckets = [Bucket(some) for some in plan(parameters, bucket_bytes)]
+        names = {parameter: name for name, parameter in model.named_parameters()}
+
+        def make(parameters: Sequence[Parameter]) -> tuple[list[Bucket], DistributedSums]:
+            buckets = [Bucket([parameter]) for parameter in reversed(parameters)]
             kind = compression or hvd.Compression.none
-            return buckets, HorovodSums(hvd, group, process_set, buckets, kind)
+            return buckets, DistributedSums(hvd, group, process_set, names, buckets, kind)
 
         # Polite: what this rank waits for may be its own thread, which needs the core.
         super().__init__(model, optimizer, group, make, Progress(polite=True))
         self.awaited = "the sums of the gradients by Horovod"
+
+    def _fill(self) -> DistributedFilling:
+        share = 1 / self.group.size
+        return DistributedFilling(
+            self.buckets, self.sums, self.progress, share, self._look, self._begin_pass
+        )
 
 
 def horovod_averager(
@@ -155,21 +351,15 @@ def horovod_averager(
     if reduction == "adasum":
         from hpc_train.gradients.adasum import AdasumAverager
 
-        return AdasumAverager(hvd, model, optimizer, group, bucket_bytes(options))
+        return AdasumAverager(hvd, model, optimizer, group, options.bucket_bytes or ADASUM_BYTES)
     return HorovodAverager(
         hvd,
         model,
         optimizer,
         group,
-        bucket_bytes(options),
         process_set,
         compression=getattr(hvd.Compression, options.compression),
     )
-
-
-def bucket_bytes(options: Options) -> int:
-    """The size of the buckets."""
-    return options.bucket_bytes or runtime.HOROVOD_BUCKET
 
 
 def _check(options: Options, reduction: Reduction) -> None:
@@ -198,7 +388,8 @@ def _start(group: Group, options: Options) -> tuple[Any, Any]:
             raise UserError(
                 f"engine horovod is to average over {group.size} ranks, not all of the job", remedy
             )
-        hvd = runtime.start_horovod(group, bucket_bytes=bucket_bytes(options))
+        fusion_bytes = 0 if options.deterministic else options.bucket_bytes
+        hvd = runtime.start_horovod(group, fusion_bytes=fusion_bytes)
     ranks = group.gathered(hvd.rank())
     try:
         return hvd, runtime.process_set(hvd, ranks)

@@ -96,14 +96,16 @@ class MpiAverager:
             p for p in trained(self.model, self.optimizer) if id(p) not in self._left_to_others
         ]
         self.buckets, self.sums = self._make(self.trained)
-        share = 1 / self.group.size
-        self._filling = Filling(
-            self.buckets, self.sums, self.progress, share, self._look, self._begin_pass
-        )
+        self._filling = self._fill()
         self._done = False  # whether `average` has nothing to do until something happens
         self._outdated = False  # whether parameters have come or gone
         claim(self.trained, self)
         self._remember()
+
+    def _fill(self) -> Filling:
+        """What fills the buckets."""
+        share = 1 / self.group.size
+        return Filling(self.buckets, self.sums, self.progress, share, self._look, self._begin_pass)
 
     def _remember(self) -> None:
         """What the optimizer has now, to see when that changes."""

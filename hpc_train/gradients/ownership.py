@@ -79,3 +79,9 @@ def parameters_of(optimizer: Optimizer) -> list[Parameter]:
 def trained_by(optimizer: Optimizer) -> list[Parameter]:
     """Those that require gradients."""
     return [p for p in parameters_of(optimizer) if p.requires_grad]
+
+
+def is_wrapped(optimizer: Optimizer) -> bool:
+    """Whether hvd.DistributedOptimizer has made it, of whatever class it was: it averages."""
+    method = getattr(type(optimizer), "skip_synchronize", None)
+    return getattr(method, "__module__", "") == "horovod.torch.optimizer"

@@ -18,7 +18,8 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
 BUILD_HOROVOD = "python -m hpc_train.horovod_build"
-HOROVOD_BUCKET = 4 << 20  # bytes
+THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
+CACHED = 1 << 16  # operations that Horovod's ranks know by a few bits
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ def start_horovod(
     world: Group,
     process_sets: Sequence[Sequence[int]] = (),
     *,
-    bucket_bytes: int = HOROVOD_BUCKET,
+    fusion_bytes: int | None = None,
 ) -> Any:
     """Import horovod.torch and initialise it on the ranks of the job. Collective.
 
@@ -177,7 +178,8 @@ def start_horovod(
         world: all ranks of the job.
         process_sets: world ranks of each, ascending; the same on all ranks, without duplicates, and
             without the set of all.
-        bucket_bytes: of gradients that are summed at a time.
+        fusion_bytes: size of the buffer in which it sums what it fuses; 0: it fuses nothing. By
+            default its own.
 
     Returns:
         The module horovod.torch.
@@ -190,6 +192,9 @@ def start_horovod(
     running = hvd.is_initialized()
     known = _process_sets(hvd) if running else {}
     missing = [list(ranks) for ranks in process_sets if tuple(ranks) not in known]
+    settings = horovod_settings(os.environ, fusion_bytes)
+    if running and world.rank == 0 and fusion_bytes is not None and THRESHOLD in settings:
+        logger.warning("Horovod runs already, and keeps the size of its fusion buffer")
     if running and not missing:
         return hvd
     if running:
@@ -199,7 +204,7 @@ def start_horovod(
         hvd.shutdown()
     elif world.rank == 0:
         _warn_of_words()
-    os.environ |= horovod_settings(os.environ, bucket_bytes)
+    os.environ |= settings
     if world.comm is not None:
         yield_while_waiting(True)
     earlier = [list(ranks) for ranks, number in known.items() if number > 0]
@@ -207,31 +212,24 @@ def start_horovod(
     return hvd
 
 
-def horovod_settings(environ: Mapping[str, str], bucket_bytes: int) -> dict[str, str]:
+def horovod_settings(environ: Mapping[str, str], fusion_bytes: int | None = None) -> dict[str, str]:
     """What to set in the environment before Horovod starts; what the user has set stays.
 
-    One operation sums one bucket, never two: what Horovod fuses it copies, and which buckets meet
-    depends on timing.
+    Horovod's ranks know an operation of before by a few bits, as long as it is in their cache: that
+    has room for models of many parameters, and for several models.
 
-    Horovod's thread looks for work once in a cycle, by default of 1 ms. A long cycle costs time at
-    the end of the backward pass, when the last bucket waits for it, a short one costs time all
-    along: the ranks' threads exchange a message each time. The cycle is as long as the sum of a
-    bucket takes at 4 GiB/s. So it adds at most about one bucket's time to a step, and the threads
-    meet hardly more often than there are buckets. It matters little where waiting threads yield:
-    with 2 ranks and buckets of 4 MiB a step of 88 ms was the same with cycles of 1, 2 and 5 ms.
-
-    Horovod 0.28.1 that was given both a cycle and a fusion threshold crashes when it is started a
-    second time in a process, so with a threshold the cycle is left alone.
+    The cycle in which its thread looks for work stays Horovod's, 1 ms: a step took as long with 1,
+    2 and 5 ms, where threads that wait yield. Horovod 0.28.1 that was given both a cycle and a
+    fusion threshold crashes when it is started a second time in a process.
     """
-    settings = {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
-    if "HOROVOD_FUSION_THRESHOLD" not in environ:
-        milliseconds = bucket_bytes / (4 << 30) * 1e3
-        settings["HOROVOD_CYCLE_TIME"] = f"{min(max(milliseconds, 1), 10):.3g}"
+    settings = {"HOROVOD_CACHE_CAPACITY": str(CACHED)}
+    if fusion_bytes is not None:
+        settings[THRESHOLD] = str(fusion_bytes)
     return {name: value for name, value in settings.items() if name not in environ}
 
 
 def _check_restart() -> None:
-    both = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
+    both = ("HOROVOD_CYCLE_TIME", THRESHOLD)
     if all(name in os.environ for name in both):
         raise SetupError(
             f"Horovod cannot be started again with more process sets: {' and '.join(both)} are set",

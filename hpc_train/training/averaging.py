@@ -28,7 +28,7 @@ from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
-from hpc_train.mpi.runtime import HOROVOD_BUCKET, start_horovod
+from hpc_train.mpi.runtime import start_horovod
 from hpc_train.parallel.apply import Applied
 from hpc_train.parallel.batch_norm import average_statistics
 from hpc_train.sharding import Shard
@@ -48,8 +48,7 @@ def start(config: RunConfig, grid: ParallelGrid, device: torch.device) -> Engine
     if engine == "auto" and gradients.average_every == 1:
         engine = best_engine(device)
     if engine == "horovod":
-        bucket = gradients.bucket_bytes or HOROVOD_BUCKET
-        start_horovod(grid.world, grid.process_sets(), bucket_bytes=bucket)
+        start_horovod(grid.world, grid.process_sets(), fusion_bytes=gradients.bucket_bytes)
     return engine
 
 

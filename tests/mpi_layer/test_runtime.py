@@ -8,26 +8,17 @@ import pytest
 from hpc_train.errors import SetupError
 from hpc_train.mpi import runtime
 
-MIB = 1 << 20
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
 
 
-@pytest.mark.parametrize(
-    ("bucket_bytes", "cycle"), [(1, "1"), (4 * MIB, "1"), (16 * MIB, "3.91"), (1 << 30, "10")]
-)
-def test_the_cycle_is_as_long_as_the_sum_of_a_bucket(bucket_bytes, cycle):
-    settings = runtime.horovod_settings({}, bucket_bytes)
-    assert settings == {"HOROVOD_DISABLE_GROUP_FUSION": "1", "HOROVOD_CYCLE_TIME": cycle}
+def test_horovods_cycle_is_its_own_and_its_fusion_buffer_what_was_asked_for():
+    assert set(runtime.horovod_settings({})) == {"HOROVOD_CACHE_CAPACITY"}
+    assert runtime.horovod_settings({}, 0)["HOROVOD_FUSION_THRESHOLD"] == "0"
 
 
 def test_what_the_user_has_set_stays():
-    given = {"HOROVOD_CYCLE_TIME": "7", "HOROVOD_DISABLE_GROUP_FUSION": "0"}
-    assert runtime.horovod_settings(given, MIB) == {}
-
-
-def test_with_a_fusion_threshold_the_cycle_is_left_alone():
-    settings = runtime.horovod_settings({"HOROVOD_FUSION_THRESHOLD": "0"}, MIB)
-    assert settings == {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
+    given = {"HOROVOD_FUSION_THRESHOLD": "7", "HOROVOD_CACHE_CAPACITY": "10"}
+    assert runtime.horovod_settings(given, 1 << 20) == {}
 
 
 @needs_horovod
@@ -50,6 +41,6 @@ def test_a_switch_that_is_a_word_is_warned_of(job, monkeypatch, caplog):
     monkeypatch.setenv("HOROVOD_AUTOTUNE", "true")
     with caplog.at_level(logging.WARNING, logger="hpc_train"):
         runtime.start_horovod(job.world)
-    assert "HOROVOD_DISABLE_GROUP_FUSION" in os.environ
+    assert "HOROVOD_CACHE_CAPACITY" in os.environ
     expected = ["HOROVOD_AUTOTUNE=true means off to Horovod, which reads numbers: set 1"]
     assert caplog.messages == (expected if job.world.rank == 0 else [])
