@@ -164,6 +164,51 @@ def test_a_step_can_be_given_up_whatever_has_begun(job):
     assert torch.allclose(model[1].weight, before - (1 + size) / 2, rtol=1e-12)
 
 
+def test_it_is_horovods_own_optimizer_that_averages(job, monkeypatch):
+    if job.world.size == 1:
+        pytest.skip("one rank has nothing to average")
+    hvd = runtime.start_horovod(job.world)
+    made, synchronized = [], []
+    original = hvd.DistributedOptimizer
+
+    def wrap(*args, **options):
+        made.append(original(*args, **options))
+        synchronize = made[-1].synchronize
+        made[-1].synchronize = lambda: (synchronized.append(1), synchronize())
+        return made[-1]
+
+    monkeypatch.setattr(hvd, "DistributedOptimizer", wrap)
+    model, _, averager = make(job.world)
+    for step in range(STEPS):
+        averager.zero_grad()
+        backward(model, job.world.rank, step)
+        averager.step()
+    averager.close()
+    assert_same(model, reference(OPTIMIZERS["adamw"], range(job.world.size)))
+    assert len(made) == 1
+    assert len(synchronized) == STEPS
+
+
+@pytest.mark.parametrize("passes", [[1, 1, 1, 1, 3, 1, 2, 1], [2, 2, 2, 2, 1, 1, 1, 4]], ids=str)
+def test_more_passes_than_in_the_steps_before(job, passes):
+    """Horovod's hooks raise an error at a pass beyond those that they were told of."""
+    rank, size = job.world.rank, job.world.size
+    model, _, averager = make(job.world)
+    expected = build()
+    plain = OPTIMIZERS["adamw"](expected.parameters())
+    for step, count in enumerate(passes):
+        averager.zero_grad()
+        plain.zero_grad()
+        for number in range(count):
+            loss(model, rank, step, number).backward()
+            for other in range(size):
+                (loss(expected, other, step, number) / size).backward()
+        averager.step()
+        plain.step()
+    averager.close()
+    assert_same(model, expected)
+
+
 def failure_of(action: Callable[[], object]) -> list[str]:
     try:
         action()
