@@ -73,6 +73,8 @@ def _values(reader: Reader, indices: range, per_sample: PerSample) -> dict[str |
         found.update(given.items())
     else:
         found[None] = given
+    if not found:
+        raise UserError("the function of loop.evaluate gave nothing", "let it return a tensor")
     for name, values in found.items():
         what = "the function of loop.evaluate gave " + (f"for {name!r} " if name else "")
         remedy = 'give one number per sample, as losses do with reduction="none"'

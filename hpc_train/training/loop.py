@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint import Checkpoints
@@ -31,6 +33,7 @@ from hpc_train.training.averaging import held_whole
 from hpc_train.training.delivery import micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
+from hpc_train.training.heartbeat import Heartbeat
 from hpc_train.training.leaving import Held, leave_together
 from hpc_train.training.registered import Registered, Registrable
 from hpc_train.training.run_directory import claimed_by_job
@@ -112,7 +115,8 @@ class Loop(Stepping):
             self._gradients = checked(engine, gradients, zero, clip_norm, precision)
         given = (self._gradients, zero, clip_norm, precision, batch_norm, every, background)
         same(group, "what the loop was given (Loop's options)", repr(given), "give all the same")
-        self.clip_norm, self._closed, self._begun = clip_norm, False, False
+        self.clip_norm, self._zero = clip_norm, zero
+        self._closed = self._begun = False
         local = group if self._gradients.average_every > 1 else None
         self.scaler = LossScaler(getattr(torch, precision), local) if precision else None
         self.collectives = connect(group)
@@ -309,6 +313,12 @@ class Loop(Stepping):
                     f"loop.register({name!r}, ...) was called after loop.epochs",
                     "register before the loop: epochs restores what is registered",
                 )
+            if isinstance(thing, GradScaler) and (self._zero or self._gradients.average_every > 1):
+                raise UserError(
+                    "torch's GradScaler looks at each rank's own gradients, which differ between "
+                    "ranks with zero and with average_every",
+                    'give the loop precision="float16", whose scale all ranks agree on',
+                )
         self.registered.add(name, thing)
 
     def mean(self, value: torch.Tensor | float) -> float:
@@ -344,6 +354,16 @@ class Loop(Stepping):
             RankError: `per_sample` or the data set has failed on some rank.
         """
         self._settle()
+        waiting = self.group.waiting
+        limit, waiting.limit = waiting.limit, math.inf  # of a step without an evaluation
+        Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.hang_timeout)
+        try:
+            return evaluate(self.group, dataset, per_sample, batch, self._in_one_state())
+        finally:
+            waiting.limit = limit
+
+    def _in_one_state(self) -> list[nn.Module]:
+        """What is evaluated, the same on all ranks. Collective."""
         if self._gradients.average_every > 1:
             self.checkpoints.finish()  # what it copies may not change meanwhile
             self.averager.settle()
@@ -351,5 +371,4 @@ class Loop(Stepping):
         batch_norms.average_statistics(model, self.collectives)
         for buffer in model.buffers():
             self.collectives.broadcast_(buffer)
-        models = [model, *self.registered.modules]
-        return evaluate(self.group, dataset, per_sample, batch, models)
+        return [model, *self.registered.modules]

@@ -250,10 +250,15 @@ def test_local_steps_are_the_mean_of_ranks_that_train_alone(job, together):
 
 RESUMED = {
     "schedule-ema": ({"schedule": one_cycle, "ema": True, "clip_norm": 0.05}, {"accumulate": 2}),
-    "background": ({"schedule": one_cycle, "ema": True, "background": True, "every": 1}, {}),
+    **{
+        f"engine-{engine}": ({"engine": engine, "schedule": one_cycle}, {"accumulate": 2})
+        for engine in ENGINES[1:]
+    },
     "float16": ({"precision": "float16", "ema": True}, {"skipped": (2, 7)}),
-    "zero": ({"zero": 1, "clip_norm": 0.05, "schedule": one_cycle}, {}),
-    "zero-adam": ({"zero": 1, "optimizer": torch.optim.Adam}, {"accumulate": 2}),
+    "zero": (
+        {"zero": 1, "optimizer": torch.optim.Adam, "clip_norm": 0.05, "schedule": one_cycle},
+        {"accumulate": 2},
+    ),
     "powersgd": (
         {
             "gradients": GradientsSection(
@@ -310,6 +315,59 @@ def test_a_grad_scaler_of_the_users_own_is_resumed_after_a_step_that_it_skipped(
     rest, resumed = train(tmp_path / "cut")
     assert first + rest == steps
     equal(resumed, state)
+
+
+@pytest.mark.mpi
+def test_a_grad_scaler_of_the_users_own_takes_the_steps_of_a_plain_loop(job, together):
+    mine = Job(job, together / "run", clip_norm=0.05)
+    scaler = torch.amp.GradScaler("cpu")
+    mine.loop.register("scaler", scaler)
+    mine.loop.backward = lambda loss: scaler.scale(loss / mine.loop.accumulate).backward()
+
+    def step():
+        scaler.step(mine.optimizer)
+        scaler.update()
+
+    mine.train(accumulate=2, skipped=(2, 5), step=step)
+    close(mine.state(), plain(clip=0.05, accumulate=2, skipped=(2, 5)))
+    assert scaler.get_scale() == 2.0**14
+
+
+def test_a_grad_scaler_where_it_would_go_wrong_is_refused(tmp_path):
+    for options in ({"zero": 1}, {"gradients": GradientsSection(average_every=2)}):
+        loop = Job(alone(), tmp_path, **options).loop
+        with pytest.raises(UserError, match="each rank's own gradients"):
+            loop.register("scaler", torch.amp.GradScaler("cpu"))
+
+    def fused(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, fused=True)
+
+    job, scaler = (
+        Job(alone(), tmp_path, clip_norm=1.0, optimizer=fused),
+        torch.amp.GradScaler("cpu"),
+    )
+    scaler.scale(job.model(data()[:4][0]).sum()).backward()
+    with pytest.raises(UserError, match=r"call scaler.unscale_\(optimizer\) before"):
+        scaler.step(job.optimizer)
+
+
+def test_what_is_registered_is_that_of_its_step_while_one_is_saved_in_the_background(tmp_path):
+    options = {"ema": True, "schedule": one_cycle, "background": True, "every": 1, "keep": 0}
+    with (whole := Job(alone(), tmp_path, **options).train()).loop:
+        expected = whole.state()
+    for path in tmp_path.glob("step-*"):
+        if int(path.name[5:14]) > 3:
+            path.unlink()
+    (tmp_path / "LATEST").unlink()
+    with (rest := Job(alone(), tmp_path, **options).train()).loop:
+        equal(rest.state(), expected)
+    assert rest.rates == whole.rates[3:]
+    # What is being saved is a copy: it may change meanwhile.
+    saved = whole.loop.registered.collect()["registered.ema.module.0.weight"].tensor
+    before = saved.clone()
+    with torch.no_grad():
+        whole.ema.module[0].weight.add_(1)
+    assert torch.equal(saved, before)
 
 
 class Held:
