@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpc_train.config import GradientsSection as GradientsSection
     from hpc_train.config import RunConfig as RunConfig
     from hpc_train.config_file import load as load_config
     from hpc_train.mpi.runtime import Runtime as Runtime
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
     from hpc_train.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Loop", "RunConfig", "Runtime", "Trainer", "load_config", "run"]
+__all__ = ["GradientsSection", "Loop", "RunConfig", "Runtime", "Trainer", "load_config", "run"]
 
 _HOMES = {
+    "GradientsSection": ("hpc_train.config", "GradientsSection"),
     "Loop": ("hpc_train.training.loop", "Loop"),
     "RunConfig": ("hpc_train.config", "RunConfig"),
     "Runtime": ("hpc_train.mpi.runtime", "Runtime"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hpc_train.checkpoint.fileformat import Entry, Held
@@ -38,3 +38,36 @@ class More:
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Go on with the tensors of `expect`, which have been filled, and with saved `values`."""
+
+
+class Together(More):
+    """Several such things as one. Each has names of its own for tensors and values.
+
+    Args:
+        parts: of it, in the order in which they are brought to one state and restored.
+    """
+
+    def __init__(self, parts: Sequence[More]) -> None:
+        self.parts = parts
+
+    def unify(self) -> None:
+        """Of all parts."""
+        for part in self.parts:
+            part.unify()
+
+    def collect(self) -> dict[str, Held]:
+        """Of all parts."""
+        return {name: held for part in self.parts for name, held in part.collect().items()}
+
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
+        """Of all parts."""
+        return {name: held for part in self.parts for name, held in part.expect(entries).items()}
+
+    def values(self) -> dict[str, Any]:
+        """Of all parts."""
+        return {name: value for part in self.parts for name, value in part.values().items()}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Every part is given all values."""
+        for part in self.parts:
+            part.take(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -40,6 +40,9 @@ class GradientAverager(Protocol):
 
     All ranks take the same steps: one that steps while another does not makes both raise.
     """
+
+    at_close: list[Callable[[], None]]
+    """What else to release in `close`."""
 
     @property
     def profile(self) -> Profile:

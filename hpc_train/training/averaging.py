@@ -31,7 +31,7 @@ from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import start_horovod
 from hpc_train.parallel.apply import Applied
 from hpc_train.parallel.batch_norm import average_statistics
-from hpc_train.sharding import Shard
+from hpc_train.sharding import Shard, ShardSpec
 from hpc_train.training.sharing import Zero
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class AveragingState(Statistics):
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Share evenly what was not sent."""
-        if self.sums is not None and self.compressor is not None and values:
+        if self.sums is not None and self.compressor is not None and "compressed_steps" in values:
             totals = {number: total * self._scale for number, total in self._totals.items()}
             self.compressor.load(totals, self.sums.levels.nodes, values["compressed_steps"])
 
@@ -248,3 +248,35 @@ def held(
         shards = {n: replace(shard, owned=shard.owned and first) for n, shard in shards.items()}
         replica = grid.world
     return {"shards": shards, "replica": replica, "pieces": state.pieces, "more": state}
+
+
+def held_whole(
+    averager: GradientAverager,
+    model: nn.Module,
+    alike: Collectives,
+    scaler: LossScaler | None,
+    *,
+    divided: bool,
+) -> tuple[AveragingState, dict[str, Any]]:
+    """As `held`, of a model that each rank has whole; and what else belongs to its state.
+
+    Args:
+        averager: of the loop.
+        model: of the loop.
+        alike: of all ranks.
+        scaler: of the loop, if it has one.
+        divided: whether ranks share what is saved by `memory.zero`, or have compression's rests.
+    """
+    group = alike.group
+    named = {**dict(model.named_parameters()), **model.state_dict(keep_vars=True)}
+    shards = {
+        name: Shard(name, ShardSpec.whole(tuple(tensor.shape)))
+        for name, tensor in named.items()
+        if isinstance(tensor, Tensor)
+    }
+    state = AveragingState(averager, model, alike, shards, group, scaler)
+    if not divided:
+        return state, {}
+    first = group.rank == 0
+    shards = {name: replace(shard, owned=first) for name, shard in shards.items()}
+    return state, {"shards": shards, "replica": group, "pieces": state.pieces}

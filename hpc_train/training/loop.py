@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-import logging
-import sys
+import math
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
-from itertools import islice
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.more import Together
 from hpc_train.checkpoint.store import Nonfinite
 from hpc_train.collectives import connect
-from hpc_train.data.generators import seed_beside_torch
-from hpc_train.data.loader import Loader, cut
+from hpc_train.config import GradientsSection
+from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import HpcTrainError, UserError
-from hpc_train.gradients import average_gradients
+from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
 from hpc_train.gradients.averager import Engine
-from hpc_train.gradients.scaling import clip_factor
-from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel import batch_norm as batch_norms
 from hpc_train.parallel.batch_norm import BatchNorm
 from hpc_train.processor import Matmul
-from hpc_train.seeds import mix
-from hpc_train.training.averaging import Statistics
-from hpc_train.training.deadline import of_job
+from hpc_train.training.averaging import held_whole
+from hpc_train.training.delivery import micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
-from hpc_train.training.heartbeat import Pace
+from hpc_train.training.evaluation import PerSample, evaluate
+from hpc_train.training.heartbeat import Heartbeat
 from hpc_train.training.leaving import Held, leave_together
-from hpc_train.training.preemption import StopRequests
+from hpc_train.training.registered import Registered, Registrable
 from hpc_train.training.run_directory import claimed_by_job
 from hpc_train.training.saving import Saving, landing
-from hpc_train.training.steps import guarded_steps
-
-logger = logging.getLogger(__name__)
+from hpc_train.training.stepping import Precision, Stepping, checked
 
 
-class Loop:
+class Loop(Stepping):
     """Takes an ordinary training loop to all ranks of a job.
 
     In place of the data loader iterate over `epochs`, and run the program with `hpc_train.run`. The
@@ -56,7 +52,17 @@ class Loop:
         runtime: what `hpc_train.run` gives the program.
         directory: for the checkpoints.
         model, optimizer: as in a single process; all ranks get rank 0's weights.
-        engine: how gradients are averaged: auto, horovod or mpi.
+        engine: how gradients are averaged, as the key `gradients.engine`.
+        gradients: all keys of that section, in place of `engine`: two_level, compression,
+            average_every ... (docs/reference/gradients).
+        zero: as `memory.zero`. 1: the ranks of a node share the parameters' memory and the
+            optimizer's work and state. Nothing but the optimizer's step may write to parameters
+            then, and no rank has a whole gradient.
+        clip_norm: largest global norm of the averaged gradients in each step; 0 is off. With local
+            steps (average_every) it is of each rank's own.
+        precision: what `autocast` computes in; float16 has a loss scale. None: as the model does.
+            With it a step is taken by `loop.step()`, which leaves out one whose gradients are not
+            finite, on all ranks.
         batch_norm: what BatchNorm layers do: "sync" takes statistics over all ranks' samples, as
             one process would; "local" takes each rank's own; "refuse" refuses such a model.
         every: steps between two checkpoints; one more is written at the end and at a stop.
@@ -82,6 +88,10 @@ class Loop:
         optimizer: Optimizer,
         *,
         engine: Engine = "auto",
+        gradients: GradientsSection | None = None,
+        zero: Literal[0, 1] = 0,
+        clip_norm: float = 0.0,
+        precision: Precision | None = None,
         batch_norm: BatchNorm = "sync",
         every: int = 1000,
         keep: int = 3,
@@ -92,39 +102,89 @@ class Loop:
         hang_steps: int = 0,
         matmul: Matmul = "auto",
     ) -> None:
-        self.group, self.optimizer, self._runtime = runtime.world, optimizer, runtime
-        self._running: Generator[tuple[int, Iterator[Any]]] | None = None
-        self._requests: StopRequests | None = None
-        self._given = self._taken = 0  # the last batch; the last one with which a step was taken
-        self._computing = False  # a batch was given, and the ranks have not come together since
-        self._in_step = self._is_left = self._failed = self._closed = False
-        self.saving = Saving(every, background=background)
-        self.time_limit = time_limit
-        self.hang_timeout, self.hang_steps = hang_timeout, hang_steps
-        self.collectives = connect(self.group)
-        use_cores(runtime)
-        choose_matmul(self.group, matmul, next(model.parameters()).device)
-        batch_norms.set_up(model, self.collectives, batch_norm)
-        self.checkpoints = Checkpoints(
-            Path(directory),
-            self.collectives,
-            model,
+        super().__init__(
+            runtime,
             optimizer,
-            keep=keep,
-            background=background,
-            more=Statistics(model, self.collectives),
-            nonfinite=nonfinite,
+            Saving(every, background=background),
+            time_limit=time_limit,
+            hang_timeout=hang_timeout,
+            hang_steps=hang_steps,
         )
-        self.averager = average_gradients(
+        group = self.group
+        with agreed(group):
+            self._gradients = checked(engine, gradients, zero, clip_norm, precision)
+        given = (self._gradients, zero, clip_norm, precision, batch_norm, every, background)
+        same(group, "what the loop was given (Loop's options)", repr(given), "give all the same")
+        self.clip_norm, self._zero = clip_norm, zero
+        self._closed = self._begun = False
+        local = group if self._gradients.average_every > 1 else None
+        self.scaler = LossScaler(getattr(torch, precision), local) if precision else None
+        self.collectives = connect(group)
+        use_cores(runtime)
+        device = next(model.parameters()).device
+        self._device_type = device.type
+        choose_matmul(group, matmul, device)
+        batch_norms.set_up(model, self.collectives, batch_norm)
+        # Before the averager's: what is refused is refused before anything is summed.
+        self._hooks.append(optimizer.register_step_pre_hook(self._begin_step))
+        try:
+            self.averager = self._averager(model, zero, runtime.cores)
+        except BaseException:
+            self._unhook()
+            raise
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._clip_in_step),
+            optimizer.register_step_post_hook(self._end_step),
+        ]
+        self.averager.at_close.append(self._unhook)
+        divided = zero == 1 or self._gradients.compression != "none"
+        state, held = held_whole(
+            self.averager, model, self.collectives, self.scaler, divided=divided
+        )
+        owned = not divided or group.rank == 0
+        self.registered = Registered(group, optimizer, model, copied=background, owned=owned)
+        try:
+            self.checkpoints = Checkpoints(
+                Path(directory),
+                self.collectives,
+                model,
+                optimizer,
+                keep=keep,
+                background=background,
+                more=Together([state, self.registered]),
+                nonfinite=nonfinite,
+                scaler=self.scaler,
+                **held,
+            )
+        except HpcTrainError:  # the same one on all ranks
+            self.averager.close()
+            raise
+
+    def _averager(self, model: nn.Module, zero: int, cores: int) -> GradientAverager:
+        asked = self._gradients
+        return average_gradients(
             model,
-            optimizer,
+            self.optimizer,
             self.group,
-            engine=engine,
-            cores=runtime.cores,
+            engine=asked.engine,
+            bucket_bytes=asked.bucket_bytes,
+            two_level=asked.two_level,
+            compression=asked.compression,
+            average_every=asked.average_every,
+            reduction=asked.reduction,
+            zero=zero,
+            cores=cores,
         )
 
     def epochs(
-        self, dataset: Any, *, batch: int, epochs: int, seed: int = 0, shuffle: bool = True
+        self,
+        dataset: Any,
+        *,
+        batch: int,
+        epochs: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        accumulate: int = 1,
     ) -> Iterator[tuple[int, Iterator[Any]]]:
         """Deliver (epoch from 1, batches of this rank) up to the last epoch. Collective.
 
@@ -138,10 +198,13 @@ class Loop:
 
         Args:
             dataset: map-style, as torch's DataLoader takes it; the same on all ranks.
-            batch: samples per step over the whole job; divisible by the number of ranks.
+            batch: samples per step over the whole job; divisible by the number of ranks, and by
+                that times `accumulate`.
             epochs: passes over the data set in all; one has as many steps as it has whole batches.
             seed: of the sample order, which does not depend on the number of ranks.
             shuffle: a new order in each epoch, or the data set's own in all.
+            accumulate: micro-batches in which a step's batch is delivered. Each has a backward pass
+                of its own (`backward`), and the step is taken after the last: `if loop.step_due`.
 
         Raises:
             ConfigError: the batch does not fit the ranks or the data.
@@ -151,11 +214,12 @@ class Loop:
             Stopped: on SIGTERM, SIGUSR1, SIGUSR2 or at the time limit, with a checkpoint.
         """
         self._end()
-        self._running = self._epochs(dataset, batch, epochs, seed, shuffle)
+        self._begun = True
+        self._running = self._epochs(dataset, batch, epochs, seed, shuffle, accumulate)
         return Held(self._running, self._dropped)
 
     def _epochs(
-        self, dataset: Any, batch: int, epochs: int, seed: int, shuffle: bool
+        self, dataset: Any, batch: int, epochs: int, seed: int, shuffle: bool, accumulate: int
     ) -> Generator[tuple[int, Iterator[Any]]]:
         self.checkpoints.identity |= {
             "batch": batch,
@@ -164,18 +228,19 @@ class Loop:
             "number of samples": len(dataset),
         }
         with agreed(self.group):
-            parts = cut(batch, self.group.size, self.group.rank)
+            parts = micro_batches(batch, self.group.size, self.group.rank, accumulate)
             order = SampleOrder(len(dataset), batch, seed=seed, shuffle=shuffle)
-        what = "what the loop was given (size of the data set, batch, epochs, seed or shuffle)"
-        given = repr((len(dataset), batch, epochs, seed, shuffle))
+        what = "what the loop was given (size of the data set, batch, epochs, seed ...)"
+        given = repr((len(dataset), batch, epochs, seed, shuffle, accumulate))
         same(self.group, what, given, "give all ranks the same")
+        self.accumulate = accumulate
         last = epochs * order.steps_per_epoch
         with (
             claimed_by_job(self.group, self.checkpoints.directory, self.hang_timeout) as claim,
             watch_over(self.group, self.hang_timeout),
             closing(self._stop_requests()) as stop,
             landing(self.checkpoints),
-            self._counting(),
+            self._until_end(),
         ):
             self.checkpoints.claim = claim
             done = self._given = self._taken = self.checkpoints.resume()
@@ -188,95 +253,6 @@ class Loop:
                     self.checkpoints.finish()
                 else:
                     self._leave(stop)
-
-    def _delivered(
-        self, batches: Iterator[Any], order: SampleOrder, last: int
-    ) -> Iterator[tuple[int, Iterator[Any]]]:
-        done, stop = self._given, self._requests
-        assert stop is not None
-        while done < last:
-            if self.group.largest(int(stop.enough)):
-                self.saving.last(self.checkpoints, self._taken)
-                return
-            left = order.steps_per_epoch - done % order.steps_per_epoch
-            yield order.epoch(done + 1) + 1, islice(batches, left)
-            if stop.ended:
-                return
-            done += left
-            if self._given < done:
-                self._leave(stop)
-                error = UserError(
-                    f"an epoch was left before its end; a checkpoint has step {self._taken}",
-                    "iterate over all batches, or end the loop by loop.stop()",
-                )
-                error.agreed = True
-                raise error
-        next(batches, None)  # the last step is over: this writes its checkpoint
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Note which of the batches that were given a step was taken with, whoever called it."""
-
-        def begin(*_: Any) -> None:
-            self._in_step = True
-
-        def end(*_: Any) -> None:
-            self._in_step, self._taken = False, self._given
-
-        hooks = [
-            self.optimizer.register_step_pre_hook(begin),
-            self.optimizer.register_step_post_hook(end),
-        ]
-        self._in_step = False
-        self._runtime.at_end.append(self._at_end)
-        try:
-            yield
-        finally:
-            self._requests = None
-            for hook in hooks:
-                hook.remove()
-            if self._at_end in self._runtime.at_end:
-                self._runtime.at_end.remove(self._at_end)
-
-    def _leave(self, stop: StopRequests) -> None:
-        """Save the steps that were taken, if all ranks have left; else all end. Collective."""
-        self._leave_step()
-        stop.leave(self.group)
-        what = "the step in which the loop was left"
-        same(self.group, what, f"{self._taken} {self._in_step}", "let all ranks leave it together")
-        if not self._in_step:  # else the state is none of a step
-            self.saving.last(self.checkpoints, self._taken)
-
-    def _at_end(self, failed: bool) -> None:
-        """The program has ended; if it has not failed, what it has trained is saved. Collective."""
-        self._failed = failed
-        self._end()
-
-    def _dropped(self, running: object) -> None:
-        """The user has no longer what `epochs` gave: the loop is over, or was left.
-
-        By an exception, perhaps, of this rank alone: so several ranks meet in the next call of this
-        loop, or at the program's end.
-        """
-        if running is not self._running:
-            return  # another one has begun since
-        if self.group.comm is not None or sys.is_finalizing():
-            self._is_left = True
-            return
-        try:
-            self._end()
-        except HpcTrainError as error:
-            logger.error("%s", error)  # nothing can be raised from here
-
-    def _settle(self) -> None:
-        if self._is_left:
-            self._end()
-
-    def _end(self) -> None:
-        """End a loop that was left. Collective."""
-        running, self._running, self._is_left = self._running, None, False
-        if running is not None:
-            running.close()
 
     def stop(self) -> None:
         """Ask that training ends after this step, with a checkpoint, as if it were the last one.
@@ -313,56 +289,37 @@ class Loop:
             self._failed = error is not None
             self.close()
 
-    def _stop_requests(self) -> StopRequests:
-        file = self.checkpoints.directory / STOP
-        if self.time_limit == "auto":
-            return StopRequests(end=of_job(self.group), file=file)
-        return StopRequests(self.time_limit, file=file)
+    def register(self, name: str, thing: Registrable) -> None:
+        """Have a thing saved in checkpoints, and restored by `epochs`. Collective.
 
-    def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
-        pace = Pace(self.hang_steps, self.hang_timeout)
-        for step in guarded_steps(
-            loader, self.checkpoints, stop, self.saving, pace, taken=lambda _: self._taken
-        ):
-            of_step = mix(seed, step.number, self.group.rank)
-            torch.manual_seed(of_step)
-            seed_beside_torch(of_step)
-            self._given, self._computing = step.number, True
-            yield step.micro_batches[0].data
-            self._leave_step()
+        Learning-rate schedulers, averaged models (EMA), torch's GradScaler, metrics: whatever has
+        `state_dict` and `load_state_dict`. With one that changes the optimizer's learning rate the
+        options of the optimizer's groups are restored as well; without one they are the program's.
 
-    def _leave_step(self) -> None:
-        """Come together after a batch, wherever the loop goes on; some may average yet."""
-        if self._computing:
-            self._computing = False
-            self.averager.leave_step()
+        Args:
+            name: letters, digits, _ and -; the same in the next start. A name that a checkpoint
+                lacks, or that is not registered any more, is a warning.
+            thing: its state holds numbers, strings, None, tensors, and lists, tuples, sets, dicts,
+                Counters of those, the same on all ranks.
 
-    def step(self) -> None:
-        """Average the gradients and take the optimizer's step, as it does itself. Collective."""
-        self._settle()
-        self.averager.step()
-
-    def clip(self, max_norm: float) -> float:
-        """Average the gradients, and scale them down where their norm is larger. Collective.
-
-        Returns:
-            The 2-norm of all averaged gradients before.
+        Raises:
+            UserError: the state holds something else, named by its path, or is another one on some
+                rank, which is named; also after the first step and by checkpoints. Or `epochs` has
+                been called before.
         """
-        self.averager.average()
-        norm = float(self.averager.norm())
-        factor = clip_factor(norm, max_norm)
-        if factor != 1.0:
-            self.averager.scale_(factor)
-        return norm
-
-    def weight(self, items: int) -> float:
-        """The factor for a loss that is a mean over so many items of this rank. Collective.
-
-        For losses whose items are not the samples: tokens that count, pixels under a mask. With it
-        the mean over the ranks is one over all items. A rank without any gets 0, and may leave the
-        backward pass out.
-        """
-        return self.averager.weight(items)
+        with agreed(self.group):
+            if self._begun:
+                raise UserError(
+                    f"loop.register({name!r}, ...) was called after loop.epochs",
+                    "register before the loop: epochs restores what is registered",
+                )
+            if isinstance(thing, GradScaler) and (self._zero or self._gradients.average_every > 1):
+                raise UserError(
+                    "torch's GradScaler looks at each rank's own gradients, which differ between "
+                    "ranks with zero and with average_every",
+                    'give the loop precision="float16", whose scale all ranks agree on',
+                )
+        self.registered.add(name, thing)
 
     def mean(self, value: torch.Tensor | float) -> float:
         """The mean of a number over the ranks. Collective."""
@@ -370,3 +327,48 @@ class Loop:
         total = torch.as_tensor(value, dtype=torch.float64).detach().cpu().clone()
         self.collectives.sum_(total)
         return float(total) / self.group.size
+
+    def evaluate(
+        self, dataset: Any, per_sample: PerSample, *, batch: int = 64
+    ) -> float | dict[str, float]:
+        """The mean over all samples of what each of them gives, the same on all ranks. Collective.
+
+        Each rank computes its part of the samples, without gradients; their number need not fit
+        the ranks. The loop's model, and modules that are registered, are in eval mode meanwhile.
+        Training goes on as if nothing had been evaluated. But where ranks differ between
+        checkpoints, all take on their mean here as they do there: parameters with local steps
+        (average_every), running statistics of BatchNorm layers that are "local".
+
+        Args:
+            dataset: map-style, the same on all ranks.
+            per_sample: of a batch, as the data set gives it: a tensor of shape (samples,), or a
+                dict of several such. Ranks call it unequally often, so it holds no collective.
+            batch: samples at a time over the whole job.
+
+        Returns:
+            The mean, or those of a dict by name, added up in float64.
+
+        Raises:
+            ConfigError: there is no sample.
+            UserError: `per_sample` gives something else, on any rank.
+            RankError: `per_sample` or the data set has failed on some rank.
+        """
+        self._settle()
+        waiting = self.group.waiting
+        limit, waiting.limit = waiting.limit, math.inf  # of a step without an evaluation
+        Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.hang_timeout)
+        try:
+            return evaluate(self.group, dataset, per_sample, batch, self._in_one_state())
+        finally:
+            waiting.limit = limit
+
+    def _in_one_state(self) -> list[nn.Module]:
+        """What is evaluated, the same on all ranks. Collective."""
+        if self._gradients.average_every > 1:
+            self.checkpoints.finish()  # what it copies may not change meanwhile
+            self.averager.settle()
+        model = self.checkpoints.model
+        batch_norms.average_statistics(model, self.collectives)
+        for buffer in model.buffers():
+            self.collectives.broadcast_(buffer)
+        return [model, *self.registered.modules]

@@ -1,0 +1,235 @@
+"""How a loop of the user's own gets its batches, and how it ends wherever it is left."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from hpc_train.checkpoint import Checkpoints
+from hpc_train.data.generators import seed_beside_torch
+from hpc_train.data.loader import Loader, Part
+from hpc_train.data.order import SampleOrder
+from hpc_train.errors import ConfigError, HpcTrainError, UserError
+from hpc_train.gradients import GradientAverager
+from hpc_train.launch.protocol import STOP
+from hpc_train.mpi.agreement import same
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.seeds import mix
+from hpc_train.training.deadline import of_job
+from hpc_train.training.heartbeat import Pace
+from hpc_train.training.preemption import StopRequests
+from hpc_train.training.registered import Registered
+from hpc_train.training.saving import Saving
+from hpc_train.training.steps import guarded_steps
+
+logger = logging.getLogger(__name__)
+
+
+def micro_batches(batch: int, ranks: int, rank: int, accumulate: int) -> list[Part]:
+    """This rank's parts of a step's batch, one for each backward pass.
+
+    The first parts of all ranks together are the first micro-batch of one process, and so on: what
+    depends on the samples of a pass, as BatchNorm does, is the same on any number of ranks.
+
+    Args:
+        batch: samples per step over the whole job.
+        ranks: how many there are.
+        rank: which one this is.
+        accumulate: backward passes per step.
+
+    Raises:
+        ConfigError: the batch cannot be cut evenly.
+    """
+    if accumulate < 1:
+        raise ConfigError(f"accumulate is {accumulate}", "give 1 or more")
+    unit = ranks * accumulate
+    if batch % unit:
+        what = f"{ranks} ranks" + (f" x accumulate {accumulate}" if accumulate > 1 else "")
+        near = [n for n in (batch // unit * unit, (batch // unit + 1) * unit) if n]
+        raise ConfigError(
+            f"batch {batch} is not divisible by {what}",
+            f"nearest that are: {', '.join(map(str, near))}",
+        )
+    size = batch // unit
+    return [Part((number * ranks + rank) * size, size) for number in range(accumulate)]
+
+
+class Delivery:
+    """Delivers the batches of a loop, counts the steps that are taken, and ends it.
+
+    What is left to whoever makes one: `checkpoints`, `averager` and `registered`.
+
+    Args:
+        runtime: of the job.
+        optimizer: whose steps count.
+        saving: knows when to save.
+        time_limit, hang_timeout, hang_steps: as for `Loop`.
+    """
+
+    checkpoints: Checkpoints
+    averager: GradientAverager
+    registered: Registered
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: Optimizer,
+        saving: Saving,
+        *,
+        time_limit: float | Literal["auto"] | None,
+        hang_timeout: float,
+        hang_steps: int,
+    ) -> None:
+        self.group: Group = runtime.world
+        self.optimizer, self._runtime = optimizer, runtime
+        self._running: Generator[tuple[int, Iterator[Any]]] | None = None
+        self._requests: StopRequests | None = None
+        self._given = self._taken = 0  # the last batch; the last one with which a step was taken
+        self._scales: list[float] = []  # of torch's loss scalers, when that batch was given
+        self._computing = False  # a batch was given, and the ranks have not come together since
+        self._in_step = self._is_left = self._failed = self._looked = False
+        self.accumulate = 1
+        """Micro-batches, and backward passes, of a step."""
+        self.step_due = True
+        """Whether the batch that was given last is its step's last one: now the step is taken."""
+        self.saving = saving
+        self.time_limit = time_limit
+        self.hang_timeout, self.hang_steps = hang_timeout, hang_steps
+        self._hooks: list[RemovableHandle] = []
+
+    def _delivered(
+        self, batches: Iterator[Any], order: SampleOrder, last: int
+    ) -> Iterator[tuple[int, Iterator[Any]]]:
+        done, stop = self._given, self._requests
+        assert stop is not None
+        while done < last:
+            if self.group.largest(int(stop.enough)):
+                self._leave_step()
+                self.saving.last(self.checkpoints, self._taken)
+                return
+            left = order.steps_per_epoch - done % order.steps_per_epoch
+            yield order.epoch(done + 1) + 1, islice(batches, left * self.accumulate)
+            if stop.ended:
+                return
+            done += left
+            if self._given < done or not self.step_due:
+                self._leave(stop)
+                error = UserError(
+                    f"an epoch was left before its end; a checkpoint has step {self._taken}",
+                    "iterate over all batches, or end the loop by loop.stop()",
+                )
+                error.agreed = True
+                raise error
+        next(batches, None)  # the last step is over: this writes its checkpoint
+
+    def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
+        pace = Pace(self.hang_steps, self.hang_timeout)
+        for step in guarded_steps(
+            loader, self.checkpoints, stop, self.saving, pace, taken=lambda _: self._taken
+        ):
+            self._scales = self.registered.scales
+            for number, micro_batch in enumerate(step.micro_batches):
+                of_step = mix(seed, step.number, self.group.rank, *([number] if number else []))
+                torch.manual_seed(of_step)
+                seed_beside_torch(of_step)
+                self._given, self._computing = step.number, True
+                self.step_due = number == len(step.micro_batches) - 1
+                yield micro_batch.data
+            self._leave_step()
+            if not self._looked:  # what things make in their first step is found in time
+                self._looked = True
+                self.registered.check()
+
+    def _leave_step(self) -> None:
+        """Come together after a batch, wherever the loop goes on; some may average yet."""
+        if self._computing:
+            self._computing = False
+            self.averager.leave_step()
+        if self._scales != self.registered.scales:  # torch's GradScaler has skipped the step
+            self._taken, self._scales = self._given, self.registered.scales
+
+    def _check_due(self, what: str) -> None:
+        if not self.step_due:
+            raise UserError(
+                f"{what} was called before the last of the step's {self.accumulate} micro-batches",
+                "call it `if loop.step_due:`, or leave accumulate out",
+            )
+
+    def _begin_step(self, *_: Any) -> None:
+        self._check_due("optimizer.step()")
+        self._in_step = True
+
+    def _end_step(self, *_: Any) -> None:
+        self._in_step, self._taken = False, self._given
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @contextmanager
+    def _until_end(self) -> Iterator[None]:
+        """Have what the user leaves open ended with the program."""
+        self._in_step = False
+        self._runtime.at_end.append(self._at_end)
+        try:
+            yield
+        finally:
+            self._requests, self.step_due = None, True
+            if self._at_end in self._runtime.at_end:
+                self._runtime.at_end.remove(self._at_end)
+
+    def _leave(self, stop: StopRequests) -> None:
+        """Save the steps that were taken, if all ranks have left; else all end. Collective."""
+        self._leave_step()
+        stop.leave(self.group)
+        what = "the step in which the loop was left"
+        same(self.group, what, f"{self._taken} {self._in_step}", "let all ranks leave it together")
+        if not self._in_step:  # else the state is none of a step
+            self.saving.last(self.checkpoints, self._taken)
+
+    def _at_end(self, failed: bool) -> None:
+        """The program has ended; if it has not failed, what it has trained is saved. Collective."""
+        self._failed = failed
+        self._end()
+
+    def _dropped(self, running: object) -> None:
+        """The user has no longer what `epochs` gave: the loop is over, or was left.
+
+        By an exception, perhaps, of this rank alone: so several ranks meet in the next call of this
+        loop, or at the program's end.
+        """
+        if running is not self._running:
+            return  # another one has begun since
+        if self.group.comm is not None or sys.is_finalizing():
+            self._is_left = True
+            return
+        try:
+            self._end()
+        except HpcTrainError as error:
+            logger.error("%s", error)  # nothing can be raised from here
+
+    def _settle(self) -> None:
+        if self._is_left:
+            self._end()
+
+    def _end(self) -> None:
+        """End a loop that was left. Collective."""
+        running, self._running, self._is_left = self._running, None, False
+        if running is not None:
+            running.close()
+
+    def _stop_requests(self) -> StopRequests:
+        file = self.checkpoints.directory / STOP
+        if self.time_limit == "auto":
+            return StopRequests(end=of_job(self.group), file=file)
+        return StopRequests(self.time_limit, file=file)

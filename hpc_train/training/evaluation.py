@@ -1,0 +1,104 @@
+"""The mean of what each sample of a data set gives, over all ranks, beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.data.generators import of_gpu, of_process, seed_beside_torch
+from hpc_train.data.reader import Reader
+from hpc_train.errors import ConfigError, UserError
+from hpc_train.mpi.agreement import agreed, same
+from hpc_train.mpi.group import Group
+from hpc_train.seeds import mix
+
+HELD_OUT = 2  # distinguishes what these samples draw from what others do
+
+PerSample = Callable[[Any], "Tensor | Mapping[str, Tensor]"]
+"""Gives of a batch one number per sample, of shape (samples,), or several such by name."""
+
+
+def evaluate(
+    group: Group, dataset: Any, per_sample: PerSample, batch: int, models: Sequence[nn.Module]
+) -> float | dict[str, float]:
+    """The means over all samples, the same on all ranks; see `Loop.evaluate`. Collective."""
+    with agreed(group):
+        samples = len(dataset)
+        if samples < 1 or batch < 1:
+            raise ConfigError(
+                f"there are {samples} samples to evaluate, {batch} at a time",
+                "give at least one sample, and at least one at a time",
+            )
+    same(
+        group,
+        "what loop.evaluate was given (size of the data set or batch)",
+        repr((samples, batch)),
+        "give all ranks the same",
+    )
+    totals: dict[str | None, Tensor] = {}  # None stands for what has no name
+    with agreed(group), aside(models), torch.no_grad():
+        reader = Reader(dataset)
+        mine = range(group.rank, samples, group.size)
+        size = -(-batch // group.size)
+        for begin in range(0, len(mine), size):
+            for name, values in _values(reader, mine[begin : begin + size], per_sample).items():
+                totals[name] = totals.get(name, torch.zeros(())) + values.double().sum().cpu()
+    found = group.gathered(
+        {name: float(total) for name, total in totals.items()}, "what all ranks have evaluated"
+    )
+    parts = [part for part in found if part]  # with few samples some ranks have none
+    if any(part.keys() != parts[0].keys() for part in parts):
+        error = UserError(
+            "the function of loop.evaluate gives other names on other ranks",
+            "give the same names for every batch",
+        )
+        error.agreed = True  # all ranks have found the same
+        raise error
+    means = {name: sum(part[name] for part in parts) / samples for name in parts[0]}
+    return means[None] if None in means else {str(name): mean for name, mean in means.items()}
+
+
+def _values(reader: Reader, indices: range, per_sample: PerSample) -> dict[str | None, Tensor]:
+    batch = reader.read(indices, lambda place: mix(HELD_OUT, indices[place]))
+    number = mix(HELD_OUT, indices[0], len(indices))
+    torch.manual_seed(number)
+    seed_beside_torch(number)
+    given = per_sample(batch)
+    found: dict[str | None, Tensor] = {}
+    if isinstance(given, Mapping):
+        found.update(given.items())
+    else:
+        found[None] = given
+    if not found:
+        raise UserError("the function of loop.evaluate gave nothing", "let it return a tensor")
+    for name, values in found.items():
+        what = "the function of loop.evaluate gave " + (f"for {name!r} " if name else "")
+        remedy = 'give one number per sample, as losses do with reduction="none"'
+        if not isinstance(values, Tensor):
+            raise UserError(f"{what}a {type(values).__name__}", remedy)
+        if values.shape != (len(indices),):
+            raise UserError(
+                f"{what}a tensor of shape {list(values.shape)} for {len(indices)} samples", remedy
+            )
+    return found
+
+
+@contextmanager
+def aside(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules into eval mode meanwhile; they and the random generators go on as before."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    generators = [*of_process(), *of_gpu()]
+    states = [generator.get() for generator in generators]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for generator, state in zip(generators, states, strict=True):
+            generator.put(state)

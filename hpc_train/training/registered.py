@@ -1,0 +1,223 @@
+"""What a user's own loop has besides model and optimizer, as a part of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from hpc_train.checkpoint.dtypes import TORCH_DTYPES
+from hpc_train.checkpoint.fileformat import Entry, Held
+from hpc_train.checkpoint.more import More
+from hpc_train.checkpoint.parts import as_bytes
+from hpc_train.checkpoint.tagged import decode, encode
+from hpc_train.errors import CheckpointMismatch, UserError
+from hpc_train.mpi.agreement import agreed, same
+from hpc_train.mpi.group import Group
+from hpc_train.sharding import ShardSpec
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "registered"
+HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
+"""What of an optimizer's groups tells how it computes, and not what: it stays the program's."""
+
+
+class Registrable(Protocol):
+    """Has a state: schedulers, averaged models and loss scales of torch do."""
+
+    def state_dict(self) -> Any:
+        """The state: numbers, strings, tensors, and lists, tuples and dicts of those."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from it."""
+
+
+class Registered(More):
+    """Saves and restores things by name. All ranks call each method.
+
+    What an optimizer's groups have besides parameters, such as the learning rate, is saved with
+    whatever changes it: with a thing whose `optimizer` this one is.
+
+    Args:
+        group: all ranks.
+        optimizer: of the loop.
+        model: of the loop.
+        copied: whether tensors are copied for a save, which goes on while they may change.
+        owned: whether this rank writes the tensors; of a model that several ranks hold together,
+            one does.
+    """
+
+    def __init__(
+        self, group: Group, optimizer: Optimizer, model: Module, *, copied: bool, owned: bool
+    ) -> None:
+        self.group, self.optimizer, self.model = group, optimizer, model
+        self.copied, self.owned = copied, owned
+        self.things: dict[str, Registrable] = {}
+        self._trees: dict[str, Any] = {}
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, name: str, thing: Registrable) -> None:
+        """Take one more thing. Collective.
+
+        Raises:
+            UserError: it has no state, or one that checkpoints cannot hold, or another one on some
+                ranks; or the name is taken.
+        """
+        with agreed(self.group):
+            self._check(name, thing)
+            self.things[name] = thing
+        try:
+            self.check()
+        except UserError:  # of all ranks
+            del self.things[name]
+            raise
+
+    def _check(self, name: str, thing: Registrable) -> None:
+        what = f"loop.register({name!r}, ...)"
+        if not re.fullmatch(r"[\w-]+", name):
+            raise UserError(f"{what} has no usable name", "take letters, digits, _ and -")
+        if name in self.things:
+            raise UserError(f"{what} was called twice", "give each thing a name of its own")
+        if thing is self.optimizer or thing is self.model:
+            raise UserError(
+                f"{what} was given the loop's own model or optimizer",
+                "leave it out: they are saved anyway",
+            )
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(thing, method, None)):
+                raise UserError(
+                    f"{what} was given a {type(thing).__name__}, which has no {method}",
+                    "give it both state_dict and load_state_dict",
+                )
+
+    @property
+    def scales(self) -> list[float]:
+        """The loss scales of torch's GradScalers: one changes where a step is skipped."""
+        return [one.get_scale() for one in self.things.values() if isinstance(one, GradScaler)]
+
+    @property
+    def modules(self) -> list[Module]:
+        """Those that are modules, such as averaged models."""
+        return [thing for thing in self.things.values() if isinstance(thing, Module)]
+
+    def check(self) -> None:
+        """Make sure that a checkpoint can hold everything. Collective.
+
+        Raises:
+            UserError: it cannot, or the ranks have different states.
+        """
+        with agreed(self.group):
+            self._look()
+        names = ", ".join(f"{n} ({type(thing).__name__})" for n, thing in self.things.items())
+        same(self.group, "what loop.register was given", names, "register the same on all ranks")
+        for name, tree in self._trees.items():
+            what = (
+                f"the state of {name!r}, which loop.register was given,"
+                if name
+                else ("what the optimizer's groups have besides parameters (lr ...)")
+            )
+            with agreed(self.group):
+                digest = self._digest(name, tree)
+            same(self.group, what, digest, "let all ranks have the same state, as by loop.mean")
+
+    def _look(self) -> None:
+        tensors: dict[str, Tensor] = {}
+        trees = {
+            name: encode(thing.state_dict(), f"{PREFIX}.{name}", tensors)
+            for name, thing in self.things.items()
+        }
+        if any(getattr(one, "optimizer", None) is self.optimizer for one in self.things.values()):
+            options = [
+                {key: value for key, value in group.items() if key not in HOW}
+                for group in self.optimizer.param_groups
+            ]
+            trees[""] = encode(options, f"{PREFIX}..groups", tensors)
+        self._trees, self._tensors = trees, tensors
+
+    def _digest(self, name: str, tree: Any) -> str:
+        found = xxhash.xxh3_128(json.dumps(tree, sort_keys=True).encode())
+        for path, tensor in self._tensors.items():
+            if path.startswith(f"{PREFIX}.{name}."):
+                found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+                found.update(as_bytes(tensor.contiguous()).cpu().numpy().data)
+        digest: str = found.hexdigest()
+        return digest
+
+    def collect(self) -> dict[str, Held]:
+        """The tensors to save."""
+        self.check()
+        return {
+            name: self._held(tensor.clone() if self.copied else tensor)
+            for name, tensor in self._tensors.items()
+        }
+
+    def _held(self, tensor: Tensor) -> Held:
+        return Held(tensor, ShardSpec.whole(tuple(tensor.shape)), self.owned)
+
+    def values(self) -> dict[str, Any]:
+        """What is no tensor, as tagged JSON."""
+        return {PREFIX: self._trees} if self._trees else {}
+
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
+        """Memory for the tensors of what is registered, where the checkpoint has it."""
+        with agreed(self.group):
+            self._look()
+            there = self._tensors
+            self._tensors = {
+                name: torch.empty(
+                    entry.shape,
+                    dtype=TORCH_DTYPES[entry.dtype],
+                    device=there[name].device if name in there else "cpu",
+                )
+                for name, entry in entries.items()
+                if name.startswith(f"{PREFIX}.") and name.split(".")[1] in ("", *self.things)
+            }
+        return {name: self._held(tensor) for name, tensor in self._tensors.items()}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Go on with what was saved; rank 0 warns of what was saved of others, or of others only.
+
+        Raises:
+            HpcTrainError: a thing does not take its state.
+        """
+        saved = values.get(PREFIX, {})
+        with agreed(self.group):
+            for name, thing in self.things.items():
+                if name in saved:
+                    thing.load_state_dict(decode(saved[name], self._tensors))
+            if "" in saved and "" in self._trees:
+                self._restore_groups(decode(saved[""], self._tensors))
+        self._tensors = {}
+        if self.group.rank > 0:
+            return
+        if new := sorted(self.things.keys() - saved.keys()):
+            logger.warning("the checkpoint has no state of %s: it begins anew", ", ".join(new))
+        if gone := sorted(saved.keys() - self.things.keys() - {""}):
+            logger.warning(
+                "the checkpoint has the state of %s, which is no longer registered: it is dropped",
+                ", ".join(gone),
+            )
+
+    def _restore_groups(self, options: list[dict[str, Any]]) -> None:
+        groups = self.optimizer.param_groups
+        if len(options) != len(groups):
+            raise CheckpointMismatch(
+                f"the checkpoint's optimizer has {len(options)} groups, this one {len(groups)}",
+                "make the groups that it was made with",
+            )
+        for group, one in zip(groups, options, strict=True):
+            for key, value in one.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
