@@ -83,9 +83,9 @@ def _tell(named: dict[str, nn.Module], layers: dict[str, Any], batch_norm: Batch
     ]
     if drawing:
         logger.info(
-            "%d dropout layers (%s ...) draw by themselves: masks depend on the number of ranks",
-            len(drawing),
+            "dropout draws by itself (layer %s, %d in all): masks depend on the number of ranks",
             drawing[0],
+            len(drawing),
         )
 
 

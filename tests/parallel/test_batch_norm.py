@@ -110,4 +110,4 @@ def test_what_couples_samples_or_draws_is_named(job, caplog):
     batch_norm.set_up(model, connect(job.world), "sync")
     if job.world.rank == 0 and job.world.size > 1:
         assert "batch_norm sync: the statistics of 1 layers (0 ...)" in caplog.text
-        assert "1 dropout layers (1 ...) draw by themselves" in caplog.text
+        assert "dropout draws by itself (layer 1, 1 in all)" in caplog.text
