@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -124,24 +125,38 @@ class Loop:
         )
 
     def epochs(
-        self, dataset: Any, *, batch: int, epochs: int, seed: int = 0, shuffle: bool = True
+        self,
+        dataset: Any,
+        *,
+        batch: int,
+        epochs: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        prefetch: int = 0,
+        workers: int = 0,
     ) -> Iterator[tuple[int, Iterator[Any]]]:
         """Deliver (epoch from 1, batches of this rank) up to the last epoch. Collective.
 
         Iterate over each epoch's batches to their end, or call `stop`. Whoever leaves the loop by
         `break` or `return` leaves it on all ranks; in the next call of this loop, or at the end of
         the program, a checkpoint is written of the steps which were taken. Batches are put
-        together by torch's `default_collate`, or by the data set's `fetch` (see `Loader`). The
+        together by `collate_fn` (torch's `default_collate`), or by the data set's `fetch`. The
         random generators of torch, NumPy and Python are seeded for each step and rank, so that a
         resumed loop draws what an uninterrupted one would; what the data set draws is the same on
         any number of ranks.
 
         Args:
-            dataset: map-style, as torch's DataLoader takes it; the same on all ranks.
+            dataset: map-style, as torch's DataLoader takes it, or one with `fetch` (see `Loader`);
+                the same on all ranks.
             batch: samples per step over the whole job; divisible by the number of ranks.
             epochs: passes over the data set in all; one has as many steps as it has whole batches.
             seed: of the sample order, which does not depend on the number of ranks.
             shuffle: a new order in each epoch, or the data set's own in all.
+            collate_fn: puts a list of samples together, as that of torch's DataLoader.
+            prefetch: steps read ahead by a thread, if the data set draws no random numbers.
+            workers: processes of each rank that read ahead, if `hpc_train.start_workers` was called
+                before MPI started; else threads. The batches are the same as without.
 
         Raises:
             ConfigError: the batch does not fit the ranks or the data.
@@ -151,11 +166,18 @@ class Loop:
             Stopped: on SIGTERM, SIGUSR1, SIGUSR2 or at the time limit, with a checkpoint.
         """
         self._end()
-        self._running = self._epochs(dataset, batch, epochs, seed, shuffle)
+        load = partial(Loader, dataset, collate_fn=collate_fn, prefetch=prefetch, workers=workers)
+        self._running = self._epochs(dataset, batch, epochs, seed, shuffle, load)
         return Held(self._running, self._dropped)
 
     def _epochs(
-        self, dataset: Any, batch: int, epochs: int, seed: int, shuffle: bool
+        self,
+        dataset: Any,
+        batch: int,
+        epochs: int,
+        seed: int,
+        shuffle: bool,
+        load: Callable[..., Loader],
     ) -> Generator[tuple[int, Iterator[Any]]]:
         self.checkpoints.identity |= {
             "batch": batch,
@@ -179,7 +201,8 @@ class Loop:
         ):
             self.checkpoints.claim = claim
             done = self._given = self._taken = self.checkpoints.resume()
-            loader = Loader(dataset, order, parts, first_step=done + 1, last_step=last, prefetch=0)
+            with agreed(self.group):
+                loader = load(order, parts, first_step=done + 1, last_step=last)
             self._requests = stop
             try:
                 yield from self._delivered(self._batches(loader, stop, seed), order, last)
@@ -188,6 +211,8 @@ class Loop:
                     self.checkpoints.finish()
                 else:
                     self._leave(stop)
+            finally:
+                loader.close()
 
     def _delivered(
         self, batches: Iterator[Any], order: SampleOrder, last: int
