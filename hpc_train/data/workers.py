@@ -218,7 +218,7 @@ class Processes:
         if not connection.wait([one.sentinel for one in self._workers], timeout):
             return ""
         codes = [one.exitcode for one in self._workers if one.exitcode is not None]
-        code = codes[0] if codes else 1
+        code = min(codes, default=1)  # one that was killed, and not one that has ended after it
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def end(self) -> None:
