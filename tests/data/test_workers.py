@@ -15,9 +15,10 @@ import psutil
 import pytest
 import torch
 
-from hpc_train.data import workers
+from hpc_train.data import manifest, workers
 from hpc_train.data.loader import Loader, cut
 from hpc_train.data.order import SampleOrder
+from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import RankError, UserError
 
 SAMPLES, BATCH, STEPS = 60, 12, 11
@@ -283,3 +284,15 @@ def test_a_script_without_a_guard_is_refused(tmp_path):
     script.write_text(SCRIPT.replace("GUARD", "main()"))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert "it has no line `if __name__" in done.stderr
+
+
+def test_prepared_text_is_read_by_processes(started, text_data, caplog):
+    caplog.set_level("INFO")
+    dataset = TokenDataset(text_data, manifest.read(text_data), "train", 8)
+    options = {"collate_fn": None, "micro_batch": 4}
+    expected = batches(dataset, **options)
+    for one, other in zip(batches(dataset, workers=2, **options), expected, strict=True):
+        for (tokens, targets), (tokens_too, targets_too) in zip(one, other, strict=True):
+            assert torch.equal(tokens, tokens_too)
+            assert torch.equal(targets, targets_too)
+    assert "threads" not in caplog.text
