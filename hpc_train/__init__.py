@@ -12,13 +12,23 @@ if TYPE_CHECKING:
     from hpc_train.config import GradientsSection as GradientsSection
     from hpc_train.config import RunConfig as RunConfig
     from hpc_train.config_file import load as load_config
+    from hpc_train.data.workers import start_workers as start_workers
     from hpc_train.mpi.runtime import Runtime as Runtime
     from hpc_train.training.loop import Loop as Loop
     from hpc_train.training.program import run as run
     from hpc_train.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
-__all__ = ["GradientsSection", "Loop", "RunConfig", "Runtime", "Trainer", "load_config", "run"]
+__all__ = [
+    "GradientsSection",
+    "Loop",
+    "RunConfig",
+    "Runtime",
+    "Trainer",
+    "load_config",
+    "run",
+    "start_workers",
+]
 
 _HOMES = {
     "GradientsSection": ("hpc_train.config", "GradientsSection"),
@@ -28,6 +38,7 @@ _HOMES = {
     "Trainer": ("hpc_train.training.trainer", "Trainer"),
     "load_config": ("hpc_train.config_file", "load"),
     "run": ("hpc_train.training.program", "run"),
+    "start_workers": ("hpc_train.data.workers", "start_workers"),
 }
 
 

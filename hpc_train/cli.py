@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Sequence
 
+    from hpc_train.config import RunConfig
     from hpc_train.mpi.runtime import Runtime
 
 
@@ -113,17 +114,26 @@ def train(arguments: Sequence[str]) -> int:
     from hpc_train.training.preemption import hold_signals
 
     hold_signals()  # loading MPI and torch takes seconds, in which a scheduler may want to stop us
+    settings: RunConfig | Exception
+    try:  # before MPI, after which no process may be started
+        settings = config_file.load(path, options)
+        if settings.data.workers:
+            from hpc_train.data.workers import start_workers
+
+            start_workers()
+    except Exception as error:  # noqa: BLE001  # raised where the other ranks hear of it
+        settings = error
     from hpc_train.training.program import run
 
-    return run(lambda runtime: _train(path, options, runtime))
+    return run(lambda runtime: _train(settings, runtime))
 
 
-def _train(path: str | None, options: Sequence[str], runtime: Runtime) -> None:
-    from hpc_train import config_file
+def _train(settings: RunConfig | Exception, runtime: Runtime) -> None:
     from hpc_train.mpi.agreement import agreed
 
     with agreed(runtime.world):
-        settings = config_file.load(path, options)
+        if isinstance(settings, Exception):
+            raise settings
         from hpc_train.training.gpt import train_gpt  # torch is loaded once all else is right
     train_gpt(settings, runtime)
 

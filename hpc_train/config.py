@@ -130,9 +130,11 @@ class DataSection:
     """Steps between two passes over the held-out split; 0: only at the end."""
     prefetch: int = 2
     """Batches read ahead by a thread; 0 reads them in the step itself."""
+    workers: int = 0
+    """Processes of each rank that read samples ahead; threads where none can be started."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "data", batch=1, micro_batch=1, validation_every=0, prefetch=0)
+        _at_least(self, "data", batch=1, micro_batch=1, validation_every=0, prefetch=0, workers=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,28 +1,24 @@
-"""The loader: for each step, this rank's micro-batches, read ahead by a thread where that is safe.
-
-A thread and not a process: MPI must not be forked, and reading releases the interpreter's lock.
-"""
+"""The loader: for each step, this rank's micro-batches, read ahead where that is safe."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
-from hpc_train.errors import ConfigError, UserError
-from hpc_train.seeds import mix
+from hpc_train.data.workers import Processes, Task, Threads, why_no_processes
+from hpc_train.errors import ConfigError, HpcTrainError, RankError, UserError
 
 logger = logging.getLogger(__name__)
 
 OFTEN = 0.1  # seconds between two looks at what else may have happened
 PATIENCE = 5.0  # seconds for a data set to return when nobody wants its samples any more
-SAMPLES = 1  # distinguishes what samples draw from what the model draws
 
 
 class GivenUp(Exception):
@@ -92,7 +88,8 @@ class Loader:
 
     Random numbers that the data set draws belong to the order's seed, the step, and the sample's
     place in its batch (see `Reader`). A thread reads ahead if the first step shows that the data
-    set draws none: else it would disturb the generators of whoever computes meanwhile.
+    set draws none: else it would disturb the generators of whoever computes meanwhile. Worker
+    processes read ahead in any case, as they share no generators. All give the same batches.
 
     Args:
         dataset: `len(dataset)` samples, as `Reader` takes them; or a reader of such.
@@ -100,6 +97,14 @@ class Loader:
         parts: this rank's micro-batches, from `cut`.
         first_step, last_step: the steps to deliver.
         prefetch: steps read ahead by a thread; with 0 they are read when they are asked for.
+        workers: processes that read, each one micro-batch ahead at least, if `start_workers` has
+            been called and the data set can be pickled; else as many threads, each from a copy of
+            the data set.
+        collate_fn: as `Reader` takes it.
+
+    Raises:
+        UserError: a collate_fn for a data set with `fetch`.
+        ConfigError: prefetch or workers is negative.
 
     `give_up` is asked before a micro-batch is read, and while a step read ahead is waited for;
     if it gives True, iterating raises `GivenUp`.
@@ -114,57 +119,91 @@ class Loader:
         first_step: int,
         last_step: int,
         prefetch: int = 2,
+        workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        self.reader = dataset if isinstance(dataset, Reader) else Reader(dataset)
+        for name, value in (("prefetch", prefetch), ("workers", workers)):
+            if value < 0:
+                raise ConfigError(f"{name} is {value}", "give 0 or more")
+        if not isinstance(dataset, Reader):
+            dataset = Reader(dataset, collate_fn=collate_fn)
+        self.reader: Reader = dataset
         self.order = order
         self.parts = parts
         self.steps = range(first_step, last_step + 1)
-        self.prefetch = prefetch
+        self.prefetch, self.workers = prefetch, workers
+        self.ahead = max(prefetch * len(parts), workers)
         self.give_up: Callable[[], bool] = lambda: False
         self._stop = threading.Event()
         self._queue: queue.Queue[Step | int | BaseException] = queue.Queue(max(1, prefetch))
         self._thread: threading.Thread | None = None
+        self._processes: Processes | None = None
         self._looked = threading.Event()
 
     def __iter__(self) -> Iterator[Step]:
+        if self.workers and self.steps:
+            self._start_processes()
         for number in self.steps:
             if self._thread is not None:
-                yield self._next()
+                yield self._next(number)
                 continue
             step = self._read(number)
-            if self.prefetch and not self.reader.drawn:
+            if self.ahead and not self.reader.drawn:
                 rest = range(number + 1, self.steps.stop)
-                self._thread = threading.Thread(
-                    target=self._read_ahead, args=(rest,), name="loader", daemon=True
-                )
-                self._thread.start()
-            elif self.prefetch and number == self.steps.start:
+                self._start(self._read_ahead, rest, self._functions())
+            elif self.ahead and number == self.steps.start:
                 logger.info(
                     "the data set draws random numbers (%s): none is read ahead",
                     self.reader.sources,
                 )
             yield step
 
+    def _start(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._thread = threading.Thread(target=target, args=arguments, name="loader", daemon=True)
+        self._thread.start()
+
+    def _start_processes(self) -> None:
+        why = why_no_processes()
+        if not why:
+            tasks = self._tasks(self.steps)
+            try:
+                self._processes = Processes(
+                    self.reader, self.order.seed, tasks, self.workers, self.ahead
+                )
+            except Exception as error:  # noqa: BLE001  # whatever pickling somebody's objects raises
+                why = f"the data set cannot be sent to one ({type(error).__name__}: {error})"
+        if self._processes is not None:
+            self._start(self._take, self._processes)
+        else:
+            logger.info(
+                "samples are read by %d threads, and not by worker processes: %s", self.workers, why
+            )
+
     def close(self) -> None:
-        """Stop the thread, but leave it behind if the data set does not return."""
+        """Stop threads and workers, but leave a thread behind if the data set does not return."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(PATIENCE)
-            if self._thread.is_alive():
-                logger.warning("the data set still reads a sample, and is not waited for")
+        if self._processes is not None:
+            self._processes.kill()
+        elif self._thread is not None and self._thread.is_alive():
+            logger.warning("the data set still reads a sample, and is not waited for")
 
-    def _next(self) -> Step:
+    def _next(self, number: int) -> Step:
         item = None
         while item is None:
             alive = self._thread is not None and self._thread.is_alive()
             try:
                 item = self._queue.get(timeout=OFTEN)
             except queue.Empty:
+                self._check_workers(number)
                 if not alive:
                     raise RuntimeError("the thread that reads ahead has died") from None
                 if self.give_up():
                     raise GivenUp from None
         if isinstance(item, BaseException):
+            if not isinstance(item, HpcTrainError):  # such as a connection that has broken
+                self._check_workers(number, PATIENCE)
             raise item
         if isinstance(item, Step):
             return item
@@ -173,45 +212,91 @@ class Loader:
             raise UserError(
                 f"the data set draws random numbers ({self.reader.sources}) in step {item}, and "
                 "drew none in the first step, so that it was read ahead",
-                "set data.prefetch to 0",
+                f"set {'data.workers and ' if self.workers else ''}data.prefetch to 0",
             )
         self._looked.set()
         return step
 
+    def _check_workers(self, number: int, timeout: float = 0.0) -> None:
+        if self._processes is not None and (how := self._processes.dead(timeout)):
+            raise RankError(
+                f"a worker that read samples of step {number}, or of one after it, ended by {how}",
+                "if memory was short, use fewer workers",
+            )
+
     def _read(self, number: int) -> Step:
-        return self._step(number, self._fetch)
-
-    def _fetch(self, number: int, part: Part, indices: Any) -> Any:
-        if self.give_up():
-            raise GivenUp
-        seeds = partial(mix, self.order.seed, SAMPLES, number)
-        return self.reader.read(indices, lambda place: seeds(part.first + place))
-
-    def _step(self, number: int, fetch: Callable[[int, Part, Any], Any]) -> Step:
-        micro_batches = []
-        for part in self.parts:
+        def fetch(part: Part) -> Any:
+            if self.give_up():
+                raise GivenUp
             indices = self.order.indices(number, part.first, part.count)
-            micro_batches.append(MicroBatch(part, fetch(number, part, indices)))
+            return self.reader.read_of_step(indices, self.order.seed, number, part.first)
+
+        return self._step(number, [fetch(part) for part in self.parts])
+
+    def _step(self, number: int, data: Iterable[Any]) -> Step:
+        micro_batches = [MicroBatch(*pair) for pair in zip(self.parts, data, strict=True)]
         return Step(number, self.order.epoch(number), micro_batches)
 
-    def _read_ahead(self, numbers: range) -> None:
-        def fetch(number: int, part: Part, indices: Any) -> Any:
-            return self.reader.read_beside(indices)
+    def _tasks(self, numbers: Iterable[int]) -> Iterator[Task]:
+        for number in numbers:
+            for part in self.parts:
+                yield number, part.first, self.order.indices(number, part.first, part.count)
 
+    def _take(self, processes: Processes) -> None:
+        """Take steps from worker processes."""
         try:
-            for number in numbers:
-                if self._stop.is_set():
-                    return
-                # A data set that drew nothing in the first step may draw later, which this thread
-                # could not tell from what the model draws. So some steps are left to the other
-                # one: 1, 2, 4, 8 ... after the first.
-                if (number - self.steps.start).bit_count() == 1:
-                    self._put(number)
-                    self._wait()
-                else:
-                    self._put(self._step(number, fetch))
+            self._put_steps(self.steps, iter(processes))
         except BaseException as error:  # noqa: BLE001  # raised where the step is asked for
             self._put(error)
+        finally:
+            processes.end()
+
+    def _read_ahead(self, numbers: range, read: list[Callable[[Task], Any]]) -> None:
+        try:
+            threads = Threads(read, self._stop) if len(read) > 1 else None
+            while numbers and not self._stop.is_set():
+                # A data set that drew nothing in the first step may draw later, which no thread
+                # could tell from what the model draws. So some steps are left to the main one:
+                # 1, 2, 4, 8 ... after the first.
+                if (numbers.start - self.steps.start).bit_count() == 1:
+                    self._put(numbers.start)
+                    self._wait()
+                    numbers = numbers[1:]
+                    continue
+                since = numbers.start - self.steps.start
+                run = numbers[: (1 << since.bit_length()) - since]
+                tasks = self._tasks(run)
+                self._put_steps(
+                    run, threads.read(tasks, self.ahead) if threads else map(read[0], tasks)
+                )
+                numbers = numbers[len(run) :]
+        except BaseException as error:  # noqa: BLE001  # raised where the step is asked for
+            self._put(error)
+
+    def _functions(self) -> list[Callable[[Task], Any]]:
+        """What the threads read with: a copy of the data set for each, as a process would have."""
+        readers = [self.reader]
+        try:
+            copies = [copy.deepcopy(self.reader.dataset) for _ in range(self.workers - 1)]
+            readers += [Reader(one, None, self.reader.collate_fn) for one in copies]
+        except Exception as error:  # noqa: BLE001  # whatever copying somebody's objects raises
+            logger.info(
+                "samples are read by one thread: the data set cannot be copied for others (%s: %s)",
+                type(error).__name__,
+                error,
+            )
+
+        def function(reader: Reader) -> Callable[[Task], Any]:
+            return lambda task: reader.read_beside(task[2])
+
+        return [function(reader) for reader in readers]
+
+    def _put_steps(self, numbers: range, data: Iterator[Any]) -> None:
+        for number in numbers:
+            of_step = [batch for _, batch in zip(self.parts, data, strict=False)]
+            if self._stop.is_set():
+                return
+            self._put(self._step(number, of_step))
 
     def _wait(self) -> None:
         while not (self._stop.is_set() or self._looked.wait(OFTEN)):

@@ -20,6 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.seeds import mix
 
 Indices = Sequence[int] | np.ndarray
+SAMPLES = 1  # distinguishes what samples draw from what the model draws
 
 
 class Reader:
@@ -29,13 +30,26 @@ class Reader:
         dataset: `dataset.fetch(indices)` gives a batch of samples, or, as for any map-style data
             set of torch, `dataset[i]` a sample, put together by torch's `default_collate`.
         lock: is held while it reads; data sets that may have something in common share one.
+        collate_fn: puts a list of samples together in place of `default_collate`.
 
-    `drawn` has the names of the generators that the data set has been seen to draw from.
+    `place` says what was read last, for a message. `drawn` has the names of the generators that the
+    data set has been seen to draw from.
     """
 
-    def __init__(self, dataset: Any, lock: threading.RLock | None = None) -> None:
-        self.dataset = dataset
+    def __init__(
+        self,
+        dataset: Any,
+        lock: threading.RLock | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if collate_fn is not None and hasattr(dataset, "fetch"):
+            raise UserError(
+                "the data set has `fetch`, which gives whole batches, and collate_fn was given too",
+                "leave one of them out",
+            )
+        self.dataset, self.collate_fn = dataset, collate_fn
         self.lock = lock or threading.RLock()
+        self.place = "a batch"
         self.drawn: set[str] = set()
         self._shared, self._own = of_process(), own(dataset)
 
@@ -47,24 +61,36 @@ class Reader:
             seed_of: gives the seed of the sample at a place of `indices`.
 
         Raises:
-            UserError: a data set with `fetch` draws random numbers. Which sample would get which
-                one would depend on how the batch is cut.
+            UserError: a data set with `fetch`, or a collate_fn, draws random numbers. Which sample
+                would get which one would depend on how the batch is cut.
             RuntimeError: the data set asks the program to end.
         """
         with self.lock:
             generators = self._generators()
             before = [generator.get() for generator in generators]
             suspects: set[str] = set()
+            collating: set[str] = set()
             while True:
                 try:
-                    batch = self._samples(indices, seed_of, generators)
+                    samples = self._samples(indices, seed_of, generators)
+                    at_collate = [generator.get() for generator in generators]
+                    batch = self._together(samples)
+                    collated = self._moved(generators, at_collate)
                 finally:
                     moved = self._moved(generators, before)
                     for generator, state in zip(generators, before, strict=True):
                         if generator.name in moved:
                             generator.put(state)
-                if moved <= self.drawn:
+                if moved <= self.drawn and not collated:
                     return batch
+                if collated & collating:
+                    raise UserError(
+                        "collate_fn draws random numbers "
+                        f"({', '.join(sorted(collated & collating))}), which would depend on the "
+                        "number of ranks",
+                        "draw them where the data set gives one sample, in `__getitem__`",
+                    )
+                collating |= collated
                 # Read again: it may have been some other thread. If it was the data set, its
                 # samples have not been seeded.
                 self.drawn |= moved & suspects
@@ -83,7 +109,18 @@ class Reader:
             RuntimeError: the data set asks the program to end.
         """
         with self.lock:
-            return self._samples(indices)
+            return self._together(self._samples(indices))
+
+    def read_of_step(self, indices: Indices, seed: int, number: int, first: int) -> Any:
+        """Read as `read`, with the seeds of samples of a step.
+
+        Args:
+            indices: of the samples.
+            seed: of the sample order.
+            number: of the step.
+            first: place of the first sample in the step's whole batch.
+        """
+        return self.read(indices, lambda place: mix(seed, SAMPLES, number, first + place))
 
     @property
     def sources(self) -> str:
@@ -106,7 +143,7 @@ class Reader:
         seed_of: Callable[[int], int] | None = None,
         generators: Sequence[Generator] = (),
     ) -> Any:
-        """A batch; before each sample the generators that the data set draws from are seeded."""
+        """Samples, each read with seeded generators if it draws; or what `fetch` gives."""
         used = [(n, one) for n, one in enumerate(generators) if one.name in self.drawn]
         try:
             if hasattr(self.dataset, "fetch"):
@@ -117,7 +154,17 @@ class Reader:
                     seed = seed_of(place)
                     for number, generator in used:
                         generator.seed(mix(seed, number))
+                self.place = f"sample {index}"
                 samples.append(self.dataset[int(index)])
-            return default_collate(samples)
+            self.place = "a batch"
+            return samples
         except (SystemExit, GeneratorExit) as error:  # work would be lost, with exit code 0
             raise RuntimeError(f"the data set raised {error!r}") from error
+
+    def _together(self, samples: Any) -> Any:
+        if hasattr(self.dataset, "fetch"):
+            return samples
+        try:
+            return (self.collate_fn or default_collate)(samples)
+        except (SystemExit, GeneratorExit) as error:
+            raise RuntimeError(f"collate_fn raised {error!r}") from error

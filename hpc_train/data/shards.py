@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +53,13 @@ class TokenDataset:
                 f"{len(self.shards)} shards: not one sample of {sequence} + 1",
                 "prepare more text, or use a smaller model.sequence",
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker's copy has in common with this one; it opens the shards itself."""
+        return {**vars(self), "_files": OrderedDict(), "_reading": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _reading=threading.Lock())
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0

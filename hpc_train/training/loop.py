@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from hpc_train.collectives import connect
 from hpc_train.config import GradientsSection
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
+from hpc_train.data.reader import Reader
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
 from hpc_train.gradients.averager import Engine
@@ -185,19 +187,23 @@ class Loop(Stepping):
         seed: int = 0,
         shuffle: bool = True,
         accumulate: int = 1,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        prefetch: int = 0,
+        workers: int = 0,
     ) -> Iterator[tuple[int, Iterator[Any]]]:
         """Deliver (epoch from 1, batches of this rank) up to the last epoch. Collective.
 
         Iterate over each epoch's batches to their end, or call `stop`. Whoever leaves the loop by
         `break` or `return` leaves it on all ranks; in the next call of this loop, or at the end of
         the program, a checkpoint is written of the steps which were taken. Batches are put
-        together by torch's `default_collate`, or by the data set's `fetch` (see `Loader`). The
+        together by `collate_fn` (torch's `default_collate`), or by the data set's `fetch`. The
         random generators of torch, NumPy and Python are seeded for each step and rank, so that a
         resumed loop draws what an uninterrupted one would; what the data set draws is the same on
         any number of ranks.
 
         Args:
-            dataset: map-style, as torch's DataLoader takes it; the same on all ranks.
+            dataset: map-style, as torch's DataLoader takes it, or one with `fetch` (see `Loader`);
+                the same on all ranks.
             batch: samples per step over the whole job; divisible by the number of ranks, and by
                 that times `accumulate`.
             epochs: passes over the data set in all; one has as many steps as it has whole batches.
@@ -205,6 +211,10 @@ class Loop(Stepping):
             shuffle: a new order in each epoch, or the data set's own in all.
             accumulate: micro-batches in which a step's batch is delivered. Each has a backward pass
                 of its own (`backward`), and the step is taken after the last: `if loop.step_due`.
+            collate_fn: puts a list of samples together, as that of torch's DataLoader.
+            prefetch: steps read ahead by a thread, if the data set draws no random numbers.
+            workers: processes of each rank that read ahead, if `hpc_train.start_workers` was called
+                before MPI started; else threads. The batches are the same as without.
 
         Raises:
             ConfigError: the batch does not fit the ranks or the data.
@@ -215,23 +225,33 @@ class Loop(Stepping):
         """
         self._end()
         self._begun = True
-        self._running = self._epochs(dataset, batch, epochs, seed, shuffle, accumulate)
+        with agreed(self.group):
+            reader = Reader(dataset, None, collate_fn)
+        load = partial(Loader, reader, prefetch=prefetch, workers=workers)
+        self._running = self._epochs(load, len(dataset), batch, epochs, seed, shuffle, accumulate)
         return Held(self._running, self._dropped)
 
     def _epochs(
-        self, dataset: Any, batch: int, epochs: int, seed: int, shuffle: bool, accumulate: int
+        self,
+        load: Callable[..., Loader],
+        samples: int,
+        batch: int,
+        epochs: int,
+        seed: int,
+        shuffle: bool,
+        accumulate: int,
     ) -> Generator[tuple[int, Iterator[Any]]]:
         self.checkpoints.identity |= {
             "batch": batch,
             "seed": seed,
             "shuffle": shuffle,
-            "number of samples": len(dataset),
+            "number of samples": samples,
         }
         with agreed(self.group):
             parts = micro_batches(batch, self.group.size, self.group.rank, accumulate)
-            order = SampleOrder(len(dataset), batch, seed=seed, shuffle=shuffle)
+            order = SampleOrder(samples, batch, seed=seed, shuffle=shuffle)
         what = "what the loop was given (size of the data set, batch, epochs, seed ...)"
-        given = repr((len(dataset), batch, epochs, seed, shuffle, accumulate))
+        given = repr((samples, batch, epochs, seed, shuffle, accumulate))
         same(self.group, what, given, "give all ranks the same")
         self.accumulate = accumulate
         last = epochs * order.steps_per_epoch
@@ -244,7 +264,8 @@ class Loop(Stepping):
         ):
             self.checkpoints.claim = claim
             done = self._given = self._taken = self.checkpoints.resume()
-            loader = Loader(dataset, order, parts, first_step=done + 1, last_step=last, prefetch=0)
+            with agreed(self.group):
+                loader = load(order, parts, first_step=done + 1, last_step=last)
             self._requests = stop
             try:
                 yield from self._delivered(self._batches(loader, stop, seed), order, last)
@@ -253,6 +274,8 @@ class Loop(Stepping):
                     self.checkpoints.finish()
                 else:
                     self._leave(stop)
+            finally:
+                loader.close()
 
     def stop(self) -> None:
         """Ask that training ends after this step, with a checkpoint, as if it were the last one.

@@ -433,6 +433,7 @@ class Trainer:
             first_step=after + 1,
             last_step=self.last_step,
             prefetch=self.config.data.prefetch,
+            workers=self.config.data.workers,
         )
 
     def _stop_requests(self, directory: Path) -> StopRequests:

@@ -223,7 +223,7 @@ def test_what_is_no_exception_comes_from_the_thread_too():
 
 
 def test_a_thread_that_has_died_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(Loader, "_read_ahead", lambda self, numbers: None)
+    monkeypatch.setattr(Loader, "_read_ahead", lambda self, numbers, read: None)
     steps = iter(loader(Subset(OnlyTorch(since=100), range(100))))
     next(steps)
     with pytest.raises(RuntimeError, match="the thread that reads ahead has died"):

@@ -1,0 +1,298 @@
+"""Workers give the same batches as no workers, and end with the rank, whichever way it ends."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from hpc_train.data import manifest, workers
+from hpc_train.data.loader import Loader, cut
+from hpc_train.data.order import SampleOrder
+from hpc_train.data.shards import TokenDataset
+from hpc_train.errors import RankError, UserError
+
+SAMPLES, BATCH, STEPS = 60, 12, 11
+
+
+class Drawing:
+    """Samples of different lengths, with numbers from every kind of generator."""
+
+    def __init__(self):
+        self.own = np.random.default_rng(5)
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        noise = [random.random(), np.random.rand(), torch.rand(()).item(), self.own.random()]
+        return torch.tensor([index] * (1 + index % 3) + noise, dtype=torch.float64)
+
+
+class Plain:
+    """Samples of different lengths; one of them may be read in an unusual way."""
+
+    def __init__(self, at=-1, do=None):
+        self.at, self.do, self.busy = at, do, False
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        assert not self.busy, "two threads read from one data set"
+        self.busy = True
+        if index == self.at:
+            self.do()
+        self.busy = False
+        return torch.full((1 + index % 3,), index, dtype=torch.float64)
+
+
+def padded(samples):
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def drawing_collate(samples):
+    return padded(samples) + torch.rand(())
+
+
+def kill_this_process():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise ValueError("a bad sample")
+
+
+def read_for_ever():
+    time.sleep(1000)
+
+
+@pytest.fixture(scope="module")
+def started():
+    """A fork server, as a script has it that calls start_workers() first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "_mpi_runs", lambda: False)
+        workers.start_workers()
+
+
+def loader(dataset, *, ranks=1, rank=0, micro_batch=None, first=1, **options):
+    order = SampleOrder(SAMPLES, BATCH, seed=3)
+    parts = cut(BATCH, ranks, rank, micro_batch)
+    options = {"prefetch": 0, "collate_fn": padded, **options}
+    return Loader(dataset, order, parts, first_step=first, last_step=STEPS, **options)
+
+
+def batches(dataset, **options):
+    made = loader(dataset, **options)
+    try:
+        return [[micro.data for micro in step.micro_batches] for step in made]
+    finally:
+        made.close()
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dataset", "prefetch"), [(1, Plain(), 0), (1, Drawing(), 2), (4, Drawing(), 0)]
+)
+def test_processes_give_the_same_batches(started, ranks, dataset, prefetch):
+    cutting = {"ranks": ranks, "rank": ranks - 1, "micro_batch": 3}
+    expected = batches(copy.deepcopy(dataset), **cutting)
+    assert_same(batches(dataset, workers=2, prefetch=prefetch, **cutting), expected)
+    assert_same(batches(dataset, workers=2, first=6, **cutting), expected[5:])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("dataset", [Plain(), Drawing()], ids=["plain", "drawing"])
+def test_threads_give_the_same_batches(monkeypatch, dataset, prefetch, count):
+    monkeypatch.setattr(workers.forkserver._forkserver, "_forkserver_pid", None)
+    expected = batches(copy.deepcopy(dataset), micro_batch=2)
+    assert_same(batches(dataset, workers=count, prefetch=prefetch, micro_batch=2), expected)
+
+
+def test_a_data_set_that_draws_is_the_same_on_any_number_of_ranks(started):
+    one = batches(Drawing(), micro_batch=1, workers=2)
+    two = [batches(Drawing(), ranks=2, rank=rank, micro_batch=1, workers=2) for rank in (0, 1)]
+    assert_same([a + b for a, b in zip(*two, strict=True)], one)
+
+
+def test_nobody_forks_or_has_children_but_the_helpers(started):
+    forks = []
+    os.register_at_fork(before=lambda: forks.append(1))
+    before = {child.pid for child in psutil.Process().children()}
+    made = loader(Plain(), workers=2)
+    steps = iter(made)
+    next(steps)
+    assert {child.pid for child in psutil.Process().children()} == before
+    made.close()
+    assert not forks
+
+
+def test_the_generators_of_the_model_are_left_alone(started):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    batches(Drawing(), workers=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (fail, "sample 7 of step .*: ValueError: a bad sample"),
+        (kill_this_process, "a worker that read samples of step .* ended by SIGKILL"),
+    ],
+)
+def test_a_worker_that_fails_is_one_clear_error(started, do, message):
+    with pytest.raises(RankError, match=message):
+        batches(Plain(at=7, do=do), workers=2)
+
+
+def test_closing_ends_workers_that_still_read(started, monkeypatch):
+    monkeypatch.setattr("hpc_train.data.loader.PATIENCE", 0.2)
+    made = loader(
+        Plain(at=SampleOrder(SAMPLES, BATCH, seed=3).indices(3, 0, 1)[0], do=read_for_ever),
+        workers=2,
+    )
+    next(iter(made))
+    running = list(made._processes._workers)
+    assert len(running) == 2
+    made.close()
+    for one in running:
+        one.join(10)
+        assert not one.is_alive()
+
+
+def test_a_stop_request_does_not_end_workers(started):
+    made = loader(Plain(), workers=2)
+    steps = iter(made)
+    next(steps)
+    for one in made._processes._workers:
+        os.kill(one.pid, signal.SIGTERM)
+        os.kill(one.pid, signal.SIGUSR1)
+    assert len(list(steps)) == STEPS - 1
+    made.close()
+
+
+def test_a_data_set_that_cannot_be_pickled_is_read_by_threads(started, caplog):
+    caplog.set_level("INFO")
+    expected = batches(Plain())
+    dataset = Plain()
+    dataset.transform = lambda sample: sample
+    assert_same(batches(dataset, workers=2), expected)
+    assert (
+        "read by 2 threads, and not by worker processes: the data set cannot be sent" in caplog.text
+    )
+
+
+def test_a_data_set_that_cannot_be_copied_is_read_by_one_thread(monkeypatch, caplog, tmp_path):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(workers.forkserver._forkserver, "_forkserver_pid", None)
+    dataset = Plain()
+    with (tmp_path / "open").open("w") as dataset.file:
+        assert_same(batches(dataset, workers=3), batches(Plain()))
+    assert "start_workers() was not called before MPI started" in caplog.text
+    assert "samples are read by one thread" in caplog.text
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error(started):
+    with pytest.raises(RankError, match="pickle"):
+        batches(Plain(), workers=1, collate_fn=unpicklable)
+
+
+def unpicklable(samples):
+    return lambda: samples
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_collate_that_draws_is_refused(started, count):
+    with pytest.raises(UserError, match="collate_fn draws random numbers"):
+        batches(Plain(), workers=count, collate_fn=drawing_collate)
+
+
+class Fetching(Plain):
+    def fetch(self, indices):
+        return torch.tensor(indices)
+
+
+def test_fetch_and_a_collate_are_refused():
+    with pytest.raises(UserError, match="leave one of them out"):
+        loader(Fetching())
+
+
+def test_it_is_refused_when_mpi_runs(monkeypatch):
+    monkeypatch.setattr(workers.forkserver._forkserver, "_forkserver_pid", None)
+    monkeypatch.setattr(workers, "_mpi_runs", lambda: True)
+    with pytest.raises(UserError, match="MPI runs already"):
+        workers.start_workers()
+
+
+SCRIPT = """
+import os, sys, time
+import hpc_train
+from hpc_train.data.loader import Loader, cut
+from hpc_train.data.order import SampleOrder
+
+class Mine:
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return index
+
+def main():
+    hpc_train.start_workers()
+    order, parts = SampleOrder(1000, 2), cut(2, 1, 0)
+    loader = Loader(Mine(), order, parts, first_step=1, last_step=400, workers=2)
+    next(iter(loader))
+    print(os.getpid(), *(one.pid for one in loader._processes._workers), flush=True)
+    time.sleep(1000)
+
+GUARD
+"""
+
+
+def test_nothing_is_left_of_a_rank_that_was_killed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("GUARD", 'if __name__ == "__main__":\n    main()'))
+    rank = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in rank.stdout.readline().split()]
+    below = psutil.Process(rank.pid).children(recursive=True)
+    assert {one.pid for one in below} >= {*pids[1:]}
+    rank.kill()
+    rank.wait()
+    rank.stdout.close()
+    _, left = psutil.wait_procs(below, timeout=20)
+    assert not left
+
+
+def test_a_script_without_a_guard_is_refused(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("GUARD", "main()"))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert "it has no line `if __name__" in done.stderr
+
+
+def test_prepared_text_is_read_by_processes(started, text_data, caplog):
+    caplog.set_level("INFO")
+    dataset = TokenDataset(text_data, manifest.read(text_data), "train", 8)
+    options = {"collate_fn": None, "micro_batch": 4}
+    expected = batches(dataset, **options)
+    for one, other in zip(batches(dataset, workers=2, **options), expected, strict=True):
+        for (tokens, targets), (tokens_too, targets_too) in zip(one, other, strict=True):
+            assert torch.equal(tokens, tokens_too)
+            assert torch.equal(targets, targets_too)
+    assert "threads" not in caplog.text
