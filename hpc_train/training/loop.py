@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,7 @@ from hpc_train.collectives import connect
 from hpc_train.config import GradientsSection
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
+from hpc_train.data.reader import Reader
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
 from hpc_train.gradients.averager import Engine
@@ -113,10 +115,12 @@ class Loop(Stepping):
         group = self.group
         with agreed(group):
             self._gradients = checked(engine, gradients, zero, clip_norm, precision)
-        given = (self._gradients, zero, clip_norm, precision, batch_norm, every, background)
-        same(group, "what the loop was given (Loop's options)", repr(given), "give all the same")
+        given = (self._gradients, zero, clip_norm, precision, batch_norm, every, keep, background)
+        what = "what the loop was given (Loop's options)"
+        same(group, what, repr((*given, nonfinite)), "give all ranks the same")
         self.clip_norm, self._zero = clip_norm, zero
         self._closed = self._begun = False
+        self._reading = threading.RLock()  # what is evaluated may be a part of what is trained on
         local = group if self._gradients.average_every > 1 else None
         self.scaler = LossScaler(getattr(torch, precision), local) if precision else None
         self.collectives = connect(group)
@@ -244,7 +248,8 @@ class Loop(Stepping):
         ):
             self.checkpoints.claim = claim
             done = self._given = self._taken = self.checkpoints.resume()
-            loader = Loader(dataset, order, parts, first_step=done + 1, last_step=last, prefetch=0)
+            reader = Reader(dataset, self._reading)
+            loader = Loader(reader, order, parts, first_step=done + 1, last_step=last, prefetch=0)
             self._requests = stop
             try:
                 yield from self._delivered(self._batches(loader, stop, seed), order, last)
@@ -354,11 +359,12 @@ class Loop(Stepping):
             RankError: `per_sample` or the data set has failed on some rank.
         """
         self._settle()
+        reader = Reader(dataset, self._reading)
         waiting = self.group.waiting
         limit, waiting.limit = waiting.limit, math.inf  # of a step without an evaluation
         Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.hang_timeout)
         try:
-            return evaluate(self.group, dataset, per_sample, batch, self._in_one_state())
+            return evaluate(self.group, reader, per_sample, batch, self._in_one_state())
         finally:
             waiting.limit = limit
 
