@@ -54,6 +54,10 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         encoded = [encode(one, f"{path}.{place}", tensors) for place, one in enumerate(value)]
         return {NAMES[kind]: encoded}
     if kind in MAPPINGS.values():
+        if any(isinstance(key, Tensor) for key in value):
+            raise UserError(
+                f"{path} has tensors as keys, which checkpoints cannot hold", "number them"
+            )
         pairs = [
             [encode(key, f"{path}, a key", tensors), encode(one, f"{path}.{key}", tensors)]
             for key, one in value.items()

@@ -184,7 +184,7 @@ class Delivery:
         try:
             yield
         finally:
-            self._requests, self.step_due = None, True
+            self._requests, self.step_due, self.accumulate = None, True, 1
             if self._at_end in self._runtime.at_end:
                 self._runtime.at_end.remove(self._at_end)
 

@@ -23,11 +23,11 @@ PerSample = Callable[[Any], "Tensor | Mapping[str, Tensor]"]
 
 
 def evaluate(
-    group: Group, dataset: Any, per_sample: PerSample, batch: int, models: Sequence[nn.Module]
+    group: Group, reader: Reader, per_sample: PerSample, batch: int, models: Sequence[nn.Module]
 ) -> float | dict[str, float]:
     """The means over all samples, the same on all ranks; see `Loop.evaluate`. Collective."""
     with agreed(group):
-        samples = len(dataset)
+        samples = len(reader.dataset)
         if samples < 1 or batch < 1:
             raise ConfigError(
                 f"there are {samples} samples to evaluate, {batch} at a time",
@@ -41,7 +41,6 @@ def evaluate(
     )
     totals: dict[str | None, Tensor] = {}  # None stands for what has no name
     with agreed(group), aside(models), torch.no_grad():
-        reader = Reader(dataset)
         mine = range(group.rank, samples, group.size)
         size = -(-batch // group.size)
         for begin in range(0, len(mine), size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from functools import partial
@@ -115,10 +116,12 @@ class Loop(Stepping):
         group = self.group
         with agreed(group):
             self._gradients = checked(engine, gradients, zero, clip_norm, precision)
-        given = (self._gradients, zero, clip_norm, precision, batch_norm, every, background)
-        same(group, "what the loop was given (Loop's options)", repr(given), "give all the same")
+        given = (self._gradients, zero, clip_norm, precision, batch_norm, every, keep, background)
+        what = "what the loop was given (Loop's options)"
+        same(group, what, repr((*given, nonfinite)), "give all ranks the same")
         self.clip_norm, self._zero = clip_norm, zero
         self._closed = self._begun = False
+        self._reading = threading.RLock()  # what is evaluated may be a part of what is trained on
         local = group if self._gradients.average_every > 1 else None
         self.scaler = LossScaler(getattr(torch, precision), local) if precision else None
         self.collectives = connect(group)
@@ -226,7 +229,7 @@ class Loop(Stepping):
         self._end()
         self._begun = True
         with agreed(self.group):
-            reader = Reader(dataset, None, collate_fn)
+            reader = Reader(dataset, self._reading, collate_fn)
         load = partial(Loader, reader, prefetch=prefetch, workers=workers)
         self._running = self._epochs(load, len(dataset), batch, epochs, seed, shuffle, accumulate)
         return Held(self._running, self._dropped)
@@ -377,11 +380,12 @@ class Loop(Stepping):
             RankError: `per_sample` or the data set has failed on some rank.
         """
         self._settle()
+        reader = Reader(dataset, self._reading)
         waiting = self.group.waiting
         limit, waiting.limit = waiting.limit, math.inf  # of a step without an evaluation
         Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.hang_timeout)
         try:
-            return evaluate(self.group, dataset, per_sample, batch, self._in_one_state())
+            return evaluate(self.group, reader, per_sample, batch, self._in_one_state())
         finally:
             waiting.limit = limit
 

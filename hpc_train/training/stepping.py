@@ -150,7 +150,7 @@ class Stepping(Delivery):
 
         For losses whose items are not the samples: tokens that count, pixels under a mask. With it
         the mean over the ranks is one over all items. A rank without any gets 0, and may leave the
-        backward pass out.
+        backward pass out. With `accumulate` it is that of one micro-batch.
         """
         return self.averager.weight(items)
 

@@ -194,6 +194,15 @@ def test_a_loop_comes_to_the_weights_of_a_plain_one(part, together, options, tra
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("engine", ENGINES[1:], ids="engine-{}".format)
+@pytest.mark.parametrize("case", ["accumulate", "accumulate-norm", "float16"])
+def test_every_engine_comes_to_the_same_weights(job, together, engine, case):
+    options, training, same = SAME[case]
+    with (mine := Job(job, together / "run", engine=engine, **options).train(**training)).loop:
+        close(mine.state(), plain(**same))
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("engine", ENGINES, ids="engine-{}".format)
 def test_the_optimizers_own_step_does_as_the_loops(job, together, engine):
     reference = plain(clip=0.05, accumulate=3, schedule=one_cycle)
@@ -485,6 +494,7 @@ def test_what_cannot_be_saved_is_refused_by_its_path(tmp_path):
     loop = Job(alone(), tmp_path).loop
     for state, message in (
         ({"a": [1, len]}, "registered.it.a.1 is of type builtin_function_or_method"),
+        ({"a": {torch.ones(2): 1}}, "registered.it.a has tensors as keys"),
         ({"a": torch.ones(2).to_sparse()}, "registered.it.a is a tensor sparse"),
         ({"a": torch.ones(2, dtype=torch.complex128)}, "registered.it.a is a tensor of type"),
     ):
@@ -578,6 +588,33 @@ def test_a_step_before_the_last_micro_batch_is_refused(job, together):
     ):
         with pytest.raises(UserError, match="before the last of the step's 3 micro-batches"):
             attempt(act)
+
+
+def test_a_step_that_was_left_half_way_is_done_again(tmp_path):
+    def seen(stop_at):
+        job, found = Job(alone(), tmp_path), []
+        with job.loop as loop:
+            for _, batches in loop.epochs(
+                data(), batch=BATCH, epochs=EPOCHS, accumulate=3, shuffle=False
+            ):
+                for inputs, targets in batches:
+                    found.append(inputs[0])
+                    if len(found) == stop_at:
+                        return found
+                    loop.backward(cross_entropy(job.model(inputs), targets))
+                    if loop.step_due:
+                        job.optimizer.step()
+                        job.optimizer.zero_grad()
+        return found
+
+    first, rest = seen(3 * 3 + 2), seen(0)
+    assert (len(first), len(rest)) == (11, 8 * 3 - 9)
+    equal(first[9:], rest[:2])
+    with pytest.raises(UserError, match="before its end; a checkpoint has step 0"):
+        for _, batches in Job(alone(), tmp_path / "new").loop.epochs(
+            data(), batch=96, epochs=2, accumulate=2
+        ):
+            next(batches)
 
 
 def test_a_batch_that_cannot_be_accumulated_is_refused(tmp_path):
