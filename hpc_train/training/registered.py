@@ -75,10 +75,10 @@ class Registered(More):
         """
         with agreed(self.group):
             self._check(name, thing)
-            self.things[name] = thing
+        self.things[name] = thing
         try:
             self.check()
-        except UserError:  # of all ranks
+        except Exception:  # of all ranks
             del self.things[name]
             raise
 

@@ -507,6 +507,7 @@ def test_what_cannot_be_saved_is_refused_by_its_path(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             loop.register(name, thing)
+    assert not loop.registered.things
     loop.register("it", Held({"fine": 1}))
     with pytest.raises(UserError, match="called twice"):
         loop.register("it", Held({}))
@@ -627,6 +628,8 @@ def test_a_batch_that_cannot_be_accumulated_is_refused(tmp_path):
 def test_with_a_precision_steps_are_the_loops(tmp_path):
     for precision in ("float16", "bfloat16"):
         job = Job(alone(), tmp_path, precision=precision)
+        with job.loop.autocast():
+            assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == getattr(torch, precision)
         job.model(data()[:4][0]).sum().backward()
         with pytest.raises(UserError, match=f"precision {precision}, and optimizer.step"):
             job.optimizer.step()
