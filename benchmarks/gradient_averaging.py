@@ -128,7 +128,7 @@ class Candidates:
         self.made = {CEILING: (alone, plain_step(alone, optimizer, batch))}
         self.made[MPI] = self.ours(engine="mpi")
         self.made[ZERO] = self.ours(engine="mpi", zero=1)
-        own = horovod_settings() | {"HOROVOD_CYCLE_TIME": "1"}  # its default: the last one stays
+        own = horovod_settings()
         self.made[HOROVOD] = self.ours(engine="horovod")
         self.settings = {HOROVOD: horovod_settings(), STOCK: own}
         import horovod.torch as hvd

@@ -3,10 +3,11 @@
     python -m benchmarks.program [--rounds 5] [--steps 80] [--passed 20] [--cost_steps 600]
 
 Every candidate trains the same module, `hpc_train.models.GPT`, with 1 x 128 tokens per rank and a
-fused AdamW, in an MPI job of its own, started in turn. Ours is the program as a user starts it; its
-time per step comes from metrics.jsonl. The others are plain scripts: ranks that do not communicate,
-torch's DistributedDataParallel over gloo, Horovod's DistributedOptimizer, and our model, averager
-and optimizer in a bare loop. Of all of them the first steps do not count.
+fused AdamW, in an MPI job of its own, started in turn. Ours is the program as a user starts it,
+with its default engine and with engine horovod; its time per step comes from metrics.jsonl. The others
+are plain scripts: ranks that do not communicate, torch's DistributedDataParallel over gloo,
+Horovod's DistributedOptimizer, and our model, averager and optimizer in a bare loop. Of all of them
+the first steps do not count.
 
 One table with the matrix products of our linear layers in all candidates, one with torch's.
 
@@ -56,6 +57,7 @@ RANKS = 2
 LOG_EVERY = 10  # the default of run.log_every
 CEILING, DDP, STOCK = "no communication", "DDP, gloo", "stock Horovod"
 PROGRAM, PARTS = "ours, the program", "ours, bare parts"
+HOROVOD = "ours, the program, engine horovod"
 PEERS = (CEILING, DDP, STOCK, PARTS)
 MATRICES = {"auto": "our matrix products", "torch": "torch's linear layers"}
 CONFIG = """
@@ -207,15 +209,15 @@ def run_script(
     return steady(found["seconds"], options.passed)
 
 
-def run_program(config: Path, matrices: str, options: argparse.Namespace) -> float:
-    """Run `hpc-train train` to its end; returns tokens per second.
+def run_program(config: Path, matrices: str, options: argparse.Namespace, *more: str) -> float:
+    """Run `hpc-train train` to its end, with more options; returns tokens per second.
 
     Raises:
         RuntimeError: it has trained to no sensible loss.
     """
     with tempfile.TemporaryDirectory() as folder:
         train = ["train", str(config), "--run.dir", folder, "--run.steps", str(options.steps)]
-        start("hpc_train", *train, "--precision.matmul", matrices)
+        start("hpc_train", *train, "--precision.matmul", matrices, *more)
         lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     if not 0 < records[-1]["loss"] < records[0]["loss"]:
@@ -231,11 +233,15 @@ def table(config: Path, matrices: str, options: argparse.Namespace) -> harness.S
         peer: functools.partial(run_script, peer, matrices, options, norms) for peer in PEERS
     }
     turns[PROGRAM] = functools.partial(run_program, config, matrices, options)
+    engine = ("--gradients.engine", "horovod")
+    turns[HOROVOD] = functools.partial(run_program, config, matrices, options, *engine)
     found = harness.in_turn(turns, options.rounds, warmup=0)
     harness.show(f"{MATRICES[matrices]} in all", "tokens/s", found, CEILING)
     ratios = {peer: harness.paired_ratio(found, PROGRAM, peer) for peer in PEERS}
     for peer in (CEILING, DDP, STOCK):
         print(f"the program / {peer}: {ratios[peer]:.3f}")
+    horovods = harness.paired_ratio(found, HOROVOD, STOCK)
+    print(f"the program with engine horovod / {STOCK}: {horovods:.3f}")
     return found
 
 
@@ -277,6 +283,8 @@ def main() -> None:
                 f"{title}: program / {peer}": harness.paired_ratio(found, PROGRAM, peer)
                 for peer in PEERS
             }
+            horovods = harness.paired_ratio(found, HOROVOD, STOCK)
+            ratios[f"{title}: program, engine horovod / {STOCK}"] = horovods
             middles |= {f"{title}: {name}": rate for name, rate in harness.medians(found).items()}
         percent, error = cost(config, options.cost_steps)
         print(f"cost of the command line per step: {percent:.2f} +- {error:.2f} %")
