@@ -4,8 +4,8 @@
 
 Every candidate trains the same module, `hpc_train.models.GPT`, with 1 x 128 tokens per rank and a
 fused AdamW, in an MPI job of its own, started in turn. Ours is the program as a user starts it,
-with its default engine and with engine horovod; its time per step comes from metrics.jsonl. The others
-are plain scripts: ranks that do not communicate, torch's DistributedDataParallel over gloo,
+with its default engine and with engine horovod; its time per step comes from metrics.jsonl. The
+others are plain scripts: ranks that do not communicate, torch's DistributedDataParallel over gloo,
 Horovod's DistributedOptimizer, and our model, averager and optimizer in a bare loop. Of all of them
 the first steps do not count.
 
