@@ -70,11 +70,11 @@ def _tell(named: dict[str, nn.Module], layers: dict[str, Any], batch_norm: Batch
     if layers:
         whose = "those of all ranks' samples" if batch_norm == "sync" else "each rank's own"
         logger.info(
-            "batch_norm %s: the statistics of %d layers (%s ...) are %s",
+            "batch_norm %s: its statistics are %s (layer %s, %d in all)",
             batch_norm,
-            len(layers),
-            next(iter(layers)),
             whose,
+            next(iter(layers)),
+            len(layers),
         )
     drawing = [
         name

@@ -109,5 +109,5 @@ def test_what_couples_samples_or_draws_is_named(job, caplog):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.1), nn.Dropout(0.0))
     batch_norm.set_up(model, connect(job.world), "sync")
     if job.world.rank == 0 and job.world.size > 1:
-        assert "batch_norm sync: the statistics of 1 layers (0 ...)" in caplog.text
+        assert "those of all ranks' samples (layer 0, 1 in all)" in caplog.text
         assert "dropout draws by itself (layer 1, 1 in all)" in caplog.text
