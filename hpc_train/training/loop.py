@@ -15,8 +15,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint import Checkpoints, savable
 from hpc_train.checkpoint.more import Together
+from hpc_train.checkpoint.state import Trained
 from hpc_train.checkpoint.store import Nonfinite
 from hpc_train.collectives import connect
 from hpc_train.config import GradientsSection
@@ -116,6 +117,7 @@ class Loop(Stepping):
         group = self.group
         with agreed(group):
             self._gradients = checked(engine, gradients, zero, clip_norm, precision)
+            savable.check(Trained(model, optimizer, {}, {}))  # before anything is sent
         given = (self._gradients, zero, clip_norm, precision, batch_norm, every, keep, background)
         what = "what the loop was given (Loop's options)"
         same(group, what, repr((*given, nonfinite)), "give all ranks the same")
