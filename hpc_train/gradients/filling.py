@@ -42,8 +42,6 @@ class Filling:
         early: whether sums begin in the backward pass; the same on all ranks.
     """
 
-    kind = Slot
-
     def __init__(
         self,
         buckets: Sequence[Bucket],
@@ -54,7 +52,7 @@ class Filling:
         begin_pass: Callable[[], None],
     ) -> None:
         self.sums, self.progress, self.share = sums, progress, share
-        self.by_bucket = slots(buckets, sums.flats, share, look, self.kind)
+        self.by_bucket = slots(buckets, sums.flats, share, look)
         self.slots = [slot for some in self.by_bucket for slot in some]
         self.strays: list[Slot] = []
         self._look, self._begin_pass = look, begin_pass
@@ -110,7 +108,7 @@ class Filling:
             if gradient.requires_grad:
                 raise has_graph()
             self.stirred = True
-            slot.receive(gradient)
+            slot.take(gradient)
             parameter.grad = slot.pending
         elif not (slot.filled or slot.begun):
             raise UserError(

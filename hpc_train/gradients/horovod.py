@@ -114,14 +114,13 @@ class DistributedSums:
         self.flats = [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
         self.profile = Profile()
         self.stands: dict[Parameter, Tensor] = {}
-        self._form, label = Form(compression), self.label(group)
-        self._stand_ids: dict[int, int] = {}
+        form, label = Form(compression), self.label(group)
         named = []
         for number, (bucket, flat) in enumerate(zip(buckets, self.flats, strict=True)):
             (parameter,) = bucket.parameters
             if flat.numel():
                 self.stands[parameter] = parameter.detach().new_zeros(()).expand(parameter.shape)
-                self._stand_ids[number] = id(self.stands[parameter])
+                form.flats[id(self.stands[parameter])] = flat
                 named.append((f"{label}.{names.get(parameter, number)}", parameter))
         self._distributed: Any = None  # without parameters
         if named:
@@ -129,7 +128,7 @@ class DistributedSums:
                 self._distributed = hvd.DistributedOptimizer(
                     SGD(self.stands, lr=0.0),
                     named_parameters=named,
-                    compression=self._form,
+                    compression=form,
                     backward_passes_per_step=NEVER,
                     op=hvd.Sum,
                     process_set=process_set,
@@ -149,13 +148,6 @@ class DistributedSums:
         """Begin sums in so many backward passes from now; 0: not before `synchronize`."""
         if self._distributed is not None:
             self._distributed.set_backward_passes_per_step(passes or NEVER)
-
-    def put(self, number: int, gradient: Tensor) -> None:
-        """What is to be summed: dense, of the bucket's type."""
-        if gradient.numel():
-            bits = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            flat = bits.as_strided((self.flats[number].numel(),), (1,))
-            self.flats[number] = self._form.flats[self._stand_ids[number]] = flat
 
     def hide(self, parameter: Parameter) -> Callable[[], None]:
         """Keep a gradient that comes too late from Horovod's hook, which would raise an error.
@@ -195,24 +187,6 @@ class DistributedSums:
         self._distributed, self.flats, self.stands = None, [], {}
 
 
-class OwnSlot(Slot):
-    """A slot that keeps a gradient where the backward pass has made it, if it can be summed there.
-
-    Horovod copies most gradients into its fusion buffer: one copy is enough.
-    """
-
-    __slots__ = ()
-
-    def receive(self, gradient: Tensor) -> None:
-        """See `Slot`."""
-        alike = gradient.dtype is self.view.dtype and gradient.layout is torch.strided
-        if self.begun or not (alike and gradient.stride() == self.view.stride()):
-            self.take(gradient)
-            return
-        self.view = self.gradient = gradient.mul_(self.share)
-        self.filled = True
-
-
 class DistributedFilling(Filling):
     """`Filling` for sums that Horovod's hooks begin.
 
@@ -222,7 +196,6 @@ class DistributedFilling(Filling):
     """
 
     sums: DistributedSums
-    kind = OwnSlot
 
     def __init__(self, *args: Any) -> None:
         self.passes = 0
@@ -251,7 +224,6 @@ class DistributedFilling(Filling):
     def _begin(self, slot: Slot) -> None:
         slot.begin()
         self.begun += 1
-        self.sums.put(slot.home, slot.view)
 
     def _after(self, slot: Slot) -> None:
         """Horovod's hook has seen the gradient."""

@@ -81,10 +81,6 @@ class Slot:
             _scaled(gradient, self.share, self.view)
             self.filled = True
 
-    def receive(self, gradient: Tensor) -> None:
-        """Take a gradient that a backward pass has made, and that nobody else has."""
-        self.take(gradient)
-
     def add(self, gradient: Tensor) -> None:
         """Add another gradient of the step, which the backward pass would add to `pending`."""
         if self.begun:
@@ -134,12 +130,11 @@ def slots(
     flats: Sequence[Tensor],
     share: float,
     average: Callable[[Slot], Tensor],
-    kind: type[Slot] = Slot,
 ) -> list[list[Slot]]:
     """The slots of all parameters, by bucket."""
     return [
         [
-            kind(parameter, view, home, share, average)
+            Slot(parameter, view, home, share, average)
             for parameter, view in bucket.views(flat).items()
         ]
         for home, (bucket, flat) in enumerate(zip(buckets, flats, strict=True))

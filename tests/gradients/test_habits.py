@@ -304,6 +304,26 @@ def test_two_steps_in_a_row_use_the_same_gradients(job):
 
 
 @ENGINES
+def test_two_gradients_in_the_same_memory(job, engine):
+    """Autograd gives both views of one tensor: what changes one in place changes the other."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.one = nn.Parameter(torch.randn(2, 3).double())
+            self.two = nn.Parameter(torch.randn(3, 2).double())
+
+        def forward(self, x):
+            return x * torch.sin(self.one.view(-1) + self.two.view(-1))
+
+    model = Sum()
+    model(samples(0, 0)).sum().backward()
+    assert model.one.grad.data_ptr() == model.two.grad.data_ptr()
+    assert not both(job, steps, Sum, engine=engine)
+
+
+@ENGINES
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("layout", ["channels last", "transposed", "view"])
 def test_parameters_of_any_memory_layout_with_fused_optimizers(job, engine, kind, layout):
