@@ -42,6 +42,11 @@ class Reader:
         lock: threading.RLock | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
+        if not (dataset is None or hasattr(dataset, "fetch") or hasattr(dataset, "__getitem__")):
+            raise UserError(
+                f"the data set is of type {type(dataset).__name__}, which has no samples by number",
+                "give a map-style data set; of a DataLoader its dataset, batch size and collate_fn",
+            )
         if collate_fn is not None and hasattr(dataset, "fetch"):
             raise UserError(
                 "the data set has `fetch`, which gives whole batches, and collate_fn was given too",

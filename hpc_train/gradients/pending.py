@@ -60,6 +60,20 @@ class PendingGradient(Tensor):
                 raise has_graph()
         return func(*_real(args), **_real(kwargs or {}))
 
+    def type(self, *args: Any, **kwargs: Any) -> Any:
+        """What Horovod asks first of a gradient that it is to sum, in the memory that is not there.
+
+        Raises:
+            UserError: in a backward pass.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise UserError(
+                "Horovod averages gradients that are averaged already: hvd.DistributedOptimizer "
+                "has wrapped the optimizer after it was given to the loop or the averager",
+                "wrap it first, or leave hvd.DistributedOptimizer out",
+            )
+        return self.averaged().type(*args, **kwargs)
+
     def numpy(self, *, force: bool = False) -> Any:
         """The averaged gradient's elements: torch does not dispatch this."""
         return self.averaged().numpy(force=force)

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.generators import seed_beside_torch
 from hpc_train.data.loader import Loader, Part
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import ConfigError, HpcTrainError, UserError
+from hpc_train.errors import ConfigError, Stopped, UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import same
@@ -63,6 +64,12 @@ def micro_batches(batch: int, ranks: int, rank: int, accumulate: int) -> list[Pa
     return [Part((number * ranks + rank) * size, size) for number in range(accumulate)]
 
 
+def _raise_at_end(error: Exception, failed: bool) -> None:
+    """Raise an error once the program has ended without one, for `Runtime.at_end`."""
+    if not failed:
+        raise error
+
+
 class Delivery:
     """Delivers the batches of a loop, counts the steps that are taken, and ends it.
 
@@ -96,7 +103,7 @@ class Delivery:
         self._given = self._taken = 0  # the last batch; the last one with which a step was taken
         self._scales: list[float] = []  # of torch's loss scalers, when that batch was given
         self._computing = False  # a batch was given, and the ranks have not come together since
-        self._in_step = self._is_left = self._failed = self._looked = False
+        self._in_step = self._is_left = self._failed = self._looked = self._closed = False
         self.accumulate = 1
         """Micro-batches, and backward passes, of a step."""
         self.step_due = True
@@ -129,9 +136,24 @@ class Delivery:
                 )
                 error.agreed = True
                 raise error
+            skipped = self._scales != self.registered.scales  # by torch's GradScaler
+            if self.group.largest(self._taken) <= done - left and not skipped:
+                error = UserError(
+                    "no step of the loop's optimizer was taken in a whole epoch",
+                    "give the loop the optimizer whose step the program calls",
+                )
+                error.agreed = True
+                raise error
         next(batches, None)  # the last step is over: this writes its checkpoint
 
     def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
+        try:
+            yield from self._seeded(loader, stop, seed)
+        except Stopped as stopped:  # it counts also where the program catches it and goes on
+            self._runtime.at_end.append(partial(_raise_at_end, stopped))
+            raise
+
+    def _seeded(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
         pace = Pace(self.hang_steps, self.hang_timeout)
         for step in guarded_steps(
             loader, self.checkpoints, stop, self.saving, pace, taken=lambda _: self._taken
@@ -215,8 +237,13 @@ class Delivery:
             return
         try:
             self._end()
-        except HpcTrainError as error:
-            logger.error("%s", error)  # nothing can be raised from here
+        except Exception as error:  # noqa: BLE001  # nothing can be raised from here
+            logger.error("%s", error)
+            self._runtime.at_end.append(partial(_raise_at_end, error))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserError("the loop is closed", "make another one, or close it later")
 
     def _settle(self) -> None:
         if self._is_left:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,7 +42,7 @@ def evaluate(
     )
     totals: dict[str | None, Tensor] = {}  # None stands for what has no name
     with agreed(group), aside(models), torch.no_grad():
-        mine = range(group.rank, samples, group.size)
+        mine = np.arange(group.rank, samples, group.size)
         size = -(-batch // group.size)
         for begin in range(0, len(mine), size):
             for name, values in _values(reader, mine[begin : begin + size], per_sample).items():
@@ -61,9 +62,9 @@ def evaluate(
     return means[None] if None in means else {str(name): mean for name, mean in means.items()}
 
 
-def _values(reader: Reader, indices: range, per_sample: PerSample) -> dict[str | None, Tensor]:
-    batch = reader.read(indices, lambda place: mix(HELD_OUT, indices[place]))
-    number = mix(HELD_OUT, indices[0], len(indices))
+def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[str | None, Tensor]:
+    batch = reader.read(indices, lambda place: mix(HELD_OUT, int(indices[place])))
+    number = mix(HELD_OUT, int(indices[0]), len(indices))
     torch.manual_seed(number)
     seed_beside_torch(number)
     given = per_sample(batch)

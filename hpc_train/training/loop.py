@@ -42,7 +42,7 @@ from hpc_train.training.leaving import Held, leave_together
 from hpc_train.training.registered import Registered, Registrable
 from hpc_train.training.run_directory import claimed_by_job
 from hpc_train.training.saving import Saving, landing
-from hpc_train.training.stepping import Precision, Stepping, checked
+from hpc_train.training.stepping import Precision, Stepping, checked, one_of, whole_numbers
 
 
 class Loop(Stepping):
@@ -117,12 +117,15 @@ class Loop(Stepping):
         group = self.group
         with agreed(group):
             self._gradients = checked(engine, gradients, zero, clip_norm, precision)
+            one_of(batch_norm=(batch_norm, BatchNorm), nonfinite=(nonfinite, Nonfinite))
+            one_of(matmul=(matmul, Matmul))
+            whole_numbers(every=(every, 0), keep=(keep, 0))
             savable.check(Trained(model, optimizer, {}, {}))  # before anything is sent
         given = (self._gradients, zero, clip_norm, precision, batch_norm, every, keep, background)
         what = "what the loop was given (Loop's options)"
         same(group, what, repr((*given, nonfinite)), "give all ranks the same")
         self.clip_norm, self._zero = clip_norm, zero
-        self._closed = self._begun = False
+        self._begun = False
         self._reading = threading.RLock()  # what is evaluated may be a part of what is trained on
         local = group if self._gradients.average_every > 1 else None
         self.scaler = LossScaler(getattr(torch, precision), local) if precision else None
@@ -228,6 +231,7 @@ class Loop(Stepping):
             ClaimError: another job writes to the directory.
             Stopped: on SIGTERM, SIGUSR1, SIGUSR2 or at the time limit, with a checkpoint.
         """
+        self._check_open()
         self._end()
         self._begun = True
         with agreed(self.group):
@@ -253,6 +257,7 @@ class Loop(Stepping):
             "number of samples": samples,
         }
         with agreed(self.group):
+            whole_numbers(batch=(batch, 1), epochs=(epochs, 0))
             parts = micro_batches(batch, self.group.size, self.group.rank, accumulate)
             order = SampleOrder(samples, batch, seed=seed, shuffle=shuffle)
         what = "what the loop was given (size of the data set, batch, epochs, seed ...)"
@@ -335,6 +340,7 @@ class Loop(Stepping):
                 rank, which is named; also after the first step and by checkpoints. Or `epochs` has
                 been called before.
         """
+        self._check_open()
         with agreed(self.group):
             if self._begun:
                 raise UserError(
@@ -357,7 +363,12 @@ class Loop(Stepping):
         return float(total) / self.group.size
 
     def evaluate(
-        self, dataset: Any, per_sample: PerSample, *, batch: int = 64
+        self,
+        dataset: Any,
+        per_sample: PerSample,
+        *,
+        batch: int = 64,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> float | dict[str, float]:
         """The mean over all samples of what each of them gives, the same on all ranks. Collective.
 
@@ -372,6 +383,7 @@ class Loop(Stepping):
             per_sample: of a batch, as the data set gives it: a tensor of shape (samples,), or a
                 dict of several such. Ranks call it unequally often, so it holds no collective.
             batch: samples at a time over the whole job.
+            collate_fn: as for `epochs`.
 
         Returns:
             The mean, or those of a dict by name, added up in float64.
@@ -381,8 +393,10 @@ class Loop(Stepping):
             UserError: `per_sample` gives something else, on any rank.
             RankError: `per_sample` or the data set has failed on some rank.
         """
+        self._check_open()
         self._settle()
-        reader = Reader(dataset, self._reading)
+        with agreed(self.group):
+            reader = Reader(dataset, self._reading, collate_fn)
         waiting = self.group.waiting
         limit, waiting.limit = waiting.limit, math.inf  # of a step without an evaluation
         Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.hang_timeout)

@@ -28,6 +28,7 @@ from hpc_train.sharding import ShardSpec
 logger = logging.getLogger(__name__)
 
 PREFIX = "registered"
+KINDS = "registered_kinds"
 HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 """What of an optimizer's groups tells how it computes, and not what: it stays the program's."""
 
@@ -136,7 +137,7 @@ class Registered(More):
             name: encode(thing.state_dict(), f"{PREFIX}.{name}", tensors)
             for name, thing in self.things.items()
         }
-        if any(getattr(one, "optimizer", None) is self.optimizer for one in self.things.values()):
+        if any(map(self._steers, self.things.values())):
             options = [
                 {key: value for key, value in group.items() if key not in HOW}
                 for group in self.optimizer.param_groups
@@ -144,10 +145,15 @@ class Registered(More):
             trees[""] = encode(options, f"{PREFIX}..groups", tensors)
         self._trees, self._tensors = trees, tensors
 
+    def _steers(self, thing: Any) -> bool:
+        """Whether it is a scheduler of the loop's optimizer, or of the one that Horovod wrapped."""
+        groups = getattr(getattr(thing, "optimizer", None), "param_groups", [])
+        return any(one is other for one in groups for other in self.optimizer.param_groups)
+
     def _digest(self, name: str, tree: Any) -> str:
         found = xxhash.xxh3_128(json.dumps(tree, sort_keys=True).encode())
         for path, tensor in self._tensors.items():
-            if path.startswith(f"{PREFIX}.{name}."):
+            if path == f"{PREFIX}.{name}" or path.startswith(f"{PREFIX}.{name}."):
                 found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
                 found.update(as_bytes(tensor.contiguous()).cpu().numpy().data)
         digest: str = found.hexdigest()
@@ -166,7 +172,8 @@ class Registered(More):
 
     def values(self) -> dict[str, Any]:
         """What is no tensor, as tagged JSON."""
-        return {PREFIX: self._trees} if self._trees else {}
+        kinds = {name: type(thing).__name__ for name, thing in self.things.items()}
+        return {PREFIX: self._trees, KINDS: kinds} if self._trees else {}
 
     def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
         """Memory for the tensors of what is registered, where the checkpoint has it."""
@@ -192,10 +199,19 @@ class Registered(More):
         """
         saved = values.get(PREFIX, {})
         with agreed(self.group):
+            for name, kind in values.get(KINDS, {}).items():
+                now = type(self.things.get(name)).__name__
+                if name in self.things and now != kind:
+                    raise CheckpointMismatch(
+                        f"{name!r} was a {kind} in the checkpoint, and loop.register was given a "
+                        f"{now}",
+                        "register it under another name: then it begins anew",
+                    )
             for name, thing in self.things.items():
                 if name in saved:
                     thing.load_state_dict(decode(saved[name], self._tensors))
-            if "" in saved and "" in self._trees:
+            steering = [name for name, thing in self.things.items() if self._steers(thing)]
+            if "" in saved and steering and all(name in saved for name in steering):
                 self._restore_groups(decode(saved[""], self._tensors))
         self._tensors = {}
         if self.group.rank > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -63,6 +63,7 @@ class Stepping(Delivery):
             UserError: micro-batches of the step are left; or the backward pass had no loss scale.
             HpcTrainError: the gradients of 100 steps in a row were not finite.
         """
+        self._check_open()
         self._settle()
         self._check_due("loop.step()")
         if self.scaler is None:
@@ -185,3 +186,25 @@ def checked(
         optimizer=OptimizerSection(clip_norm=clip_norm),
     )
     return asked
+
+
+def one_of(**given: tuple[Any, Any]) -> None:
+    """Check options by name: a value, and the Literal of those that there are.
+
+    Raises:
+        UserError: the value is none of them.
+    """
+    for name, (value, kinds) in given.items():
+        if value not in get_args(kinds):
+            raise UserError(f"{name} is {value!r}", f"give one of {', '.join(get_args(kinds))}")
+
+
+def whole_numbers(**given: tuple[Any, int]) -> None:
+    """Check options by name: a value, and the least that it may be.
+
+    Raises:
+        UserError: the value is no integer of Python's, or less.
+    """
+    for name, (value, least) in given.items():
+        if type(value) is not int or value < least:
+            raise UserError(f"{name} is {value!r}", f"give an integer of {least} or more")

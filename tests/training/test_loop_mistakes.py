@@ -1,0 +1,183 @@
+"""Loops that are written wrongly: each ends with one clear line, nothing is lost with code 0."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hpc_train import run
+from hpc_train.errors import CheckpointMismatch, Stopped, UserError
+from hpc_train.gradients import average_gradients
+from hpc_train.mpi import runtime
+from hpc_train.training.loop import Loop
+from tests.training.test_loop_options import BATCH, alone, data, make_model, sgd
+
+
+def make(tmp_path, **options):
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    return model, optimizer, Loop(alone(), tmp_path, model, optimizer, **options)
+
+
+def train(model, optimizer, loop, epochs=2):
+    for _, batches in loop.epochs(data(), batch=BATCH, epochs=epochs):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+
+def test_a_last_save_that_fails_after_a_break_is_no_success(tmp_path):
+    def program(started):
+        model = make_model()
+        loop = Loop(started, tmp_path, model, sgd(model.parameters()))
+        for _, batches in loop.epochs(data(), batch=BATCH, epochs=1):
+            for _ in batches:
+                loop.step()
+                with torch.no_grad():
+                    model[0].weight[0, 0] = math.inf
+                break
+            break
+
+    assert run(program) != 0
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_stop_that_the_program_catches_is_one_all_the_same(tmp_path):
+    def program(started):
+        model = make_model()
+        loop = Loop(started, tmp_path, model, sgd(model.parameters()))
+        with suppress(Stopped):
+            for _, batches in loop.epochs(data(), batch=BATCH, epochs=1):
+                for _ in batches:
+                    loop.step()
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run(program) == 75
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000000001.safetensors"]
+
+
+def test_steps_of_another_optimizer_are_told(tmp_path):
+    model, _, loop = make(tmp_path)
+    other = sgd(model.parameters())
+    with pytest.raises(UserError, match="no step of the loop's optimizer was taken"):
+        train(model, other, loop)
+
+
+@pytest.mark.parametrize("use", ["train", "evaluate", "step", "register"])
+def test_a_closed_loop_is_not_used(tmp_path, use):
+    model, optimizer, loop = make(tmp_path)
+    loop.close()
+    uses = {
+        "train": lambda: train(model, optimizer, loop),
+        "evaluate": lambda: loop.evaluate(data(), lambda batch: batch[1]),
+        "step": loop.step,
+        "register": lambda: loop.register("one", model),
+    }
+    with pytest.raises(UserError, match="the loop is closed"):
+        uses[use]()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"batch_norm": "snyc"}, "batch_norm is 'snyc': give one of sync, local, refuse"),
+        ({"nonfinite": "ignore"}, "nonfinite is 'ignore'"),
+        ({"matmul": "fast"}, "matmul is 'fast'"),
+        ({"every": -3}, "every is -3"),
+        ({"keep": -2}, "keep is -2"),
+    ],
+)
+def test_options_that_there_are_not(tmp_path, options, line):
+    with pytest.raises(UserError, match=line):
+        make(tmp_path, **options)
+
+
+@pytest.mark.parametrize("given", [{"epochs": -1}, {"batch": 0}, {"batch": 8.0}], ids=str)
+def test_numbers_that_cannot_be(tmp_path, given):
+    _, _, loop = make(tmp_path)
+    ((name, value),) = given.items()
+    with pytest.raises(UserError, match=f"{name} is {value}: give an integer of"):
+        next(iter(loop.epochs(data(), **{"batch": BATCH, "epochs": 1, **given})))
+
+
+def test_a_data_loader_is_no_data_set(tmp_path):
+    _, _, loop = make(tmp_path)
+    with pytest.raises(UserError, match="of type DataLoader, which has no samples by number"):
+        loop.epochs(DataLoader(data()), batch=BATCH, epochs=1)
+
+
+def test_another_thing_under_a_name_is_refused(tmp_path):
+    model, optimizer, loop = make(tmp_path)
+    loop.register("schedule", torch.optim.lr_scheduler.StepLR(optimizer, 3))
+    with loop:
+        train(model, optimizer, loop)
+    model, optimizer, loop = make(tmp_path)
+    loop.register("schedule", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    with pytest.raises(CheckpointMismatch, match="'schedule' was a StepLR in the checkpoint"):
+        train(model, optimizer, loop, epochs=3)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
+def test_an_optimizer_that_is_wrapped_too_late(job):
+    hvd = runtime.start_horovod(job.world)
+    if job.world.size == 1:
+        pytest.skip("one rank has nothing to average")
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    averager = average_gradients(model, optimizer, job.world, engine="mpi")
+    wrapped = hvd.DistributedOptimizer(optimizer)
+    inputs, _ = data()[:4]
+    with pytest.raises(UserError, match="has wrapped the optimizer after"):
+        model(inputs).sum().backward()
+    averager.close()
+    del wrapped
+
+
+@pytest.mark.mpi
+def test_a_bare_tensor_as_a_state_is_compared_between_ranks(job, together):
+    if job.world.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+
+    class Bare:
+        def state_dict(self):
+            return torch.full((2,), float(job.world.rank))
+
+        def load_state_dict(self, state):
+            pass
+
+    model = make_model()
+    loop = Loop(job, together, model, sgd(model.parameters()))
+    with pytest.raises(UserError, match="the state of 'it'.* differs"):
+        loop.register("it", Bare())
+    loop.close()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of the plain one's
+@pytest.mark.mpi
+@pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
+def test_a_scheduler_made_before_horovod_wrapped_the_optimizer_goes_on(job, together):
+    hvd = runtime.start_horovod(job.world)
+    rates = []
+    for epochs in (1, 2):
+        model = make_model()
+        plain = sgd(model.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+        optimizer = hvd.DistributedOptimizer(plain)
+        with Loop(job, together, model, optimizer) as loop:
+            loop.register("schedule", schedule)
+            for _, batches in loop.epochs(data(), batch=BATCH, epochs=epochs):
+                for inputs, targets in batches:
+                    optimizer.zero_grad()
+                    torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+                    optimizer.step()
+                schedule.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.05, 0.025]
