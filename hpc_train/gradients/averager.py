@@ -206,7 +206,7 @@ def average_gradients(
     if is_wrapped(optimizer):
         from hpc_train.gradients.wrapped import wrapped_averager
 
-        averager = wrapped_averager(model, optimizer, group, engine, options)
+        averager = wrapped_averager(model, optimizer, group, engine, options, reduction)
     elif engine == "horovod" and group.size > 1:
         from hpc_train.gradients.horovod import horovod_averager
 

@@ -54,7 +54,6 @@ class Facts:
         late: gradients came after the sum of their bucket had begun.
         changed: the optimizer has other parameters than the averager.
         restless: it must not begin sums before `average` in the next step.
-        used: by parameter, (parameters,) of bool: it has a gradient.
     """
 
     used: np.ndarray

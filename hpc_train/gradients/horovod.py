@@ -121,7 +121,7 @@ class DistributedSums:
             if flat.numel():
                 self.stands[parameter] = parameter.detach().new_zeros(()).expand(parameter.shape)
                 form.flats[id(self.stands[parameter])] = flat
-                named.append((f"{label}.{names.get(parameter, number)}", parameter))
+                named.append((f"{label}.{names.get(parameter, f'outside-{number}')}", parameter))
         self._distributed: Any = None  # without parameters
         if named:
             with torch.enable_grad():  # it looks for the graph's nodes that accumulate gradients

@@ -70,7 +70,7 @@ class PendingGradient(Tensor):
             raise UserError(
                 "Horovod averages gradients that are averaged already: hvd.DistributedOptimizer "
                 "has wrapped the optimizer after it was given to the loop or the averager",
-                "wrap it first, or leave hvd.DistributedOptimizer out",
+                "give what hvd.DistributedOptimizer returned, or leave it out",
             )
         return self.averaged().type(*args, **kwargs)
 

@@ -57,20 +57,24 @@ def hvd(job):
     return runtime.start_horovod(job.world)
 
 
-def wrapped(hvd, job, passes=1):
+def wrapped(hvd, job, passes=1, before=lambda optimizer: None):
     """A model that starts with another rank's weights, its wrapped optimizer, and the averager."""
     model = build(seed=job.world.rank)
     optimizer = hvd.DistributedOptimizer(
         adamw(model), model.named_parameters(), backward_passes_per_step=passes
     )
+    before(optimizer)
     return model, optimizer, average_gradients(model, optimizer, job.world)
 
 
-def test_it_averages_once(job, hvd, monkeypatch):
-    model, optimizer, averager = wrapped(hvd, job)
+def test_it_averages_once(job, hvd):
     calls = []
-    synchronize = optimizer.synchronize
-    monkeypatch.setattr(optimizer, "synchronize", lambda: (calls.append(1), synchronize()))
+
+    def count(optimizer):
+        synchronize = optimizer.synchronize
+        optimizer.synchronize = lambda: (calls.append(1), synchronize())
+
+    model, optimizer, averager = wrapped(hvd, job, before=count)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)  # Horovod's takes no argument
         loss(model, step, job.world.rank).backward()
@@ -113,6 +117,47 @@ def test_clipping_sees_the_mean(job, hvd, by, recwarn):
     assert_same(model, plain(job.world.size, clip=0.1))
 
 
+@pytest.mark.parametrize("by", ["average", "synchronize", "norm"])
+@pytest.mark.parametrize("drop", ["optimizer", "model"])
+def test_a_step_given_up_after_averaging(job, hvd, by, drop):
+    model, optimizer, averager = wrapped(hvd, job)
+    for step in range(STEPS):
+        loss(model, step + 10, job.world.rank).backward()
+        {"average": averager.average, "norm": averager.norm}.get(by, optimizer.synchronize)()
+        (optimizer if drop == "optimizer" else model).zero_grad()
+        loss(model, step, job.world.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    averager.close()
+    assert_same(model, plain(job.world.size))
+
+
+def test_closed_after_averaging_it_averages_again(job, hvd):
+    model, optimizer, averager = wrapped(hvd, job)
+    loss(model, 10, job.world.rank).backward()
+    averager.average()
+    averager.close()
+    optimizer.zero_grad()
+    for step in range(STEPS):
+        loss(model, step, job.world.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, plain(job.world.size))
+
+
+def test_other_operations_and_frozen_parameters_are_refused(job, hvd):
+    if job.world.size == 1:
+        pytest.skip("one rank has nothing to average")
+    model = build(0)
+    added = hvd.DistributedOptimizer(adamw(model), model.named_parameters(), op=hvd.Sum)
+    refused("its op is not hvd.Average", lambda: average_gradients(model, added, job.world))
+    model = build(0)
+    model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(adamw(model), model.named_parameters())
+    model.requires_grad_(True)
+    refused("were frozen, when it was", lambda: average_gradients(model, optimizer, job.world))
+
+
 def test_it_is_horovods_alone_again_afterwards(job, hvd):
     model, optimizer, averager = wrapped(hvd, job)
     for step in range(STEPS):
@@ -137,6 +182,7 @@ def refused(match, call):
         ({"average_every": 2}, "average_every"),
         ({"zero": 1}, "zero"),
         ({"two_level": "on"}, "two_level"),
+        ({"engine": "horovod", "reduction": "adasum"}, "reduction adasum"),
     ],
 )
 def test_what_horovod_would_not_do_is_refused(job, hvd, options, name):
@@ -167,7 +213,7 @@ def test_parameters_that_horovod_does_not_know_are_an_error(job, hvd):
     optimizer.add_param_group({"params": [more]})
     loss(model, 0, job.world.rank).backward()
     refused("Horovod does not average their gradients", optimizer.step)
-    optimizer.synchronize()
+    averager._synchronize()
     averager.close()
 
 
@@ -181,5 +227,5 @@ def test_ranks_that_take_different_steps_are_told(job, hvd):
             averager.leave_step()
         else:
             optimizer.step()
-    optimizer.synchronize()
+    averager._synchronize()
     averager.close()

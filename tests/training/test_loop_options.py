@@ -765,3 +765,16 @@ def test_an_optimizer_that_horovod_has_wrapped(job, together, options):
         # On more ranks the order of additions depends on what Horovod fuses.
         (equal if job.world.size <= 2 else close)(rest.state(), whole.state())
     assert rest.steps == whole.steps - 5
+
+
+@pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
+@pytest.mark.mpi
+def test_steps_that_are_not_finite_with_an_optimizer_that_horovod_has_wrapped(job, together):
+    hvd = runtime.start_horovod(job.world)
+
+    def wrapped(parameters):
+        return hvd.DistributedOptimizer(sgd(parameters))
+
+    options = {"optimizer": wrapped, "precision": "float16", "clip_norm": 0.05}
+    with (mine := Job(job, together / "run", **options)).loop:
+        close(mine.train(skipped=(2, 5)).state(), plain(clip=0.05, skipped=(2, 5)))
