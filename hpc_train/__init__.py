@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hpc_train.config import GradientsSection as GradientsSection
     from hpc_train.config import RunConfig as RunConfig
     from hpc_train.config_file import load as load_config
-    from hpc_train.data.workers import start_workers as start_workers
+    from hpc_train.data.fork_server import start_workers as start_workers
     from hpc_train.mpi.runtime import Runtime as Runtime
     from hpc_train.training.loop import Loop as Loop
     from hpc_train.training.program import run as run
@@ -38,7 +38,7 @@ _HOMES = {
     "Trainer": ("hpc_train.training.trainer", "Trainer"),
     "load_config": ("hpc_train.config_file", "load"),
     "run": ("hpc_train.training.program", "run"),
-    "start_workers": ("hpc_train.data.workers", "start_workers"),
+    "start_workers": ("hpc_train.data.fork_server", "start_workers"),
 }
 
 

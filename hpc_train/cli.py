@@ -44,7 +44,7 @@ def _forked(arguments: list[str]) -> int | None:
     cold = "--cold" in arguments
     if cold:
         arguments.remove("--cold")
-    launch = None if cold or stand_in.forked else environment.read(os.environ)
+    launch = None if cold or stand_in.forked_by else environment.read(os.environ)
     beside = launch is not None and (launch.local_size or 1) > 1
     if cold or not (beside or key.WARM in os.environ):
         return None
@@ -118,7 +118,7 @@ def train(arguments: Sequence[str]) -> int:
     try:  # before MPI, after which no process may be started
         settings = config_file.load(path, options)
         if settings.data.workers:
-            from hpc_train.data.workers import start_workers
+            from hpc_train.data.fork_server import start_workers
 
             start_workers()
     except Exception as error:  # noqa: BLE001  # raised where the other ranks hear of it

@@ -142,6 +142,8 @@ def main(runtime):
     loop = hpc_train.Loop(
         runtime, sys.argv[1], model, optimizer, engine=sys.argv[2], hang_timeout=4
     )
+    if BEFORE and runtime.world.rank in WHO:
+        DOES
     data = torch.utils.data.TensorDataset(torch.ones(64, 2))
     for _, batches in loop.epochs(data, batch=4, epochs=2):
         for number, (inputs,) in enumerate(batches):
@@ -155,9 +157,10 @@ raise SystemExit(hpc_train.run(main))
 """
 
 
-def astray(folder, who, does, engine="mpi"):
+def astray(folder, who, does, engine="mpi", *, before=False):
     """A loop of 4 ranks in which some do something else; returns the error line."""
-    (folder / "astray.py").write_text(ASTRAY.replace("WHO", repr(who)).replace("DOES", does))
+    text = ASTRAY.replace("BEFORE", repr(before)).replace("WHO", repr(who)).replace("DOES", does)
+    (folder / "astray.py").write_text(text)
     words = [*python(str(folder / "astray.py")), str(folder / "checkpoints"), engine]
     done = run("mpirun", "-np", "4", *words, timeout=90)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -170,6 +173,12 @@ def test_a_rank_that_stays_away_in_the_users_code_is_named(tmp_path, engine):
     assert line.startswith(f"rank 2 ({HOST}) does not come, busy elsewhere or stuck")
     assert f"rank 0 ({HOST}) has waited " in line
     assert (" s for the sums of the gradients by Horovod" in line) == (engine == "horovod")
+
+
+def test_ranks_that_ask_for_a_mean_too_often_wait_for_it(tmp_path):
+    line = astray(tmp_path, (0, 1), "loop.mean(1.0)", before=True)
+    assert line.startswith("all ranks wait for each other: ")
+    assert f"ranks 0-1 ({HOST}) for loop.mean" in line
 
 
 def test_ranks_that_wait_in_different_operations_are_told_apart(tmp_path):

@@ -117,7 +117,7 @@ def test_mpi_io_without_mpi(program):
 
 def test_a_time_limit_that_leaves_no_step(program):
     line = refused(program.train("run", "--run.time_limit", "0", **RANKS))
-    assert "run.time_limit (0 s) is over before the first step" in line
+    assert "time_limit (0 s) is over before the first step" in line
 
 
 def test_nothing_to_validate_on(program, tmp_path):

@@ -228,7 +228,7 @@ def test_the_time_limit_stops_every_rank_with_75_before_it_is_over(program, laun
         begin, end = (datetime.strptime(t, "%Y-%m-%d %H:%M:%S,%f") for t in (times[0], times[-1]))
         assert (end - begin).total_seconds() < LIMIT
         assert (ended - begin).total_seconds() < LIMIT + 6
-    assert f"stopped by run.time_limit ({LIMIT} s)" in done.stdout
+    assert f"stopped by time_limit ({LIMIT} s)" in done.stdout
 
 
 @pytest.mark.slow("three jobs")

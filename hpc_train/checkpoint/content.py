@@ -210,5 +210,5 @@ class Content:
                 raise CheckpointMismatch(
                     f"{path} was made with {key} {saved.get(key)}, this run has "
                     f"{self.identity.get(key)}",
-                    f"set {key} back, or start anew with another run.dir",
+                    f"set {key} back, or start anew in another directory",
                 )

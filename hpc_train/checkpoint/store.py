@@ -382,7 +382,7 @@ class Checkpoints:
         if own and (source == "none" or (inside and not own[0].samefile(given[0]))):
             raise CheckpointMismatch(
                 f"{self.directory} has checkpoints beyond this start, up to {own[0].name}",
-                "give another run.dir, or move them away",
+                "give another directory, or move them away",
             )
         return own or given
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.data.fork_server import why_no_processes
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
-from hpc_train.data.workers import Processes, Task, Threads, why_no_processes
+from hpc_train.data.workers import Processes, Task, Threads
 from hpc_train.errors import ConfigError, HpcTrainError, RankError, UserError
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ class Loader:
             raise UserError(
                 f"the data set draws random numbers ({self.reader.sources}) in step {item}, and "
                 "drew none in the first step, so that it was read ahead",
-                f"set {'data.workers and ' if self.workers else ''}data.prefetch to 0",
+                f"set {'workers and ' if self.workers else ''}prefetch to 0",
             )
         self._looked.set()
         return step

@@ -78,7 +78,7 @@ class SampleOrder:
     def __init__(self, samples: int, batch: int, *, seed: int = 0, shuffle: bool = True) -> None:
         if samples < batch:
             raise ConfigError(
-                f"data.batch is {batch} but the data set has {samples} samples",
+                f"a batch has {batch} samples, and the data set has {samples}",
                 "use a smaller batch or more data",
             )
         self.samples = samples

@@ -1,8 +1,7 @@
 """Reads micro-batches by worker processes, or by threads, in the order of their steps.
 
-The processes are forked by Python's fork server, which `start_workers` starts before MPI. From then
-on nothing is forked in this process: a worker is asked for over a socket. torch's DataLoader takes
-the batches from there to here.
+Worker processes are forked by the process that `fork_server` has started, not by this one. torch's
+DataLoader takes the batches from there to here.
 """
 
 from __future__ import annotations
@@ -12,18 +11,15 @@ import multiprocessing
 import os
 import pickle
 import queue
-import re
 import signal
-import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from multiprocessing import connection, forkserver, resource_tracker
+from contextlib import suppress
+from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,126 +27,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hpc_train.data.reader import Reader
-from hpc_train.errors import HpcTrainError, RankError, UserError
+from hpc_train.errors import HpcTrainError, RankError
 
 Task = tuple[int, int, np.ndarray]  # step, place of the first sample in its batch, indices
-
-# What a launcher tells a rank: a worker that loads MPI must not take itself for this rank.
-OF_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "HOROVOD_")
-IN_WORKERS = {
-    "MPI4PY_RC_INITIALIZE": "0",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
-# Launchers and schedulers send these to all processes of a rank. Only the rank is to act on them.
-OF_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-GUARD = re.compile(r"^if\b.*__name__.*__main__", re.MULTILINE)
-
-
-def start_workers() -> None:
-    """Start the process that worker processes are forked from; call it before MPI starts.
-
-    Every rank calls it, before `hpc_train.run`, in the part of the script below
-    `if __name__ == "__main__":`. It returns at once. A second call does nothing, and neither does
-    one in a worker, which imports the script. The workers run on the cores that the rank has now.
-
-    Raises:
-        UserError: MPI runs already, or the script does its work when it is imported.
-    """
-    if _in_worker() or not _missing():
-        return
-    if _mpi_runs():
-        raise UserError(
-            "MPI runs already, and a process that uses MPI must not start others",
-            "call hpc_train.start_workers() before hpc_train.run(), hvd.init(), and the import of "
-            "mpi4py.MPI",
-        )
-    _check_guard()
-    forkserver.set_forkserver_preload(["__main__", "numpy", "torch", __name__])
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, OF_RANK)
-    try:
-        with _environment_of_workers():
-            resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, OF_RANK)  # which that has unblocked
-            forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    tracker: Any = resource_tracker._resource_tracker
-    _never_again(forkserver._forkserver, _missing)
-    _never_again(tracker, lambda: "" if tracker._check_alive() else "resource_tracker has ended")
-
-
-def why_no_processes() -> str:
-    """Why samples cannot be read by worker processes; "" if they can."""
-    if _in_worker():
-        return "this is a worker itself"
-    if missing := _missing():
-        return missing
-    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
-        return "torch's sharing strategy file_system would start a process"
-    return ""
-
-
-def _in_worker() -> bool:
-    importing = getattr(multiprocessing.current_process(), "_inheriting", False)
-    return importing or multiprocessing.parent_process() is not None
-
-
-def _missing() -> str:
-    """Why the fork server cannot be asked; "" if it lives."""
-    server: Any = forkserver._forkserver
-    pid = server._forkserver_pid
-    if pid is None:
-        return "hpc_train.start_workers() was not called before MPI started"
-    with suppress(ChildProcessError):
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return ""
-    return "the process that forks them has ended; its output says why"
-
-
-def _mpi_runs() -> bool:
-    mpi = sys.modules.get("mpi4py.MPI")
-    horovod = sys.modules.get("horovod.torch")
-    return bool((mpi and mpi.Is_initialized()) or (horovod and horovod.is_initialized()))
-
-
-def _check_guard() -> None:
-    main = sys.modules["__main__"]
-    name = getattr(main.__spec__, "name", "") or ""
-    file = getattr(main, "__file__", None)
-    if file is None or name.endswith("__main__"):
-        return  # which workers do not import
-    with suppress(OSError, UnicodeDecodeError):
-        if not GUARD.search(Path(file).read_text()):
-            raise UserError(
-                f'workers import {file}, and it has no line `if __name__ == "__main__":`',
-                "put what the script does below such a line",
-            )
-
-
-@contextmanager
-def _environment_of_workers() -> Iterator[None]:
-    mine = dict(os.environ)
-    for name in mine:
-        if name.startswith(OF_LAUNCHERS):
-            del os.environ[name]
-    os.environ.update(IN_WORKERS)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(mine)
-
-
-def _never_again(server: Any, check: Callable[[], str]) -> None:
-    """Have a helper process of Python's not be started anew, which it would be by a fork."""
-
-    def ensure_running() -> None:
-        if why := check():
-            raise OSError(why)
-
-    server.ensure_running = ensure_running
 
 
 class _Micro(Dataset[bytes]):
@@ -203,6 +82,8 @@ class Processes:
                 _iterator, _Micro(reader, seed), tasks, workers, ahead
             ).result()
         self._workers = [one for one in multiprocessing.active_children() if one not in before]
+        for one in self._workers:
+            _poll_one_by_one(one)
         atexit.register(self.kill)  # Python would ask them to end by SIGTERM, which they ignore
 
     def __iter__(self) -> Iterator[Any]:
@@ -214,7 +95,7 @@ class Processes:
             yield read
 
     def dead(self, timeout: float = 0.0) -> str:
-        """How a worker has ended within so many seconds, or ""."""
+        """How a worker has ended, or "" if none ends within `timeout` seconds."""
         if not connection.wait([one.sentinel for one in self._workers], timeout):
             return ""
         codes = [one.exitcode for one in self._workers if one.exitcode is not None]
@@ -231,6 +112,21 @@ class Processes:
         for one in self._workers:
             if one.is_alive():
                 one.kill()
+
+
+def _poll_one_by_one(worker: Any) -> None:
+    """Keep two threads, DataLoader's and ours, from reading a worker's exit code at once.
+
+    The fork server sends it once. Whoever reads second would take it for exit code 255.
+    """
+    poll, lock = worker._popen.poll, threading.Lock()
+
+    def locked(flag: int = os.WNOHANG) -> int | None:
+        with lock:
+            code: int | None = poll(flag)
+            return code
+
+    worker._popen.poll = locked
 
 
 def _iterator(micro: _Micro, tasks: Iterable[Task], workers: int, ahead: int) -> Iterator[bytes]:
@@ -283,7 +179,7 @@ class Threads:
             ).start()
 
     def read(self, tasks: Iterable[Task], ahead: int) -> Iterator[Any]:
-        """Read these micro-batches, so many of them ahead; iterate to the end."""
+        """Read these micro-batches, at most `ahead` of them ahead; iterate to the end."""
         rest, asked, given, many = iter(tasks), 0, 0, len(self._asked)
         while True:
             while asked < given + ahead and (task := next(rest, None)) is not None:

@@ -119,7 +119,7 @@ class Filling:
         self._arrived(slot)
 
     def _arrived(self, slot: Slot) -> None:
-        """Begin the sums of which all is there."""
+        """Count a gradient, and begin the sums of buckets that now have all of theirs."""
         if slot.arrived == slot.expected:
             self._left[slot.home] -= 1
             while self.begun < len(self.by_bucket) and not self._left[self.begun]:

@@ -20,6 +20,8 @@ them. What is known to go wrong with it does not here, without a change to it:
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -45,6 +47,8 @@ from hpc_train.mpi.group import Group
 if TYPE_CHECKING:
     from hpc_train.collectives.steps import Steps
     from hpc_train.gradients.choice import Options
+
+logger = logging.getLogger(__name__)
 
 Reduction = Literal["mean", "adasum"]
 
@@ -141,11 +145,11 @@ class DistributedSums:
         return f"gradients.{cls.made}"
 
     def begin(self, number: int) -> Steps[None]:
-        """Horovod's hooks do it."""
-        raise NotImplementedError
+        """Nothing is left to do: Horovod's hooks begin it, or else `synchronize` does."""
+        yield from ()
 
     def begin_in(self, passes: int) -> None:
-        """Begin sums in so many backward passes from now; 0: not before `synchronize`."""
+        """Begin sums in the step's backward pass number `passes`; 0: in `synchronize`."""
         if self._distributed is not None:
             self._distributed.set_backward_passes_per_step(passes or NEVER)
 
@@ -318,8 +322,11 @@ def horovod_averager(
         SetupError: Horovod is missing or does not load.
     """
     _check(options, reduction)
-    hvd, process_set = _start(group, options)
-    options.check(trained(model, optimizer))
+    fusion_bytes = None if reduction == "adasum" else options.bucket_bytes
+    hvd, process_set = _start(group, 0 if options.deterministic else fusion_bytes)
+    parameters = trained(model, optimizer)
+    options.check(parameters)
+    _check_device(hvd, parameters)
     if reduction == "adasum":
         from hpc_train.gradients.adasum import AdasumAverager
 
@@ -351,7 +358,39 @@ def _check(options: Options, reduction: Reduction) -> None:
             raise UserError(f"{name} and engine horovod do not go together", "use engine mpi")
 
 
-def _start(group: Group, options: Options) -> tuple[Any, Any]:
+def _check_device(hvd: Any, parameters: Sequence[Parameter]) -> None:
+    """Refuse GPUs whose memory Horovod cannot read; it would fail in the first step."""
+    devices = {p.device for p in parameters if p.device.type != "cpu"}
+    if devices and not (hvd.cuda_built() or hvd.rocm_built()):
+        raise UserError(
+            f"parameters are on {devices.pop()}, and Horovod is built for processors alone",
+            "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL, or use engine mpi",
+        )
+
+
+def _check_fusion(asked: int | None, group: Group) -> None:
+    """Tell that Horovod runs with another fusion buffer than was asked for.
+
+    Raises:
+        UserError: no fusion was asked for, as results depend on it.
+    """
+    has = os.environ.get(runtime.THRESHOLD, "its default")
+    if asked == 0 and has != "0":
+        raise UserError(
+            "deterministic needs Horovod without fusion, and it runs already, with fusion",
+            f"set {runtime.THRESHOLD}=0 before Horovod starts",
+        )
+    if asked is not None and has != str(asked) and group.rank == 0:
+        logger.warning(
+            "Horovod keeps the fusion buffer that it has started with (%s=%s): bucket_bytes=%d has "
+            "no effect",
+            runtime.THRESHOLD,
+            has,
+            asked,
+        )
+
+
+def _start(group: Group, fusion_bytes: int | None) -> tuple[Any, Any]:
     """The module horovod.torch, running, and the process set of the group's ranks. Collective."""
     remedy = "call runtime.start_horovod(world, process_sets) on all ranks of the job first"
     hvd = runtime.running_horovod()
@@ -360,8 +399,8 @@ def _start(group: Group, options: Options) -> tuple[Any, Any]:
             raise UserError(
                 f"engine horovod is to average over {group.size} ranks, not all of the job", remedy
             )
-        fusion_bytes = 0 if options.deterministic else options.bucket_bytes
         hvd = runtime.start_horovod(group, fusion_bytes=fusion_bytes)
+    _check_fusion(fusion_bytes, group)
     ranks = group.gathered(hvd.rank())
     try:
         return hvd, runtime.process_set(hvd, ranks)

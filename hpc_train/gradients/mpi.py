@@ -229,10 +229,11 @@ class MpiAverager:
         if heard.fresh:
             self._publish(heard.used.tolist())
             filling.learn(restless=heard.restless or heard.late)
+        filling.over, filling.stirred = True, False
+        self._restless, self._drops = False, 0
         if heard.changed:
             self._include()
-        filling.over, filling.stirred = True, False
-        self._done, self._restless, self._drops = True, False, 0
+        self._done = True
 
     def _check(self) -> tuple[bool, HpcTrainError | None]:
         return self._filling.check()
@@ -274,12 +275,18 @@ class MpiAverager:
             UserError: the ranks' optimizers have different parameters, or share some by
                 `memory.zero`.
         """
-        if self.group.size > 1:
-            new = self._new()
-            added.check(self.group, new)
-            for parameter in new:
-                self._collectives.broadcast_(parameter.data)
-            self._replan()
+        if self.group.size == 1:
+            return
+        new = self._new()
+        added.check(self.group, new)
+        for parameter in new:
+            self._collectives.broadcast_(parameter.data)
+        stirred = bool(self.group.largest(int(self._filling.stirred)))
+        if stirred:  # a step has begun, which loses nothing
+            self._done = False
+            self.average()
+        self._replan()
+        self._filling.over = self._done = stirred
 
     def _include(self) -> None:
         """Average what new parameters have got in this step. Collective.

@@ -178,8 +178,9 @@ def start_horovod(
         world: all ranks of the job.
         process_sets: world ranks of each, ascending; the same on all ranks, without duplicates, and
             without the set of all.
-        fusion_bytes: size of the buffer in which it sums what it fuses; 0: it fuses nothing. By
-            default its own.
+        fusion_bytes: size of the buffer in which it sums what it fuses; 0 disables fusion. By
+            default its own. The size stays as it is if Horovod runs already, or if the user has set
+            HOROVOD_FUSION_THRESHOLD.
 
     Returns:
         The module horovod.torch.
@@ -193,8 +194,6 @@ def start_horovod(
     known = _process_sets(hvd) if running else {}
     missing = [list(ranks) for ranks in process_sets if tuple(ranks) not in known]
     settings = horovod_settings(os.environ, fusion_bytes)
-    if running and world.rank == 0 and fusion_bytes is not None and THRESHOLD in settings:
-        logger.warning("Horovod runs already, and keeps the size of its fusion buffer")
     if running and not missing:
         return hvd
     if running:

@@ -58,8 +58,8 @@ def blame(asker: int, states: Mapping[int, State], hosts: Sequence[str]) -> HpcT
     if busy:
         return HpcTrainError(
             f"{_who(busy, hosts)} not come, busy elsewhere or stuck: {waits}",
-            "the log of the missing rank shows where it is; if it needs so long, raise "
-            "run.hang_timeout",
+            "the log of the missing rank shows where it is; if it needs that long, raise "
+            "hang_timeout",
         )
     return HpcTrainError(
         f"all ranks wait for each other: {_waits(states, hosts)}",

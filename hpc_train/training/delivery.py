@@ -20,6 +20,7 @@ from hpc_train.data.loader import Loader, Part
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import ConfigError, Stopped, UserError
 from hpc_train.gradients import GradientAverager
+from hpc_train.gradients.ownership import is_wrapped
 from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
@@ -62,6 +63,21 @@ def micro_batches(batch: int, ranks: int, rank: int, accumulate: int) -> list[Pa
         )
     size = batch // unit
     return [Part((number * ranks + rank) * size, size) for number in range(accumulate)]
+
+
+def check_passes(optimizer: Any, accumulate: int) -> None:
+    """Refuse more backward passes per step than Horovod was told of.
+
+    Raises:
+        UserError: the optimizer was wrapped for fewer.
+    """
+    passes = getattr(optimizer, "backward_passes_per_step", accumulate)
+    if is_wrapped(optimizer) and passes < accumulate:
+        raise UserError(
+            f"accumulate is {accumulate}, and the optimizer was wrapped with "
+            f"backward_passes_per_step={passes}",
+            f"wrap it with backward_passes_per_step={accumulate}",
+        )
 
 
 def _raise_at_end(error: Exception, failed: bool) -> None:

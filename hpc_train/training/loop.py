@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from hpc_train.parallel import batch_norm as batch_norms
 from hpc_train.parallel.batch_norm import BatchNorm
 from hpc_train.processor import Matmul
 from hpc_train.training.averaging import held_whole
-from hpc_train.training.delivery import micro_batches
+from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
 from hpc_train.training.heartbeat import Heartbeat
@@ -77,10 +77,11 @@ class Loop(Stepping):
             numbers: "stop" before it is written, or "warn".
         time_limit: seconds after which it stops with a checkpoint; "auto": before the end of the
             SLURM or PBS job that it is in.
-        hang_timeout: seconds that a rank in `epochs` waits for another before the job ends with an
-            error; 0: for ever.
-        hang_steps: the same between two steps, in times of the longest one so far, and at least
-            60 s; 0: not so, for a loop in which one rank may work while the others wait.
+        hang_timeout: seconds that a rank waits for another in a call of the loop before the job
+            ends with an error; 0 disables it.
+        hang_steps: limits the wait between two steps to `hang_steps` times the longest one so far,
+            and at least 60 s. 0 disables it, for a loop in which one rank may work while others
+            wait.
         matmul: how `hpc_train.models.linear` multiplies float32 matrices, as `precision.matmul`.
     """
 
@@ -125,7 +126,7 @@ class Loop(Stepping):
         what = "what the loop was given (Loop's options)"
         same(group, what, repr((*given, nonfinite)), "give all ranks the same")
         self.clip_norm, self._zero = clip_norm, zero
-        self._begun = False
+        self._begun = self._enough = False
         self._reading = threading.RLock()  # what is evaluated may be a part of what is trained on
         local = group if self._gradients.average_every > 1 else None
         self.scaler = LossScaler(getattr(torch, precision), local) if precision else None
@@ -169,6 +170,11 @@ class Loop(Stepping):
         except HpcTrainError:  # the same one on all ranks
             self.averager.close()
             raise
+        # What the user calls meets on a communicator of its own: on one with other agreements, a
+        # rank that calls `mean` too often would take their numbers for the mean.
+        self._calls = group.duplicate()
+        self._watched = ExitStack()
+        self._watched.enter_context(watch_over(group, hang_timeout))
 
     def _averager(self, model: nn.Module, zero: int, cores: int) -> GradientAverager:
         asked = self._gradients
@@ -259,6 +265,7 @@ class Loop(Stepping):
         with agreed(self.group):
             whole_numbers(batch=(batch, 1), epochs=(epochs, 0))
             parts = micro_batches(batch, self.group.size, self.group.rank, accumulate)
+            check_passes(self.optimizer, accumulate)
             order = SampleOrder(samples, batch, seed=seed, shuffle=shuffle)
         what = "what the loop was given (size of the data set, batch, epochs, seed ...)"
         given = repr((samples, batch, epochs, seed, shuffle, accumulate))
@@ -267,7 +274,6 @@ class Loop(Stepping):
         last = epochs * order.steps_per_epoch
         with (
             claimed_by_job(self.group, self.checkpoints.directory, self.hang_timeout) as claim,
-            watch_over(self.group, self.hang_timeout),
             closing(self._stop_requests()) as stop,
             landing(self.checkpoints),
             self._until_end(),
@@ -277,6 +283,7 @@ class Loop(Stepping):
             with agreed(self.group):
                 loader = load(order, parts, first_step=done + 1, last_step=last)
             self._requests = stop
+            stop.enough, self._enough = self._enough, False
             try:
                 yield from self._delivered(self._batches(loader, stop, seed), order, last)
             except GeneratorExit:
@@ -290,10 +297,21 @@ class Loop(Stepping):
     def stop(self) -> None:
         """Ask that training ends after this step, with a checkpoint, as if it were the last one.
 
-        One rank may call it, or several. A loop that is started again goes on from there.
+        One rank may call it, or several. Before the first batch it ends training without a step. A
+        loop that is started again goes on from there.
         """
-        if self._requests is not None:
+        if self._requests is None:
+            self._enough = True
+        else:
             self._requests.enough = True
+
+    @property
+    def step_number(self) -> int:
+        """The number of the step whose batch was given last, from 1; 0 before the first one.
+
+        It goes on over restarts, so a learning rate that is set by it needs no checkpoint.
+        """
+        return self._given
 
     def close(self) -> None:
         """End a loop that was left, with a checkpoint, and release what it holds. Collective.
@@ -311,6 +329,8 @@ class Loop(Stepping):
         self.checkpoints.close()
         self.averager.close()
         batch_norms.release(self.checkpoints.model, self.collectives)
+        self._calls.close()
+        self._watched.close()
 
     def __enter__(self) -> Loop:
         return self
@@ -358,9 +378,7 @@ class Loop(Stepping):
     def mean(self, value: torch.Tensor | float) -> float:
         """The mean of a number over the ranks. Collective."""
         self._settle()
-        total = torch.as_tensor(value, dtype=torch.float64).detach().cpu().clone()
-        self.collectives.sum_(total)
-        return float(total) / self.group.size
+        return math.fsum(self._calls.gathered(float(value), "loop.mean")) / self.group.size
 
     def evaluate(
         self,
@@ -381,7 +399,8 @@ class Loop(Stepping):
         Args:
             dataset: map-style, the same on all ranks.
             per_sample: of a batch, as the data set gives it: a tensor of shape (samples,), or a
-                dict of several such. Ranks call it unequally often, so it holds no collective.
+                dict of several such. Ranks call it unequally often, so it holds no collective. What
+                it draws depends on the number of ranks; what the data set draws does not.
             batch: samples at a time over the whole job.
             collate_fn: as for `epochs`.
 
@@ -395,13 +414,13 @@ class Loop(Stepping):
         """
         self._check_open()
         self._settle()
-        with agreed(self.group):
+        with agreed(self._calls):
             reader = Reader(dataset, self._reading, collate_fn)
         waiting = self.group.waiting
         limit, waiting.limit = waiting.limit, math.inf  # of a step without an evaluation
         Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.hang_timeout)
         try:
-            return evaluate(self.group, reader, per_sample, batch, self._in_one_state())
+            return evaluate(self._calls, reader, per_sample, batch, self._in_one_state())
         finally:
             waiting.limit = limit
 

@@ -138,7 +138,7 @@ class StopRequests:
             return f"the file {self.file}"
         if reason == TIME_LIMIT:
             given = "the end of the job" if self.time_limit is None else f"{self.time_limit:.0f} s"
-            return f"run.time_limit ({given})"
+            return f"time_limit ({given})"
         return signal.Signals(reason).name if reason else None
 
     def leave(self, group: Group) -> None:

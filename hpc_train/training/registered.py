@@ -209,7 +209,7 @@ class Registered(More):
                     )
             for name, thing in self.things.items():
                 if name in saved:
-                    thing.load_state_dict(decode(saved[name], self._tensors))
+                    self._restore(name, thing, decode(saved[name], self._tensors))
             steering = [name for name, thing in self.things.items() if self._steers(thing)]
             if "" in saved and steering and all(name in saved for name in steering):
                 self._restore_groups(decode(saved[""], self._tensors))
@@ -223,6 +223,16 @@ class Registered(More):
                 "the checkpoint has the state of %s, which is no longer registered: it is dropped",
                 ", ".join(gone),
             )
+
+    def _restore(self, name: str, thing: Registrable, state: Any) -> None:
+        try:
+            thing.load_state_dict(state)
+        except Exception as error:
+            raise CheckpointMismatch(
+                f"{name!r}, which loop.register was given, does not take the checkpoint's state "
+                f"({type(error).__name__}: {error})",
+                "make it as before, or register it under another name: then it begins anew",
+            ) from error
 
     def _restore_groups(self, options: list[dict[str, Any]]) -> None:
         groups = self.optimizer.param_groups

@@ -98,6 +98,6 @@ def _usable(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"run.dir {directory} cannot be written ({error.strerror}: {error.filename})",
+            f"{directory} cannot be written ({error.strerror}: {error.filename})",
             "give a folder that you may write to, or free space",
         ) from None

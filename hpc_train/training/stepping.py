@@ -147,7 +147,7 @@ class Stepping(Delivery):
         return norm
 
     def weight(self, items: int) -> float:
-        """The factor for a loss that is a mean over so many items of this rank. Collective.
+        """The factor for a loss that is a mean over `items` items of this rank. Collective.
 
         For losses whose items are not the samples: tokens that count, pixels under a mask. With it
         the mean over the ranks is one over all items. A rank without any gets 0, and may leave the

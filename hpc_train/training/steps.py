@@ -72,7 +72,7 @@ def guarded_steps(
         if reason:
             # What was started again shortly before its end has done its part in the time before.
             first = done == loader.steps.start - 1 and not restarts()
-            if first and reason.startswith("run.time_limit"):
+            if first and reason.startswith("time_limit"):
                 raise ConfigError(f"{reason} is over before the first step", "give more time")
             saving.last(checkpoints, taken(done))
             if stop.ended:

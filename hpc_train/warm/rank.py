@@ -57,7 +57,7 @@ def become(request: Request, folder: str) -> None:
     Raises:
         OSError: the kernel does not let this process have it.
     """
-    stand_in.forked = True
+    stand_in.forked_by = folder
     values = request.values
     # A signal to its own process group is not to reach the server. But the session stays: Linux
     # schedules sessions apart (sched(7), autogroup), and ranks that wait could yield to no other.

@@ -44,10 +44,14 @@ _LIBC = ctypes.CDLL(None)
 
 @dataclass
 class Peer:
-    """A stand-in: its connection, and the rank that was forked for it."""
+    """A stand-in: its connection, and the rank that was forked for it.
+
+    Or a rank, and a process beside it.
+    """
 
     connection: socket.socket
     pid: int = 0
+    beside: bool = False
 
 
 def main() -> None:
@@ -173,7 +177,7 @@ class Server:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         server, pid = os.getpid(), os.fork()
         if pid:
-            peer.pid = pid
+            peer.pid, peer.beside = pid, request.values["beside"]
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             for descriptor in request.descriptors:
                 os.close(descriptor)
@@ -225,6 +229,8 @@ class Server:
             with suppress(OSError):
                 peer.connection.send(packed({"status": status}))
             self._drop(peer)
+            if peer.beside:
+                return
         final = os.WIFEXITED(status) and os.WEXITSTATUS(status) in FINAL
         shared = bool(os.environ.get(LOAD))  # by several jobs: one's end is not all's
         wait = AFTER if final and not shared else max(AFTER, self._linger)

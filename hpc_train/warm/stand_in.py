@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hpc_train.warm.key import WARM, WHY, binding, is_off, packed, text_of
 from hpc_train.warm.meeting import Cold, clear_killed, connect, descriptors
@@ -32,8 +32,8 @@ PATIENCE = 5.0  # seconds that a signal to end waits for a server that does not 
 MESSAGE = 1 << 18  # bytes of a request; a larger environment starts cold
 DESCRIPTORS = 250  # that one message may carry (SCM_MAX_FD is 253)
 
-forked = False
-"""Whether a server has forked this process: then it is the rank, and asks for no other fork."""
+forked_by = ""
+"""The folder of the server that has forked this process, which is a rank then; "" if none has."""
 
 
 def command(program: Sequence[str]) -> list[str]:
@@ -71,7 +71,7 @@ def start(program: Sequence[str], path: str) -> int | None:
         Its exit code; None: it has to start cold. If a signal ended it, that signal ends this
         process, too.
     """
-    if forked or is_off(os.environ):
+    if forked_by or is_off(os.environ):
         return None
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # nothing is lost from here on
     try:
@@ -79,7 +79,7 @@ def start(program: Sequence[str], path: str) -> int | None:
         server = connect()
         try:
             held = HELD if list(program[:3]) == ["-m", "hpc_train", "train"] else ()
-            hand_over(server, program, path, {*map(int, mask), *map(int, held)})
+            hand_over(server, program, path, mask={*mask, *held}, numbers=inherited(server))
             group = started(server)
         except (OSError, ValueError) as error:
             server.close()
@@ -106,15 +106,36 @@ def check(program: Sequence[str]) -> None:
         raise Cold(f"{program[0]} is no file")
 
 
-def hand_over(server: socket.socket, program: Sequence[str], path: str, mask: set[int]) -> None:
-    """Send the server all that makes this process a rank.
+def inherited(server: socket.socket) -> list[int]:
+    """The descriptors of this process that a program which it executes would have."""
+    return [n for n in descriptors() if n != server.fileno() and (n < 3 or os.get_inheritable(n))]
+
+
+def hand_over(
+    server: socket.socket,
+    program: Sequence[str],
+    path: str,
+    *,
+    mask: set[int],
+    numbers: Sequence[int],
+    environ: Mapping[bytes, bytes] = os.environb,
+    beside: bool = False,
+) -> None:
+    """Send the server all that makes a process like this one of its fork.
+
+    Args:
+        server: the connection to it.
+        program: -m and a module, or a script, with arguments.
+        path: first entry of sys.path.
+        mask: signals that are blocked in the fork.
+        numbers: descriptors that it gets, under the same numbers.
+        environ: its environment variables.
+        beside: it is no rank, but a process beside one.
 
     Raises:
+        Cold: too many descriptors are open.
         OSError: it is too much, or the server is gone.
     """
-    numbers = [
-        n for n in descriptors() if n != server.fileno() and (n < 3 or os.get_inheritable(n))
-    ]
     if len(numbers) > DESCRIPTORS:
         raise Cold(f"{len(numbers)} descriptors are open")
     umask = os.umask(0)
@@ -124,7 +145,7 @@ def hand_over(server: socket.socket, program: Sequence[str], path: str, mask: se
     request = {
         "program": list(program),
         "path": path,
-        "environ": dict(os.environb),
+        "environ": dict(environ),
         "umask": umask,
         "limits": [
             (getattr(resource, n), *resource.getrlimit(getattr(resource, n))) for n in limits
@@ -134,7 +155,8 @@ def hand_over(server: socket.socket, program: Sequence[str], path: str, mask: se
         "memory": text_of("/proc/self/oom_score_adj").strip(),
         "mask": sorted(int(number) for number in mask),
         "ignored": sorted(int(number) for number in ignored),
-        "descriptors": numbers,
+        "descriptors": list(numbers),
+        "beside": beside,
     }
     server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
     here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -64,7 +64,7 @@ def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program):
     late = ["--setup", 'test "$SLURM_RESTART_COUNT" || sleep 30']
     chain = ["--time", "00:01:00", *late, *options, "--run.steps", "1000000"]
     job = submit(up, program, "chain", *chain)
-    stopped = "stopped by run.time_limit (the end of the job)"
+    stopped = "stopped by time_limit (the end of the job)"
     wait_until(lambda: stopped in output(program, "chain"), 100)
     before = len(program.losses("chain"))
     wait_until(lambda: len(program.losses("chain")) > before + 20, 100)
@@ -176,7 +176,7 @@ def test_a_pbs_job_submits_itself_again_until_it_is_done(pbs, program, scheduler
 
     done = pbs.run(["qsub", str(script)], cwd=program.root)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: "stopped by run.time_limit (the end of the job)" in printed(), 60)
+    wait_until(lambda: "stopped by time_limit (the end of the job)" in printed(), 60)
     last = len(program.losses("run")) + 20
     steps.write_text(str(last))
     wait_until(lambda: len(program.losses("run")) == last, 120)

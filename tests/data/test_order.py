@@ -76,5 +76,5 @@ def test_an_epochs_batches_do_not_overlap_and_leave_less_than_one_over():
 
 
 def test_too_little_data_for_a_batch_is_an_error():
-    with pytest.raises(ConfigError, match=r"data.batch is 11 but the data set has 10 samples"):
+    with pytest.raises(ConfigError, match=r"a batch has 11 samples, and the data set has 10"):
         SampleOrder(10, 11)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from hpc_train.data import manifest, workers
+from hpc_train.data import fork_server, manifest
 from hpc_train.data.loader import Loader, cut
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.shards import TokenDataset
@@ -80,8 +80,8 @@ def read_for_ever():
 def started():
     """A fork server, as a script has it that calls start_workers() first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "_mpi_runs", lambda: False)
-        workers.start_workers()
+        patch.setattr(fork_server, "_mpi_runs", lambda: False)
+        fork_server.start_workers()
 
 
 def loader(dataset, *, ranks=1, rank=0, micro_batch=None, first=1, **options):
@@ -119,7 +119,7 @@ def test_processes_give_the_same_batches(started, ranks, dataset, prefetch):
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("dataset", [Plain(), Drawing()], ids=["plain", "drawing"])
 def test_threads_give_the_same_batches(monkeypatch, dataset, prefetch, count):
-    monkeypatch.setattr(workers.forkserver._forkserver, "_forkserver_pid", None)
+    monkeypatch.setattr(fork_server, "_state", None)
     expected = batches(copy.deepcopy(dataset), micro_batch=2)
     assert_same(batches(dataset, workers=count, prefetch=prefetch, micro_batch=2), expected)
 
@@ -200,7 +200,7 @@ def test_a_data_set_that_cannot_be_pickled_is_read_by_threads(started, caplog):
 
 def test_a_data_set_that_cannot_be_copied_is_read_by_one_thread(monkeypatch, caplog, tmp_path):
     caplog.set_level("INFO")
-    monkeypatch.setattr(workers.forkserver._forkserver, "_forkserver_pid", None)
+    monkeypatch.setattr(fork_server, "_state", None)
     dataset = Plain()
     with (tmp_path / "open").open("w") as dataset.file:
         assert_same(batches(dataset, workers=3), batches(Plain()))
@@ -234,10 +234,10 @@ def test_fetch_and_a_collate_are_refused():
 
 
 def test_it_is_refused_when_mpi_runs(monkeypatch):
-    monkeypatch.setattr(workers.forkserver._forkserver, "_forkserver_pid", None)
-    monkeypatch.setattr(workers, "_mpi_runs", lambda: True)
+    monkeypatch.setattr(fork_server, "_state", None)
+    monkeypatch.setattr(fork_server, "_mpi_runs", lambda: True)
     with pytest.raises(UserError, match="MPI runs already"):
-        workers.start_workers()
+        fork_server.start_workers()
 
 
 SCRIPT = """

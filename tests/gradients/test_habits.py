@@ -425,6 +425,33 @@ def test_new_parameters_with_other_values_on_each_rank_are_told_and_refreshed(jo
     assert all(value == values[0] for value in values)
 
 
+@ENGINES
+@pytest.mark.parametrize("seen", [False, True], ids=["unseen", "averaged"])
+def test_parameters_that_are_added_between_a_backward_pass_and_its_step(job, engine, seen):
+    """The averager is refreshed there, and the step keeps its gradients."""
+    found = []
+    for kind in (Ours, Plain):
+        model, new = build(), nn.Parameter(torch.ones(3).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options = {"engine": engine} if kind is Ours else {}
+        run = kind(job.world, model, optimizer, **options)
+        for step in range(7):
+            optimizer.zero_grad()
+            if step == 4:
+                run.model = lambda x, model=model, new=new: model(x) + new
+            run.backward(step)
+            if seen:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if step == 4:
+                optimizer.add_param_group({"params": [new]})
+                if kind is Ours:
+                    run.averager.refresh()
+            optimizer.step()
+        found.append([p.detach().clone() for p in [*model.parameters(), new]])
+        run.close()
+    assert all(torch.allclose(a, b, **EXACT) for a, b in zip(*found, strict=True))
+
+
 def test_optimizers_that_call_a_closure(job):
     def loop(run):
         for step in range(3):

@@ -28,7 +28,7 @@ def test_if_all_answer_those_that_wait_for_nobody_are_named():
     error = blame(2, {0: SUM, 1: BUSY, 2: State("an agreement", 9.0), 3: BUSY}, HOSTS)
     assert "rank 1 (node1), rank 3 (node3) do not come" in error.cause
     assert "rank 2 (node2) has waited 9 s for an agreement" in error.cause
-    assert "run.hang_timeout" in error.remedy
+    assert "raise hang_timeout" in error.remedy
 
 
 def test_if_all_wait_each_operation_is_named_with_its_ranks():

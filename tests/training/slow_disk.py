@@ -55,7 +55,7 @@ def case(folder: Path, data: Path, random: Random, limit: int) -> str:
     done = run(*(["mpirun", "-np", str(ranks)] if ranks > 1 else []), *words, environ=COLD)
     assert done.returncode == 75, done.stderr
     stopped = re.search(
-        r"stopped by run.time_limit \(\d+ s\) after step (\d+), checkpoint", done.stdout
+        r"stopped by time_limit \(\d+ s\) after step (\d+), checkpoint", done.stdout
     )
     assert stopped, done.stdout[-1000:]
     assert int(stopped[1]) == step_of(find(folder / "run" / "checkpoints", "auto")[0])

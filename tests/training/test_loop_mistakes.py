@@ -181,3 +181,47 @@ def test_a_scheduler_made_before_horovod_wrapped_the_optimizer_goes_on(job, toge
                 schedule.step()
                 rates.append(optimizer.param_groups[0]["lr"])
     assert rates == [0.05, 0.025]
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
+def test_more_micro_batches_than_horovod_was_told_of(job, together):
+    hvd = runtime.start_horovod(job.world)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), backward_passes_per_step=2)
+    with Loop(job, together, model, optimizer) as loop:
+        epochs = loop.epochs(data(), batch=12, epochs=1, accumulate=3)
+        with pytest.raises(UserError, match="wrap it with backward_passes_per_step=3"):
+            next(iter(epochs))
+
+
+def test_a_stop_before_the_first_batch(tmp_path):
+    model, optimizer, loop = make(tmp_path)
+    loop.stop()
+    with loop:
+        train(model, optimizer, loop)
+        assert loop.step_number == 0
+        train(model, optimizer, loop)  # it was asked for once
+        assert loop.step_number > 0
+
+
+def test_a_state_that_a_thing_does_not_take_is_told_by_its_name(tmp_path):
+    class Choosy:
+        def __init__(self, takes):
+            self.takes = takes
+
+        def state_dict(self):
+            return {"number": 3}
+
+        def load_state_dict(self, state):
+            if not self.takes:
+                raise KeyError("another")
+
+    for takes in (True, False):
+        model, optimizer, loop = make(tmp_path)
+        loop.register("choosy", Choosy(takes))
+        if takes:
+            with loop:
+                train(model, optimizer, loop)
+    with pytest.raises(CheckpointMismatch, match="'choosy'.* does not take .*KeyError: 'another'"):
+        train(model, optimizer, loop, epochs=3)

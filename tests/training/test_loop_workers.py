@@ -13,10 +13,11 @@ from tests import programs
 SCRIPT = str(Path(__file__).with_name("workers_program.py"))
 
 
-def script(directory, *, ranks=0, workers=2, stop_at=0, deadly=-1):
-    words = [SCRIPT, str(directory), *map(str, (workers, stop_at, deadly))]
+def script(directory, *, ranks=0, workers=2, stop_at=0, deadly=-1, late=False, warm=False):
+    words = [SCRIPT, str(directory), *map(str, (workers, stop_at, deadly)), *["late"] * late]
     start = ["mpirun", "-np", str(ranks)] if ranks else []
-    return programs.run(*start, sys.executable, *words)
+    python = programs.python(*words) if warm else [sys.executable, *words]
+    return programs.run(*start, *python)
 
 
 def batches(done):
@@ -38,6 +39,21 @@ def test_the_samples_of_all_ranks_are_those_of_one_without_workers(tmp_path, exp
     assert resumed.returncode == 0, resumed.stderr
     assert batches(stopped) + batches(resumed) == expected
     assert "threads" not in stopped.stdout
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before MPI", "under MPI"])
+def test_ranks_that_were_started_warm_have_workers_at_any_time(tmp_path, expected, late):
+    done = script(tmp_path, ranks=2, warm=True, late=late)
+    assert done.returncode == 0, done.stderr
+    assert batches(done) == expected
+    assert "threads" not in done.stdout
+
+
+def test_ranks_that_were_started_cold_have_threads_instead(tmp_path, expected):
+    done = script(tmp_path, ranks=2, late=True)
+    assert done.returncode == 0, done.stderr
+    assert batches(done) == expected
+    assert "2 threads, and not by worker processes: hpc_train.start_workers()" in done.stdout
 
 
 def test_a_worker_that_is_killed_ends_all_ranks_with_one_line(tmp_path):

@@ -60,5 +60,6 @@ def main(runtime):
 
 
 if __name__ == "__main__":
-    hpc_train.start_workers()
+    if sys.argv[5:] != ["late"]:
+        hpc_train.start_workers()
     sys.exit(hpc_train.run(main))

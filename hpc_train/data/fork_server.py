@@ -1,0 +1,226 @@
+"""The process that workers are forked from: Python's fork server, without MPI.
+
+A process that uses MPI must not start others. `start_workers` starts the fork server before MPI. A
+rank that was started warm can have it at any time, from the server that has forked the rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_train.errors import UserError
+from hpc_train.warm import beside
+from hpc_train.warm.meeting import Cold
+
+# What a launcher tells a rank: a worker that loads MPI must not take itself for this rank.
+OF_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "HOROVOD_")
+IN_WORKERS = {
+    "MPI4PY_RC_INITIALIZE": "0",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+# Launchers and schedulers send these to all processes of a rank. Only the rank is to act on them.
+OF_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+GUARD = re.compile(r"^if\b.*__name__.*__main__", re.MULTILINE)
+
+_state: Callable[[], str] | None = None
+"""Tells why the fork server cannot be asked, "" if it can; None: it was not started."""
+
+
+def start_workers() -> None:
+    """Start the process that worker processes are forked from; call it before MPI starts.
+
+    Every rank calls it, before `hpc_train.run`, in the part of the script below
+    `if __name__ == "__main__":`. It returns at once. A second call does nothing, and neither does
+    one in a worker, which imports the script. The workers run on the cores that the rank has now.
+
+    Raises:
+        UserError: MPI runs already, or the script does its work when it is imported.
+    """
+    if _in_worker() or (_state is not None and not _state()):
+        return
+    if _mpi_runs():
+        raise UserError(
+            "MPI runs already, and a process that uses MPI must not start others",
+            "call hpc_train.start_workers() before hpc_train.run(), hvd.init(), and the import of "
+            "mpi4py.MPI",
+        )
+    _check_guard()
+    try:
+        _start_warm()
+    except Cold:
+        _start_cold()
+
+
+def why_no_processes() -> str:
+    """Why samples cannot be read by worker processes; "" if they can.
+
+    In a rank that was started warm, this starts the process that forks them.
+    """
+    if _in_worker():
+        return "this is a worker itself"
+    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+        return "torch's sharing strategy file_system would start a process"
+    if _state is None:
+        try:
+            _check_guard()
+            _start_warm()
+        except (Cold, UserError) as error:
+            return f"hpc_train.start_workers() was not called before MPI started, and {error}"
+    assert _state is not None
+    return _state()
+
+
+def _start_cold() -> None:
+    """Start the fork server as a child of this process."""
+    forkserver.set_forkserver_preload(["numpy", "torch", "hpc_train.data.workers"])
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, OF_RANK)
+    try:
+        with _environment_of_workers():
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, OF_RANK)  # which that has unblocked
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    server: Any = forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+
+    def state() -> str:
+        with suppress(ChildProcessError):
+            ended = os.waitid(
+                os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+            )
+            if ended is None:
+                return "" if tracker._check_alive() else "resource_tracker has ended"
+        return "the process that forks them has ended; its output says why"
+
+    _use(state)
+
+
+def _start_warm() -> None:
+    """Have the server that has forked this rank fork Python's fork server.
+
+    Raises:
+        Cold: no server has forked this rank, or the server does not do it.
+    """
+    server: Any = forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+    alive, stays_alive = os.pipe()
+    tracked, to_tracker = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        address: str = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        listener.bind(address)
+        Path(address).chmod(0o600)
+        listener.listen()
+        numbers = [listener.fileno(), alive, tracked]
+        try:
+            forked = beside.start(
+                [__file__, *map(str, numbers)],
+                mask={*OF_RANK},
+                numbers=numbers,
+                environ=_of_workers(os.environb),
+            )
+        except Cold:
+            os.close(stays_alive)
+            os.close(to_tracker)
+            raise
+        finally:
+            os.close(alive)
+            os.close(tracked)
+    server._forkserver_address, server._forkserver_alive_fd = address, stays_alive
+    tracker._fd = to_tracker
+
+    def state() -> str:
+        ended = select.select([forked], [], [], 0)[0]
+        return "the process that forks them has ended; its output says why" if ended else ""
+
+    _use(state)
+
+
+def _serve(listener: int, alive: int, tracked: int) -> None:
+    """Be the fork server that `_start_warm` has asked for."""
+    if os.fork() == 0:
+        os.setpgid(0, 0)  # it removes the semaphores of workers that are killed with this process
+        os.close(listener)
+        os.close(alive)
+        resource_tracker.main(tracked)
+        os._exit(0)
+    os.close(tracked)
+    forkserver.main(listener, alive, ["hpc_train.data.workers"])
+
+
+def _use(state: Callable[[], str]) -> None:
+    """Have Python use the helper processes as they are; it would start others by a fork."""
+    global _state
+    _state = state
+
+    def ensure_running() -> None:
+        if why := state():
+            raise OSError(why)
+
+    helpers: tuple[Any, ...] = (forkserver._forkserver, resource_tracker._resource_tracker)
+    for helper in helpers:
+        helper.ensure_running = ensure_running
+
+
+def _in_worker() -> bool:
+    importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return importing or multiprocessing.parent_process() is not None
+
+
+def _mpi_runs() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    horovod = sys.modules.get("horovod.torch")
+    return bool((mpi and mpi.Is_initialized()) or (horovod and horovod.is_initialized()))
+
+
+def _check_guard() -> None:
+    main = sys.modules["__main__"]
+    name = getattr(main.__spec__, "name", "") or ""
+    file = getattr(main, "__file__", None)
+    if file is None or name.endswith("__main__"):
+        return  # which workers do not import
+    with suppress(OSError, UnicodeDecodeError):
+        if not GUARD.search(Path(file).read_text()):
+            raise UserError(
+                f'workers import {file}, and it has no line `if __name__ == "__main__":`',
+                "put what the script does below such a line",
+            )
+
+
+def _of_workers(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """The environment of workers, from that of their rank."""
+    names = tuple(map(os.fsencode, OF_LAUNCHERS))
+    kept = {name: value for name, value in environ.items() if not name.startswith(names)}
+    return kept | {os.fsencode(n): os.fsencode(value) for n, value in IN_WORKERS.items()}
+
+
+@contextmanager
+def _environment_of_workers() -> Iterator[None]:
+    mine = dict(os.environb)
+    for name in mine.keys() - _of_workers(mine).keys():
+        del os.environb[name]
+    os.environ.update(IN_WORKERS)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environb.update(mine)
+
+
+if __name__ == "__main__":
+    _serve(*map(int, sys.argv[1:]))

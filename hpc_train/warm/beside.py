@@ -1,0 +1,58 @@
+"""A process beside a rank, forked by the server that has forked the rank.
+
+A process that uses MPI must not start others, and the server does not use MPI.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+from hpc_train.warm import stand_in
+from hpc_train.warm.meeting import Cold, is_open
+
+PATIENCE = 10.0  # seconds that the server has to answer
+
+
+def start(
+    program: Sequence[str],
+    *,
+    mask: set[int],
+    numbers: Sequence[int],
+    environ: Mapping[bytes, bytes],
+) -> socket.socket:
+    """Run a program as `python` does, in a process that the server forks.
+
+    It has this rank's directory, limits, processors and standard streams.
+
+    Args:
+        program: -m and a module, or a script, with arguments.
+        mask: signals that are blocked in it.
+        numbers: descriptors that it gets, under the same numbers.
+        environ: its environment variables.
+
+    Returns:
+        A connection that can be read once the process has ended. The process and those that it has
+        started are killed when the connection closes, which it does with this rank.
+
+    Raises:
+        Cold: no server has forked this rank, or the server does not do it.
+    """
+    if not stand_in.forked_by:
+        raise Cold("no server has forked this rank")
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        server.connect(f"{stand_in.forked_by}/socket")
+        numbers = [*filter(is_open, (0, 1, 2)), *numbers]
+        stand_in.hand_over(
+            server, program, sys.path[0], mask=mask, numbers=numbers, environ=environ, beside=True
+        )
+        if not select.select([server], [], [], PATIENCE)[0]:
+            raise Cold("the server does not answer")
+        stand_in.started(server)
+    except (Cold, OSError, ValueError) as error:
+        server.close()
+        raise Cold(str(error)) from None
+    return server
