@@ -24,8 +24,8 @@ if sys.version_info < (3, 11):
         "load or install a newer one and run `make PYTHON=/path/to/python3 ...`"
     )
 
+from hpc_train.build.toolchain import check_compiler, check_disk, check_headers, last_line, run
 from hpc_train.errors import HpcTrainError, SetupError
-from hpc_train.toolchain import check_compiler, check_disk, check_headers, last_line, run
 
 ROOT = Path(__file__).resolve().parent
 MPI = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -41,8 +41,8 @@ INPUTS = (
     "bootstrap.py",
     "constraints.txt",
     "setup.cfg",
-    "hpc_train/horovod_build.py",
-    "hpc_train/toolchain.py",
+    "hpc_train/build/horovod.py",
+    "hpc_train/build/toolchain.py",
 )
 
 
@@ -98,7 +98,7 @@ def set_up() -> None:
     say(f"MPI: {site_mpi or f'the wheel {WHEELS[MPI]} in {VENV.name}'}")
     if site_mpi:
         match_mpi4py()
-    build = subprocess.run([PYTHON, "-m", "hpc_train.horovod_build"], cwd=ROOT, check=False)
+    build = subprocess.run([PYTHON, "-m", "hpc_train.build.horovod"], cwd=ROOT, check=False)
     if build.returncode:
         raise SetupError("Horovod could not be built", "mend what the line above names")
 

@@ -3,7 +3,7 @@
     python -m benchmarks.gpt_step
 
 All have the same shape, the same data and a fused AdamW; one thread each. Light: 1 x 128 tokens per
-step; heavy: 8 x 128. Ours runs with what the table of `hpc_train.processor` chooses for float32
+step; heavy: 8 x 128. Ours runs with what the table of `host.processor` chooses for float32
 matrices here, with torch's own linear layers, and with oneDNN: two of them are the same, and tell
 how much the figures wander. What the table has to say is the ratio of the other two.
 """
@@ -20,9 +20,9 @@ from benchmarks import harness
 from benchmarks.reference_gpt import ReferenceGPT
 from hpc_train.config import OptimizerSection
 from hpc_train.gradients import average_gradients
+from hpc_train.host.processor import Way
 from hpc_train.models import GPT, linear
 from hpc_train.mpi.group import Group
-from hpc_train.processor import Way
 from hpc_train.training.optimizers import build_optimizer
 
 SHAPE = {"vocab": 256, "sequence": 128, "layers": 6, "hidden": 384, "heads": 6}

@@ -23,7 +23,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from hpc_train import processor
+from hpc_train.host import processor
 from hpc_train.mpi import environment
 
 if TYPE_CHECKING:

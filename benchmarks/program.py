@@ -43,7 +43,7 @@ from benchmarks.gradient_averaging import (
     start_gloo,
     stock_horovod,
 )
-from hpc_train.config_file import load
+from hpc_train.config.file import load
 from hpc_train.data.loader import Step as Batches
 from hpc_train.data.prepare import prepare_text
 from hpc_train.models import GPT, linear

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpc_train.config import GradientsSection as GradientsSection
     from hpc_train.config import RunConfig as RunConfig
-    from hpc_train.config_file import load as load_config
+    from hpc_train.config.file import load as load_config
     from hpc_train.data.fork_server import start_workers as start_workers
     from hpc_train.mpi.runtime import Runtime as Runtime
     from hpc_train.training.loop import Loop as Loop
@@ -36,7 +36,7 @@ _HOMES = {
     "RunConfig": ("hpc_train.config", "RunConfig"),
     "Runtime": ("hpc_train.mpi.runtime", "Runtime"),
     "Trainer": ("hpc_train.training.trainer", "Trainer"),
-    "load_config": ("hpc_train.config_file", "load"),
+    "load_config": ("hpc_train.config.file", "load"),
     "run": ("hpc_train.training.program", "run"),
     "start_workers": ("hpc_train.data.fork_server", "start_workers"),
 }

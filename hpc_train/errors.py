@@ -25,6 +25,7 @@ import sys
 EXIT_FAILURE = 1
 EXIT_USER = 2
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75
+FINAL_CODES = (0, EXIT_USER, EXIT_STOPPED)  # after these a job is not started again
 
 
 class HpcTrainError(Exception):

@@ -15,10 +15,10 @@
 # Change these.
 run_dir=runs/my             # a file STOP in it ends the job for good, after a checkpoint
 command=(hpc-train train my.yaml --run.dir "$run_dir")
-start=(hpc-train launch --max_restarts 3 --)    # or the mpiexec line of your site
+launcher=(hpc-train launch --max_restarts 3 --)    # or the mpiexec line of your site
 walltime=7200               # seconds, as above: PBS gives no signal in time, nor tells how long
-again=submit                # or never
-most=50                     # times that it may be submitted again
+requeue_by=submit           # or never
+max_requeues=50             # maximum number of requeues
 all=$run_dir                # the run directory of all tasks, in an array
 script=job.sh               # this file
 task=${HPC_TRAIN_TASK:-${PBS_ARRAY_INDEX:-}}    # in an array, each with a run directory of its own
@@ -62,7 +62,7 @@ echo "job $PBS_JOBID, start $count, on $(sort -u "$PBS_NODEFILE" | wc -l) nodes"
 
 code=75
 if [ -z "$signalled" ]; then
-    "${start[@]}" "${command[@]}" &
+    "${launcher[@]}" "${command[@]}" &
     sleep 0.2 # by then it has put this shell's traps away, and a signal is not lost on it
     child=$!
     [ -z "$signalled" ] || pass_on # the signal came before there was a child
@@ -78,9 +78,9 @@ if [ -z "$signalled" ]; then
 fi
 
 if [ "$code" -eq 75 ] && ! stopped; then
-    if [ "$count" -ge "$most" ]; then
-        echo "submitted again $count times, which is the most: it is not submitted again"
-    elif [ "$again" != never ]; then
+    if [ "$count" -ge "$max_requeues" ]; then
+        echo "submitted again $count times, the maximum: it is not submitted again"
+    elif [ "$requeue_by" != never ]; then
         if [ -n "$task" ]; then # one task of an array goes on alone
             grep -v '^#PBS -[Jt] ' "$script" > "$run_dir/job.sh"
             script=$run_dir/job.sh

@@ -19,11 +19,11 @@
 # Change these.
 run_dir=runs/my             # a file STOP in it ends the job for good, after a checkpoint
 command=(hpc-train train my.yaml --run.dir "$run_dir")
-start=(hpc-train launch --max_restarts 3 --)    # or (srun --mpi=pmix --kill-on-bad-exit=1), (mpirun)
-again=requeue               # or submit: a new job; or never
-most=50                     # times that it may be queued again
+launcher=(hpc-train launch --max_restarts 3 --)    # or (srun --mpi=pmix --kill-on-bad-exit=1), (mpirun)
+requeue_by=requeue          # or submit: a new job; or never
+max_requeues=50             # maximum number of requeues
 all=$run_dir                # the run directory of all tasks, in an array
-script=job.sh               # this file, for again=submit
+script=job.sh               # this file, for requeue_by=submit
 task=${SLURM_ARRAY_TASK_ID:-}   # in an array, each with a run directory of its own
 setup() {
     module load python openmpi
@@ -85,13 +85,13 @@ watch() {
         sleep 5
     done
 }
-if [ "$again" != never ] && [ "$count" -lt "$most" ]; then
+if [ "$requeue_by" != never ] && [ "$count" -lt "$max_requeues" ]; then
     watch >/dev/null 2>&1 &
 fi
 
 code=75
 if [ -z "$signalled" ]; then
-    "${start[@]}" "${command[@]}" &
+    "${launcher[@]}" "${command[@]}" &
     sleep 0.2 # by then it has put this shell's traps away, and a signal is not lost on it
     child=$!
     [ -z "$signalled" ] || pass_on # the signal came before there was a child
@@ -107,11 +107,11 @@ if [ -z "$signalled" ]; then
 fi
 
 if [ "$code" -eq 75 ] && ! stopped; then
-    if [ "$count" -ge "$most" ]; then
-        echo "queued again $count times, which is the most: it is not queued again"
-    elif [ "$again" = requeue ] && scontrol requeue "$SLURM_JOB_ID"; then
+    if [ "$count" -ge "$max_requeues" ]; then
+        echo "queued again $count times, the maximum: it is not queued again"
+    elif [ "$requeue_by" = requeue ] && scontrol requeue "$SLURM_JOB_ID"; then
         sleep 60 # SLURM ends this script now
-    elif [ "$again" != never ]; then
+    elif [ "$requeue_by" != never ]; then
         unset SLURM_RESTART_COUNT # the new job's own begins with 0
         HPC_TRAIN_QUEUED=$((count + 1)) sbatch --export=ALL ${task:+--array="$task"} "$script"
     fi

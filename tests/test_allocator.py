@@ -12,7 +12,7 @@ import pytest
 PAGES_OF_A_STEP = (8 << 20) // os.sysconf("SC_PAGE_SIZE")
 PROGRAM = """
 import ctypes, resource
-from hpc_train.allocator import keep_freed_memory
+from hpc_train.host.allocator import keep_freed_memory
 keep_freed_memory()
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p

@@ -10,7 +10,7 @@ import torch
 
 import hpc_train
 from hpc_train.checkpoint.fileformat import Held
-from hpc_train.config_file import KEYS, load
+from hpc_train.config.file import KEYS, load
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import save_tensors
 from tests.programs import hpc_train as command
@@ -27,7 +27,7 @@ LAUNCH = "hpc_train.launch."
         "import hpc_train",
         "from hpc_train.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
         "from hpc_train.cli import main; main(['train', '--help'])",
-        "import hpc_train.horovod_build",
+        "import hpc_train.build.horovod",
     ],
 )
 def test_the_front_door_loads_neither_torch_nor_mpi(program):

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train import config, config_file
+from hpc_train import config
 from hpc_train.config import RunSection
-from hpc_train.config_file import load
+from hpc_train.config import file as config_file
+from hpc_train.config.file import load
 from hpc_train.errors import ConfigError
 
 

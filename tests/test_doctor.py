@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from hpc_train import doctor, processor
+from hpc_train.cli import doctor
+from hpc_train.host import processor
 from hpc_train.mpi import runtime
 from tests.programs import command, hpc_train, run
 

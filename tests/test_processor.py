@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train import processor
-from hpc_train.processor import TABLE, Kind, cell, parse
+from hpc_train.host import processor
+from hpc_train.host.processor import TABLE, Kind, cell, parse
 
 COMMON = "fpu sse sse2 ssse3 fma sse4_1 sse4_2 avx f16c rdrand bmi1 avx2 bmi2"
 AVX512 = "avx512f avx512dq avx512cd avx512bw avx512vl"

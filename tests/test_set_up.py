@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train import horovod_build, toolchain
+from hpc_train.build import horovod as horovod_build
+from hpc_train.build import toolchain
 from hpc_train.errors import SetupError
 
 ROOT = Path(__file__).parent.parent

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
+from hpc_train.cli.topology import draw, spans, tree
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.topology import Topology
-from hpc_train.topology import draw, spans, tree
 from tests.programs import command, hpc_train, only_line, run
 
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -119,30 +119,31 @@ def _start_warm() -> None:
     """
     server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker
-    alive, stays_alive = os.pipe()
-    tracked, to_tracker = os.pipe()
-    with socket.socket(socket.AF_UNIX) as listener:
-        address: str = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
-        listener.bind(address)
-        Path(address).chmod(0o600)
-        listener.listen()
-        numbers = [listener.fileno(), alive, tracked]
+    with ExitStack() as lent, ExitStack() as kept:
         try:
+            alive, stays_alive = _pipe(lent, kept)
+            numbers = [alive]
+            if new_tracker := tracker._fd is None:
+                tracked, to_tracker = _pipe(lent, kept)
+                numbers.append(tracked)
+            listener = lent.enter_context(socket.socket(socket.AF_UNIX))
+            address: str = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+            listener.bind(address)
+            Path(address).chmod(0o600)
+            listener.listen()
+            numbers.insert(0, listener.fileno())
             forked = beside.start(
                 [__file__, *map(str, numbers)],
                 mask={*OF_RANK},
                 numbers=numbers,
                 environ=_of_workers(os.environb),
             )
-        except Cold:
-            os.close(stays_alive)
-            os.close(to_tracker)
-            raise
-        finally:
-            os.close(alive)
-            os.close(tracked)
+        except OSError as error:
+            raise Cold(str(error)) from None
+        kept.pop_all()
     server._forkserver_address, server._forkserver_alive_fd = address, stays_alive
-    tracker._fd = to_tracker
+    if new_tracker:
+        tracker._fd = to_tracker
 
     def state() -> str:
         ended = select.select([forked], [], [], 0)[0]
@@ -151,15 +152,26 @@ def _start_warm() -> None:
     _use(state)
 
 
-def _serve(listener: int, alive: int, tracked: int) -> None:
-    """Be the fork server that `_start_warm` has asked for."""
-    if os.fork() == 0:
-        os.setpgid(0, 0)  # it removes the semaphores of workers that are killed with this process
-        os.close(listener)
-        os.close(alive)
-        resource_tracker.main(tracked)
-        os._exit(0)
-    os.close(tracked)
+def _pipe(lent: ExitStack, kept: ExitStack) -> tuple[int, int]:
+    """A pipe whose ends are closed by two stacks: the one that is read, and the other."""
+    reading, writing = os.pipe()
+    lent.callback(os.close, reading)
+    kept.callback(os.close, writing)
+    return reading, writing
+
+
+def _serve(listener: int, alive: int, tracked: int | None = None) -> None:
+    """Be the fork server that `_start_warm` has asked for, and start a resource tracker."""
+    if tracked is not None and os.fork() == 0:
+        try:
+            os.setpgid(0, 0)  # it outlives workers that are killed, and removes their semaphores
+            os.close(listener)
+            os.close(alive)
+            resource_tracker.main(tracked)
+        finally:
+            os._exit(0)
+    if tracked is not None:
+        os.close(tracked)
     forkserver.main(listener, alive, ["hpc_train.data.workers"])
 
 
@@ -174,7 +186,7 @@ def _use(state: Callable[[], str]) -> None:
 
     helpers: tuple[Any, ...] = (forkserver._forkserver, resource_tracker._resource_tracker)
     for helper in helpers:
-        helper.ensure_running = ensure_running
+        helper.ensure_running = helper._launch = ensure_running
 
 
 def _in_worker() -> bool:

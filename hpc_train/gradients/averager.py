@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpc_train.allocator import keep_freed_memory
 from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
 from hpc_train.gradients.ownership import is_wrapped, parameters_of, take_over
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.state import broadcast_state
+from hpc_train.host.allocator import keep_freed_memory
 from hpc_train.mpi import runtime
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group

@@ -42,6 +42,7 @@ from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import UNSTEADY, Slot
 from hpc_train.mpi import runtime
+from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
 if TYPE_CHECKING:
@@ -326,7 +327,8 @@ def horovod_averager(
     hvd, process_set = _start(group, 0 if options.deterministic else fusion_bytes)
     parameters = trained(model, optimizer)
     options.check(parameters)
-    _check_device(hvd, parameters)
+    with agreed(group):
+        _check_device(hvd, parameters)
     if reduction == "adasum":
         from hpc_train.gradients.adasum import AdasumAverager
 
@@ -377,7 +379,7 @@ def _check_fusion(asked: int | None, group: Group) -> None:
     has = os.environ.get(runtime.THRESHOLD, "its default")
     if asked == 0 and has != "0":
         raise UserError(
-            "deterministic needs Horovod without fusion, and it runs already, with fusion",
+            f"deterministic needs Horovod without fusion, and {runtime.THRESHOLD} is {has}",
             f"set {runtime.THRESHOLD}=0 before Horovod starts",
         )
     if asked is not None and has != str(asked) and group.rank == 0:
@@ -400,7 +402,8 @@ def _start(group: Group, fusion_bytes: int | None) -> tuple[Any, Any]:
                 f"engine horovod is to average over {group.size} ranks, not all of the job", remedy
             )
         hvd = runtime.start_horovod(group, fusion_bytes=fusion_bytes)
-    _check_fusion(fusion_bytes, group)
+    with agreed(group):
+        _check_fusion(fusion_bytes, group)
     ranks = group.gathered(hvd.rank())
     try:
         return hvd, runtime.process_set(hvd, ranks)

@@ -40,10 +40,10 @@ class Batch:
         seconds: time limit; an MPIJob has none.
         command: what each rank runs.
         run_dir: of the run, in which a file STOP ends it.
-        start: the launcher's line, in front of the command.
+        launcher: the launcher's line, in front of the command.
         script: where the script will lie, absolute.
-        again: how it is queued again when it has stopped early.
-        most: times that it may be.
+        requeue_by: how it is queued again when it has stopped early.
+        max_requeues: maximum number of requeues.
         account: that pays; "" the site's default.
         account_option: PBS's for it.
         queue: or partition; "" the site's default.
@@ -63,10 +63,10 @@ class Batch:
     seconds: int
     command: Sequence[str]
     run_dir: str
-    start: Sequence[str]
+    launcher: Sequence[str]
     script: str
-    again: Literal["requeue", "submit", "never"] = "requeue"
-    most: int = 50
+    requeue_by: Literal["requeue", "submit", "never"] = "requeue"
+    max_requeues: int = 50
     account: str = ""
     account_option: str = "-A"
     queue: str = ""
@@ -208,9 +208,9 @@ def _settings(batch: Batch) -> str:
         f"run_dir={shlex.quote(batch.run_dir)}",
         "all=$run_dir",
         f"command=({_array(batch.command)})",
-        f"start=({_array(batch.start)})",
-        f"again={batch.again}",
-        f"most={batch.most}",
+        f"launcher=({_array(batch.launcher)})",
+        f"requeue_by={batch.requeue_by}",
+        f"max_requeues={batch.max_requeues}",
         f"script={shlex.quote(batch.script)}",
     ]
     if batch.scheduler != "slurm":
@@ -256,7 +256,7 @@ def _mpijob(batch: Batch) -> str:
     tree["metadata"]["name"] = batch.name
     spec = tree["spec"]
     spec["slotsPerWorker"] = int(batch.ranks_per_node)
-    spec["runPolicy"]["backoffLimit"] = int(batch.most)
+    spec["runPolicy"]["backoffLimit"] = int(batch.max_requeues)
     launcher, worker = (spec["mpiReplicaSpecs"][role] for role in ("Launcher", "Worker"))
     worker["replicas"] = int(batch.nodes)
     variables = [{"name": name, "value": value} for name, value in batch.environ.items()]
@@ -265,7 +265,7 @@ def _mpijob(batch: Batch) -> str:
         container["image"] = batch.image
         container |= {"env": variables} if variables else {}
     container = launcher["template"]["spec"]["containers"][0]
-    container["command"], container["args"] = list(batch.start), list(batch.command)
+    container["command"], container["args"] = list(batch.launcher), list(batch.command)
     limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
     limits["cpu"] = int(batch.ranks_per_node * batch.threads)
     return yaml.safe_dump(tree, sort_keys=False)

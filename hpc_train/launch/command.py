@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train import config_file
 from hpc_train.config import RunConfig
+from hpc_train.config import file as config_file
 from hpc_train.errors import UserError
 from hpc_train.launch import warm_start
 from hpc_train.launch.hosts import Allocation, Host, allocated, parse, read_file, take

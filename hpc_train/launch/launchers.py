@@ -245,7 +245,7 @@ def find(wanted: str | None, scheduler: str | None) -> Found:
     if not best:
         raise SetupError(
             f"no launcher is here: tried {', '.join(tried)}",
-            "load the module of your site's MPI, or name the launcher by --with",
+            "load the module of your site's MPI, or name the launcher by --launcher",
         )
     return best[0]
 
@@ -280,7 +280,9 @@ def _known(program: str) -> Found | None:
 def _find_srun(*, needed: bool) -> Found | None:
     if not shutil.which("srun"):
         if needed:
-            raise SetupError("srun is not here", "use it inside a SLURM job, or leave out --with")
+            raise SetupError(
+                "srun is not here", "use it inside a SLURM job, or leave out --launcher"
+            )
         return None
     if plugin := srun_plugin():
         version = _output("srun", "--version").strip()
@@ -288,10 +290,12 @@ def _find_srun(*, needed: bool) -> Found | None:
     if not needed:
         return None
     if not (offered := _output("srun", "--mpi=list", needs_success=True)):
-        raise SetupError("srun finds no SLURM here", "use it inside a SLURM job, or --with mpirun")
+        raise SetupError(
+            "srun finds no SLURM here", "use it inside a SLURM job, or --launcher mpirun"
+        )
     raise SetupError(
         f"srun has {', '.join(offered.split())}: no way that this MPI starts by",
-        "use --with mpirun; `srun --mpi=list` shows what it offers",
+        "use --launcher mpirun; `srun --mpi=list` shows what it offers",
     )
 
 
@@ -317,7 +321,7 @@ def _find_horovodrun() -> Found:
         return Found(mpi.kind, mpi.make, mpi.version, note)
     if not shutil.which("horovodrun"):
         raise SetupError(
-            "horovodrun is not here", "python -m hpc_train.horovod_build, or use --with mpirun"
+            "horovodrun is not here", "python -m hpc_train.build.horovod, or use --launcher mpirun"
         )
     return Found("horovodrun", partial(horovodrun, "horovodrun"), "horovodrun")
 

@@ -25,8 +25,8 @@ NUMBERS = ("nodes", "ranks", "ranks_per_node", "threads", "cores", "gpus", "memo
 class Site:
     """A machine. What a user gives on the command line wins over it.
 
-    `resources` and `start` may have {nodes}, {ranks}, {ranks_per_node}, {threads}, and of all nodes
-    together {cores}, {gpus} and {memory_gb}.
+    `resources` and `launcher` may have {nodes}, {ranks}, {ranks_per_node} and {threads}. {cores},
+    {gpus} and {memory_gb} are those of all nodes together.
 
     Args:
         scheduler: the machine's.
@@ -34,12 +34,12 @@ class Site:
         account_option: how PBS is given the account.
         ranks_per_node: ranks of each node, such as one per GPU.
         threads: cores that each rank asks for.
-        bound: whether `start` lists cores, so that neither of the two can be another number.
+        bound: whether `launcher` lists cores, so that neither of the two can be another number.
         queue: or partition.
         gpus_per_node, memory_gb_per_node: of a node.
         resources: PBS's, in place of the usual select.
         directives: more lines of the script, without #SBATCH or #PBS.
-        start: the launcher's line; [] leaves it to `hpc-train launch`.
+        launcher: the launcher's line; [] leaves it to `hpc-train launch`.
         setup: lines of shell that load modules.
         environ: variables; --threads wins over OMP_NUM_THREADS.
     """
@@ -55,7 +55,7 @@ class Site:
     memory_gb_per_node: NonNegativeInt = 0
     resources: str = ""
     directives: list[str] = field(default_factory=list)
-    start: list[str] = field(default_factory=list)
+    launcher: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ def load(name: str) -> Site:
     parser.add_class_arguments(Site)
     try:
         site = Site(**parser.parse_object(tree).as_dict())
-        for words in (site.start, [site.resources]):
+        for words in (site.launcher, [site.resources]):
             filled(words, dict.fromkeys(NUMBERS, 1))
     except (ArgumentError, KeyError, IndexError, ValueError) as error:
         told = " ".join(str(error).split())

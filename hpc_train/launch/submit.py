@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpc_train import config_file
+from hpc_train.config import file as config_file
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch import Scheduler, sites
 from hpc_train.launch.batch import Batch, seconds_of, text
@@ -27,13 +27,13 @@ COMMANDS = {
     "mpijob": ("kubectl", "create", "-o", "name", "-f"),
 }
 HOUR = "01:00:00"
-RESTARTS, MOST = 3, 50
+RESTARTS, REQUEUES = 3, 50
 # Options that mean nothing to a scheduler: to take them and do nothing would be to lie.
 NOT_FOR: dict[str, tuple[str, ...]] = {
     "slurm": ("image",),
     "pbs": ("image", "chain"),
     "torque": ("image", "chain"),
-    "mpijob": ("time", "account", "queue", "directive", "setup", "again", "chain", "sweep"),
+    "mpijob": ("time", "account", "queue", "directive", "setup", "requeue_by", "chain", "sweep"),
 }
 
 
@@ -52,10 +52,10 @@ class Request:
         account, queue: who pays, and where it waits.
         directive: more directives.
         setup: shell lines.
-        start: srun, mpirun or horovodrun; by default `hpc-train launch`.
+        launcher: srun, mpirun or horovodrun; by default `hpc-train launch`.
         max_restarts: within a job, by `hpc-train launch`; None: RESTARTS.
-        again: how it is queued again when it has stopped early.
-        most: times that it may be queued again; None: MOST.
+        requeue_by: how it is queued again when it has stopped early.
+        max_requeues: maximum number of requeues; None: REQUEUES.
         chain: so many jobs at once, each of which waits for the one before.
         sweep: section.key=V1,V2,...: an array with a task for each combination.
         image: of containers, for mpijob.
@@ -75,10 +75,10 @@ class Request:
     queue: str | None = None
     directive: Sequence[str] = ()
     setup: Sequence[str] = ()
-    start: str | None = None
+    launcher: str | None = None
     max_restarts: int | None = None
-    again: Literal["requeue", "submit", "never"] | None = None
-    most: int | None = None
+    requeue_by: Literal["requeue", "submit", "never"] | None = None
+    max_requeues: int | None = None
     chain: int = 1
     sweep: Sequence[str] = ()
     image: str = ""
@@ -169,10 +169,10 @@ def make(request: Request) -> Batch:
         seconds=seconds_of(request.time or HOUR),
         command=[*program, "train", request.config, *request.options],
         run_dir=run_dir,
-        start=_start(request, site, scheduler, program, numbers),
+        launcher=_launcher(request, site, scheduler, program, numbers),
         script=str(script.absolute()),
-        again=_again(request, scheduler),
-        most=MOST if request.most is None else request.most,
+        requeue_by=_requeue_by(request, scheduler),
+        max_requeues=REQUEUES if request.max_requeues is None else request.max_requeues,
         account=request.account or "",
         account_option=site.account_option if site else "-A",
         queue=request.queue or (site.queue if site else ""),
@@ -197,8 +197,8 @@ def _check(request: Request, site: Site | None, scheduler: Scheduler) -> None:
         if getattr(request, option) != getattr(Request, option):
             raise UserError(f"--{option} means nothing to {scheduler}", "leave it out")
     torque_cores = scheduler == "torque" and (request.threads or 1) > 1
-    starts_itself = request.start in ("srun", "mpirun") or bool(
-        not request.start and site and site.start
+    starts_itself = request.launcher in ("srun", "mpirun") or bool(
+        not request.launcher and site and site.launcher
     )
     for wrong, why, remedy in (
         (
@@ -207,34 +207,34 @@ def _check(request: Request, site: Site | None, scheduler: Scheduler) -> None:
             "give --image NAME with hpc_train in it",
         ),
         (
-            request.again == "requeue" and scheduler != "slurm",
-            f"--again requeue is SLURM's, this is {scheduler}",
-            "give --again submit",
+            request.requeue_by == "requeue" and scheduler != "slurm",
+            f"--requeue_by requeue is SLURM's, this is {scheduler}",
+            "give --requeue_by submit",
         ),
         (
-            request.chain > 1 and (request.sweep or request.again not in (None, "never")),
-            "--chain goes with neither --sweep nor --again",
+            request.chain > 1 and (request.sweep or request.requeue_by not in (None, "never")),
+            "--chain goes with neither --sweep nor --requeue_by",
             "its jobs are in the queue already",
         ),
         (
-            request.most is not None and _again(request, scheduler) == "never",
-            "--most is how often a job is queued again, which this one is not",
+            request.max_requeues is not None and _requeue_by(request, scheduler) == "never",
+            "--max_requeues is given, and this job is not queued again",
             "leave it out",
         ),
         (
-            request.start == "srun" and scheduler != "slurm",
+            request.launcher == "srun" and scheduler != "slurm",
             f"srun is SLURM's, this is {scheduler}",
-            "leave out --start",
+            "leave out --launcher",
         ),
         (
             starts_itself and torque_cores,
-            "Torque's slots are cores: --start and --threads do not go together",
+            "Torque's slots are cores: --launcher and --threads do not go together",
             "leave one out",
         ),
         (
             request.max_restarts is not None and starts_itself,
             "--max_restarts is that of `hpc-train launch`, which does not start this job",
-            "leave it out, or take --start and a site's own start away",
+            "leave out --max_restarts, or --launcher and the `launcher` line of the site profile",
         ),
     ):
         if wrong:
@@ -255,10 +255,10 @@ def _check_site(request: Request, site: Site, scheduler: Scheduler) -> None:
             )
 
 
-def _again(request: Request, scheduler: Scheduler) -> Literal["requeue", "submit", "never"]:
+def _requeue_by(request: Request, scheduler: Scheduler) -> Literal["requeue", "submit", "never"]:
     if request.chain > 1:
         return "never"  # the next one of the chain is in the queue
-    return request.again or ("requeue" if scheduler == "slurm" else "submit")
+    return request.requeue_by or ("requeue" if scheduler == "slurm" else "submit")
 
 
 def _scheduler_here() -> Scheduler:
@@ -269,7 +269,7 @@ def _scheduler_here() -> Scheduler:
     raise UserError("neither sbatch nor qsub is here", "name the --scheduler, or a --site")
 
 
-def _start(
+def _launcher(
     request: Request,
     site: Site | None,
     scheduler: Scheduler,
@@ -277,16 +277,16 @@ def _start(
     numbers: Mapping[str, int],
 ) -> list[str]:
     """The launcher's line in front of the command."""
-    if request.start == "srun":
+    if request.launcher == "srun":
         plugin = srun_plugin()
         return ["srun", *([f"--mpi={plugin}"] if plugin else []), "--kill-on-bad-exit=1"]
-    if request.start == "mpirun":
+    if request.launcher == "mpirun":
         return ["mpirun", "-np", str(numbers["ranks"])]
-    if site and site.start and not request.start:
-        return sites.filled(site.start, numbers)
+    if site and site.launcher and not request.launcher:
+        return sites.filled(site.launcher, numbers)
     words = [*program, "launch"]
-    if request.start == "horovodrun":
-        words += ["--with", "horovodrun"]
+    if request.launcher == "horovodrun":
+        words += ["--launcher", "horovodrun"]
     if scheduler == "torque" and numbers["threads"] > 1:  # whose slots are cores
         words += ["--ranks_per_node", str(numbers["ranks_per_node"])]
     restarts = RESTARTS if request.max_restarts is None else request.max_restarts

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_train.errors import EXIT_STOPPED, EXIT_USER, HpcTrainError
+from hpc_train.errors import EXIT_STOPPED, FINAL_CODES, HpcTrainError
 from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
 from hpc_train.launch.contact import Contact
@@ -34,7 +34,6 @@ from hpc_train.launch.protocol import LAUNCH, PROGRESS, REACHED, RESTARTS, STOP,
 PROBE_SECONDS = 15.0  # in which a host must have started and ended a process
 PROBES = 2  # tries for a host that says no at once
 FUTILE = 3  # attempts in a row that come no further than those before: it would never end
-FINAL = (0, EXIT_USER, EXIT_STOPPED)
 START = 600.0  # seconds, at least, for imports, MPI and loading: slow on thousands of ranks
 
 
@@ -144,7 +143,7 @@ class Supervisor:
     def _is_final(self, outcome: Outcome) -> bool:
         # srun has been seen to exit with 0 when it could not start all ranks.
         unfinished = outcome.code == 0 and self.run_dir and not outcome.progress.done
-        return outcome.code in FINAL and not unfinished
+        return outcome.code in FINAL_CODES and not unfinished
 
     def _next(self, cause: str, outcome: Outcome) -> Job:
         """The job on what is left of the hosts."""

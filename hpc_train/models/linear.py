@@ -2,7 +2,7 @@
 
 PyTorch's CPU wheels multiply float32 matrices with Intel's MKL, which stays below AVX-512 on AMD
 processors. oneDNN, a library that the same wheels contain and use for other types, does not. Where
-the table of `hpc_train.processor` says so, the products of a linear layer, forward and backward,
+the table of `host.processor` says so, the products of a linear layer, forward and backward,
 are given to oneDNN; everywhere else, and under `torch.autocast`, this is torch's linear layer.
 """
 
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpc_train import processor
 from hpc_train.errors import ConfigError
-from hpc_train.processor import Way
+from hpc_train.host import processor
+from hpc_train.host.processor import Way
 
 
 class Choice(NamedTuple):

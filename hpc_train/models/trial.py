@@ -7,9 +7,9 @@ import time
 
 import torch
 
+from hpc_train.host.processor import Way
 from hpc_train.models import linear
 from hpc_train.models.linear import Linear
-from hpc_train.processor import Way
 
 HIDDEN = 384  # of a small GPT
 ROWS = {"light": 128, "heavy": 1024}  # tokens at once

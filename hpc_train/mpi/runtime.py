@@ -17,7 +17,7 @@ from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
-BUILD_HOROVOD = "python -m hpc_train.horovod_build"
+BUILD_HOROVOD = "python -m hpc_train.build.horovod"
 THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
 CACHED = 1 << 16  # operations that Horovod's ranks know by a few bits
 

@@ -136,6 +136,8 @@ class Watchdog:
         assert world.comm is not None
         self.rank, self.watch = world.rank, world.waiting
         self.timeout = timeout
+        self.armed = True
+        """Whether this rank's waits count. Others' questions are answered in any case."""
         self.period = min(1.0, timeout / 12)  # seconds between two looks
         with world.waiting("the watchdogs of all ranks"):
             self.group = Group.of(world.comm)
@@ -220,7 +222,7 @@ class Watchdog:
         """Ask the other ranks, or draw the conclusion, if it is time for that."""
         operation, waited = self._state()
         patience = self.limit - self.grace + self.rank.bit_length() * self.period
-        if not operation or waited < patience or self._clock < self._silent_until:
+        if not (self.armed and operation) or waited < patience or self._clock < self._silent_until:
             return
         if self._asked is None:
             self._ask()

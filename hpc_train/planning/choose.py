@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
+from dataclasses import dataclass
 
 from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
@@ -16,16 +11,7 @@ from hpc_train.parallel.schedule import Name
 from hpc_train.planning.layouts import Layout, LeftOut, layouts, misfit
 from hpc_train.planning.machine import GUIDE, Machine
 from hpc_train.planning.predict import Step, predict
-from hpc_train.planning.schedules import micro_batching, size, vocabulary
-
-NOTES = """\
-options   sequence: parallel.sequence_parallel; zero: memory.zero
-samples   of a micro-batch
-tokens/s  of the whole job
-memory    of the rank that needs most
-bubble    share of the step in which processors would wait if messages took no time
-messages  share by which messages make it longer
-All is predicted from the machine description: docs/how-to/plan.md"""
+from hpc_train.planning.schedules import micro_batching, vocabulary
 
 
 @dataclass(frozen=True)
@@ -212,49 +198,3 @@ def nothing_fits(ranks: int, left_out: Sequence[LeftOut]) -> UserError:
         f"dp {near.dp} x tp {near.tp} x pp {near.pp}: {near.why}",
         remedy if near.memory_bytes else "",
     )
-
-
-def show(made: Choice, *, as_json: bool) -> None:
-    """Print the layouts: a table, or one JSON object."""
-    if as_json:
-        print(json.dumps(asdict(made)))
-        return
-    print(
-        f"nodes: {made.nodes}, ranks of each: {made.ranks_per_node}, layouts that fit: {made.fit}"
-    )
-    Console(highlight=False, width=100).print(_table(made.layouts))
-    print(f"the first: {made.layouts[0].options()}")
-    for why, several in _by_reason(made.left_out).items():
-        print(f"left out: {', '.join(several)}: {why}")
-    if made.warning:
-        print(f"warning: {made.warning}")
-    print(NOTES)
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=SIMPLE, collapse_padding=True)
-    for title in ("dp x tp x pp", "schedule", "options"):
-        table.add_column(title, no_wrap=True)
-    for title in ("samples", "step s", "tokens/s", "memory", "bubble", "messages"):
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row.dp} x {row.tp} x {row.pp}",
-            row.schedule if row.pp > 1 else "",
-            " ".join(["sequence"] * row.sequence_parallel + ["zero"] * row.zero),
-            str(row.micro_batch),
-            f"{row.step_seconds:.4g}",
-            f"{row.tokens_per_second:.0f}",
-            size(row.memory_bytes),
-            f"{row.bubble:.0%}",
-            f"{row.communication:.0%}",
-        )
-    return table
-
-
-def _by_reason(left_out: Iterable[LeftOut]) -> dict[str, list[str]]:
-    """The sizes that were left out for the same reason."""
-    found: dict[str, list[str]] = {}
-    for one in left_out:
-        found.setdefault(one.why, []).append(f"{one.dp} x {one.tp} x {one.pp}")
-    return found

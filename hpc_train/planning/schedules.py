@@ -7,15 +7,10 @@ pass; not what is held for a moment only, nor what libraries take.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
 from hpc_train.config import ModelSection, ParallelSection, RunConfig
 from hpc_train.data import manifest as manifests
@@ -26,19 +21,6 @@ from hpc_train.parallel.simulate import Costs, bubble_formula, peak_live, simula
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_TENSORS = {"adamw": 2, "sgd": 1}  # per parameter: two moments; the momentum
-
-NOTES = """\
-*            the schedule of the configuration
-bubble       share of the step that ranks wait: forward, input and weight gradient
-             of a layer take the same time, communication none
-even         the same if all stages were equal
-live         micro-batches in each of its stages that the worst rank holds at once
-memory       of the rank that needs most: activations and state
-state        parameters, gradients, optimizer
-activations  of a micro-batch, numbers per token: in a block hidden x (4 + 12 / tp),
-             with dropout hidden x (6 + 12 / tp); in the head 2 x hidden + vocab / tp;
-             with sequence_parallel tp divides all of it. After Korthikanti et al.
-             2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
 
 
 @dataclass(frozen=True)
@@ -271,44 +253,6 @@ def memory(
 
 def _sums(values: Sequence[float], runs: Sequence[range]) -> list[float]:
     return [sum(values[run.start : run.stop]) for run in runs]
-
-
-def show(made: Plan, *, as_json: bool) -> None:
-    """Print a plan: a table, or one JSON object with sizes in bytes."""
-    if as_json:
-        print(json.dumps(asdict(made)))
-        return
-    print(
-        f"dp {made.dp} x tp {made.tp} x pp {made.pp}; {made.micro_batches} micro-batches per step, "
-        f"samples in each: {made.micro_batch}; vocabulary: {made.vocab}"
-    )
-    Console(highlight=False).print(_table(made))
-    layers = {entry.virtual_stages: entry.layers for entry in made.schedules}
-    for chunks, blocks in layers.items():
-        of = f", {chunks} stages per rank" if chunks > 1 else ""
-        print(f"layers of each stage{of}: {' '.join(map(str, blocks))}")
-    left_out = set(get_args(Name)) - {entry.schedule for entry in made.schedules}
-    if left_out:
-        print(f"not shown, too few layers: {', '.join(sorted(left_out))}")
-    print(NOTES)
-
-
-def _table(made: Plan) -> Table:
-    table = Table(box=SIMPLE)
-    table.add_column("schedule")
-    for title in ("bubble", "even", "live", "activations", "state", "memory"):
-        table.add_column(title, justify="right")
-    for entry in made.schedules:
-        table.add_row(
-            f"{'*' if entry.chosen else ' '} {entry.schedule}",
-            f"{entry.bubble:.1%}",
-            f"{entry.bubble_even:.1%}",
-            str(entry.peak_live),
-            size(entry.activation_bytes),
-            size(entry.state_bytes),
-            size(entry.activation_bytes + entry.state_bytes),
-        )
-    return table
 
 
 def size(number: int) -> str:

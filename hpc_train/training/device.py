@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hpc_train.data.generators import seed_beside_torch
 from hpc_train.errors import ConfigError
+from hpc_train.host.processor import Matmul
 from hpc_train.models import linear
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.processor import Matmul
 
 logger = logging.getLogger(__name__)
 

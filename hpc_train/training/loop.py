@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,12 +27,12 @@ from hpc_train.data.reader import Reader
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
 from hpc_train.gradients.averager import Engine
+from hpc_train.host.processor import Matmul
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.mpi.watchdog import watch_over
+from hpc_train.mpi.watchdog import Watchdog
 from hpc_train.parallel import batch_norm as batch_norms
 from hpc_train.parallel.batch_norm import BatchNorm
-from hpc_train.processor import Matmul
 from hpc_train.training.averaging import held_whole
 from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
@@ -77,8 +77,8 @@ class Loop(Stepping):
             numbers: "stop" before it is written, or "warn".
         time_limit: seconds after which it stops with a checkpoint; "auto": before the end of the
             SLURM or PBS job that it is in.
-        hang_timeout: seconds that a rank waits for another in a call of the loop before the job
-            ends with an error; 0 disables it.
+        hang_timeout: seconds that a rank waits for another, in `epochs` or in another call of the
+            loop, before the job ends with an error; 0 disables it.
         hang_steps: limits the wait between two steps to `hang_steps` times the longest one so far,
             and at least 60 s. 0 disables it, for a loop in which one rank may work while others
             wait.
@@ -124,7 +124,7 @@ class Loop(Stepping):
             savable.check(Trained(model, optimizer, {}, {}))  # before anything is sent
         given = (self._gradients, zero, clip_norm, precision, batch_norm, every, keep, background)
         what = "what the loop was given (Loop's options)"
-        same(group, what, repr((*given, nonfinite)), "give all ranks the same")
+        same(group, what, repr((*given, nonfinite, hang_timeout)), "give all ranks the same")
         self.clip_norm, self._zero = clip_norm, zero
         self._begun = self._enough = False
         self._reading = threading.RLock()  # what is evaluated may be a part of what is trained on
@@ -173,8 +173,12 @@ class Loop(Stepping):
         # What the user calls meets on a communicator of its own: on one with other agreements, a
         # rank that calls `mean` too often would take their numbers for the mean.
         self._calls = group.duplicate()
-        self._watched = ExitStack()
-        self._watched.enter_context(watch_over(group, hang_timeout))
+        self._watchdog: Watchdog | None = None
+        if group.size > 1 and hang_timeout > 0:
+            self._watchdog = Watchdog(group, hang_timeout)
+            self._watchdog.armed = False
+            self._watchdog.start()
+            runtime.at_end.append(self._stop_watchdog)
 
     def _averager(self, model: nn.Module, zero: int, cores: int) -> GradientAverager:
         asked = self._gradients
@@ -274,6 +278,7 @@ class Loop(Stepping):
         last = epochs * order.steps_per_epoch
         with (
             claimed_by_job(self.group, self.checkpoints.directory, self.hang_timeout) as claim,
+            self._watched(),
             closing(self._stop_requests()) as stop,
             landing(self.checkpoints),
             self._until_end(),
@@ -297,13 +302,13 @@ class Loop(Stepping):
     def stop(self) -> None:
         """Ask that training ends after this step, with a checkpoint, as if it were the last one.
 
-        One rank may call it, or several. Before the first batch it ends training without a step. A
-        loop that is started again goes on from there.
+        One rank may call it, or several. Before `epochs` it ends that without a step. A loop that
+        is started again goes on from there.
         """
-        if self._requests is None:
-            self._enough = True
-        else:
+        if self._requests is not None:
             self._requests.enough = True
+        elif not self._begun:
+            self._enough = True
 
     @property
     def step_number(self) -> int:
@@ -325,12 +330,42 @@ class Loop(Stepping):
         if self._closed:
             return
         self._closed = True
-        self._end()
-        self.checkpoints.close()
-        self.averager.close()
-        batch_norms.release(self.checkpoints.model, self.collectives)
-        self._calls.close()
-        self._watched.close()
+        try:
+            with self._watched():
+                self._end()
+                self.checkpoints.close()
+                self.averager.close()
+                batch_norms.release(self.checkpoints.model, self.collectives)
+                self._calls.close()
+        except BaseException:
+            self._stop_watchdog()
+            raise
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._forget_watchdog()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """End the job with an error if a rank is waited for too long meanwhile."""
+        if self._watchdog is None:
+            yield
+            return
+        before, self._watchdog.armed = self._watchdog.armed, True
+        try:
+            yield
+        finally:
+            self._watchdog.armed = before
+
+    def _stop_watchdog(self, failed: bool = False) -> None:
+        """End it on this rank alone."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._forget_watchdog()
+
+    def _forget_watchdog(self) -> None:
+        self._watchdog = None
+        with suppress(ValueError):
+            self._runtime.at_end.remove(self._stop_watchdog)
 
     def __enter__(self) -> Loop:
         return self
@@ -373,12 +408,15 @@ class Loop(Stepping):
                     "ranks with zero and with average_every",
                     'give the loop precision="float16", whose scale all ranks agree on',
                 )
-        self.registered.add(name, thing)
+        with self._watched():
+            self.registered.add(name, thing)
 
     def mean(self, value: torch.Tensor | float) -> float:
         """The mean of a number over the ranks. Collective."""
         self._settle()
-        return math.fsum(self._calls.gathered(float(value), "loop.mean")) / self.group.size
+        group = self.group if self._closed else self._calls
+        with self._watched():
+            return sum(group.gathered(float(value), "loop.mean")) / group.size
 
     def evaluate(
         self,
@@ -420,7 +458,8 @@ class Loop(Stepping):
         limit, waiting.limit = waiting.limit, math.inf  # of a step without an evaluation
         Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.hang_timeout)
         try:
-            return evaluate(self._calls, reader, per_sample, batch, self._in_one_state())
+            with self._watched():
+                return evaluate(self._calls, reader, per_sample, batch, self._in_one_state())
         finally:
             waiting.limit = limit
 

@@ -42,6 +42,7 @@ from hpc_train.training.device import (
     seed,
     use_cores,
 )
+from hpc_train.training.evaluation import HELD_OUT
 from hpc_train.training.heartbeat import Heartbeat, Pace
 from hpc_train.training.leaving import leave_together
 from hpc_train.training.optimizers import build_optimizer
@@ -54,7 +55,6 @@ from hpc_train.training.steps import guarded_steps
 
 logger = logging.getLogger(__name__)
 
-HELD_OUT = 2  # distinguishes what held-out samples draw from what others do
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

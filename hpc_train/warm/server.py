@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.errors import FINAL_CODES
 from hpc_train.warm import meeting, rank
 from hpc_train.warm.key import LINGER, LOAD, packed
 
@@ -34,11 +35,10 @@ LIBRARIES = (
     *("jsonargparse", "docstring_parser", "typeshed_client", "rich.console", "rich.progress"),
     *("torch.utils.data", "tokenizers"),
 )
-PROGRAM = ("hpc_train.cli", "hpc_train.verb_options", "hpc_train.training.gpt")
+PROGRAM = ("hpc_train.cli.train", "hpc_train.training.gpt")
 BEFORE = 20.0  # seconds for the first stand-in to come
 AFTER = 1.0  # seconds for another of the same start
 PR_SET_PDEATHSIG = 1  # prctl(2)
-FINAL = (0, 2, 75)  # exit codes after which a job is not started again
 _LIBC = ctypes.CDLL(None)
 
 
@@ -72,7 +72,7 @@ def load(what: str) -> str:
         with suppress(ImportError):
             importlib.import_module(name)
     if what != "libraries":
-        importlib.import_module("hpc_train.config_file").parser(documented=False)
+        importlib.import_module("hpc_train.config.file").parser(documented=False)
     gc.collect()
     gc.freeze()  # the collector would write to pages that forks share
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
@@ -231,7 +231,7 @@ class Server:
             self._drop(peer)
             if peer.beside:
                 return
-        final = os.WIFEXITED(status) and os.WEXITSTATUS(status) in FINAL
+        final = os.WIFEXITED(status) and os.WEXITSTATUS(status) in FINAL_CODES
         shared = bool(os.environ.get(LOAD))  # by several jobs: one's end is not all's
         wait = AFTER if final and not shared else max(AFTER, self._linger)
         self._until = 0.0 if self._leaving else time.monotonic() + wait

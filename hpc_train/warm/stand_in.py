@@ -138,15 +138,13 @@ def hand_over(
     """
     if len(numbers) > DESCRIPTORS:
         raise Cold(f"{len(numbers)} descriptors are open")
-    umask = os.umask(0)
-    os.umask(umask)
     limits = [n for n in dir(resource) if n.startswith("RLIMIT_")]
     ignored = [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
     request = {
         "program": list(program),
         "path": path,
         "environ": dict(environ),
-        "umask": umask,
+        "umask": umask(),
         "limits": [
             (getattr(resource, n), *resource.getrlimit(getattr(resource, n))) for n in limits
         ],
@@ -164,6 +162,12 @@ def hand_over(
         socket.send_fds(server, [packed(request)], [here, *numbers])
     finally:
         os.close(here)
+
+
+def umask() -> int:
+    """The mask of new files' modes, read without a moment in which it is another one."""
+    line = next(line for line in text_of("/proc/self/status").splitlines() if "Umask:" in line)
+    return int(line.split()[1], 8)
 
 
 def started(server: socket.socket) -> int:

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpc_train.config import RunConfig
-from hpc_train.config_file import load
+from hpc_train.config.file import load
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.runtime import Runtime

@@ -33,7 +33,7 @@ PLAIN = Batch(
     seconds=7200,
     command=["hpc-train", "train", "my.yaml", "--run.steps", "100"],
     run_dir="runs/my",
-    start=["hpc-train", "launch", "--max_restarts", "3", "--"],
+    launcher=["hpc-train", "launch", "--max_restarts", "3", "--"],
     script="/home/me/runs/my/job.sh",
     account="project1",
     queue="long",
@@ -44,12 +44,15 @@ BATCHES = {
     "slurm-array.sh": replace(
         PLAIN, sweep=[["--optimizer.lr", "1e-3"], ["--optimizer.lr", "1e-4"]], seconds=60
     ),
-    "slurm-srun.sh": replace(PLAIN, start=["srun", "--kill-on-bad-exit=1"], again="submit"),
-    "pbs.sh": replace(PLAIN, scheduler="pbs", again="submit"),
+    "slurm-srun.sh": replace(PLAIN, launcher=["srun", "--kill-on-bad-exit=1"], requeue_by="submit"),
+    "pbs.sh": replace(PLAIN, scheduler="pbs", requeue_by="submit"),
     "pbs-array.sh": replace(
-        PLAIN, scheduler="pbs", again="submit", sweep=[["--run.seed", "1"], ["--run.seed", "2"]]
+        PLAIN,
+        scheduler="pbs",
+        requeue_by="submit",
+        sweep=[["--run.seed", "1"], ["--run.seed", "2"]],
     ),
-    "torque.sh": replace(PLAIN, scheduler="torque", again="submit"),
+    "torque.sh": replace(PLAIN, scheduler="torque", requeue_by="submit"),
     "mpijob.yaml": replace(PLAIN, scheduler="mpijob", image="registry.example.org/it:1"),
 }
 SCHEDULERS = ["slurm", "pbs"]
@@ -93,9 +96,9 @@ ANY_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_si
 def test_shell_words_arrive_as_they_are(scheduler, words, run_dir, value):
     """Up to the launcher's line the script is run, with a program in its place that tells them."""
     batch = replace(PLAIN, scheduler=scheduler, command=words, environ={"SOME": value})
-    batch = replace(batch, script=run_dir, setup=[], start=["printf", "%s\\0"])
+    batch = replace(batch, script=run_dir, setup=[], launcher=["printf", "%s\\0"])
     script = text(batch).partition("# The rest need not be changed.")[0]
-    script += '"${start[@]}" "${command[@]}" "$script" "$SOME"'
+    script += '"${launcher[@]}" "${command[@]}" "$script" "$SOME"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=True, env={})
     assert done.stdout.decode().split("\0")[:-1] == [*words, run_dir, value]
 
@@ -137,7 +140,7 @@ def test_an_mpijob_has_what_was_asked_for():
     launcher, worker = spec["mpiReplicaSpecs"]["Launcher"], spec["mpiReplicaSpecs"]["Worker"]
     assert spec["slotsPerWorker"] * worker["replicas"] == 8
     container = launcher["template"]["spec"]["containers"][0]
-    assert container["command"] + container["args"] == [*PLAIN.start, *PLAIN.command]
+    assert container["command"] + container["args"] == [*PLAIN.launcher, *PLAIN.command]
     assert worker["template"]["spec"]["containers"][0]["image"] == "registry.example.org/it:1"
     for wrong in ("My_run", "a b", "-a"):
         with pytest.raises(UserError, match="Kubernetes"):
@@ -179,10 +182,16 @@ class Shell:
         }
 
     def script(self, start: str, **fields) -> Path:
-        values = {"run_dir": "run", "setup": [], "command": ["it"], "again": "submit", **fields}
+        values = {
+            "run_dir": "run",
+            "setup": [],
+            "command": ["it"],
+            "requeue_by": "submit",
+            **fields,
+        }
         path = self.folder / "job.sh"
         batch = replace(PLAIN, scheduler=self.scheduler, script=str(path), **values)
-        path.write_text(text(replace(batch, start=["bash", "-c", start])))
+        path.write_text(text(replace(batch, launcher=["bash", "-c", start])))
         return path
 
     def run(self, start: str, environ=None, **fields):
@@ -220,9 +229,9 @@ def test_a_job_is_queued_again_only_if_it_stopped_early(shell, code):
 
 
 def test_a_job_is_not_queued_again_more_often_than_it_may(shell):
-    assert shell.run("exit 75", {"HPC_TRAIN_QUEUED": "2"}, most=3).returncode == 75
+    assert shell.run("exit 75", {"HPC_TRAIN_QUEUED": "2"}, max_requeues=3).returncode == 75
     assert len(shell.calls) == 1
-    done = shell.run("exit 75", {"HPC_TRAIN_QUEUED": "3"}, most=3)
+    done = shell.run("exit 75", {"HPC_TRAIN_QUEUED": "3"}, max_requeues=3)
     assert "not" in done.stdout.splitlines()[-1]
     assert len(shell.calls) == 1
 
@@ -273,9 +282,9 @@ def test_a_setup_that_fails_is_told(shell):
 def test_slurms_restarts_and_ours_are_added_up(tmp_path):
     shell = Shell(tmp_path, "slurm")
     counts = {"HPC_TRAIN_QUEUED": "1", "SLURM_RESTART_COUNT": "2"}
-    assert shell.run("exit 75", counts, most=4).returncode == 75
+    assert shell.run("exit 75", counts, max_requeues=4).returncode == 75
     assert shell.calls[0].endswith("queued=4")
-    assert shell.run("exit 75", counts, most=3).returncode == 75
+    assert shell.run("exit 75", counts, max_requeues=3).returncode == 75
     assert len(shell.calls) == 1
 
 
@@ -324,9 +333,9 @@ def test_the_templates_run_as_they_are(tmp_path):
         folder.mkdir()
         shell = Shell(folder, name)
         raw = (TEMPLATES / f"{name}.sh").read_text()
-        lines = [line for line in raw.splitlines() if not line.startswith("start=")]
-        at = next(i for i, line in enumerate(lines) if line.startswith("again="))
-        lines.insert(at, f"start=({shlex.join(['echo', 'started'])}); module() {{ :; }}")
+        lines = [line for line in raw.splitlines() if not line.startswith("launcher=")]
+        at = next(i for i, line in enumerate(lines) if line.startswith("requeue_by="))
+        lines.insert(at, f"launcher=({shlex.join(['echo', 'started'])}); module() {{ :; }}")
         script = "\n".join(lines).replace(". ~/hpc/bin/activate", ":")
         done = subprocess.run(
             ["bash", "-c", script],

@@ -211,7 +211,7 @@ def test_the_training_is_known_however_it_is_written(program):
         (["-np", "2", "-H", "a:x", "--", "train"], "-H has 'a:x'"),
         (["-H", "a:2", "--hostfile", "f", "--", "train"], "both given"),
         (["--hostfile", "/none", "--", "train"], "/none"),
-        (["-np", "2", "--with", "ssh", "--", "train"], "--with"),
+        (["-np", "2", "--launcher", "ssh", "--", "train"], "--launcher"),
         (["-np", "2", "--", "hpc-train", "submit"], "does not run on ranks"),
         (["-np", "2", "--", "train", "--run.stepps", "3"], "did you mean run.steps"),
     ],
@@ -296,7 +296,7 @@ def test_a_launcher_that_says_all_is_well_is_not_believed(program):
     fake.write_text("#!/bin/sh\n[ $1 != --version ] || echo 'mpirun (Open MPI) 4.1.8'\nexit 0\n")
     fake.chmod(0o755)
     path = {"PATH": f"{program.root}:{ENVIRON['PATH']}"}
-    words = ["-np", "2", "--with", "mpirun", "--", *training(program)]
+    words = ["-np", "2", "--launcher", "mpirun", "--", *training(program)]
     done = run(*hpc_train("launch", *words), environ=path)
     assert done.returncode == 1
     assert "the training has not come to its end" in only_line(done.stderr)

@@ -71,7 +71,7 @@ def test_a_chain_waits_for_the_job_before(desk):
     desk.scheduler("sbatch")
     done = desk.run("submit", "my.yaml", "--chain", "3")
     assert done.stdout.split() == ["1", "2", "3"]
-    assert "again=never" in (desk.folder / "runs/my/job.sh").read_text()
+    assert "requeue_by=never" in (desk.folder / "runs/my/job.sh").read_text()
     waits = "--parsable --dependency=afternotok:{} --kill-on-invalid-dep=yes"
     assert desk.calls("sbatch")[1].startswith(waits.format(1))
     assert desk.calls("sbatch")[2].startswith(waits.format(2))
@@ -94,16 +94,19 @@ def test_a_sweep_is_an_array(desk):
         (["--scheduler", "mpijob"], "give --image"),
         (["--scheduler", "pbs", "--chain", "2"], "--chain means nothing to pbs"),
         (["--scheduler", "slurm", "--chain", "2", "--sweep", "run.seed=1,2"], "--sweep"),
-        (["--scheduler", "slurm", "--chain", "2", "--again", "submit"], "--again"),
-        (["--scheduler", "torque", "--again", "requeue"], "give --again submit"),
-        (["--scheduler", "slurm", "--again", "never", "--most", "3"], "--most"),
-        (["--scheduler", "slurm", "--chain", "2", "--most", "3"], "--most"),
+        (["--scheduler", "slurm", "--chain", "2", "--requeue_by", "submit"], "--requeue_by"),
+        (["--scheduler", "torque", "--requeue_by", "requeue"], "give --requeue_by submit"),
+        (
+            ["--scheduler", "slurm", "--requeue_by", "never", "--max_requeues", "3"],
+            "--max_requeues",
+        ),
+        (["--scheduler", "slurm", "--chain", "2", "--max_requeues", "3"], "--max_requeues"),
         (["--scheduler", "slurm", "--image", "x"], "--image means nothing to slurm"),
         (["--scheduler", "mpijob", "--image", "x", "--time", "01:00:00"], "--time"),
         (["--scheduler", "mpijob", "--image", "x", "--account", "me"], "--account"),
         (["--scheduler", "mpijob", "--image", "x", "--setup", "true"], "--setup"),
         (["--scheduler", "mpijob", "--image", "x", "--sweep", "run.seed=1"], "--sweep"),
-        (["--scheduler", "slurm", "--start", "srun", "--max_restarts", "2"], "--max_restarts"),
+        (["--scheduler", "slurm", "--launcher", "srun", "--max_restarts", "2"], "--max_restarts"),
         (["--scheduler", "slurm", "--time", "1h"], "--time is '1h'"),
         (["--scheduler", "slurm", "--nodes", "0"], "nodes"),
         (["--scheduler", "slurm", "--name", "a b"], "'a b' cannot stand"),
@@ -113,8 +116,8 @@ def test_a_sweep_is_an_array(desk):
         (["--scheduler", "slurm", "--sweep", "run.seed=1,2", "run.seed=3"], "twice"),
         (["--scheduler", "slurm", "--sweep", "optimizer.lr=1e-3,abc"], "optimizer.lr"),
         (["--scheduler", "pbs", "--sweep", "run.seed=1"], "a single task"),
-        (["--scheduler", "pbs", "--start", "srun"], "srun is SLURM's"),
-        (["--scheduler", "torque", "--start", "mpirun", "--threads", "2"], "slots are cores"),
+        (["--scheduler", "pbs", "--launcher", "srun"], "srun is SLURM's"),
+        (["--scheduler", "torque", "--launcher", "mpirun", "--threads", "2"], "slots are cores"),
         (["--site", "lumi", "--account", "x", "--threads", "2"], "--threads is 7"),
         (["--scheduler", "slurm", "--run.sede", "1"], "did you mean run.seed"),
         (["--site", "nowhere"], "no site profile nowhere: there are aurora"),
@@ -131,7 +134,9 @@ def test_mistakes_are_one_line(desk, words, message):
 
 def test_an_mpijob_is_written(desk):
     words = ["--scheduler", "mpijob", "--image", "x:1", "--nodes", "2", "--ranks_per_node", "4"]
-    done = desk.run("submit", "my.yaml", *words, "--threads", "3", "--most", "7", "--dry_run")
+    done = desk.run(
+        "submit", "my.yaml", *words, "--threads", "3", "--max_requeues", "7", "--dry_run"
+    )
     assert done.returncode == 0, done.stderr
     spec = yaml.safe_load(done.stdout)["spec"]
     assert spec["slotsPerWorker"] == 4
@@ -145,14 +150,14 @@ def test_slots_of_torque_are_cores(desk):
     words = ["--scheduler", "torque", "--nodes", "4", "--ranks_per_node", "2", "--dry_run"]
     done = desk.run("submit", "my.yaml", *words, "--threads", "3")
     assert "#PBS -l nodes=4:ppn=6\n" in done.stdout
-    start = next(line for line in done.stdout.splitlines() if line.startswith("start="))
+    start = next(line for line in done.stdout.splitlines() if line.startswith("launcher="))
     assert "launch --ranks_per_node 2 --max_restarts 3" in start
 
 
 def test_horovodrun_is_supervised_too(desk):
-    words = ["--scheduler", "slurm", "--start", "horovodrun", "--max_restarts", "7", "--dry_run"]
+    words = ["--scheduler", "slurm", "--launcher", "horovodrun", "--max_restarts", "7", "--dry_run"]
     done = desk.run("submit", "my.yaml", *words)
-    assert "launch --with horovodrun --max_restarts 7 --)" in done.stdout, done.stderr
+    assert "launch --launcher horovodrun --max_restarts 7 --)" in done.stdout, done.stderr
 
 
 def test_what_a_user_gives_wins_over_the_site(desk):
@@ -173,8 +178,8 @@ def test_what_a_user_gives_wins_over_the_site(desk):
         ("scheduler: slurm\nranks_per_node: 0", "ranks_per_node"),
         ("scheduler: slurm\nneeds: account", "needs"),
         ("scheduler: slurm\nneeds: [foo]", "needs"),
-        ("scheduler: slurm\nstart: srun -n 3", "start"),
-        ("scheduler: slurm\nstart: ['{foo}']", "foo"),
+        ("scheduler: slurm\nlauncher: srun -n 3", "launcher"),
+        ("scheduler: slurm\nlauncher: ['{foo}']", "foo"),
         ("scheduler: pbs\nresources: '{nope}'", "nope"),
         ("scheduler: slurm\nresources: 'select=1'", "resources"),
         ("scheduler: slurm\naccount_option: -P", "account_option"),
@@ -199,11 +204,11 @@ def test_what_the_scheduler_refuses_is_told(desk):
 def test_a_profile_of_ones_own(desk):
     (desk.folder / "here.yaml").write_text(
         "scheduler: pbs\nthreads: 4\nresources: 'nodes={nodes}:cores={cores}'\n"
-        "start: [mpiexec, -n, '{ranks}']\n"
+        "launcher: [mpiexec, -n, '{ranks}']\n"
     )
     done = desk.run("submit", "my.yaml", "--site", "here.yaml", "--nodes", "3", "--dry_run")
     assert "#PBS -l nodes=3:cores=12\n" in done.stdout
-    assert "start=(mpiexec -n 3)\n" in done.stdout
+    assert "launcher=(mpiexec -n 3)\n" in done.stdout
     (desk.folder / "here.yaml").write_text("scheduler: pbs\nthread: 4\n")
     done = desk.run("submit", "my.yaml", "--site", "here.yaml", "--dry_run")
     assert done.returncode == 2

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpc_train import processor
 from hpc_train.errors import ConfigError
+from hpc_train.host import processor
+from hpc_train.host.processor import Processor
 from hpc_train.models import linear as linears
 from hpc_train.models import trial
 from hpc_train.models.linear import Linear, linear
-from hpc_train.processor import Processor
 
 needs_onednn = pytest.mark.skipif(not linears.onednn_works(), reason="this torch has no oneDNN")
 FASTER_WITH_ONEDNN = Processor("AMD", ("AVX-512", "AVX2"), "26", "2")

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 from hpc_train.checkpoint.dtypes import TORCH_DTYPES
 from hpc_train.checkpoint.fileformat import Held
 from hpc_train.checkpoint.restore import Reader, load
-from hpc_train.config_file import load as configuration
+from hpc_train.config.file import load as configuration
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config_file import load
+from hpc_train.cli.plan import show_layouts
+from hpc_train.config.file import load
 from hpc_train.data.loader import cut
 from hpc_train.errors import UserError
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.topology import Topology
-from hpc_train.planning.choose import choose, show
+from hpc_train.planning.choose import choose
 from hpc_train.planning.layouts import Layout, LeftOut, layouts, lying, misfit, parts, sizes
 from hpc_train.planning.machine import Compute, Link, Machine
 from hpc_train.planning.predict import FREE, Step, forward_flops, predict, summing
@@ -275,7 +276,7 @@ def test_the_fastest_come_first_and_each_size_once(capsys):
     every = choose(CONFIG, MACHINE, *SHARED, top=10**6, every=True)
     assert every.fit == len(every.layouts) == len(EVERY[SHARED])
     assert every.layouts[0] == made.layouts[0]
-    show(made, as_json=False)
+    show_layouts(made, as_json=False)
     text = capsys.readouterr().out
     assert f"the first: {made.layouts[0].options()}\n" in text
     assert max(map(len, text.split("the first")[0].splitlines())) <= 100
@@ -284,7 +285,7 @@ def test_the_fastest_come_first_and_each_size_once(capsys):
 def test_a_description_of_other_ranks_is_warned_of(capsys):
     assert choose(CONFIG, replace(MACHINE, ranks_per_node=2), *SHARED).warning == ""
     made = choose(CONFIG, replace(MACHINE, ranks_per_node=4), *SHARED)
-    show(made, as_json=False)
+    show_layouts(made, as_json=False)
     assert "warning: the machine was measured with 4 ranks of each node" in capsys.readouterr().out
 
 

@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
+from hpc_train.cli.plan import show_schedules
 from hpc_train.config import ModelSection
-from hpc_train.config_file import load
+from hpc_train.config.file import load
 from hpc_train.errors import ConfigError
 from hpc_train.models import GPT
 from hpc_train.parallel.schedule import build
@@ -20,7 +21,6 @@ from hpc_train.planning.schedules import (
     gpt_parameters,
     memory,
     plan,
-    show,
     size,
 )
 from tests.programs import hpc_train as command
@@ -154,7 +154,7 @@ def test_sgd_and_number_formats_count(config):
 def test_schedules_that_need_more_layers_are_left_out(config, capsys):
     made = plan(load(config, ["--model.layers=3"]))
     assert [entry.schedule for entry in made.schedules] == ["gpipe", "1f1b", "zero_bubble"]
-    show(made, as_json=False)
+    show_schedules(made, as_json=False)
     assert "not shown, too few layers: interleaved\n" in capsys.readouterr().out
 
 

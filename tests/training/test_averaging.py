@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.config_file import load
+from hpc_train.config.file import load
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hpc_train.config_file import load
+from hpc_train.config.file import load
 from hpc_train.errors import DataError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpc_train.config import ModelSection
-from hpc_train.config_file import load
+from hpc_train.config.file import load
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.machine import load as read

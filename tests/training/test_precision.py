@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint.restore import Reader, load_state
 from hpc_train.config import RunConfig
-from hpc_train.config_file import load
+from hpc_train.config.file import load
 from hpc_train.errors import HpcTrainError
 from hpc_train.gradients import LossScaler, scaling
 from hpc_train.gradients.scaling import INITIAL_SCALE

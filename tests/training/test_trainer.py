@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint.directory import find, step_of
-from hpc_train.checkpoint_verbs import show_list
+from hpc_train.cli.checkpoint import show_list
 from hpc_train.config import RunConfig
-from hpc_train.config_file import load
+from hpc_train.config.file import load
 from hpc_train.errors import ConfigError, NotFiniteError, Stopped
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime

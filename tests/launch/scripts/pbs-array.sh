@@ -14,9 +14,9 @@
 run_dir=runs/my
 all=$run_dir
 command=(hpc-train train my.yaml --run.steps 100)
-start=(hpc-train launch --max_restarts 3 --)
-again=submit
-most=50
+launcher=(hpc-train launch --max_restarts 3 --)
+requeue_by=submit
+max_requeues=50
 script=/home/me/runs/my/job.sh
 walltime=7200
 export OMP_NUM_THREADS=3
@@ -63,7 +63,7 @@ echo "job $PBS_JOBID, start $count, on $(sort -u "$PBS_NODEFILE" | wc -l) nodes"
 
 code=75
 if [ -z "$signalled" ]; then
-    "${start[@]}" "${command[@]}" &
+    "${launcher[@]}" "${command[@]}" &
     sleep 0.2 # by then it has put this shell's traps away, and a signal is not lost on it
     child=$!
     [ -z "$signalled" ] || pass_on # the signal came before there was a child
@@ -79,9 +79,9 @@ if [ -z "$signalled" ]; then
 fi
 
 if [ "$code" -eq 75 ] && ! stopped; then
-    if [ "$count" -ge "$most" ]; then
-        echo "submitted again $count times, which is the most: it is not submitted again"
-    elif [ "$again" != never ]; then
+    if [ "$count" -ge "$max_requeues" ]; then
+        echo "submitted again $count times, the maximum: it is not submitted again"
+    elif [ "$requeue_by" != never ]; then
         if [ -n "$task" ]; then # one task of an array goes on alone
             grep -v '^#PBS -[Jt] ' "$script" > "$run_dir/job.sh"
             script=$run_dir/job.sh

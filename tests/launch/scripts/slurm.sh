@@ -16,9 +16,9 @@
 run_dir=runs/my
 all=$run_dir
 command=(hpc-train train my.yaml --run.steps 100)
-start=(hpc-train launch --max_restarts 3 --)
-again=requeue
-most=50
+launcher=(hpc-train launch --max_restarts 3 --)
+requeue_by=requeue
+max_requeues=50
 script=/home/me/runs/my/job.sh
 setup() {
     module load python openmpi
@@ -77,13 +77,13 @@ watch() {
         sleep 5
     done
 }
-if [ "$again" != never ] && [ "$count" -lt "$most" ]; then
+if [ "$requeue_by" != never ] && [ "$count" -lt "$max_requeues" ]; then
     watch >/dev/null 2>&1 &
 fi
 
 code=75
 if [ -z "$signalled" ]; then
-    "${start[@]}" "${command[@]}" &
+    "${launcher[@]}" "${command[@]}" &
     sleep 0.2 # by then it has put this shell's traps away, and a signal is not lost on it
     child=$!
     [ -z "$signalled" ] || pass_on # the signal came before there was a child
@@ -99,11 +99,11 @@ if [ -z "$signalled" ]; then
 fi
 
 if [ "$code" -eq 75 ] && ! stopped; then
-    if [ "$count" -ge "$most" ]; then
-        echo "queued again $count times, which is the most: it is not queued again"
-    elif [ "$again" = requeue ] && scontrol requeue "$SLURM_JOB_ID"; then
+    if [ "$count" -ge "$max_requeues" ]; then
+        echo "queued again $count times, the maximum: it is not queued again"
+    elif [ "$requeue_by" = requeue ] && scontrol requeue "$SLURM_JOB_ID"; then
         sleep 60 # SLURM ends this script now
-    elif [ "$again" != never ]; then
+    elif [ "$requeue_by" != never ]; then
         unset SLURM_RESTART_COUNT # the new job's own begins with 0
         HPC_TRAIN_QUEUED=$((count + 1)) sbatch --export=ALL ${task:+--array="$task"} "$script"
     fi

@@ -1,14 +1,13 @@
-"""`hpc-train checkpoint`: list, verify, diff and export. To list takes no torch."""
+"""`hpc-train checkpoint list | verify | diff | export`, in one process. Listing loads no torch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc_train import files
-from hpc_train.checkpoint import headers
-from hpc_train.checkpoint.directory import find, newest
+from hpc_train.cli.verb import Parser
 from hpc_train.errors import EXIT_FAILURE, CheckpointError, CheckpointMismatch, ConfigError
 
 if TYPE_CHECKING:
@@ -17,8 +16,71 @@ if TYPE_CHECKING:
 SHOWN = 20  # differences, unless all are asked for
 
 
+def options() -> Parser:
+    """The options of the verb."""
+    made = Parser("hpc-train checkpoint", description="Look into checkpoints, in one process.")
+    made.lists = "actions"
+    actions = made.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    source = "a file, or a run directory for its newest one"
+    several = actions.add_parser(
+        "list", help="list the checkpoints of a run", description="List the checkpoints of a run."
+    )
+    several.add_argument("run", metavar="RUN", help="a run directory")
+    verify = actions.add_parser(
+        "verify",
+        help="check that a checkpoint is what was saved",
+        description="Read every byte; the exit code is 1 if any checkpoint is damaged.",
+    )
+    verify.add_argument("checkpoint", help=source)
+    verify.add_argument("--all", action="store_true", help="check every one of a run directory")
+    diff = actions.add_parser(
+        "diff",
+        help="tell in what two checkpoints differ",
+        description="Compare two checkpoints; the exit code is 1 if they differ.",
+    )
+    diff.add_argument("first", help=source)
+    diff.add_argument("second", help=source)
+    diff.add_argument("--all", action="store_true", help="show all differences")
+    export = actions.add_parser(
+        "export",
+        help="write the model as safetensors or as a torch state dict",
+        description="Write the model's tensors alone.",
+    )
+    export.add_argument("checkpoint", help=source)
+    export.add_argument(
+        "--out", required=True, metavar="FILE", help=".safetensors or .pt; a folder with --to"
+    )
+    patterns: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "PATTERN"}
+    export.add_argument("--include", help="patterns of the names to write", **patterns)
+    export.add_argument("--exclude", help="patterns of the names to leave out", **patterns)
+    export.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "float16", "bfloat16"),
+        help="the type that floating-point tensors are converted to",
+    )
+    export.add_argument(
+        "--to", choices=("gpt2",), help="write a folder that transformers opens as a GPT-2"
+    )
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    given = options().parse_args(arguments)
+    if given.action == "list":
+        return show_list(given.run)
+    if given.action == "verify":
+        return verify(given.checkpoint, every=given.all)
+    if given.action == "diff":
+        return diff(given.first, given.second, every=given.all)
+    patterns = given.include, given.exclude
+    return export(given.checkpoint, given.out, *patterns, given.dtype, gpt2=bool(given.to))
+
+
 def show_list(run: str) -> int:
     """Print the checkpoints of a run directory; no tensor is read."""
+    from hpc_train.checkpoint import headers
+
     for found in headers.listed(Path(run)):
         complete = "complete" if found.finite else "complete, but with numbers that are not finite"
         size, when = f"{found.nbytes / 2**20:.1f} MiB", f"{found.written:%Y-%m-%d %H:%M}"
@@ -28,6 +90,8 @@ def show_list(run: str) -> int:
 
 def verify(source: str, *, every: bool) -> int:
     """Read all bytes of a checkpoint, or of every one of a run; returns 1 if any is damaged."""
+    from hpc_train.checkpoint.directory import find, newest
+
     path = newest(Path(source))
     if every and not Path(source).is_dir():
         raise ConfigError(f"--all, and {source} is one file", "give a run directory")
@@ -57,6 +121,7 @@ def _verify(path: Path, *, foreign: bool = False) -> int:
 def diff(first: str, second: str, *, every: bool) -> int:
     """Print in what two checkpoints differ; returns 1 if they do."""
     from hpc_train.checkpoint import tools
+    from hpc_train.checkpoint.directory import newest
 
     count = 0
     for difference in tools.differences(newest(Path(first)), newest(Path(second))):
@@ -81,6 +146,7 @@ def export(
     import torch
 
     from hpc_train.checkpoint import tools
+    from hpc_train.checkpoint.directory import newest
     from hpc_train.checkpoint.restore import Tensors
     from hpc_train.models.gpt2 import as_gpt2, config_json
 

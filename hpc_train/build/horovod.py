@@ -1,8 +1,8 @@
 """Build Horovod against the torch and the MPI that are here, and install it.
 
-    python -m hpc_train.horovod_build                  build, or take the cached wheel; install
-    python -m hpc_train.horovod_build --archive FILE   from a source archive fetched elsewhere
-    python -m hpc_train.horovod_build --rebuild        even when the cache has a wheel
+    python -m hpc_train.build.horovod                  build, or take the cached wheel; install
+    python -m hpc_train.build.horovod --archive FILE   from a source archive fetched elsewhere
+    python -m hpc_train.build.horovod --rebuild        even when the cache has a wheel
 
 Horovod's last release, 0.28.1 of June 2023, asks for C++14, which current PyTorch headers refuse.
 Its source archive compiles unchanged as C++17, so the recipe patches that one setting, and the
@@ -28,8 +28,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from hpc_train.build.toolchain import check_compiler, check_disk, check_headers, last_line, run
 from hpc_train.errors import HpcTrainError, SetupError
-from hpc_train.toolchain import check_compiler, check_disk, check_headers, last_line, run
 
 VERSION = "0.28.1"
 ARCHIVE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -46,7 +46,7 @@ BUILD_VARIABLES = tuple(
     f"HOROVOD_{part}" for part in ("WITH", "GPU", "NCCL", "CPU_OP", "CUDA", "ROCM", "BUILD")
 )
 FREE_BYTES = 1 << 30
-RETRY = "then run `python -m hpc_train.horovod_build` again"
+RETRY = "then run `python -m hpc_train.build.horovod` again"
 
 
 class Mpi(NamedTuple):
@@ -202,7 +202,7 @@ def fetch_archive(directory: Path) -> Path:
             f"Horovod's source archive could not be downloaded: {last_line(done.stderr)}",
             f"where there is no network, run `pip download --no-deps --no-binary=:all: "
             f"horovod=={VERSION}` elsewhere and give the file: "
-            "`python -m hpc_train.horovod_build --archive FILE`",
+            "`python -m hpc_train.build.horovod --archive FILE`",
         )
     return archives[0]
 
@@ -311,14 +311,14 @@ def install(wheel: Path) -> None:
         raise SetupError(
             f"Horovod was installed but does not load: {last_line(tried.stderr)}",
             "load the modules (MPI, torch) that it was built with, or build it again: "
-            "`python -m hpc_train.horovod_build --rebuild`",
+            "`python -m hpc_train.build.horovod --rebuild`",
         )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Build and install Horovod; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m hpc_train.horovod_build",
+        prog="python -m hpc_train.build.horovod",
         description=f"Build and install Horovod {VERSION} for this environment's torch and MPI.",
     )
     parser.add_argument("--archive", type=Path, help="horovod's source archive, else downloaded")

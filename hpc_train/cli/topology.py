@@ -1,4 +1,7 @@
-"""`hpc-train topology`: nodes and sockets, and which rank and which group lies where."""
+"""`hpc-train topology [--dp N] [--tp N] [--pp N] [--json]`, on every rank of the job.
+
+It draws nodes and sockets, and which rank and which group lies where.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,48 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.mpi import topology as topologies
-from hpc_train.mpi.placement import NODE, NODES, SOCKET, Placement, place
-from hpc_train.mpi.runtime import Runtime
+from hpc_train.cli.verb import Parser, show_help
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from hpc_train.mpi.placement import Placement
+    from hpc_train.mpi.runtime import Runtime
+
 NODE_HEADS = ("node", "rank", "dp", "tp", "pp", "socket", "bound to cores")
 GROUP_HEADS = ("groups", "ranks each", "in a socket", "in a node", "across nodes")
 AXES = {"dp": "data", "tp": "tensor", "pp": "pipe"}
+
+
+def options() -> Parser:
+    """The options of the verb."""
+    made = Parser(
+        prog="hpc-train topology",
+        description="Draw nodes and sockets, and where each rank of the job and each group lies.",
+    )
+    made.add_argument("--dp", type=int, help="data-parallel size (default: the ranks / (tp x pp))")
+    made.add_argument(
+        "--tp", type=int, default=1, help="tensor-parallel size (default: %(default)s)"
+    )
+    made.add_argument(
+        "--pp", type=int, default=1, help="pipeline-parallel size (default: %(default)s)"
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        return show_help(options(), arguments)
+    from hpc_train.training.program import run as run_program
+
+    return run_program(lambda runtime: _run(arguments, runtime))
+
+
+def _run(arguments: Sequence[str], runtime: Runtime) -> None:
+    given = options().parse_args(arguments)
+    show(runtime, dp=given.dp, tp=given.tp, pp=given.pp, as_json=given.json)
 
 
 def show(
@@ -28,6 +63,9 @@ def show(
     Raises:
         ConfigError: the sizes do not multiply to the number of ranks; raised on all of them.
     """
+    from hpc_train.mpi import topology as topologies
+    from hpc_train.mpi.placement import place
+
     found = topologies.discover(runtime.world, runtime.node)
     placement = place(found, dp, tp, pp)
     machine = asdict(topologies.machine()) if runtime.node.rank == 0 else None
@@ -73,6 +111,8 @@ def tree(
 
 def extents(placement: Placement) -> dict[str, dict[str, int]]:
     """For each axis, how many groups lie in one socket, in one node, and on several nodes."""
+    from hpc_train.mpi.placement import NODE, NODES, SOCKET
+
     counts = {}
     groups = placement.groups()
     for axis, name in AXES.items():

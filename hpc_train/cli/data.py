@@ -1,4 +1,7 @@
-"""`hpc-train data verify`: every shard of a data folder against its hash, dealt over the ranks."""
+"""`hpc-train data verify DIR [--each_node] [--json]`, on every rank of the job.
+
+It compares every shard of a data folder with its hash; the ranks share the shards out.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,55 @@ import json
 import logging
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpc_train.data import manifest as manifests
-from hpc_train.data.check import damage, every_shard
-from hpc_train.data.tokenizer import BYTES, describe
+from hpc_train.cli.verb import Parser
 from hpc_train.errors import DataError
-from hpc_train.mpi.agreement import agreed, same
-from hpc_train.mpi.runtime import Runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpc_train.mpi.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
 OFTEN = 5.0  # seconds between two lines about the progress
 SHOWN = 5  # names in the error
+
+
+def options() -> Parser:
+    """The options of the verb."""
+    made = Parser("hpc-train data", description="Look after a folder of `hpc-train prepare`.")
+    made.lists = "actions"
+    actions = made.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    verify = actions.add_parser(
+        "verify",
+        help="check that the shards are what was prepared",
+        description="Read every shard and compare its hash. Under a launcher the ranks share the "
+        "shards out. The exit code is 2 if any shard is damaged.",
+    )
+    verify.add_argument("folder", metavar="DIR", help="the data folder")
+    verify.add_argument(
+        "--each_node",
+        action="store_true",
+        help="have every node read all shards, for copies on the nodes' own disks",
+    )
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        options().parse_args(arguments)
+    from hpc_train.training.program import run as run_program
+
+    return run_program(lambda runtime: _run(arguments, runtime))
+
+
+def _run(arguments: Sequence[str], runtime: Runtime) -> None:
+    given = options().parse_args(arguments)
+    verify(runtime, given.folder, each_node=given.each_node, as_json=given.json)
 
 
 def verify(
@@ -36,6 +76,11 @@ def verify(
         DataError: it is no data folder, or a file in it is damaged; the same on all ranks.
         UserError: the nodes have different folders of that name.
     """
+    from hpc_train.data import manifest as manifests
+    from hpc_train.data.check import damage, every_shard
+    from hpc_train.data.tokenizer import BYTES, describe
+    from hpc_train.mpi.agreement import agreed, same
+
     world, readers = runtime.world, runtime.node if each_node else runtime.world
     with agreed(world):
         directory = Path(folder)

@@ -1,4 +1,4 @@
-"""`hpc-train doctor`: what works here, what does not, and the line that mends it.
+"""`hpc-train doctor [--json]`: what works here, what does not, and the line that mends it.
 
 A process that no launcher started must not touch MPI, which may end it; it starts one rank of its
 own as a probe. Under a launcher every rank looks at itself, and rank 0 reports.
@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import HpcTrainError
+from hpc_train.cli.verb import Parser
+from hpc_train.errors import EXIT_FAILURE, HpcTrainError
 from hpc_train.mpi import environment, runtime
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -45,6 +46,23 @@ class Finding:
     status: str
     text: str
     remedy: str = ""
+
+
+def options() -> Parser:
+    """The options of the verb."""
+    made = Parser("hpc-train doctor", description="Tell what works here, and how to mend the rest.")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    given = options().parse_args(arguments)
+    launch = environment.read(os.environ)
+    findings, ranks = examine()
+    if launch is None or launch.rank == 0:
+        print(report(findings, ranks, as_json=given.json))
+    return 0 if runs(findings) else EXIT_FAILURE
 
 
 def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
@@ -197,7 +215,7 @@ def _products() -> dict[str, Any] | None:
 
 def probe_in_a_rank() -> list[dict[str, Any]]:
     """Start one rank that probes MPI and prints what it found."""
-    program = [sys.executable, "-m", "hpc_train.doctor"]
+    program = [sys.executable, "-m", "hpc_train.cli.doctor"]
     launcher = next((name for name in ("mpirun", "mpiexec") if shutil.which(name)), None)
     command = [launcher, "-n", "1", *program] if launcher else program
     environ = environment.for_launcher(os.environ, os.geteuid())

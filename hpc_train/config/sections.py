@@ -1,6 +1,6 @@
 """The configuration: one frozen dataclass per section.
 
-`config_file` has the way to them from YAML and options. A part takes its own section, never the
+`file.py` makes them from YAML and options. A part takes its own section, never the
 whole. Values are checked where they are made, so that a configuration that exists is sound by
 itself; what depends on the number of ranks or on the data is checked by the part that knows them.
 """
@@ -383,7 +383,7 @@ class RunConfig:
             )
 
     def to_yaml(self) -> str:
-        """The configuration as YAML; `config_file.load` reads it back to an equal one."""
+        """The configuration as YAML; `config.file.load` reads it back to an equal one."""
         return yaml.safe_dump(asdict(self), sort_keys=False)
 
 

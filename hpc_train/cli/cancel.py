@@ -1,0 +1,27 @@
+"""`hpc-train cancel RUN`: a run stops for good, with a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_train.cli.verb import Parser
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def options() -> Parser:
+    """The options of the verb."""
+    made = Parser("hpc-train cancel", description="Stop a run for good, with a checkpoint.")
+    made.add_argument("run", metavar="RUN", help="a run directory")
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    given = options().parse_args(arguments)
+    from hpc_train.launch.cancel import cancel
+
+    print(cancel(Path(given.run)))
+    return 0

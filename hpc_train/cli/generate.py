@@ -1,0 +1,49 @@
+"""`hpc-train generate CHECKPOINT --prompt TEXT`: text from a checkpoint of a GPT."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpc_train.cli.verb import Parser
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def options() -> Parser:
+    """The options of the verb."""
+    made = Parser("hpc-train generate", description="Write text from a checkpoint of a GPT.")
+    made.add_argument("checkpoint", help="a checkpoint file, or a run directory for its newest one")
+    made.add_argument(
+        "--prompt", default="\n", help="the text to continue (default: an empty line)"
+    )
+    made.add_argument(
+        "--tokens", type=int, default=256, help="number of tokens to write (default: %(default)s)"
+    )
+    made.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="temperature of the random choice; 0 takes the likeliest token (default: %(default)s)",
+    )
+    made.add_argument(
+        "--seed", type=int, default=0, help="seed of the random choice (default: %(default)s)"
+    )
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    given = options().parse_args(arguments)
+    from hpc_train.training.generate import generate
+
+    for piece in generate(
+        given.checkpoint,
+        given.prompt,
+        tokens=given.tokens,
+        temperature=given.temperature,
+        seed=given.seed,
+    ):
+        print(piece, end="", flush=True)
+    print()
+    return 0

@@ -1,0 +1,92 @@
+"""`hpc-train launch -np N [-H h1:4,h2:4] [options] -- COMMAND`: the ranks of a job."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_train.cli.verb import COUNT, EXIT_CODES, Parser, not_negative, show_help, wants_help
+from hpc_train.errors import UserError
+from hpc_train.launch import PROGRAMS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def options() -> Parser:
+    """The options of the verb."""
+    made = Parser(
+        prog="hpc-train launch",
+        usage="hpc-train launch [-np N] [-H node1:4,node2:4] [options] -- train CONFIG.yaml ...",
+        description="Start a job's ranks by the launcher that is here. Behind -- stands what each "
+        "rank runs: train CONFIG.yaml with its options, or any program.",
+        epilog=EXIT_CODES,
+    )
+    made.add_argument("-np", **COUNT, help="number of ranks (default: all slots)")
+    made.add_argument("-H", metavar="HOSTS", help="hosts with their slots: node1:4,node2:4")
+    made.add_argument("--hostfile", metavar="FILE", help="hosts, one per line: node1 slots=4")
+    made.add_argument(
+        "--ranks_per_node",
+        **COUNT,
+        help="ranks to start on each host, overriding its slots",
+    )
+    made.add_argument(
+        "--launcher",
+        choices=PROGRAMS,
+        metavar="PROGRAM",
+        help=f"the launcher to use: {', '.join(PROGRAMS)} (default: the first that works here)",
+    )
+    made.add_argument(
+        "--max_restarts",
+        type=not_negative,
+        default=0,
+        metavar="K",
+        help="maximum number of restarts after failures (default: %(default)s); a restart leaves "
+        "out hosts that do not answer, and takes in hosts that -np has left over",
+    )
+    made.add_argument(
+        "--cores", **COUNT, help="cores of each host (default: as many as this host has)"
+    )
+    made.add_argument(
+        "--dry_run", action="store_true", help="print the launcher's line, and start nothing"
+    )
+    made.add_argument(
+        "--cold",
+        action="store_true",
+        help="have every rank import its libraries itself; by default one process per node does",
+    )
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    cut = list(arguments).index("--") if "--" in arguments else len(arguments)
+    if not arguments or wants_help(["--", *arguments[:cut]]):
+        return show_help(options(), arguments)
+    from hpc_train.launch.protocol import STOP_SIGNALS
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there is somebody to hear them
+    try:
+        given = options().parse_args(arguments[:cut])
+    except UserError as error:
+        if cut < len(arguments):
+            raise
+        remedy = "write the command behind --: hpc-train launch -np 4 -- train my.yaml"
+        raise UserError(error.cause, remedy) from None
+    from hpc_train.launch.command import Request, launch
+
+    return launch(
+        Request(
+            arguments[cut + 1 :],
+            given.np,
+            given.H,
+            Path(given.hostfile) if given.hostfile else None,
+            given.ranks_per_node,
+            given.launcher,
+            given.max_restarts,
+            given.cores,
+            given.dry_run,
+            given.cold,
+        )
+    )

@@ -1,0 +1,107 @@
+"""`hpc-train submit CONFIG.yaml --scheduler slurm --nodes N ... [--section.key VALUE ...]`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+from hpc_train.cli.verb import COUNT, Parser, not_negative, show_help, wants_help
+from hpc_train.launch import Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def options() -> Parser:
+    """The options of the verb."""
+    made = Parser(
+        prog="hpc-train submit",
+        usage="hpc-train submit CONFIG.yaml [--section.key VALUE ...] [options]",
+        description="Write the batch script of a training, and queue it. The job stops with a "
+        "checkpoint before its time is over, and is queued again until the training is finished.",
+    )
+    made.add_argument("config", metavar="CONFIG.yaml", help="the training's configuration")
+    made.add_argument(
+        "--scheduler", choices=get_args(Scheduler), help="the scheduler (default: the one here)"
+    )
+    made.add_argument("--site", help="the machine's profile: its name, or a .yaml file")
+    made.add_argument("--nodes", default=1, help="number of nodes (default: %(default)s)", **COUNT)
+    made.add_argument(
+        "--ranks_per_node", help="ranks on each node (default: the site's, or 1)", **COUNT
+    )
+    made.add_argument("--threads", help="cores of each rank", **COUNT)
+    made.add_argument(
+        "--time", metavar="HH:MM:SS", help="time limit of the job (default: one hour)"
+    )
+    made.add_argument("--name", help="job name (default: the run directory's name)")
+    made.add_argument("--account", help="account that pays for the job")
+    made.add_argument("--queue", help="queue or partition")
+    made.add_argument(
+        "--directive",
+        nargs="+",
+        default=(),
+        metavar="TEXT",
+        help="further options of the scheduler, such as '--qos=debug'",
+    )
+    made.add_argument(
+        "--setup",
+        nargs="+",
+        default=(),
+        metavar="LINE",
+        help="shell lines that run first, such as 'module load python' (default: activate this "
+        "environment)",
+    )
+    made.add_argument(
+        "--launcher",
+        choices=("srun", "mpirun", "horovodrun"),
+        help="the launcher to use (default: `hpc-train launch`, which chooses one)",
+    )
+    made.add_argument(
+        "--max_restarts",
+        type=not_negative,
+        metavar="K",
+        help="maximum number of restarts within a job, after failures (default: 3)",
+    )
+    made.add_argument(
+        "--requeue_by",
+        choices=("requeue", "submit", "never"),
+        help="how the job is queued again when it has stopped early",
+    )
+    made.add_argument(
+        "--max_requeues",
+        type=not_negative,
+        metavar="N",
+        help="maximum number of requeues (default: 50)",
+    )
+    made.add_argument(
+        "--chain",
+        default=1,
+        help="number of jobs to queue now, each of which waits for the one before "
+        "(default: %(default)s)",
+        **COUNT,
+    )
+    made.add_argument(
+        "--sweep",
+        nargs="+",
+        default=(),
+        metavar="KEY=V,V",
+        help="an array job with a task for each combination of values, such as "
+        "optimizer.lr=1e-3,1e-4",
+    )
+    made.add_argument("--image", default="", help="container image, for mpijob")
+    made.add_argument("--dry_run", action="store_true", help="print the script, and queue nothing")
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    if wants_help(arguments):
+        return show_help(options(), arguments)
+    from hpc_train.config import file
+
+    own, keys = file.separate(arguments)
+    given = options().parse_args(own)
+    from hpc_train.launch.submit import Request, submit
+
+    for job in submit(Request(**vars(given), options=keys)):
+        print(job)
+    return 0

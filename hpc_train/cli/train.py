@@ -1,0 +1,49 @@
+"""`hpc-train train CONFIG.yaml [--section.key VALUE ...]`, on every rank of the job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpc_train.cli.verb import show_help, wants_help
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpc_train.config import RunConfig
+    from hpc_train.mpi.runtime import Runtime
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    from hpc_train.config import file
+
+    if wants_help(arguments):
+        return show_help(file.parser(documented=True), arguments)
+    path, given = file.split(arguments)
+    if any(option.startswith("--print_config") for option in given):
+        file.load(path, given)  # the parser prints it and leaves
+    from hpc_train.training.preemption import hold_signals
+
+    hold_signals()  # loading MPI and torch takes seconds, in which a scheduler may want to stop us
+    settings: RunConfig | Exception
+    try:  # before MPI, after which no process may be started
+        settings = file.load(path, given)
+        if settings.data.workers:
+            from hpc_train.data.fork_server import start_workers
+
+            start_workers()
+    except Exception as error:  # noqa: BLE001  # raised where the other ranks hear of it
+        settings = error
+    from hpc_train.training.program import run as run_program
+
+    return run_program(lambda runtime: _train(settings, runtime))
+
+
+def _train(settings: RunConfig | Exception, runtime: Runtime) -> None:
+    from hpc_train.mpi.agreement import agreed
+
+    with agreed(runtime.world):
+        if isinstance(settings, Exception):
+            raise settings
+        from hpc_train.training.gpt import train_gpt  # torch is loaded once all else is right
+    train_gpt(settings, runtime)

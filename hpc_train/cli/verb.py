@@ -1,0 +1,61 @@
+"""What every verb's room has: a parser whose mistakes are one line, numbers, the help."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hpc_train.errors import EXIT_USER, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+EXIT_CODES = (
+    "exit codes: 0 finished; 75 stopped early with a checkpoint, run it again; "
+    "2 the user's mistake; 1 anything else"
+)
+
+
+class Parser(ArgumentParser):
+    """The options of one verb; a mistake in them is raised, with where to look them up."""
+
+    lists = "options"
+    """What the reader finds in its help."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the arguments.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(message, f"`{self.prog} --help` lists the {self.lists}")
+
+
+def positive(text: str) -> int:
+    """The value of an option that takes a whole number of 1 or more."""
+    return _at_least(1, text)
+
+
+def not_negative(text: str) -> int:
+    """The value of an option that takes a whole number of 0 or more."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ArgumentTypeError(f"{text!r} is no whole number of {least} or more")
+    return int(text)
+
+
+COUNT: dict[str, Any] = {"type": positive, "metavar": "N"}
+
+
+def wants_help(arguments: Sequence[str]) -> bool:
+    """Whether the user asks for help, or gives nothing."""
+    return not arguments or bool({"-h", "--help"} & set(arguments))
+
+
+def show_help(parser: ArgumentParser, arguments: Sequence[str]) -> int:
+    """Print a verb's help; returns the exit code."""
+    parser.print_help()
+    return 0 if arguments else EXIT_USER

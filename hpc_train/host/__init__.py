@@ -1,0 +1,5 @@
+"""The host that a process runs on.
+
+allocator.py  keeps freed memory in the process
+processor.py  tells which library multiplies float32 matrices faster on its kind of processor
+"""
