@@ -24,7 +24,7 @@ if sys.version_info < (3, 11):
         "load or install a newer one and run `make PYTHON=/path/to/python3 ...`"
     )
 
-from hpc_train.build.toolchain import check_compiler, check_disk, check_headers, last_line, run
+from hpc_train.build.toolchain import check_compiler, check_disk, check_headers, last_line, run_program
 from hpc_train.errors import HpcTrainError, SetupError
 
 ROOT = Path(__file__).resolve().parent
@@ -114,7 +114,7 @@ def make_venv() -> None:
     Raises:
         SetupError: this Python cannot.
     """
-    done = run([sys.executable, "-m", "venv", "--clear", str(VENV)])
+    done = run_program([sys.executable, "-m", "venv", "--clear", str(VENV)])
     if done.returncode:
         shutil.rmtree(VENV, ignore_errors=True)
         raise SetupError(

@@ -44,13 +44,13 @@ from torch import Tensor, nn
 
 from benchmarks import harness
 from hpc_train.checkpoint import Checkpoints, restore
-from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.phases import run
+from hpc_train.checkpoint.phases import carry_out
 from hpc_train.checkpoint.save import saving
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 
 NAME = "checkpoint"
 RANKS = (2, 4)
@@ -101,7 +101,7 @@ class Ways:
         names = list(named)
         self.mine = names[group.rank :: group.size]
         self.columns = {
-            name: ShardSpec.part(tuple(tensor.shape), 1, group.rank, group.size)
+            name: SliceSpec.part(tuple(tensor.shape), 1, group.rank, group.size)
             for name, tensor in named.items()
         }
         self.shard = folder / f"torch_save-{group.rank}.pt"
@@ -133,33 +133,33 @@ class Ways:
 
     def ours(self, engine: Any, *, verify: bool = True) -> None:
         """Our save, with all that it checks."""
-        held = {name: Held.whole(tensor) for name, tensor in self.named.items()}
+        held = {name: LocalTensor.whole(tensor) for name, tensor in self.named.items()}
         path = self.folder / "ours.safetensors"
-        run(saving(path, Parts(held), STATE, self.group, engine, verify=verify))
+        carry_out(saving(path, Parts(held), STATE, self.group, engine, verify=verify))
 
     @cached_property
-    def parts(self) -> dict[str, Held]:
+    def parts(self) -> dict[str, LocalTensor]:
         """This rank's columns of all tensors."""
         return {
-            name: Held(self.named[name][:, spec.start : spec.stop].contiguous(), spec)
+            name: LocalTensor(self.named[name][:, spec.start : spec.stop].contiguous(), spec)
             for name, spec in self.columns.items()
         }
 
     def ours_columns(self) -> None:
         """Of ranks that hold a part each."""
         path = self.folder / "ours_columns.safetensors"
-        run(saving(path, Parts(self.parts), STATE, self.group, replica=self.group))
+        carry_out(saving(path, Parts(self.parts), STATE, self.group, replica=self.group))
 
     def ours_load(self) -> None:
         """Our load, verified."""
         reader = restore.open_together(self.folder / "ours.safetensors", self.group)
-        held = {name: Held.whole(tensor) for name, tensor in self.empty.items()}
-        restore.load(reader, held, self.group, alike=self.group)
+        held = {name: LocalTensor.whole(tensor) for name, tensor in self.empty.items()}
+        restore.load_tensors(reader, held, self.group, alike=self.group)
 
     def ours_columns_load(self) -> None:
         """By ranks that hold a part each."""
         reader = restore.open_together(self.folder / "ours.safetensors", self.group)
-        restore.load(reader, self.parts, self.group, replica=self.group)
+        restore.load_tensors(reader, self.parts, self.group, replica=self.group)
 
     def raw(self) -> None:
         """Nothing but this rank's part of the bytes."""
@@ -342,7 +342,7 @@ def measure(options: argparse.Namespace) -> None:
     from benchmarks.gradient_averaging import start_gloo
     from hpc_train.mpi import runtime as runtimes
 
-    runtime = runtimes.start()
+    runtime = runtimes.start_runtime()
     group = runtime.world
     start_gloo(group.comm)
     torch.set_num_threads(1)

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from benchmarks import harness
-from hpc_train.checkpoint.fileformat import Contents, Held, Layout
+from hpc_train.checkpoint.fileformat import Contents, FileMap, LocalTensor
 from hpc_train.checkpoint.plan import Plans, keepers, owned
 from hpc_train.checkpoint.routes import extents_of, row_of
 from hpc_train.mpi.group import Group
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 
 NAME = "checkpoint_plan"
 LONG, SHORT = 4096, 256  # sides of a tensor of float32
@@ -85,7 +85,7 @@ def world(rank: int, ranks: int, messages: tuple[Rows, ...]) -> Others:
 
 
 def prepared(
-    layout: Layout, me: int, ranks: int, part: Callable[[int], ShardSpec]
+    layout: FileMap, me: int, ranks: int, part: Callable[[int], SliceSpec]
 ) -> tuple[Rows, Rows]:
     """What the other ranks tell one: for the check that all is owned once, and of its extents."""
     runs = [owned(layout.extents, rank, ranks) for rank in range(ranks)]
@@ -99,7 +99,7 @@ def prepared(
             continue
         checked[rank] = [row_of(n, spec) for n in range(me, len(tensors), ranks)]
         near = [
-            n for n, e in enumerate(tensors) if mine & {*extents_of(e, ShardSpec.whole(e.shape))}
+            n for n, e in enumerate(tensors) if mine & {*extents_of(e, SliceSpec.whole(e.shape))}
         ]
         routed[rank] = [
             row_of(n, spec)
@@ -115,13 +115,13 @@ def plan(ranks: int, tensors: int, dim: int) -> tuple[float, float, float]:
     names = [f"model.{number:05d}" for number in range(tensors)]
     layout = Contents.of(dict.fromkeys(names, (torch.float32, shape))).layout(len(STATE))
 
-    def part(rank: int) -> ShardSpec:
-        return ShardSpec.part(shape, dim, rank, ranks)
+    def part(rank: int) -> SliceSpec:
+        return SliceSpec.part(shape, dim, rank, ranks)
 
     me = next(rank for rank in range(ranks) if owned(layout.extents, rank, ranks))
     messages = prepared(layout, me, ranks, part)
     tensor = torch.empty(part(me).local_shape)
-    held = {name: Held(tensor, part(me)) for name in names}
+    held = {name: LocalTensor(tensor, part(me)) for name in names}
     group = world(me, ranks, messages)
     plans = Plans(group, group)
     begin = time.perf_counter()

@@ -40,7 +40,7 @@ from hpc_train.config import OptimizerSection
 from hpc_train.data.prepare import find_texts, split_texts
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
-from hpc_train.training.schedule import learning_rate
+from hpc_train.training.learning_rate import learning_rate
 
 NAME = "compression"
 NONE = "none"
@@ -132,7 +132,7 @@ def over_links(options: argparse.Namespace) -> None:
     from hpc_train.mpi import runtime as runtimes
 
     torch.set_num_threads(1)
-    runtime = runtimes.start()
+    runtime = runtimes.start_runtime()
     group = runtime.world
     torch.manual_seed(group.rank)
     text = torch.randint(SHAPE["vocab"], (1, SHAPE["sequence"] + 1))
@@ -216,7 +216,7 @@ def learn(options: argparse.Namespace) -> None:
     from hpc_train.mpi import runtime as runtimes
 
     torch.set_num_threads(1)
-    runtime = runtimes.start()
+    runtime = runtimes.start_runtime()
     text = read_text()
     found = {name: train(runtime.world, text, options.steps, name) for name in LEARNERS}
     if not all(math.isfinite(loss) for losses in found.values() for loss in losses.values()):

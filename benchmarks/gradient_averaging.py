@@ -190,7 +190,7 @@ def measure(options: argparse.Namespace) -> None:
     """What each rank does."""
     from hpc_train.mpi import runtime as runtimes
 
-    runtime = runtimes.start()
+    runtime = runtimes.start_runtime()
     group = runtime.world
     start_gloo(group.comm)
     torch.set_num_threads(1)

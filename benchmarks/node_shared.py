@@ -39,7 +39,7 @@ MPI, GLOO = "MPI_Allreduce", "gloo"
 
 def measure(options: argparse.Namespace) -> None:
     """What each rank does."""
-    started = runtime.start()
+    started = runtime.start_runtime()
     start_gloo(started.world.comm)
     torch.set_num_threads(1)
     levels, found = Levels.of(started.world), {}

@@ -27,7 +27,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
 if TYPE_CHECKING:
-    from hpc_train.gradients.mpi import MpiAverager
+    from hpc_train.gradients.mpi import BucketAverager
 
 SHAPE = {"vocab": 256, "sequence": 128, "layers": 6, "hidden": 256, "heads": 4}
 SAMPLES = 2  # per rank
@@ -38,7 +38,7 @@ HOOKS, THREAD = "step, overlap by hooks", "step, overlap by a thread"
 BEHIND = "step, sums after backward"
 
 Batch = tuple[Tensor, Tensor]
-Averagers = dict[str, tuple[GPT, "MpiAverager"]]
+Averagers = dict[str, tuple[GPT, "BucketAverager"]]
 
 
 def build() -> tuple[GPT, AdamW]:
@@ -51,25 +51,25 @@ def build() -> tuple[GPT, AdamW]:
 def averagers(levels: Levels, size: int) -> tuple[Averagers, int]:
     """A model and averager for each way, and their buckets' size. Collective."""
     from hpc_train.collectives.ring import Ring
-    from hpc_train.gradients.buckets import Bucket, plan
-    from hpc_train.gradients.choice import bucket_size
-    from hpc_train.gradients.mpi import MpiAverager
+    from hpc_train.gradients.autotune import bucket_size
+    from hpc_train.gradients.buckets import Bucket, plan_buckets
+    from hpc_train.gradients.mpi import BucketAverager
     from hpc_train.gradients.sums import LevelSums
 
     make = lambda buckets: LevelSums(levels, buckets, Ring(levels.cross))  # noqa: E731
     total = sum(parameter.nbytes for parameter in build()[0].parameters())
     size = size or bucket_size(levels.whole, make, total)
 
-    def averager(progress: Progress, *, early: bool = True) -> tuple[GPT, MpiAverager]:
+    def averager(progress: Progress, *, early: bool = True) -> tuple[GPT, BucketAverager]:
         model, optimizer = build()
 
         def made(parameters: Sequence[Parameter]) -> tuple[list[Bucket], LevelSums]:
-            buckets = [Bucket(some) for some in plan(parameters, size)]
+            buckets = [Bucket(some) for some in plan_buckets(parameters, size)]
             sums = make(buckets)
             sums.early = early
             return buckets, sums
 
-        return model, MpiAverager(model, optimizer, levels.whole, made, progress)
+        return model, BucketAverager(model, optimizer, levels.whole, made, progress)
 
     ways = {
         HOOKS: averager(Progress(polite=True)),
@@ -93,12 +93,12 @@ def backward(group: Group, model: GPT, batch: Batch) -> float:
     return total / STEPS
 
 
-def wire(group: Group, averager: MpiAverager) -> float:
+def wire(group: Group, averager: BucketAverager) -> float:
     """Seconds of the sums of all buckets, while nobody computes."""
     return harness.elapsed(group, partial(sum_all, averager))
 
 
-def processors(group: Group, averager: MpiAverager) -> float:
+def processors(group: Group, averager: BucketAverager) -> float:
     """Seconds for which these sums would hold all of this machine's cores."""
     assert group.comm is not None
     begin = time.process_time()
@@ -106,7 +106,7 @@ def processors(group: Group, averager: MpiAverager) -> float:
     return group.comm.allreduce(time.process_time() - begin) / (os.cpu_count() or 1)
 
 
-def sum_all(averager: MpiAverager) -> None:
+def sum_all(averager: BucketAverager) -> None:
     """Sum what is in the buckets. Collective."""
     progress = Progress(polite=True)
     for number in range(len(averager.buckets)):
@@ -126,7 +126,7 @@ def plain_step(batch: Batch) -> Callable[[], None]:
     return step
 
 
-def averaged_step(model: GPT, averager: MpiAverager, batch: Batch) -> None:
+def averaged_step(model: GPT, averager: BucketAverager, batch: Batch) -> None:
     """The step of ranks that do."""
     averager.zero_grad()
     model(*batch).backward()

@@ -119,7 +119,7 @@ def measure(group: Any, name: Name, micro_batches: int) -> dict[str, float]:
 
 def on_rank(options: Any) -> None:
     """Measure all schedules, in turn, with as many stages as there are ranks."""
-    started = runtime.start()
+    started = runtime.start_runtime()
     found: dict[str, list[dict[str, float]]] = {}
     for _ in range(options.rounds):
         for micro_batches in MICRO_BATCHES:

@@ -96,7 +96,7 @@ def script(options: argparse.Namespace) -> None:
 
     if options.matrices == "torch":
         linear.use("torch")
-    runtime = runtimes.start()
+    runtime = runtimes.start_runtime()
     group = runtime.world
     torch.manual_seed(group.rank)
     text = torch.randint(SHAPE["vocab"], (1, SHAPE["sequence"] + 1))

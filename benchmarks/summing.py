@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from benchmarks import harness
-from hpc_train.collectives.steps import run
+from hpc_train.collectives.coroutines import drive
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.mpi.group import Group
@@ -77,7 +77,7 @@ def seconds(
 def ours(name: str, sums: LevelSums, number: int, polite: bool, repeat: int) -> Candidate:
     """The sum of one of our buckets, whose whole result is in every rank's buffer or in place."""
     group, flat = sums.levels.whole, sums.flats[number]
-    begin = lambda: run(sums.begin(number), polite=polite)  # noqa: E731
+    begin = lambda: drive(sums.begin(number), polite=polite)  # noqa: E731
 
     def verify() -> None:
         check(name, flat if sums.whole[number] else read_in_place(sums, number), group.size)

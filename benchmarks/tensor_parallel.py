@@ -159,7 +159,7 @@ def prepared(group: Group, samples: int, cut: bool) -> dict[str, Callable[[], fl
 def on_rank(options: Any) -> None:
     """Measure the three in turn, by rounds."""
     torch.set_num_threads(1)
-    started = runtime.start()
+    started = runtime.start_runtime()
     group = started.world
     found: dict[str, list[float]] = {}
 

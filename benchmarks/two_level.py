@@ -105,7 +105,7 @@ def streamed(group: Group, streams: Streams | None, nbytes: int, repeat: int) ->
 
 def measure(options: argparse.Namespace) -> None:
     """What each rank does."""
-    started = runtime.start()
+    started = runtime.start_runtime()
     torch.set_num_threads(1)
     levels, found = Levels.of(started.world), {}
     found["sums"] = measure_sums(levels, options.rounds) if options.rounds else {}

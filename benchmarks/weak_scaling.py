@@ -151,14 +151,14 @@ class Trial:
 
 def hop(group: Group) -> float:
     """Seconds that one message of a ring takes, with all that our ring does for it. Collective."""
+    from hpc_train.collectives.coroutines import drive
     from hpc_train.collectives.ring import Ring
-    from hpc_train.collectives.steps import run
 
     ring, tiny = Ring(group), torch.zeros(group.size)
     taken = []
     for _ in range(HOPS):
         begin = time.perf_counter()
-        run(ring.sum_(tiny, 0))
+        drive(ring.sum_(tiny, 0))
         taken.append(time.perf_counter() - begin)
     return statistics.median(taken) / (2 * (group.size - 1))
 
@@ -168,7 +168,7 @@ def measure(options: argparse.Namespace) -> None:
     from hpc_train.mpi import runtime as runtimes
 
     torch.set_num_threads(1)
-    runtime = runtimes.start()
+    runtime = runtimes.start_runtime()
     group, ranks = runtime.world, runtime.world.size
     found = [turns(Trial(group, SHAPE["hidden"], SAMPLES, STEPS[ranks]), options.rounds)]
     if ranks == SIZES_RANKS:

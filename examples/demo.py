@@ -202,7 +202,7 @@ def launcher() -> list[str]:
 def ranks_of(launched: int) -> list[psutil.Process]:
     """The processes below a launcher's that are ranks."""
     processes = psutil.Process(launched).children(recursive=True)
-    return [process for process in processes if environment.read(process.environ())]
+    return [process for process in processes if environment.read_launch(process.environ())]
 
 
 def hpc_train(*words: str) -> list[str]:

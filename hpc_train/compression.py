@@ -26,7 +26,7 @@ class Scheme(NamedTuple):
     steps: int = 0
 
 
-def parse(text: str) -> Scheme:
+def parse_scheme(text: str) -> Scheme:
     """Read "none", "fp16", "bf16", "topk", "topk:0.01", "powersgd:4", "powersgd:4:100".
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
-LARGEST = 1 << 30  # bytes of a call: systems take less than 2 GiB at a time
+LARGEST_CALL = 1 << 30  # bytes of a call: systems take less than 2 GiB at a time
 
 
 def call(name: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -34,7 +34,7 @@ def write_at(descriptor: int, data: Buffer, offset: int) -> None:
     """Write all of the data at a byte offset, however many calls that takes."""
     rest = memoryview(data)
     while rest:
-        count = call("write", os.pwrite, descriptor, rest[:LARGEST], offset)
+        count = call("write", os.pwrite, descriptor, rest[:LARGEST_CALL], offset)
         if not count:
             raise OSError(errno.EIO, "nothing was written")
         rest, offset = rest[count:], offset + count
@@ -44,7 +44,7 @@ def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
     """Fill memory from an offset on; returns the bytes read, fewer only at the file's end."""
     rest = memory
     while rest:
-        count = call("read", os.preadv, descriptor, [rest[:LARGEST]], offset)
+        count = call("read", os.preadv, descriptor, [rest[:LARGEST_CALL]], offset)
         if not count:
             break
         rest, offset = rest[count:], offset + count

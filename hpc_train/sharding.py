@@ -7,7 +7,7 @@ from math import prod
 
 
 @dataclass(frozen=True)
-class Block:
+class StridedBlock:
     """Equal pieces of memory, at regular distances in the global tensor, in a row in the shard.
 
     Args:
@@ -26,7 +26,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class ShardSpec:
+class SliceSpec:
     """The slice `start` to `stop` of a global tensor along one dimension; row-major.
 
     Args:
@@ -45,12 +45,12 @@ class ShardSpec:
     last: int = 0
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> ShardSpec:
+    def whole(cls, shape: tuple[int, ...]) -> SliceSpec:
         """All of a tensor."""
         return cls(shape, 0, 0, shape[0] if shape else 1)
 
     @classmethod
-    def part(cls, shape: tuple[int, ...], dim: int, index: int, parts: int) -> ShardSpec:
+    def part(cls, shape: tuple[int, ...], dim: int, index: int, parts: int) -> SliceSpec:
         """The index-th of equal parts along a dimension, which may be counted from the end.
 
         Raises:
@@ -62,7 +62,7 @@ class ShardSpec:
             raise ValueError(f"dimension {dim} of {list(shape)} is not divisible by {parts}")
         return cls(shape, dim, index * size, (index + 1) * size)
 
-    def rows(self, first: int, last: int) -> ShardSpec:
+    def rows(self, first: int, last: int) -> SliceSpec:
         """Of this part, the indices from `first` to before `last` of its first dimension."""
         if self.dim == 0:
             return replace(self, start=self.start + first, stop=self.start + last)
@@ -88,7 +88,7 @@ class ShardSpec:
         ranges = {0: (self.first, self.last)} if self.last else {}
         return ranges | {self.dim: (self.start, self.stop)}
 
-    def overlap(self, begin: int, end: int, itemsize: int = 1) -> list[Block]:
+    def overlap(self, begin: int, end: int, itemsize: int = 1) -> list[StridedBlock]:
         """The shard's pieces in a range of the global tensor's memory: at most three blocks.
 
         Args:
@@ -101,14 +101,18 @@ class ShardSpec:
             return []
         if rows == 1:
             low, high = max(begin, offset), min(end, offset + length)
-            return [Block(low - begin, low - offset, 1, high - low, stride)] if low < high else []
+            return (
+                [StridedBlock(low - begin, low - offset, 1, high - low, stride)]
+                if low < high
+                else []
+            )
         first = max(0, (begin - offset - length) // stride + 1)
         last = min(rows, -((offset - end) // stride))
 
-        def block(row: int, count: int) -> Block:
+        def block(row: int, count: int) -> StridedBlock:
             start = row * stride + offset
             low, high = max(begin, start), min(end, start + length)
-            return Block(low - begin, row * length + low - start, count, high - low, stride)
+            return StridedBlock(low - begin, row * length + low - start, count, high - low, stride)
 
         if last - first <= 2:
             return [block(row, 1) for row in range(first, last)]
@@ -137,7 +141,7 @@ class ShardSpec:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterSlice:
     """What a rank holds of one of the model's tensors.
 
     Args:
@@ -148,5 +152,5 @@ class Shard:
     """
 
     name: str
-    spec: ShardSpec
+    spec: SliceSpec
     owned: bool = True

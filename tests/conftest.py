@@ -40,7 +40,7 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    launch = environment.read(os.environ)
+    launch = environment.read_launch(os.environ)
     if hasattr(session.config, "workerinput") or (launch and launch.rank > 0):
         return  # one of several that run side by side
     meeting.dismiss(WARM[key.WARM])
@@ -61,7 +61,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    launch = environment.read(os.environ)
+    launch = environment.read_launch(os.environ)
     if launch and launch.rank > 0:  # rank 0 reports for all
         config.pluginmanager.unregister(name="terminalreporter")
 
@@ -123,7 +123,7 @@ def pytest_pyfunc_call(pyfuncitem):
 @pytest.fixture(scope="session")
 def job() -> Iterator[Runtime]:
     """The runtime of the whole test job."""
-    started = runtime.start()
+    started = runtime.start_runtime()
     yield started
     started.close()
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpc_train.checkpoint.restore import Tensors
-from hpc_train.checkpoint.tools import export
+from hpc_train.checkpoint.tools import export_model
 from hpc_train.errors import CheckpointError
 from hpc_train.training.generate import load_gpt
 from tests.conftest import small_program
@@ -107,7 +107,7 @@ def test_export_has_one_tensor_at_a_time_in_memory(trained, tmp_path, monkeypatc
         return tensor
 
     monkeypatch.setattr(Tensors, "__getitem__", counted)
-    forms = export(trained.checkpoint("run", 12), tmp_path / f"model{suffix}")
+    forms = export_model(trained.checkpoint("run", 12), tmp_path / f"model{suffix}")
     assert len(forms) > 10
     assert [path.name for path in tmp_path.iterdir()] == [f"model{suffix}"]
 
@@ -118,7 +118,7 @@ def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Tensors, "__getitem__", damaged)
     with pytest.raises(CheckpointError):
-        export(trained.checkpoint("run", 12), tmp_path / "model.pt")
+        export_model(trained.checkpoint("run", 12), tmp_path / "model.pt")
     assert not list(tmp_path.iterdir())
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hpc_train
-from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.config.file import KEYS, load
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import save_tensors
@@ -88,7 +88,7 @@ def test_cancel_loads_no_libraries(tmp_path):
 
 
 def test_a_list_of_checkpoints_loads_what_checks_hashes_alone(tmp_path):
-    held = {"model.weight": Held.whole(torch.ones(3))}
+    held = {"model.weight": LocalTensor.whole(torch.ones(3))}
     save_tensors(tmp_path / "step-000000007.safetensors", held, b"{}", Group())
     text, modules = modules_of("checkpoint", "list", tmp_path)
     assert "step-000000007.safetensors" in text

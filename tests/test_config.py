@@ -100,7 +100,7 @@ def test_time_limits_mean_the_same_as_seconds_and_as_hours(seconds):
 
 
 def test_every_key_is_documented():
-    text = config_file.parser(documented=True).format_help()
+    text = config_file.config_parser(documented=True).format_help()
     for key in config_file.KEYS:
         text = text.replace(f", --{key}+ [ITEM,...]", "")  # a list can be added to
         documented = text.split(f"--{key} ")[-1].split("--")[0]

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from hpc_train.checkpoint.directory import find, step_of
+from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from tests.programs import only_line, python, run
 
 HOST = socket.gethostname()
@@ -66,7 +66,7 @@ def leave(tmp_path):
 def test_all_ranks_leave_with_a_checkpoint_and_without_an_error(leave, how, step):
     done, folder = leave(how)
     assert done.returncode == 0, done.stderr
-    assert [*map(step_of, find(folder, "auto"))][:1] == [step]
+    assert [*map(step_of, find_checkpoints(folder, "auto"))][:1] == [step]
     assert "the end" not in done.stdout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.host import processor
-from hpc_train.host.processor import TABLE, Kind, cell, parse
+from hpc_train.host.processor import TABLE, ProcessorKind, cell, parse_cpuinfo
 
 COMMON = "fpu sse sse2 ssse3 fma sse4_1 sse4_2 avx f16c rdrand bmi1 avx2 bmi2"
 AVX512 = "avx512f avx512dq avx512cd avx512bw avx512vl"
@@ -45,17 +45,17 @@ NEOVERSE = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd aes sve\nCPU
     ],
 )
 def test_kinds_are_told_from_vendor_and_flags(text, kind, sets):
-    found = parse(text)
-    assert (found.kind, found.sets) == (Kind(*kind), sets)
+    found = parse_cpuinfo(text)
+    assert (found.kind, found.sets) == (ProcessorKind(*kind), sets)
 
 
 def test_family_and_model_are_the_vendors_numbers():
-    assert (parse(EPYC_9654).family, parse(EPYC_9654).model) == ("25", "17")
+    assert (parse_cpuinfo(EPYC_9654).family, parse_cpuinfo(EPYC_9654).model) == ("25", "17")
 
 
 def test_kinds_in_words():
-    assert str(parse(EPYC_7763).kind) == "AMD with AVX2"
-    assert str(parse(NEOVERSE).kind) == "another vendor without AVX2"
+    assert str(parse_cpuinfo(EPYC_7763).kind) == "AMD with AVX2"
+    assert str(parse_cpuinfo(NEOVERSE).kind) == "another vendor without AVX2"
 
 
 def test_a_cell_has_the_way_that_its_measurements_say():
@@ -66,12 +66,12 @@ def test_a_cell_has_the_way_that_its_measurements_say():
 
 @pytest.mark.parametrize("text", [OPTERON, XEON_E5, SAPPHIRE_RAPIDS, HYGON, NEOVERSE])
 def test_what_nobody_has_measured_takes_torchs_own(text):
-    found = cell(parse(text).kind)
+    found = cell(parse_cpuinfo(text).kind)
     assert (found.way, str(found)) == ("torch", "which nobody has measured")
 
 
 def test_a_measured_cell_says_when():
-    assert str(cell(parse(EPYC_7763).kind)) == "measured 2026-11-22"
+    assert str(cell(parse_cpuinfo(EPYC_7763).kind)) == "measured 2026-11-22"
 
 
 def test_this_machine_has_a_kind():

@@ -134,10 +134,10 @@ def test_no_mpi_headers(tmp_path, monkeypatch):
 def test_another_archive_is_not_built(tmp_path):
     archive = tmp_path / "horovod-0.28.1.tar.gz"
     with pytest.raises(SetupError, match="no such archive"):
-        horovod_build.unpack(archive, tmp_path)
+        horovod_build.unpack_archive(archive, tmp_path)
     archive.write_bytes(b"something else")
     with pytest.raises(SetupError, match="is not the published horovod-0.28.1.tar.gz"):
-        horovod_build.unpack(archive, tmp_path)
+        horovod_build.unpack_archive(archive, tmp_path)
 
 
 def test_each_combination_has_a_wheel_of_its_own(monkeypatch):

@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 
 
 @st.composite
 def specs(draw):
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     if not shape:
-        return ShardSpec.whole(shape)
+        return SliceSpec.whole(shape)
     dim = draw(st.integers(0, len(shape) - 1))
     start = draw(st.integers(0, shape[dim]))
-    return ShardSpec(shape, dim, start, draw(st.integers(start, shape[dim])))
+    return SliceSpec(shape, dim, start, draw(st.integers(start, shape[dim])))
 
 
 @given(specs(), st.data())
@@ -60,6 +60,6 @@ def test_bytes_are_elements_times_their_size(spec, data):
 
 
 def test_equal_parts():
-    assert ShardSpec.part((6, 4), -1, 1, 2) == ShardSpec((6, 4), 1, 2, 4)
+    assert SliceSpec.part((6, 4), -1, 1, 2) == SliceSpec((6, 4), 1, 2, 4)
     with pytest.raises(ValueError, match="dimension 0 of .6, 4. is not divisible by 4"):
-        ShardSpec.part((6, 4), 0, 1, 4)
+        SliceSpec.part((6, 4), 0, 1, 4)

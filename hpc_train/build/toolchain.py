@@ -31,7 +31,9 @@ def check_compiler() -> None:
         )
     with tempfile.TemporaryDirectory() as scratch:
         program = [*compiler, "-std=c++17", "-x", "c++", "-", "-o", f"{scratch}/a.out"]
-        tried = run(program, "#include <optional>\nint main() { return *std::optional<int>(0); }\n")
+        tried = run_program(
+            program, "#include <optional>\nint main() { return *std::optional<int>(0); }\n"
+        )
     if tried.returncode:
         raise SetupError(
             f"{compiler[0]} does not compile C++17: {last_line(tried.stderr)}",
@@ -67,7 +69,7 @@ def check_disk(directory: Path, need: int) -> None:
         )
 
 
-def run(command: list[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
+def run_program(command: list[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run a program to its end and keep what it prints."""
     return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
 

@@ -33,17 +33,19 @@ from hpc_train.mpi.group import Group
 
 FOLDER = ".claim"
 PERIOD = 10.0  # seconds between two heartbeats, and less for a short timeout
-PATIENCE = 10.0  # seconds for which a start waits for an owner that may be about to end
-LOOK = 0.2  # seconds between two looks meanwhile
-OFTEN = 1.0  # seconds between two looks of an owner at its claim, where nothing is written
-KEPT = 8  # former claims
+OWNER_PATIENCE = 10.0  # seconds for which a start waits for an owner that may be about to end
+LOOK_SECONDS = 0.2  # seconds between two looks meanwhile
+CLAIM_CHECK_SECONDS = (
+    1.0  # seconds between two looks of an owner at its claim, where nothing is written
+)
+FORMER_CLAIMS = 8  # former claims
 
 
 class Jobs(NamedTuple):
     """The user's jobs that the scheduler has started and not ended.
 
     Args:
-        names: as `Place.job` has them.
+        names: as `ProcessPlace.job` has them.
         age: seconds since the scheduler said so.
     """
 
@@ -51,7 +53,7 @@ class Jobs(NamedTuple):
     age: float
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """Where a process stands in the books of schedulers and launchers.
 
     Args:
@@ -67,7 +69,7 @@ class Place(NamedTuple):
     attempt: int = 0
 
 
-NOWHERE = Place()
+NOWHERE = ProcessPlace()
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Owner:
     """
 
     token: str
-    place: Place
+    place: ProcessPlace
     user: int
     host: str
     machine: str
@@ -99,7 +101,7 @@ class Owner:
     timeout: float
 
     @classmethod
-    def here(cls, place: Place, timeout: float) -> Owner:
+    def here(cls, place: ProcessPlace, timeout: float) -> Owner:
         """This process."""
         return cls(
             token=secrets.token_hex(8),
@@ -119,7 +121,7 @@ class Owner:
         """As a claim has it; None: it is not written yet, or is no claim."""
         with suppress(ValueError, TypeError, KeyError):
             values = json.loads(content)
-            return cls(**{**values, "place": Place(*values["place"])})
+            return cls(**{**values, "place": ProcessPlace(*values["place"])})
         return None
 
     def has_ended(self, seen_by: Owner) -> bool | None:
@@ -205,7 +207,7 @@ class Claim:
 
     def lost(self) -> ClaimError | None:
         """The error of `check`, from a look that is at most a second old."""
-        if self._lost is None and time.monotonic() - self._looked >= OFTEN:
+        if self._lost is None and time.monotonic() - self._looked >= CLAIM_CHECK_SECONDS:
             with suppress(ClaimError):
                 self.check()
         return self._lost
@@ -243,7 +245,7 @@ def claimed(
     group: Group,
     directory: Path,
     timeout: float,
-    place: Place = NOWHERE,
+    place: ProcessPlace = NOWHERE,
     jobs: Callable[[], Jobs | None] = lambda: None,
 ) -> Iterator[Claim]:
     """Claim a directory for a job while a block runs. Collective to enter.
@@ -263,7 +265,7 @@ def claimed(
     with agreed(group):
         if group.rank == 0:
             try:
-                claim = take(directory, Owner.here(place, timeout), jobs)
+                claim = take_claim(directory, Owner.here(place, timeout), jobs)
             except OSError as error:
                 raise ConfigError(
                     f"{directory} cannot be written ({error.strerror}: {error.filename})",
@@ -277,7 +279,9 @@ def claimed(
         claim.release()
 
 
-def take(directory: Path, mine: Owner, jobs: Callable[[], Jobs | None] = lambda: None) -> Claim:
+def take_claim(
+    directory: Path, mine: Owner, jobs: Callable[[], Jobs | None] = lambda: None
+) -> Claim:
     """Claim a directory for this process, as `claimed`."""
     folder = directory / FOLDER
     begin, asked, known = time.monotonic(), jobs(), 0
@@ -295,13 +299,13 @@ def take(directory: Path, mine: Owner, jobs: Callable[[], Jobs | None] = lambda:
                 known += 1  # whatever the list says: somebody has made it
         except FileNotFoundError:  # somebody is freeing the folder
             known, owner, silent = 0, None, 0.0
-        if waited > PATIENCE:
+        if waited > OWNER_PATIENCE:
             who = owner if owner is not None else "a job that has just started"
             raise ClaimError(
                 f"{directory} is in use by {who}, which was last heard of {silent:.0f} s ago",
                 f"wait until it ends; if it is gone, free the folder by `rm -r {folder}`",
             )
-        time.sleep(LOOK)
+        time.sleep(LOOK_SECONDS)
 
 
 def _is_free(
@@ -310,7 +314,7 @@ def _is_free(
     if not number or _free(folder, number).exists():
         return True
     if owner is None:  # its maker has not written it yet, or died before it could
-        return silent > PATIENCE / 2
+        return silent > OWNER_PATIENCE / 2
     return void(owner, mine, silent=silent, ended=owner.has_ended(mine), jobs=jobs)
 
 
@@ -351,7 +355,9 @@ def _make(folder: Path, number: int, mine: Owner) -> bool:
     if max(numbers) > number:
         files.remove(path)
         return False
-    former = [path for old in numbers if old < number - KEPT for path in _files(folder, old)]
+    former = [
+        path for old in numbers if old < number - FORMER_CLAIMS for path in _files(folder, old)
+    ]
     for path in [*former, *folder.glob("probe-*")]:
         with suppress(OSError):
             files.remove(path)

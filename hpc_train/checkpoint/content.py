@@ -10,14 +10,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hpc_train.checkpoint import divergence, extra, restore, savable, state
+from hpc_train.checkpoint import divergence, module_extras, restore, savable, state
+from hpc_train.checkpoint.extra_state import ExtraState
 from hpc_train.checkpoint.finite import Batch, batches, parts_are_finite
 from hpc_train.checkpoint.holdings import Holdings
-from hpc_train.checkpoint.more import More
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.plan import Plans
 from hpc_train.checkpoint.snapshot import enough_memory
-from hpc_train.checkpoint.state import Trained
+from hpc_train.checkpoint.state import TrainedState
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointMismatch
 from hpc_train.mpi.agreement import agreed, same
@@ -44,11 +44,11 @@ class Content:
 
     def __init__(
         self,
-        trained: Trained,
+        trained: TrainedState,
         group: Group,
         replica: Group,
         alike: Collectives,
-        more: More,
+        more: ExtraState,
         identity: Mapping[str, Any],
         about: Mapping[str, Any],
     ) -> None:
@@ -61,7 +61,7 @@ class Content:
         self._compared: dict[str, int] = {}  # bytes by name, of what replicas have alike
         self._batches: list[Batch] = []  # of which this rank looks whether they are finite
         self.check()
-        has_extra = bool(extra.modules(trained.model))
+        has_extra = bool(module_extras.modules(trained.model))
         self._has_extra = bool(group.largest(int(has_extra), "whether modules keep more"))
         self._extra: dict[str, Any] = {}
 
@@ -77,7 +77,7 @@ class Content:
             UserError: it cannot.
         """
         with agreed(self.group):
-            savable.check(self.trained)
+            savable.check_savable(self.trained)
 
     def unify(self) -> None:
         """Bring all replicas to one state: running statistics in buffers differ."""
@@ -110,7 +110,7 @@ class Content:
     def _look_at_extra(self) -> None:
         self.check()  # what modules keep may be of another type now
         with agreed(self.group):
-            self._extra = extra.values(self.trained.model)
+            self._extra = module_extras.values(self.trained.model)
             kept = json.dumps(self._extra, sort_keys=True)
         what = "what the model's modules keep beside tensors (get_extra_state)"
         same(self.group, what, kept, "keep there what all ranks have alike")
@@ -184,18 +184,18 @@ class Content:
         with agreed(self.group):
             state.check_model(entries, forms, path)
             self._check_identity(saved["identity"], path)
-            state.check_optimizer([*entries, *values], names)
+            state.check_slots([*entries, *values], names)
             state.make_optimizer_state(trained, entries, values)
         held = of_model | state.optimizer_tensors(trained) | self.more.expect(entries)
         contiguous = {
             name: replace(part, tensor=part.tensor.contiguous()) for name, part in held.items()
         }
-        restore.load(reader, contiguous, self.group, *self._grid())
+        restore.load_tensors(reader, contiguous, self.group, *self._grid())
         for name, part in held.items():
             if contiguous[name].tensor is not part.tensor:
                 part.tensor.copy_(contiguous[name].tensor)
         with agreed(self.group):
-            extra.put(trained.model, saved.get("extra_state", {}), path)
+            module_extras.put(trained.model, saved.get("extra_state", {}), path)
         self.more.take(saved.get("more", {}))
         return saved
 

@@ -12,7 +12,7 @@ from hpc_train.errors import CheckpointMismatch
 logger = logging.getLogger(__name__)
 
 LATEST = "LATEST"
-SECONDS = ".save-seconds"  # what the longest save took, for the next start
+SAVE_SECONDS_FILE = ".save-seconds"  # what the longest save took, for the next start
 
 
 def step_of(path: Path) -> int:
@@ -25,7 +25,7 @@ def name_of(step: int) -> str:
     return f"step-{step:09d}.safetensors"
 
 
-def find(directory: Path, source: str) -> list[Path]:
+def find_checkpoints(directory: Path, source: str) -> list[Path]:
     """Checkpoint files to try: the given one (see `newest`), or those of the folder, newest first.
 
     Raises:
@@ -53,7 +53,7 @@ def newest(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointMismatch(f"no such checkpoint: {path}", "give a file or a run directory")
     folder = path / "checkpoints"
-    found = find(folder, "auto")
+    found = find_checkpoints(folder, "auto")
     if not found:
         raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
     with suppress(OSError, ValueError):

@@ -19,7 +19,7 @@ from hpc_train.errors import DivergenceError
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
-SAMPLE = 16 << 20  # bytes of a rank in a checkpoint: a few milliseconds
+COMPARED_BYTES = 16 << 20  # bytes of a rank in a checkpoint: a few milliseconds
 
 
 def sample(sizes: Mapping[str, int], turn: int) -> list[tuple[str, int, int]]:
@@ -31,8 +31,8 @@ def sample(sizes: Mapping[str, int], turn: int) -> list[tuple[str, int, int]]:
     everything = int(edges[-1])
     if not everything:
         return []
-    begin = turn * SAMPLE % everything
-    end = begin + min(SAMPLE, everything)
+    begin = turn * COMPARED_BYTES % everything
+    end = begin + min(COMPARED_BYTES, everything)
     found = []
     # A turn that passes the end goes on at the begin.
     for first, last in ((begin, min(end, everything)), (0, end - everything)):

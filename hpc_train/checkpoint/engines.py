@@ -14,8 +14,8 @@ from hpc_train.errors import ConfigError
 from hpc_train.files import Buffer
 from hpc_train.mpi.group import Group
 
-Way = Literal["mpiio", "mpiio_collective", "posix"]
-Engine = Literal["auto", "mpiio", "mpiio_collective", "posix"]
+WriteEngine = Literal["mpiio", "mpiio_collective", "posix"]
+CheckpointEngine = Literal["auto", "mpiio", "mpiio_collective", "posix"]
 
 TRIES = 2  # of each way before `auto` decides: the first one may pay for a cold disk
 
@@ -119,7 +119,7 @@ class MpiWriter:
             raise OSError(f"MPI-IO: {error.Get_error_string()}") from None
 
 
-def open_writer(way: Way, path: Path, group: Group) -> Writer:
+def open_writer(way: WriteEngine, path: Path, group: Group) -> Writer:
     """Open an existing file for writing. Collective for mpiio_collective."""
     if way == "posix" or group.comm is None:
         return PosixWriter(path)
@@ -141,11 +141,11 @@ class Ways:
         ConfigError: MPI-IO in a process that runs without MPI, or in the background.
     """
 
-    def __init__(self, engine: Engine, group: Group, *, background: bool = False) -> None:
-        self._seconds: dict[Way, list[float]] = defaultdict(list)
+    def __init__(self, engine: CheckpointEngine, group: Group, *, background: bool = False) -> None:
+        self._seconds: dict[WriteEngine, list[float]] = defaultdict(list)
         if engine == "auto":
             alone = group.comm is None or background
-            self._ways: tuple[Way, ...] = ("posix",) if alone else ("posix", "mpiio")
+            self._ways: tuple[WriteEngine, ...] = ("posix",) if alone else ("posix", "mpiio")
             return
         self._ways = (engine,)
         if engine == "posix":
@@ -162,20 +162,20 @@ class Ways:
                 "use engine auto or posix, or background false",
             )
 
-    def next(self) -> Way:
+    def next(self) -> WriteEngine:
         """How to write the next one; the same on all ranks."""
         untried = [way for way in self._ways if len(self._seconds[way]) < TRIES]
         if len(self._ways) > 1 and untried:
             return min(untried, key=lambda way: len(self._seconds[way]))
         return min(self._ways, key=lambda way: min(self._seconds[way], default=0.0))
 
-    def give_up(self, way: Way) -> bool:
+    def give_up(self, way: WriteEngine) -> bool:
         """After an error: go on by POSIX calls; whether that is another way, and not asked for."""
         other = len(self._ways) > 1 and way != "posix"
         if other:
             self._ways = ("posix",)
         return other
 
-    def note(self, way: Way, seconds: float) -> None:
+    def note(self, way: WriteEngine, seconds: float) -> None:
         """What writing took, the same number on all ranks."""
         self._seconds[way].append(seconds)

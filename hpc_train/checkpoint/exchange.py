@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from hpc_train.checkpoint.fileformat import Layout
-from hpc_train.checkpoint.parts import Bytes, Parts, Piece, Strip, pack, total, unpack
+from hpc_train.checkpoint.fileformat import FileMap
+from hpc_train.checkpoint.parts import Bytes, Parts, Piece, Strip, pack, total, unpack_pieces
 from hpc_train.checkpoint.routes import Routes
 from hpc_train.mpi.group import Group
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-AT_ONCE = 16  # messages that a rank sends, and ranks that hand out: 256 MiB on either side
+MESSAGES_AT_ONCE = 16  # messages that a rank sends, and ranks that hand out: 256 MiB on either side
 WAITING = "extents of a checkpoint"
 
 Room = Callable[[int], Bytes]
@@ -53,7 +53,7 @@ class Outgoing:
 
     def __init__(self, replica: Group) -> None:
         self.replica = replica
-        self._rooms = [Scratch() for _ in range(AT_ONCE)]
+        self._rooms = [Scratch() for _ in range(MESSAGES_AT_ONCE)]
         self._requests: list[MPI.Request] = []
 
     def reserve(self, nbytes: list[int]) -> None:
@@ -66,10 +66,10 @@ class Outgoing:
         if not nbytes:
             return
         assert self.replica.comm is not None
-        turn = len(self._requests) % AT_ONCE
-        if len(self._requests) >= AT_ONCE:
+        turn = len(self._requests) % MESSAGES_AT_ONCE
+        if len(self._requests) >= MESSAGES_AT_ONCE:
             with self.replica.waiting(WAITING):
-                self._requests[-AT_ONCE].Wait()
+                self._requests[-MESSAGES_AT_ONCE].Wait()
         packed = self._rooms[turn](nbytes)
         fill(packed)
         self._requests.append(self.replica.comm.Isend(packed, rank))
@@ -77,7 +77,7 @@ class Outgoing:
     def finish(self) -> None:
         """Wait until all have left."""
         with self.replica.waiting(WAITING):
-            for request in self._requests[-AT_ONCE:]:
+            for request in self._requests[-MESSAGES_AT_ONCE:]:
                 request.Wait()
         self._requests.clear()
 
@@ -94,7 +94,7 @@ class Exchange:
     """
 
     def __init__(
-        self, parts: Parts, routes: Routes, layout: Layout, replica: Group, state: bytes = b""
+        self, parts: Parts, routes: Routes, layout: FileMap, replica: Group, state: bytes = b""
     ) -> None:
         self.parts, self.routes, self.replica = parts, routes, replica
         self.layout = layout
@@ -151,7 +151,7 @@ class Exchange:
                 assert found is not None
                 with self.replica.waiting(WAITING):
                     request.Wait()
-                unpack(packed, received, found[1])
+                unpack_pieces(packed, received, found[1])
             self._outgoing.finish()  # which may need this rank, and a write takes long
             yield found
 

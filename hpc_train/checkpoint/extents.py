@@ -5,13 +5,13 @@ from __future__ import annotations
 import xxhash
 
 from hpc_train import files
-from hpc_train.checkpoint.fileformat import Layout
+from hpc_train.checkpoint.fileformat import FileMap
 
 PIECE = 1 << 20  # bytes, which stay in a core's cache between being read and being hashed
 
 
-def read(
-    descriptor: int, layout: Layout, number: int, expected: bytes, into: memoryview | None = None
+def read_extent(
+    descriptor: int, layout: FileMap, number: int, expected: bytes, into: memoryview | None = None
 ) -> bool:
     """Read an extent; returns whether it is what its hash says.
 

@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import xxhash
 
 from hpc_train.errors import CheckpointError, CheckpointMismatch
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-VERSION = "1"
-ALIGNMENT = 1 << 20
+FORMAT_VERSION = "1"
+FILE_ALIGNMENT = 1 << 20
 EXTENT_BYTES = 16 << 20
 STRIPED_BYTES = 10**9  # larger files are spread over servers, in stripes as long as an extent
 HASH_BYTES = 16
@@ -45,7 +45,7 @@ HASHES = "__hpc_train__.hash"
 NO_HASH = "0" * 2 * HASH_BYTES
 
 # Bytes of an element, by the format's names of types; `dtypes.py` has torch's for them.
-SIZES = {
+DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
     "F16": 2,
@@ -67,12 +67,12 @@ SIZES = {
     "F8_E8M0": 1,
 }
 
-Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
+TensorForm: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
 """Type and shape of a whole tensor."""
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensor:
     """A rank's part of a tensor.
 
     Args:
@@ -82,16 +82,16 @@ class Held:
     """
 
     tensor: Tensor
-    spec: ShardSpec
+    spec: SliceSpec
     owned: bool = True
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> Held:
+    def whole(cls, tensor: Tensor) -> LocalTensor:
         """All of a tensor."""
-        return cls(tensor, ShardSpec.whole(tuple(tensor.shape)))
+        return cls(tensor, SliceSpec.whole(tuple(tensor.shape)))
 
     @property
-    def form(self) -> Form:
+    def form(self) -> TensorForm:
         """Type and shape of the whole tensor."""
         return self.tensor.dtype, self.spec.shape
 
@@ -108,7 +108,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileMap:
     """The whole file's layout.
 
     Args:
@@ -170,7 +170,7 @@ class Contents:
     description: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, forms: Mapping[str, Form]) -> Contents:
+    def of(cls, forms: Mapping[str, TensorForm]) -> Contents:
         """Lay out tensors.
 
         Raises:
@@ -189,7 +189,7 @@ class Contents:
             position = end
         return cls(tuple(entries), _description(entries))
 
-    def layout(self, state_bytes: int) -> Layout:
+    def layout(self, state_bytes: int) -> FileMap:
         """The whole file's layout, with a state of so many bytes.
 
         Raises:
@@ -209,7 +209,7 @@ class Contents:
         if text > MAX_HEADER_BYTES:
             many = len(self.entries)
             raise CheckpointError(f"{many} tensors need a header of {text} bytes, too large")
-        return Layout((*self.entries, *last), _data_start(text, content), described)
+        return FileMap((*self.entries, *last), _data_start(text, content), described)
 
 
 def _data_start(text: int, content: int) -> int:
@@ -217,15 +217,15 @@ def _data_start(text: int, content: int) -> int:
     striped = -(-(8 + text) // EXTENT_BYTES) * EXTENT_BYTES
     if content > STRIPED_BYTES and striped <= MAX_HEADER_BYTES:
         return striped
-    return -(-(8 + text) // ALIGNMENT) * ALIGNMENT
+    return -(-(8 + text) // FILE_ALIGNMENT) * FILE_ALIGNMENT
 
 
-def header(layout: Layout, hash_table: bytes) -> bytes:
+def header(layout: FileMap, hash_table: bytes) -> bytes:
     """The header's bytes, from byte 8 of the file up to data_start."""
     return _header(layout, hash_of(hash_table).hex())
 
 
-def _header(layout: Layout, table_hash: str) -> bytes:
+def _header(layout: FileMap, table_hash: str) -> bytes:
     header_hash = hash_of(_with_metadata(layout.description, table_hash, NO_HASH)).hex()
     whole = _with_metadata(layout.description, table_hash, header_hash)
     return whole.ljust(layout.data_start - 8)
@@ -242,7 +242,7 @@ def _description(entries: Iterable[Entry]) -> bytes:
 def _with_metadata(description: bytes, table_hash: str, header_hash: str) -> bytes:
     metadata = {
         "format": "pt",
-        "hpc_train.version": VERSION,
+        "hpc_train.version": FORMAT_VERSION,
         "hpc_train.extent_bytes": str(EXTENT_BYTES),
         "hpc_train.table_hash": table_hash,
         "hpc_train.header_hash": header_hash,
@@ -251,7 +251,7 @@ def _with_metadata(description: bytes, table_hash: str, header_hash: str) -> byt
     return first[:-1] + b"," + description[1:]
 
 
-def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
+def parse_header(header_bytes: bytes, file_bytes: int) -> tuple[FileMap, str]:
     """Read a header back.
 
     Args:
@@ -270,9 +270,9 @@ def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
         if b"hpc_train" not in header_bytes:
             raise CheckpointMismatch("it is not of hpc_train", "give one of `hpc-train train`")
         metadata = tree.pop("__metadata__")
-        if (version := metadata["hpc_train.version"]) != VERSION and _is_whole(header_bytes):
+        if (version := metadata["hpc_train.version"]) != FORMAT_VERSION and _is_whole(header_bytes):
             raise CheckpointMismatch(
-                f"its format version is {version}, this program reads {VERSION}",
+                f"its format version is {version}, this program reads {FORMAT_VERSION}",
                 "use the hpc_train that wrote it, or a newer one",
             )
         table_hash = metadata["hpc_train.table_hash"]
@@ -281,7 +281,7 @@ def parse(header_bytes: bytes, file_bytes: int) -> tuple[Layout, str]:
             for name, e in tree.items()
         )
         _check_sizes(entries)
-        layout = Layout(entries, 8 + len(header_bytes), _description(entries))
+        layout = FileMap(entries, 8 + len(header_bytes), _description(entries))
         whole = layout.file_bytes == file_bytes and _header(layout, table_hash) == header_bytes
         last = [(entry.name, entry.dtype, len(entry.shape)) for entry in entries[-2:]]
         ours = last == [(STATE, "U8", 1), (HASHES, "U8", 1)]
@@ -311,13 +311,13 @@ def _check_sizes(entries: Iterable[Entry]) -> None:
             raise ValueError(f"{entry.name}: {numbers}")
         if math.prod(max(number, 1) for number in entry.shape) >= 1 << 63:
             raise ValueError(f"{entry.name} has the shape {entry.shape}")  # of which torch has none
-        size = math.prod(entry.shape) * SIZES[entry.dtype]
+        size = math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
         if (entry.begin, entry.end) != (position, position + size):
             raise ValueError(f"{entry.name} is not {size} bytes from {position} on")
         position = entry.end
 
 
-def names_between(layout: Layout, begin: int, end: int) -> Iterator[Entry]:
+def names_between(layout: FileMap, begin: int, end: int) -> Iterator[Entry]:
     """The tensors that have bytes between `begin` and `end`."""
     start = bisect.bisect_right(layout.entries, begin, key=lambda entry: entry.end)
     for entry in layout.entries[start:]:

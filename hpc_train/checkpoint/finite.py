@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.mpi.group import Group
 
@@ -17,7 +17,7 @@ TOGETHER = 1 << 20  # bytes of small tensors that are looked at as one
 Batch: TypeAlias = "tuple[torch.dtype, list[str]]"
 
 
-def batches(held: Mapping[str, Held], names: Iterable[str]) -> list[Batch]:
+def batches(held: Mapping[str, LocalTensor], names: Iterable[str]) -> list[Batch]:
     """Divide tensors of numbers into a few batches of one type and device each."""
     found: list[Batch] = []
     begun: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from hpc_train import files
 from hpc_train.checkpoint import fileformat
-from hpc_train.checkpoint.directory import find
-from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, Layout
+from hpc_train.checkpoint.directory import find_checkpoints
+from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, FileMap
 from hpc_train.checkpoint.reading import patiently
 from hpc_train.errors import CheckpointError, CheckpointMismatch, CheckpointUnreadable
 
 BROKEN = "it is damaged: use an older one, or delete it"
 
 
-def read(path: Path) -> tuple[Layout, bytes]:
+def read_header(path: Path) -> tuple[FileMap, bytes]:
     """Read and check a file's header and hash table; returns its layout and the extents' hashes.
 
     Raises:
@@ -40,13 +40,13 @@ def read(path: Path) -> tuple[Layout, bytes]:
     return layout, table
 
 
-def _parts(descriptor: int) -> tuple[Layout, bytes, str]:
+def _parts(descriptor: int) -> tuple[FileMap, bytes, str]:
     """The layout, the hash table, and the hash that it must have."""
     size = files.call("size", os.fstat, descriptor).st_size
     length = int.from_bytes(files.read_at(descriptor, 8, 0), "little")
-    if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.ALIGNMENT):
+    if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.FILE_ALIGNMENT):
         raise CheckpointError("it was never completed")
-    layout, table_hash = fileformat.parse(files.read_at(descriptor, length, 8), size)
+    layout, table_hash = fileformat.parse_header(files.read_at(descriptor, length, 8), size)
     begin = layout.data_start + layout.content_bytes
     return layout, files.read_at(descriptor, layout.file_bytes - begin, begin), table_hash
 
@@ -76,7 +76,7 @@ def listed(run: Path) -> list[Listed]:
     Raises:
         CheckpointMismatch: it has none.
     """
-    found = find(run / "checkpoints", "auto") or find(run, "auto")
+    found = find_checkpoints(run / "checkpoints", "auto") or find_checkpoints(run, "auto")
     if not found:
         raise CheckpointMismatch(f"{run} has no checkpoints", "give a run directory")
     return [_listed(path) for path in found]
@@ -85,7 +85,7 @@ def listed(run: Path) -> list[Listed]:
 def _listed(path: Path) -> Listed:
     damage, finite = "", True
     try:
-        layout, _ = read(path)
+        layout, _ = read_header(path)
         finite = _is_finite(path, layout)
     except (CheckpointError, CheckpointMismatch) as error:
         damage = error.cause.removeprefix(f"checkpoint {path}: ")
@@ -94,7 +94,7 @@ def _listed(path: Path) -> Listed:
     return Listed(path, status.st_size, written, damage, finite)
 
 
-def _is_finite(path: Path, layout: Layout) -> bool:
+def _is_finite(path: Path, layout: FileMap) -> bool:
     """What the checkpoint's state says, of which only a look is taken: nothing is verified."""
     entry = layout.entries[-2]
     with suppress(OSError, ValueError, AttributeError), files.opened(path) as descriptor:

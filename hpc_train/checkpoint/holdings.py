@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hpc_train.checkpoint import savable, state
-from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.state import Trained
+from hpc_train.checkpoint.state import TrainedState
 
 PLAIN = (bool, int, float, str, type(None))
 Seen: TypeAlias = "tuple[tuple[list[Any], ...], list[Hashable]]"
@@ -25,7 +25,7 @@ class Holdings:
         trained: model and optimizer.
     """
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: TrainedState) -> None:
         self.trained = trained
         self.parts = Parts({})
         self.values: dict[str, Any] = {}
@@ -34,12 +34,12 @@ class Holdings:
         """Of the parameters that require gradients."""
         self._seen: Seen | None = None
         self._tensors: list[Tensor] = []  # so that none of them is gone and its id another one's
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, LocalTensor] = {}
         self._odd: set[str] = set()  # not contiguous: a copy is saved
         self._buffers: set[str] = set()
         self._passing: set[str] = set()  # what `parts` has for one save only
 
-    def look(self, more: Mapping[str, Held], *, copy_buffers: bool) -> bool:
+    def look(self, more: Mapping[str, LocalTensor], *, copy_buffers: bool) -> bool:
         """Bring `parts` up to date.
 
         Args:
@@ -56,7 +56,7 @@ class Holdings:
         changed = seen is None or seen != self._seen
         if changed:
             self._seen = None
-            savable.check(self.trained)
+            savable.check_savable(self.trained)
             model, shards = self.trained.model, self.trained.shards
             self._held = state.model_tensors(model, shards) | state.optimizer_tensors(self.trained)
             self.values = state.optimizer_values(self.trained)
@@ -82,7 +82,7 @@ class Holdings:
             self.parts.drop(name)
         self._passing = set()
 
-    def _walk(self, more: Mapping[str, Held]) -> tuple[list[Tensor], Seen | None]:
+    def _walk(self, more: Mapping[str, LocalTensor]) -> tuple[list[Tensor], Seen | None]:
         """All tensors, and what stays the same while only their numbers change; None: nobody knows.
 
         Of a tensor that is the same object `.data` may still be another.

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from hpc_train.checkpoint.fileformat import SIZES, Held, Layout, names_between
-from hpc_train.sharding import Block, ShardSpec
+from hpc_train.checkpoint.fileformat import DTYPE_BYTES, FileMap, LocalTensor, names_between
+from hpc_train.sharding import SliceSpec, StridedBlock
 
 Bytes = npt.NDArray[np.uint8]
-Specs = Mapping[str, ShardSpec]
+Specs = Mapping[str, SliceSpec]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Piece:
 
     name: str
     place: int
-    block: Block
+    block: StridedBlock
 
     @property
     def first(self) -> int:
@@ -42,14 +42,14 @@ class Piece:
         return self.block.rows * self.block.length
 
 
-def pieces_of(specs: Specs, layout: Layout, begin: int, end: int) -> list[Piece]:
+def pieces_of(specs: Specs, layout: FileMap, begin: int, end: int) -> list[Piece]:
     """What such parts have of the content's bytes from `begin` to `end`, in the file's order."""
     found = []
     for entry in names_between(layout, begin, end):
         spec = specs.get(entry.name)
         if spec is not None:
             first, last = max(begin, entry.begin), min(end, entry.end)
-            size = SIZES[entry.dtype]
+            size = DTYPE_BYTES[entry.dtype]
             blocks = spec.overlap(first - entry.begin, last - entry.begin, size)
             found += [Piece(entry.name, first - begin, block) for block in blocks]
     return found
@@ -77,7 +77,7 @@ def pack(extent: Bytes, pieces: Iterable[Piece], packed: Bytes) -> None:
         position += piece.nbytes
 
 
-def unpack(packed: Bytes, pieces: Iterable[Piece], extent: Bytes) -> None:
+def unpack_pieces(packed: Bytes, pieces: Iterable[Piece], extent: Bytes) -> None:
     """Copy pieces that lie behind each other to their places in an extent."""
     position = 0
     for piece in pieces:
@@ -111,7 +111,7 @@ class Parts:
         held: contiguous parts, by their tensors' names.
     """
 
-    def __init__(self, held: Mapping[str, Held]) -> None:
+    def __init__(self, held: Mapping[str, LocalTensor]) -> None:
         self.held = dict(held)
         self._bytes: dict[str, torch.Tensor] = {}
         self._host: dict[str, Bytes] = {}
@@ -119,7 +119,7 @@ class Parts:
         for name, part in held.items():
             self.put(name, part)
 
-    def put(self, name: str, part: Held) -> None:
+    def put(self, name: str, part: LocalTensor) -> None:
         """Take a tensor for a name; of the same form and device if there was one already."""
         self.held[name] = part
         memory = self._bytes[name] = as_bytes(part.tensor)

@@ -17,8 +17,8 @@ from hpc_train.mpi.group import Group
 
 T = TypeVar("T")
 Work = Callable[[], Any]
-Outcome = tuple[Any, Exception | None]
-Phases = Generator[Work, Outcome, T]
+PhaseOutcome = tuple[Any, Exception | None]
+Phases = Generator[Work, PhaseOutcome, T]
 
 
 def agree(group: Group, work: Callable[[], T]) -> Phases[T]:
@@ -33,7 +33,7 @@ def agree(group: Group, work: Callable[[], T]) -> Phases[T]:
     return result
 
 
-def run(phases: Phases[T]) -> T:
+def carry_out(phases: Phases[T]) -> T:
     """Carry out all phases here and now. Collective.
 
     Raises:
@@ -48,7 +48,7 @@ def run(phases: Phases[T]) -> T:
         return result
 
 
-def _outcome(work: Work) -> Outcome:
+def _outcome(work: Work) -> PhaseOutcome:
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001  # the phase's end raises it, on all ranks
@@ -72,14 +72,14 @@ class Flight:
         self._begin = time.monotonic()
         work = next(phases)
         self._done = time.monotonic() - self._begin
-        self._work: Future[Outcome] = self._thread.submit(self._timed, work)
+        self._work: Future[PhaseOutcome] = self._thread.submit(self._timed, work)
 
     @property
     def seconds(self) -> float:
         """What it has taken this rank, without the waiting for the end of steps."""
         return self._done + (0.0 if self._work.done() else time.monotonic() - self._begin)
 
-    def _timed(self, work: Work) -> Outcome:
+    def _timed(self, work: Work) -> PhaseOutcome:
         self._begin = time.monotonic()
         outcome = _outcome(work)
         self._done += time.monotonic() - self._begin

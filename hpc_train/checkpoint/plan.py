@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpc_train.checkpoint.fileformat import HASHES, STATE, Contents, Held, Layout, hash_of
+from hpc_train.checkpoint.fileformat import HASHES, STATE, Contents, FileMap, LocalTensor, hash_of
 from hpc_train.checkpoint.routes import NOBODY, Ints, Routes, check_owned
 from hpc_train.errors import UserError
 from hpc_train.mpi.agreement import agreed, settle
@@ -15,7 +15,7 @@ from hpc_train.mpi.group import Group
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """How one checkpoint is written.
 
     Args:
@@ -26,7 +26,7 @@ class Plan:
         shift: how many ranks further on is the one whose extents a rank reads back.
     """
 
-    layout: Layout
+    layout: FileMap
     routes: Routes
     runs: Sequence[range]
     rounds: int
@@ -44,7 +44,7 @@ class Plans:
     def __init__(self, group: Group, replica: Group) -> None:
         self.group, self.replica = group, replica
         self._contents: Contents | None = None
-        self._plan: Plan | None = None
+        self._plan: WritePlan | None = None
         self._places: list[int] = []  # in the group, of the replica's ranks
         self._shift = 0
 
@@ -52,7 +52,7 @@ class Plans:
         """Find the next one anew: on all ranks, if any has other tensors, parts or owners."""
         self._contents = self._plan = None
 
-    def of(self, held: Mapping[str, Held], state: bytes) -> Plan:
+    def of(self, held: Mapping[str, LocalTensor], state: bytes) -> WritePlan:
         """Plan a checkpoint. Collective.
 
         Args:
@@ -84,11 +84,11 @@ class Plans:
             check_owned(specs, layout, group, replica)
             runs = [owned(layout.extents, place, group.size) for place in self._places]
             routes = Routes(specs, layout, keepers(runs, layout.extents), replica)
-            plan = Plan(layout, routes, runs, -(-layout.extents // group.size), self._shift)
+            plan = WritePlan(layout, routes, runs, -(-layout.extents // group.size), self._shift)
         self._contents, self._plan = contents, plan
         return plan
 
-    def _check_same(self, layout: Layout, state: bytes) -> None:
+    def _check_same(self, layout: FileMap, state: bytes) -> None:
         """Check that all ranks plan the same file. Collective."""
         group, mine = self.group, [hash_of(part) for part in (layout.description, state)]
         if group.same(b"".join(mine)):

@@ -19,8 +19,8 @@ import torch
 
 from hpc_train.checkpoint import extents, fileformat, headers
 from hpc_train.checkpoint.dtypes import TORCH_DTYPES
-from hpc_train.checkpoint.exchange import AT_ONCE, Exchange, Scratch
-from hpc_train.checkpoint.fileformat import HASHES, STATE, Entry, Held, Layout, hash_in
+from hpc_train.checkpoint.exchange import MESSAGES_AT_ONCE, Exchange, Scratch
+from hpc_train.checkpoint.fileformat import HASHES, STATE, Entry, FileMap, LocalTensor, hash_in
 from hpc_train.checkpoint.headers import BROKEN
 from hpc_train.checkpoint.parts import Bytes, Parts, Specs, pieces_of, total
 from hpc_train.checkpoint.reading import patiently
@@ -31,7 +31,7 @@ from hpc_train.mpi.group import Group
 
 
 @dataclass(frozen=True)
-class Reader:
+class CheckpointReader:
     """A committed checkpoint file whose header is sound.
 
     Args:
@@ -41,11 +41,11 @@ class Reader:
     """
 
     path: Path
-    layout: Layout
+    layout: FileMap
     table: bytes
 
     @classmethod
-    def open(cls, path: Path) -> Reader:
+    def open(cls, path: Path) -> CheckpointReader:
         """Read and check header and hash table.
 
         Raises:
@@ -53,7 +53,7 @@ class Reader:
             CheckpointUnreadable: the file is missing, or the file system does not give it.
             CheckpointError: it was never committed, or is damaged.
         """
-        return cls(path, *headers.read(path))
+        return cls(path, *headers.read_header(path))
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -74,7 +74,7 @@ class Reader:
         expected = hash_in(self.table, number)
         sound = patiently(
             self.path,
-            lambda file: extents.read(file, self.layout, number, expected, into.data),
+            lambda file: extents.read_extent(file, self.layout, number, expected, into.data),
         )
         if not sound:
             begin, end = self.layout.extent(number)
@@ -106,7 +106,7 @@ class Tensors:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.reader = path, Reader.open(path)
+        self.path, self.reader = path, CheckpointReader.open(path)
         self.entries = {entry.name: entry for entry in self.reader.layout.entries}
         self.names = list(self.reader.entries)
         # Small tensors lie together in one extent, which is read for the first of them only.
@@ -115,7 +115,7 @@ class Tensors:
     def __getitem__(self, name: str) -> torch.Tensor:
         entry, layout = self.entries[name], self.reader.layout
         tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        held = Held.whole(tensor)
+        held = LocalTensor.whole(tensor)
         parts = Parts({name: held})
         for number in range(
             entry.begin // fileformat.EXTENT_BYTES, -(-entry.end // fileformat.EXTENT_BYTES)
@@ -129,18 +129,18 @@ class Tensors:
         return _tree(self.path, self[STATE])
 
 
-def open_together(path: Path, group: Group) -> Reader:
+def open_together(path: Path, group: Group) -> CheckpointReader:
     """Open a checkpoint on rank 0 and hand its header to all. Collective.
 
     Raises:
         CheckpointError: it cannot be used.
     """
-    return from_first(group, lambda: Reader.open(path))
+    return from_first(group, lambda: CheckpointReader.open(path))
 
 
-def load(
-    reader: Reader,
-    held: Mapping[str, Held],
+def load_tensors(
+    reader: CheckpointReader,
+    held: Mapping[str, LocalTensor],
     group: Group,
     replica: Group | None = None,
     alike: Group | None = None,
@@ -171,7 +171,7 @@ def load(
     keepers = np.full(layout.extents, NOBODY, np.int64)
     for rank in range(replica.size):  # who reads, of this replica
         keepers[wanted[alike.rank * replica.size + rank :: group.size]] = rank
-    routes = Routes(specs, layout, keepers, replica, remember=4 * AT_ONCE)
+    routes = Routes(specs, layout, keepers, replica, remember=4 * MESSAGES_AT_ONCE)
     exchange = Exchange(Parts(held), routes, layout, replica)
     mine = wanted[alike.rank * replica.size + me :: group.size]
     rooms = Scratch(), Scratch()
@@ -194,12 +194,14 @@ def load(
             together = wanted[first : first + group.size]  # one for each rank
             for copy in range(alike.size):
                 has = together[copy * replica.size : (copy + 1) * replica.size]
-                for start in range(0, len(has), AT_ONCE):
-                    some = {start + i: n for i, n in enumerate(has[start : start + AT_ONCE])}
+                for start in range(0, len(has), MESSAGES_AT_ONCE):
+                    some = {
+                        start + i: n for i, n in enumerate(has[start : start + MESSAGES_AT_ONCE])
+                    }
                     _hand_round(exchange, some, extent, alike, copy)
 
 
-def _wanted(specs: Specs, layout: Layout, replica: Group) -> list[int]:
+def _wanted(specs: Specs, layout: FileMap, replica: Group) -> list[int]:
     """The extents that a rank of a replica wants something of, ascending. Collective."""
     needed = np.zeros(layout.extents, np.uint8)
     for entry in layout.entries:
@@ -248,14 +250,14 @@ def _hand_round(
         exchange.parts.unpack(packed, pieces)
 
 
-def load_state(reader: Reader, group: Group) -> dict[str, Any]:
+def load_state(reader: CheckpointReader, group: Group) -> dict[str, Any]:
     """The JSON tree of what is no tensor. Collective.
 
     Raises:
         CheckpointError: the extent that it lies in is damaged.
     """
     state = torch.empty(reader.layout.entries[-2].shape, dtype=torch.uint8)
-    load(reader, {STATE: Held.whole(state)}, group, alike=group)
+    load_tensors(reader, {STATE: LocalTensor.whole(state)}, group, alike=group)
     return _tree(reader.path, state)
 
 

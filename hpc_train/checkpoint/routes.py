@@ -16,34 +16,34 @@ import numpy as np
 import numpy.typing as npt
 
 from hpc_train.checkpoint import fileformat
-from hpc_train.checkpoint.fileformat import SIZES, Entry, Layout
+from hpc_train.checkpoint.fileformat import DTYPE_BYTES, Entry, FileMap
 from hpc_train.checkpoint.parts import Piece, Specs, Strip, pieces_of
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 
 NOBODY = -1
 WIDTH = 6
 Ints = npt.NDArray[np.int64]
-Row = tuple[int, int, int, int, int, int]
-"""A part: the tensor's place in the file, and what of its ShardSpec is not in the layout."""
+SliceRow = tuple[int, int, int, int, int, int]
+"""A part: the tensor's place in the file, and what of its SliceSpec is not in the layout."""
 
 
-def row_of(place: int, spec: ShardSpec) -> Row:
+def row_of(place: int, spec: SliceSpec) -> SliceRow:
     """A part as six integers, for a message."""
     return place, spec.dim, spec.start, spec.stop, spec.first, spec.last
 
 
-def spec_of(row: Sequence[int], entries: Sequence[Entry]) -> tuple[str, ShardSpec]:
+def spec_of(row: Sequence[int], entries: Sequence[Entry]) -> tuple[str, SliceSpec]:
     """The name and the part that a row tells of."""
     place, *cut = row
-    return entries[place].name, ShardSpec(entries[place].shape, *cut)
+    return entries[place].name, SliceSpec(entries[place].shape, *cut)
 
 
-def extents_of(entry: Entry, spec: ShardSpec) -> range:
+def extents_of(entry: Entry, spec: SliceSpec) -> range:
     """The extents from the one of a part's first byte to that of its last."""
-    first, last = spec.span(SIZES[entry.dtype])
+    first, last = spec.span(DTYPE_BYTES[entry.dtype])
     if first == last:
         return range(0)
     begin, end = entry.begin + first, entry.begin + last
@@ -65,7 +65,7 @@ class Routes:
     def __init__(
         self,
         specs: Specs,
-        layout: Layout,
+        layout: FileMap,
         keepers: Ints,
         replica: Group,
         remember: int | None = None,
@@ -105,9 +105,9 @@ class Routes:
         return pieces_of(self._specs[rank], self.layout, *self.layout.extent(number))
 
 
-def telling(specs: Specs, layout: Layout, keepers: Ints) -> dict[int, list[Row]]:
+def telling(specs: Specs, layout: FileMap, keepers: Ints) -> dict[int, list[SliceRow]]:
     """Whom a rank has to tell of which parts."""
-    told: dict[int, list[Row]] = defaultdict(list)
+    told: dict[int, list[SliceRow]] = defaultdict(list)
     for place, entry in enumerate(layout.entries):
         spec = specs.get(entry.name)
         if spec is None:
@@ -124,7 +124,7 @@ def telling(specs: Specs, layout: Layout, keepers: Ints) -> dict[int, list[Row]]
 
 
 def delivered(
-    replica: Group, told: Mapping[int, Sequence[Row]]
+    replica: Group, told: Mapping[int, Sequence[SliceRow]]
 ) -> Iterator[tuple[int, list[list[int]]]]:
     """What the other ranks tell this one, by rank. Collective over the replica."""
     if replica.comm is None:
@@ -145,7 +145,7 @@ def delivered(
         begin += count
 
 
-def check_owned(specs: Specs, layout: Layout, group: Group, replica: Group) -> None:
+def check_owned(specs: Specs, layout: FileMap, group: Group, replica: Group) -> None:
     """Check that each element of the tensors has one owner in a replica. Collective.
 
     Args:
@@ -157,7 +157,7 @@ def check_owned(specs: Specs, layout: Layout, group: Group, replica: Group) -> N
     Raises:
         CheckpointError: some elements have none, or several.
     """
-    told: dict[int, list[Row]] = defaultdict(list)
+    told: dict[int, list[SliceRow]] = defaultdict(list)
     for place, entry in enumerate(layout.entries[:-2]):
         if entry.name in specs:
             told[place % replica.size].append(row_of(place, specs[entry.name]))
@@ -168,7 +168,7 @@ def check_owned(specs: Specs, layout: Layout, group: Group, replica: Group) -> N
         check_cover(rows, layout, range(replica.rank, len(layout.entries) - 2, replica.size))
 
 
-def check_cover(rows: Iterable[Sequence[int]], layout: Layout, places: Iterable[int]) -> None:
+def check_cover(rows: Iterable[Sequence[int]], layout: FileMap, places: Iterable[int]) -> None:
     """Check that parts cover each of some tensors, without holes and nothing twice.
 
     Args:
@@ -179,7 +179,7 @@ def check_cover(rows: Iterable[Sequence[int]], layout: Layout, places: Iterable[
     Raises:
         CheckpointError: they do not.
     """
-    parts: dict[int, list[ShardSpec]] = defaultdict(list)
+    parts: dict[int, list[SliceSpec]] = defaultdict(list)
     for row in rows:
         parts[row[0]].append(spec_of(row, layout.entries)[1])
     for place in places:
@@ -197,7 +197,7 @@ def check_cover(rows: Iterable[Sequence[int]], layout: Layout, places: Iterable[
         )
 
 
-def _covered(shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> bool:
+def _covered(shape: tuple[int, ...], specs: Sequence[SliceSpec]) -> bool:
     """Whether parts, which have as many elements as the whole, cover it.
 
     The dimensions are divided where a part begins or ends; then each cell has to be in one part.

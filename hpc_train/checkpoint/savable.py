@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint import extra
+from hpc_train.checkpoint import module_extras
 from hpc_train.checkpoint.dtypes import DTYPES
-from hpc_train.checkpoint.state import Trained
+from hpc_train.checkpoint.state import TrainedState
 from hpc_train.errors import UserError
 
 
-def check(trained: Trained) -> None:
+def check_savable(trained: TrainedState) -> None:
     """Check that a checkpoint can hold all of this rank's state, as far as it is there.
 
     Raises:
@@ -40,7 +40,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float))  # bool is an int
 
 
-def _check_parameters(trained: Trained) -> None:
+def _check_parameters(trained: TrainedState) -> None:
     known = trained.parameters()
     for number, group in enumerate(trained.optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -53,7 +53,7 @@ def _check_parameters(trained: Trained) -> None:
                 )
 
 
-def _check_model(trained: Trained) -> None:
+def _check_model(trained: TrainedState) -> None:
     model = trained.model
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     saved = model.state_dict(keep_vars=True)
@@ -77,9 +77,9 @@ def _check_model(trained: Trained) -> None:
             )
 
 
-def _check_extra(trained: Trained) -> set[str]:
+def _check_extra(trained: TrainedState) -> set[str]:
     """Check what modules keep beside tensors; returns its names."""
-    found = extra.values(trained.model)
+    found = module_extras.values(trained.model)
     for name, value in found.items():
         what = f"{name} of the model's state_dict (get_extra_state)"
         if not is_plain(value):
@@ -88,7 +88,10 @@ def _check_extra(trained: Trained) -> set[str]:
                 "keep numbers, strings, lists and dicts there, and tensors in buffers "
                 "(register_buffer)",
             )
-        if type(extra.modules(trained.model)[name]).set_extra_state is nn.Module.set_extra_state:
+        if (
+            type(module_extras.modules(trained.model)[name]).set_extra_state
+            is nn.Module.set_extra_state
+        ):
             raise UserError(f"{what} could not be restored", "give the module set_extra_state")
         if trained.shards:
             raise UserError(

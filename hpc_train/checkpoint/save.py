@@ -20,9 +20,9 @@ from typing import TypeVar
 
 from hpc_train import files
 from hpc_train.checkpoint import extents, fileformat, striping
-from hpc_train.checkpoint.engines import PosixWriter, Way, Writer, open_writer
+from hpc_train.checkpoint.engines import PosixWriter, WriteEngine, Writer, open_writer
 from hpc_train.checkpoint.exchange import Exchange, Scratch
-from hpc_train.checkpoint.fileformat import HASH_BYTES, Layout, hash_in
+from hpc_train.checkpoint.fileformat import HASH_BYTES, FileMap, hash_in
 from hpc_train.checkpoint.parts import Bytes, Parts
 from hpc_train.checkpoint.phases import Phases, agree
 from hpc_train.checkpoint.plan import Plans, owned
@@ -40,7 +40,7 @@ def saving(
     parts: Parts,
     state: bytes,
     group: Group,
-    engine: Way = "posix",
+    engine: WriteEngine = "posix",
     replica: Group | None = None,
     snapshot: Snapshot | None = None,
     *,
@@ -127,7 +127,7 @@ def _hashes_of(other: int, reader: int, mine: bytes, count: int, group: Group) -
     return bytes(theirs)
 
 
-def _table(mine: bytes, layout: Layout, group: Group) -> bytes:
+def _table(mine: bytes, layout: FileMap, group: Group) -> bytes:
     """The hashes of all extents, on rank 0; on others nothing. Collective."""
     if group.comm is None:
         return mine
@@ -183,7 +183,7 @@ def _reserve(partial: Path, size: int) -> None:
 
 
 def _write(
-    content: Extents, layout: Layout, open_here: Callable[[], Writer], together: Writer | None
+    content: Extents, layout: FileMap, open_here: Callable[[], Writer], together: Writer | None
 ) -> tuple[bytes, float]:
     """Write this rank's extents; returns their hashes and the seconds it took.
 
@@ -229,12 +229,12 @@ def _noted(failures: list[Exception]) -> Iterator[None]:
 
 
 def _read_back(
-    partial: Path, layout: Layout, hashes: bytes, other: int, numbers: Iterable[int]
+    partial: Path, layout: FileMap, hashes: bytes, other: int, numbers: Iterable[int]
 ) -> None:
     """Compare what another rank wrote."""
     with files.opened(partial) as descriptor:
         for place, number in enumerate(numbers):
-            if not extents.read(descriptor, layout, number, hash_in(hashes, place)):
+            if not extents.read_extent(descriptor, layout, number, hash_in(hashes, place)):
                 begin, _ = layout.extent(number)
                 raise OSError(f"what rank {other} wrote from byte {begin} on is not on the disk")
 
@@ -242,7 +242,7 @@ def _read_back(
 def _commit(
     partial: Path,
     path: Path,
-    layout: Layout,
+    layout: FileMap,
     table: bytes,
     group: Group,
     check: Callable[[], None],

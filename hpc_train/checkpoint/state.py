@@ -12,20 +12,20 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint.dtypes import TORCH_DTYPES
-from hpc_train.checkpoint.fileformat import Entry, Form, Held
+from hpc_train.checkpoint.fileformat import Entry, LocalTensor, TensorForm
 from hpc_train.errors import CheckpointMismatch
-from hpc_train.sharding import Shard, ShardSpec
+from hpc_train.sharding import ParameterSlice, SliceSpec
 
 MODEL = "model."
 OPTIMIZER = "optim."
 COMPLEX = "complex128"
 
 
-Shards = Mapping[str, Shard]
+Shards = Mapping[str, ParameterSlice]
 """What a rank holds, by the names of its own module's tensors; those not named it holds whole."""
 
 
-def model_tensors(model: nn.Module, shards: Shards) -> dict[str, Held]:
+def model_tensors(model: nn.Module, shards: Shards) -> dict[str, LocalTensor]:
     """A model's parameters and persistent buffers; a tensor with two names has the first.
 
     Args:
@@ -49,7 +49,7 @@ def names_with_gradients(model: nn.Module, shards: Shards) -> list[str]:
     return [MODEL + shard.name for shard, t in _saved(model, shards) if t.requires_grad]
 
 
-def _saved(model: nn.Module, shards: Shards) -> Iterator[tuple[Shard, Tensor]]:
+def _saved(model: nn.Module, shards: Shards) -> Iterator[tuple[ParameterSlice, Tensor]]:
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in seen:
@@ -57,20 +57,20 @@ def _saved(model: nn.Module, shards: Shards) -> Iterator[tuple[Shard, Tensor]]:
             yield shards.get(name) or _whole(name, tensor), tensor
 
 
-def _held(tensor: Tensor, spec: ShardSpec, *, owned: bool) -> Held:
+def _held(tensor: Tensor, spec: SliceSpec, *, owned: bool) -> LocalTensor:
     """A part as the format has it: complex128, which it lacks, as pairs of float64."""
     if tensor.dtype == torch.complex128:
         tensor = torch.view_as_real(tensor)
-        spec = replace(spec, shape=(*spec.shape, 2)) if spec.shape else ShardSpec.whole((2,))
-    return Held(tensor, spec, owned)
+        spec = replace(spec, shape=(*spec.shape, 2)) if spec.shape else SliceSpec.whole((2,))
+    return LocalTensor(tensor, spec, owned)
 
 
-def _whole(name: str, tensor: Tensor) -> Shard:
-    return Shard(name, ShardSpec.whole(tuple(tensor.shape)))
+def _whole(name: str, tensor: Tensor) -> ParameterSlice:
+    return ParameterSlice(name, SliceSpec.whole(tuple(tensor.shape)))
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedState:
     """A model with its optimizer, and what of them this rank has.
 
     Args:
@@ -82,9 +82,9 @@ class Trained:
     model: nn.Module
     optimizer: Optimizer
     shards: Shards
-    pieces: Mapping[Parameter, Shard]
+    pieces: Mapping[Parameter, ParameterSlice]
 
-    def parameters(self) -> dict[Parameter, Shard]:
+    def parameters(self) -> dict[Parameter, ParameterSlice]:
         """What the optimizer has."""
         named = self.model.named_parameters()
         known = {p: self.shards.get(name) or _whole(name, p) for name, p in named}
@@ -93,7 +93,7 @@ class Trained:
         return {p: known[p] for group in groups for p in group["params"] if p in known}
 
 
-def _optimizer_state(trained: Trained) -> Iterator[tuple[str, Shard, Parameter, Any]]:
+def _optimizer_state(trained: TrainedState) -> Iterator[tuple[str, ParameterSlice, Parameter, Any]]:
     """What the optimizer remembers, by name; what is in a list is named LIST[0] and so on."""
     optimizer, known = trained.optimizer, trained.parameters()
     for parameter, shard in known.items():
@@ -107,7 +107,7 @@ def _optimizer_state(trained: Trained) -> Iterator[tuple[str, Shard, Parameter, 
             yield name, shard, parameter, value
 
 
-def optimizer_tensors(trained: Trained) -> dict[str, Held]:
+def optimizer_tensors(trained: TrainedState) -> dict[str, LocalTensor]:
     """The optimizer's tensors, named by parameter and slot: optim.blocks.0.weight.exp_avg.
 
     What has a parameter's shape is cut as the parameter is; anything else each rank has whole.
@@ -117,13 +117,13 @@ def optimizer_tensors(trained: Trained) -> dict[str, Held]:
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             found[name] = _held(value.detach(), shard.spec, owned=shard.owned)
         elif isinstance(value, Tensor):
-            whole = ShardSpec.whole(tuple(value.shape))
+            whole = SliceSpec.whole(tuple(value.shape))
             owned = shard.owned and shard.spec.has_origin
             found[name] = _held(value.detach(), whole, owned=owned)
     return found
 
 
-def optimizer_values(trained: Trained) -> dict[str, Any]:
+def optimizer_values(trained: TrainedState) -> dict[str, Any]:
     """What the optimizer remembers that is no tensor: plain JSON values.
 
     Of a list the tensors are None here; of a tensor that is saved as pairs it is the type.
@@ -137,13 +137,13 @@ def optimizer_values(trained: Trained) -> dict[str, Any]:
     return values
 
 
-def trained_names(trained: Trained) -> dict[str, bool]:
+def trained_names(trained: TrainedState) -> dict[str, bool]:
     """The names of the parameters that this rank's optimizer has."""
     return {shard.name: True for shard in trained.parameters().values()}
 
 
 def make_optimizer_state(
-    trained: Trained, entries: Mapping[str, Entry], values: Mapping[str, Any]
+    trained: TrainedState, entries: Mapping[str, Entry], values: Mapping[str, Any]
 ) -> None:
     """Give a fresh optimizer the slots that a checkpoint has, their tensors yet to be filled."""
     optimizer = trained.optimizer
@@ -154,7 +154,9 @@ def make_optimizer_state(
         for parameter in group["params"]
     }
     optimizer.state.clear()
-    for name, parameter_name, slot in slots([*(n for n in values if n not in entries), *entries]):
+    for name, parameter_name, slot in optimizer_slots(
+        [*(n for n in values if n not in entries), *entries]
+    ):
         parameter, shard = parameters.get(parameter_name, (None, None))
         if parameter is None or shard is None:
             continue  # another rank's
@@ -178,7 +180,7 @@ def make_optimizer_state(
             optimizer.state[parameter][slot] = made
 
 
-def slots(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+def optimizer_slots(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Of the names of the optimizer's state: the name, its parameter's name, its slot."""
     for name in names:
         if name.startswith(OPTIMIZER):
@@ -190,18 +192,20 @@ def parameter_of(name: str) -> str:
     return name.removeprefix(OPTIMIZER).rpartition(".")[0]
 
 
-def check_optimizer(names: Iterable[str], trained: Container[str]) -> None:
+def check_slots(names: Iterable[str], trained: Container[str]) -> None:
     """Check that what a checkpoint remembers of parameters is of those that are trained.
 
     Raises:
         CheckpointMismatch: the checkpoint has slots of a parameter that the optimizer lacks.
     """
-    for name, parameter, _ in slots(names):
+    for name, parameter, _ in optimizer_slots(names):
         if parameter not in trained:
             raise CheckpointMismatch(f"the checkpoint has {name}, which this optimizer has not")
 
 
-def check_model(entries: Mapping[str, Entry], forms: Mapping[str, Form], path: object) -> None:
+def check_model(
+    entries: Mapping[str, Entry], forms: Mapping[str, TensorForm], path: object
+) -> None:
     """Check that a checkpoint's model tensors are those of this model.
 
     Raises:

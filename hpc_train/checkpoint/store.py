@@ -20,10 +20,16 @@ from hpc_train import files
 from hpc_train.checkpoint import restore, state
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.content import Content
-from hpc_train.checkpoint.directory import LATEST, SECONDS, find, name_of, step_of
-from hpc_train.checkpoint.engines import Engine, Way, Ways
-from hpc_train.checkpoint.more import More, Stateful
-from hpc_train.checkpoint.phases import Flight, Phases, agree, run
+from hpc_train.checkpoint.directory import (
+    LATEST,
+    SAVE_SECONDS_FILE,
+    find_checkpoints,
+    name_of,
+    step_of,
+)
+from hpc_train.checkpoint.engines import CheckpointEngine, Ways, WriteEngine
+from hpc_train.checkpoint.extra_state import ExtraState, Stateful
+from hpc_train.checkpoint.phases import Flight, Phases, agree, carry_out
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.save import saving
 from hpc_train.checkpoint.snapshot import Snapshot
@@ -37,7 +43,7 @@ from hpc_train.errors import (
 )
 from hpc_train.mpi.agreement import from_first
 from hpc_train.mpi.group import Group
-from hpc_train.sharding import Shard
+from hpc_train.sharding import ParameterSlice
 
 logger = logging.getLogger(__name__)
 
@@ -85,18 +91,18 @@ class Checkpoints:
         optimizer: Optimizer,
         *,
         keep: int | Retention = 3,
-        engine: Engine = "auto",
+        engine: CheckpointEngine = "auto",
         background: bool = False,
         verify: bool = True,
         replicas: Replicas = "stop",
         nonfinite: Nonfinite = "stop",
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
-        shards: Mapping[str, Shard] | None = None,
+        shards: Mapping[str, ParameterSlice] | None = None,
         replica: Group | None = None,
         alike: Collectives | None = None,
-        pieces: Mapping[Parameter, Shard] | None = None,
-        more: More | None = None,
+        pieces: Mapping[Parameter, ParameterSlice] | None = None,
+        more: ExtraState | None = None,
         scaler: Stateful | None = None,
     ) -> None:
         self._ways = Ways(engine, collectives.group, background=background)
@@ -106,11 +112,11 @@ class Checkpoints:
         self.shards = shards or {}
         self.identity = {**(identity or {}), "optimizer.name": type(optimizer).__name__.lower()}
         self._content = Content(
-            state.Trained(model, optimizer, self.shards, pieces or {}),
+            state.TrainedState(model, optimizer, self.shards, pieces or {}),
             self.group,
             replica or Group(),
             alike or collectives,
-            more or More(),
+            more or ExtraState(),
             self.identity,
             about or {},
         )
@@ -163,7 +169,7 @@ class Checkpoints:
         else:
             begin = time.monotonic()
             try:
-                run(phases)
+                carry_out(phases)
             finally:
                 seconds = time.monotonic() - begin
                 self.longest_save = max(self.longest_save, seconds)
@@ -229,7 +235,7 @@ class Checkpoints:
         )
         if self.group.rank == 0 and (self.claim is None or self.claim.lost() is None):
             with suppress(OSError):  # the next start would only know less
-                (self.directory / SECONDS).write_text(f"{self.longest_save:.3f}\n")
+                (self.directory / SAVE_SECONDS_FILE).write_text(f"{self.longest_save:.3f}\n")
 
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         self.unify()
@@ -242,7 +248,7 @@ class Checkpoints:
         content, snapshot = self._state(step), self._snapshot if background else None
         token = self._own_token()
 
-        def written(way: Way) -> Phases[float]:
+        def written(way: WriteEngine) -> Phases[float]:
             try:
                 return (
                     yield from saving(
@@ -263,7 +269,9 @@ class Checkpoints:
                 yield from agree(self.group, self._check)  # another job has removed the file?
                 raise
 
-        way: Way = "posix" if background else self._ways.next()  # the thread makes no MPI calls
+        way: WriteEngine = (
+            "posix" if background else self._ways.next()
+        )  # the thread makes no MPI calls
         try:
             try:
                 seconds = yield from written(way)
@@ -344,7 +352,8 @@ class Checkpoints:
                 folder has newer checkpoints than the start that was asked for.
         """
         found, self.earlier_save = from_first(
-            self.group, lambda: (self._candidates(source), _seconds(self.directory / SECONDS))
+            self.group,
+            lambda: (self._candidates(source), _seconds(self.directory / SAVE_SECONDS_FILE)),
         )
         for number, path in enumerate(found):
             try:
@@ -374,10 +383,10 @@ class Checkpoints:
                 files.remove(partial)
             for partial in self.directory.glob(f".{LATEST}.*.partial"):
                 files.remove(partial)
-        own = find(self.directory, "auto")
+        own = find_checkpoints(self.directory, "auto")
         if source == "auto":
             return own
-        given = [] if source == "none" else find(self.directory, source)
+        given = [] if source == "none" else find_checkpoints(self.directory, source)
         inside = any(path.resolve().parent == self.directory.resolve() for path in given)
         if own and (source == "none" or (inside and not own[0].samefile(given[0]))):
             raise CheckpointMismatch(
@@ -410,7 +419,7 @@ class Checkpoints:
 
     def _drop_old(self, step: int) -> None:
         """Retention; a later checkpoint, which was damaged, counts for nothing."""
-        there = {step_of(path): path for path in find(self.directory, "auto")}
+        there = {step_of(path): path for path in find_checkpoints(self.directory, "auto")}
         done = {number: path for number, path in there.items() if number <= step}
         if self.keep.best:
             for number in done.keys() - self.scores.keys():

@@ -20,7 +20,7 @@ from hpc_train.errors import UserError
 TENSOR, FLOAT, METADATA = "tensor", "float", "metadata"
 SEQUENCES: dict[str, type[Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 MAPPINGS: dict[str, type[Any]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
-NAMES = {kind: name for name, kind in [*SEQUENCES.items(), *MAPPINGS.items()]}
+TAG_OF_KIND = {kind: name for name, kind in [*SEQUENCES.items(), *MAPPINGS.items()]}
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -52,7 +52,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         value = sorted(value, key=repr)  # an order that all processes have alike
     if kind in SEQUENCES.values():
         encoded = [encode(one, f"{path}.{place}", tensors) for place, one in enumerate(value)]
-        return {NAMES[kind]: encoded}
+        return {TAG_OF_KIND[kind]: encoded}
     if kind in MAPPINGS.values():
         if any(isinstance(key, Tensor) for key in value):
             raise UserError(
@@ -62,7 +62,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             [encode(key, f"{path}, a key", tensors), encode(one, f"{path}.{key}", tensors)]
             for key, one in value.items()
         ]
-        found = {NAMES[kind]: pairs}
+        found = {TAG_OF_KIND[kind]: pairs}
         versions = getattr(value, "_metadata", None)
         if versions is not None:
             found[METADATA] = encode(versions, f"{path}, its versions", tensors)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hpc_train import files
 from hpc_train.checkpoint.dtypes import TORCH_DTYPES
-from hpc_train.checkpoint.fileformat import Contents, Entry, Form, names_between
+from hpc_train.checkpoint.fileformat import Contents, Entry, TensorForm, names_between
 from hpc_train.checkpoint.parts import as_bytes
-from hpc_train.checkpoint.restore import Reader, Tensors
+from hpc_train.checkpoint.restore import CheckpointReader, Tensors
 from hpc_train.checkpoint.state import MODEL
 from hpc_train.errors import CheckpointError, CheckpointUnreadable, ConfigError
 
@@ -34,7 +34,7 @@ def damaged(path: Path) -> Iterator[tuple[int, int, list[str]]]:
         CheckpointUnreadable: the file system does not give it.
         CheckpointError: header or hash table are damaged, so that nothing else can be told.
     """
-    reader = Reader.open(path)
+    reader = CheckpointReader.open(path)
     for number in range(reader.layout.extents):
         try:
             reader.extent(number)
@@ -117,7 +117,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def export(
+def export_model(
     path: Path,
     target: Path,
     *,
@@ -125,7 +125,7 @@ def export(
     exclude: Sequence[str] = (),
     dtype: torch.dtype | None = None,
     convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]]] | None = None,
-) -> dict[str, Form]:
+) -> dict[str, TensorForm]:
     """Write the model's tensors alone, by the names that the module gives them.
 
     One tensor at a time is in memory. For .pt the folder needs room for the tensors twice.
@@ -159,7 +159,7 @@ def export(
             f"no tensor of {path} is left to export", f"its first ones are {', '.join(names[:3])}"
         )
     sources: dict[str, tuple[str, _Change]] = {}
-    forms: dict[str, Form] = {}
+    forms: dict[str, TensorForm] = {}
     for name in chosen:
         new, change = (name, _same) if convert is None else convert(name)
         entry = saved.entries[MODEL + name]
@@ -175,7 +175,9 @@ def export(
     return forms
 
 
-def _write(forms: Mapping[str, Form], tensors: Iterator[tuple[str, Tensor]], target: Path) -> None:
+def _write(
+    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], target: Path
+) -> None:
     """Write tensors, of which one at a time is in memory."""
     partial = target.with_name(f".{target.name}.partial")
     pickled = target.with_name(f".{target.name}.pickled")
@@ -198,7 +200,7 @@ def _write(forms: Mapping[str, Form], tensors: Iterator[tuple[str, Tensor]], tar
 
 
 def _write_safetensors(
-    forms: Mapping[str, Form], tensors: Iterator[tuple[str, Tensor]], path: Path
+    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], path: Path
 ) -> None:
     contents = Contents.of(forms)
     header = b'{"__metadata__":{"format":"pt"},' + contents.description[1:]

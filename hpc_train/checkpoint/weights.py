@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hpc_train.checkpoint import state
-from hpc_train.checkpoint.directory import find, newest
+from hpc_train.checkpoint.directory import find_checkpoints, newest
 from hpc_train.checkpoint.dtypes import DTYPES
-from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, Form, Held
+from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, LocalTensor, TensorForm
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.checkpoint.state import MODEL
 from hpc_train.checkpoint.tools import selected
@@ -93,7 +93,7 @@ def start_from(
             _take(held[name], tensor)
 
 
-def _take(held: Held, tensor: Tensor) -> None:
+def _take(held: LocalTensor, tensor: Tensor) -> None:
     """Copy this rank's part of a whole tensor."""
     spec = held.spec
     if spec.shape:
@@ -128,7 +128,7 @@ def _open(path: Path) -> _Source:
         elif (path / INDEX).is_file():
             names = _tree(path / INDEX).get("weight_map", {}).values()
             files = [path / name for name in sorted(set(names))]
-        elif find(path / "checkpoints", "auto"):
+        elif find_checkpoints(path / "checkpoints", "auto"):
             return _checkpoint(newest(path))
         else:
             raise DataError(f"{path} has neither {ONE_FILE} nor checkpoints", GIVE)
@@ -203,7 +203,9 @@ def _converted(
     return _Source(source.path, forms, read, source.about)
 
 
-def _check(source: _Source, wanted: Mapping[str, Form], all_forms: Mapping[str, Form]) -> None:
+def _check(
+    source: _Source, wanted: Mapping[str, TensorForm], all_forms: Mapping[str, TensorForm]
+) -> None:
     """Check that every wanted tensor is there, of the model's shape and of a type that fits."""
     if not wanted:
         raise ConfigError(
@@ -233,7 +235,9 @@ def _check(source: _Source, wanted: Mapping[str, Form], all_forms: Mapping[str, 
             )
 
 
-def _tell(source: _Source, wanted: Mapping[str, Form], forms: Mapping[str, Form]) -> None:
+def _tell(
+    source: _Source, wanted: Mapping[str, TensorForm], forms: Mapping[str, TensorForm]
+) -> None:
     left = [name for name in forms if name not in wanted]
     unknown = [name for name in source.forms if name not in forms]
     kept = f"; initial values in {_few(left)}" if left else ""

@@ -79,8 +79,8 @@ def _started_warm(arguments: list[str]) -> int | None:
     cold = "--cold" in arguments
     if cold:
         arguments.remove("--cold")
-    launch = None if cold or stand_in.forked_by else environment.read(os.environ)
+    launch = None if cold or stand_in.forked_by else environment.read_launch(os.environ)
     beside = launch is not None and (launch.local_size or 1) > 1
     if cold or not (beside or key.WARM in os.environ):
         return None
-    return stand_in.start(["-m", "hpc_train", *arguments], sys.path[0])
+    return stand_in.start_stand_in(["-m", "hpc_train", *arguments], sys.path[0])

@@ -13,7 +13,7 @@ from hpc_train.errors import EXIT_FAILURE, CheckpointError, CheckpointMismatch, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SHOWN = 20  # differences, unless all are asked for
+DIFFERENCES_SHOWN = 20  # differences, unless all are asked for
 
 
 def options() -> Parser:
@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     if given.action == "list":
         return show_list(given.run)
     if given.action == "verify":
-        return verify(given.checkpoint, every=given.all)
+        return verify_checkpoints(given.checkpoint, every=given.all)
     if given.action == "diff":
         return diff(given.first, given.second, every=given.all)
     patterns = given.include, given.exclude
@@ -88,16 +88,16 @@ def show_list(run: str) -> int:
     return 0
 
 
-def verify(source: str, *, every: bool) -> int:
+def verify_checkpoints(source: str, *, every: bool) -> int:
     """Read all bytes of a checkpoint, or of every one of a run; returns 1 if any is damaged."""
-    from hpc_train.checkpoint.directory import find, newest
+    from hpc_train.checkpoint.directory import find_checkpoints, newest
 
     path = newest(Path(source))
     if every and not Path(source).is_dir():
         raise ConfigError(f"--all, and {source} is one file", "give a run directory")
     if not every:
         return _verify(path)
-    return max([_verify(path, foreign=True) for path in find(path.parent, "auto")])
+    return max([_verify(path, foreign=True) for path in find_checkpoints(path.parent, "auto")])
 
 
 def _verify(path: Path, *, foreign: bool = False) -> int:
@@ -126,10 +126,10 @@ def diff(first: str, second: str, *, every: bool) -> int:
     count = 0
     for difference in tools.differences(newest(Path(first)), newest(Path(second))):
         count += 1
-        if every or count <= SHOWN:
+        if every or count <= DIFFERENCES_SHOWN:
             print(f"{difference.name}: {difference.what}")
-    if count > SHOWN and not every:
-        print(f"and {count - SHOWN} more: --all shows them")
+    if count > DIFFERENCES_SHOWN and not every:
+        print(f"and {count - DIFFERENCES_SHOWN} more: --all shows them")
     return EXIT_FAILURE if count else 0
 
 
@@ -159,7 +159,7 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         convert = as_gpt2(shape)
     kind = getattr(torch, dtype) if dtype else None
-    forms = tools.export(
+    forms = tools.export_model(
         path, target, include=include, exclude=exclude, dtype=kind, convert=convert
     )
     if gpt2:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OFTEN = 5.0  # seconds between two lines about the progress
-SHOWN = 5  # names in the error
+PROGRESS_SECONDS = 5.0  # seconds between two lines about the progress
+NAMES_SHOWN = 5  # names in the error
 
 
 def options() -> Parser:
@@ -57,10 +57,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str], runtime: Runtime) -> None:
     given = options().parse_args(arguments)
-    verify(runtime, given.folder, each_node=given.each_node, as_json=given.json)
+    verify_data(runtime, given.folder, each_node=given.each_node, as_json=given.json)
 
 
-def verify(
+def verify_data(
     runtime: Runtime, folder: str, *, each_node: bool = False, as_json: bool = False
 ) -> None:
     """Read all tokens of a data folder, and print on rank 0 what is wrong. Collective.
@@ -78,13 +78,13 @@ def verify(
     """
     from hpc_train.data import manifest as manifests
     from hpc_train.data.check import damage, every_shard
-    from hpc_train.data.tokenizer import BYTES, describe
+    from hpc_train.data.tokenizer import BYTES, describe_tokenizer
     from hpc_train.mpi.agreement import agreed, same
 
     world, readers = runtime.world, runtime.node if each_node else runtime.world
     with agreed(world):
         directory = Path(folder)
-        manifest = manifests.read(directory)
+        manifest = manifests.read_manifest(directory)
     same(world, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
     with agreed(world):
         every = every_shard(manifest)
@@ -97,7 +97,7 @@ def verify(
         ]
         if readers.rank == 0:
             try:
-                describe(manifest.tokenizer, directory)
+                describe_tokenizer(manifest.tokenizer, directory)
             except DataError as error:
                 found.append((manifest.tokenizer, error.cause))
     damaged = [
@@ -118,9 +118,10 @@ def verify(
     if damaged:
         total = len(every) + (manifest.tokenizer != BYTES)
         names = sorted({str(one["file"]) for one in damaged})
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         raise DataError(
-            f"{folder}: damaged files: {len(names)} of {total}: {', '.join(names[:SHOWN])}{more}",
+            f"{folder}: damaged files: {len(names)} of {total}: "
+            f"{', '.join(names[:NAMES_SHOWN])}{more}",
             "copy these files again, or prepare the data again",
         )
     if not as_json:
@@ -144,7 +145,7 @@ class _Progress:
         """Count bytes that have been read."""
         self.done += count
         now = time.monotonic()
-        if self.quiet or now - self.told < OFTEN:
+        if self.quiet or now - self.told < PROGRESS_SECONDS:
             return
         self.told = now
         speed = self.done / (now - self.begin)

@@ -26,8 +26,8 @@ from hpc_train.errors import EXIT_FAILURE, HpcTrainError
 from hpc_train.mpi import environment, runtime
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-LAUNCHERS = ("mpirun", "mpiexec", "srun", "horovodrun")
-PROBE_SECONDS = 60
+LAUNCHER_NAMES = ("mpirun", "mpiexec", "srun", "horovodrun")
+RANK_PROBE_SECONDS = 60
 FASTER = 1.1  # a way to multiply matrices that the table does not have is told from here on
 
 
@@ -58,7 +58,7 @@ def options() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     given = options().parse_args(arguments)
-    launch = environment.read(os.environ)
+    launch = environment.read_launch(os.environ)
     findings, ranks = examine()
     if launch is None or launch.rank == 0:
         print(report(findings, ranks, as_json=given.json))
@@ -73,7 +73,7 @@ def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
     """
     findings = [python(), torch(), hdf5(), *launchers()]
     component = mpi_io_component()  # programs are run before MPI is: no fork after MPI_Init
-    launch = environment.read(os.environ)
+    launch = environment.read_launch(os.environ)
     alone = launch is None or launch.size == 1
     probed = probe_in_a_rank() if alone else probe()
     ranks = [rank for rank in probed if "error" not in rank]
@@ -113,8 +113,8 @@ def hdf5() -> Finding:
 
 def launchers() -> list[Finding]:
     """Which programs can start ranks here, and what started this one."""
-    found = [name for name in LAUNCHERS if shutil.which(name)]
-    launch = environment.read(os.environ)
+    found = [name for name in LAUNCHER_NAMES if shutil.which(name)]
+    launch = environment.read_launch(os.environ)
     started = f"; started by {launch.launcher}" if launch else ""
     if not found and not launch:
         remedy = "load the site's MPI module, or activate the environment that has mpirun"
@@ -146,7 +146,7 @@ def mpi_io_component() -> str:
 def probe() -> list[dict[str, Any]]:
     """Start MPI in this process and ask it; what all ranks say, on rank 0. Collective."""
     try:
-        started = runtime.start()
+        started = runtime.start_runtime()
         MPI = runtime.import_mpi()
     except HpcTrainError as error:
         return [{"error": error.cause, "remedy": error.remedy}]
@@ -222,7 +222,12 @@ def probe_in_a_rank() -> list[dict[str, Any]]:
     said = "nothing"
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PROBE_SECONDS, env=environ, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=RANK_PROBE_SECONDS,
+            env=environ,
+            check=False,
         )
         said = (done.stderr.strip().splitlines() or [said])[-1]
         found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])

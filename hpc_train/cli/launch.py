@@ -74,10 +74,10 @@ def run(arguments: Sequence[str]) -> int:
             raise
         remedy = "write the command behind --: hpc-train launch -np 4 -- train my.yaml"
         raise UserError(error.cause, remedy) from None
-    from hpc_train.launch.command import Request, launch
+    from hpc_train.launch.command import LaunchRequest, launch
 
     return launch(
-        Request(
+        LaunchRequest(
             arguments[cut + 1 :],
             given.np,
             given.H,

@@ -100,8 +100,8 @@ def run(arguments: Sequence[str]) -> int:
 
     own, keys = file.separate(arguments)
     given = options().parse_args(own)
-    from hpc_train.launch.submit import Request, submit
+    from hpc_train.launch.submit import SubmitRequest, submit
 
-    for job in submit(Request(**vars(given), options=keys)):
+    for job in submit(SubmitRequest(**vars(given), options=keys)):
         print(job)
     return 0

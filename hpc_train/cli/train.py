@@ -18,7 +18,7 @@ def run(arguments: Sequence[str]) -> int:
     from hpc_train.config import file
 
     if wants_help(arguments):
-        return show_help(file.parser(documented=True), arguments)
+        return show_help(file.config_parser(documented=True), arguments)
     path, given = file.split(arguments)
     if any(option.startswith("--print_config") for option in given):
         file.load(path, given)  # the parser prints it and leaves

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.collectives.ring import SEGMENTS, Ring, rounded
-from hpc_train.collectives.steps import Steps
 
 SEGMENT_BYTES = 1 << 20  # that a segment has at least: while one is added up, another is on its way
 
@@ -28,19 +28,21 @@ class Halving(Ring):
         group: one rank of each node.
     """
 
-    def sum_(self, flat: Tensor, tag: int) -> Steps[None]:
+    def sum_(self, flat: Tensor, tag: int) -> Coroutine[None]:
         """Replace a contiguous tensor by its sum over the ranks."""
         return self._in_turn(tag, lambda first: self._segmented(flat, flat.dtype, None, first))
 
-    def sum_16_(self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int) -> Steps[None]:
+    def sum_16_(
+        self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int
+    ) -> Coroutine[None]:
         """Replace a contiguous tensor by its sum over the ranks, rounded to 16 bit on the way."""
         return self._in_turn(tag, lambda first: self._segmented(flat, dtype, residual, first))
 
-    def gather(self, payload: Tensor, tag: int) -> Steps[Tensor]:
+    def gather(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
         """Exchange twice as many payloads in each round (Bruck et al., IEEE TPDS 8, 1997)."""
         return self._in_turn(tag, lambda first: self._gathered(payload, first))
 
-    def _gathered(self, payload: Tensor, tag: int) -> Steps[Tensor]:
+    def _gathered(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
         n, rank = self.group.size, self.group.rank
         found = payload.new_empty((n, *payload.shape))  # at i, of the i-th rank from this one on
         found[0] = payload
@@ -56,7 +58,7 @@ class Halving(Ring):
 
     def _segmented(
         self, flat: Tensor, dtype: torch.dtype, residual: Tensor | None, tag: int
-    ) -> Steps[None]:
+    ) -> Coroutine[None]:
         several = flat.tensor_split(max(1, min(flat.nbytes // SEGMENT_BYTES, SEGMENTS)))
         sizes = [len(segment) for segment in several]
         losses = [None] * len(several) if residual is None else residual.split(sizes)
@@ -67,7 +69,7 @@ class Halving(Ring):
 
     def _sum_halves(
         self, flat: Tensor, dtype: torch.dtype, lost: Tensor | None, tag: int
-    ) -> Steps[None]:
+    ) -> Coroutine[None]:
         """Sum a segment; `dtype` is what travels, and what that loses is added to `lost`."""
         n, rank = self.group.size, self.group.rank
         power = 1 << n.bit_length() - 1

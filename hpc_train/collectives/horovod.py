@@ -13,7 +13,7 @@ from hpc_train.collectives.protocol import WIDENED, Pending
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
-NAMES = 16  # of each kind of operation
+NAMES_PER_KIND = 16  # of each kind of operation
 
 
 class HorovodCollectives:
@@ -133,7 +133,7 @@ class HorovodCollectives:
         each kind NAMES may be under way; one more waits for the first of them.
         """
         kind = f"{kind} {tensor.dtype} {list(tensor.shape)}"
-        name = f"{self._label}.{kind}.{self._counts[kind] % NAMES}"
+        name = f"{self._label}.{kind}.{self._counts[kind] % NAMES_PER_KIND}"
         self._counts[kind] += 1
         if name in self._last:
             self._last[name].finish_here()

@@ -18,13 +18,13 @@ from hpc_train.mpi.group import Group
 
 # MPI's own sum knows no 16-bit floats (passing their bits as integers would add the bit patterns):
 # they are added as float32.
-SUMMABLE = {
+MPI_TYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
     torch.int32: MPI.INT32_T,
     torch.int64: MPI.INT64_T,
 }
-PIECE_BYTES = 1 << 30  # MPI-3 counts are C ints, and some transports fail near 2 GiB
+LARGEST_MESSAGE = 1 << 30  # MPI-3 counts are C ints, and some transports fail near 2 GiB
 
 
 @functools.cache
@@ -173,7 +173,7 @@ class MpiCollectives:
             tensor.detach().copy_(wide)
             return
         datatype = _type(tensor)
-        if not tensor.is_cuda and tensor.is_contiguous() and tensor.nbytes <= PIECE_BYTES:
+        if not tensor.is_cuda and tensor.is_contiguous() and tensor.nbytes <= LARGEST_MESSAGE:
             array = tensor.detach().numpy()  # the way of nearly all
             with self.group.waiting(what):
                 self.comm.Allreduce(MPI.IN_PLACE, [array, datatype], op=operation)
@@ -186,9 +186,9 @@ class MpiCollectives:
 
 
 def _type(tensor: Tensor) -> MPI.Datatype:
-    if tensor.dtype not in SUMMABLE:
+    if tensor.dtype not in MPI_TYPES:
         raise TypeError(f"MPI cannot add {tensor.dtype}: convert to float32 or float64")
-    return SUMMABLE[tensor.dtype]
+    return MPI_TYPES[tensor.dtype]
 
 
 def _reachable(tensor: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def _columns(count: int, nbytes: int) -> list[slice]:
         count: of columns.
         nbytes: of each column.
     """
-    most = max(1, PIECE_BYTES // nbytes)
+    most = max(1, LARGEST_MESSAGE // nbytes)
     return [slice(first, min(first + most, count)) for first in range(0, count, most)]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpc_train.collectives.steps import Steps
+from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.errors import SetupError
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
@@ -25,7 +25,7 @@ from hpc_train.mpi.group import Group
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-ALIGNMENT = 64  # bytes: a cache line, and torch's widest vectors
+MEMORY_ALIGNMENT = 64  # bytes: a cache line, and torch's widest vectors
 BLOCK_BYTES = 1 << 18  # of a sum at a time: it stays in the core's cache until it is written out
 SPARE = 64 << 20  # left free where shared memory is a file system of limited size
 
@@ -48,7 +48,7 @@ class NodeMemory:
         self.node = node
         # A row of one number for each rank, for each signal: who waits reads one run of memory.
         header = _aligned(8 * signals * node.size) if node.rank == 0 else 0
-        size = header + _aligned(nbytes) + ALIGNMENT  # whose beginning may be unaligned
+        size = header + _aligned(nbytes) + MEMORY_ALIGNMENT  # whose beginning may be unaligned
         total = sum(node.comm.allgather(size))
         with agreed(node):
             _check_room(total)  # other groups of the node may ask at the same time: hence SPARE
@@ -68,7 +68,7 @@ class NodeMemory:
     def _part(self, rank: int) -> Tensor:
         buffer, _ = self._window.Shared_query(rank)
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
-        shift, count = -whole.data_ptr() % ALIGNMENT, len(whole) - ALIGNMENT
+        shift, count = -whole.data_ptr() % MEMORY_ALIGNMENT, len(whole) - MEMORY_ALIGNMENT
         # Begins there, which a slice does not: complex views need an even storage offset.
         return torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=shift)
 
@@ -84,7 +84,7 @@ class NodeMemory:
         self._window.Sync()
         return True
 
-    def wait(self, signal: int, value: int, ranks: range) -> Steps[None]:
+    def wait(self, signal: int, value: int, ranks: range) -> Coroutine[None]:
         """Wait until these ranks have."""
         yield lambda: self.told(signal, value, ranks)
 
@@ -158,4 +158,4 @@ def _check_room(nbytes: int) -> None:
 
 
 def _aligned(nbytes: int) -> int:
-    return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
+    return math.ceil(nbytes / MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT

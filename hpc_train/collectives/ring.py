@@ -17,14 +17,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hpc_train.collectives.steps import Steps
+from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.mpi.group import Group
 
 # Of a message: large ones cost less processor time, but several segments have to be on their way.
 SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 15, 1 << 17
 PIPELINED = 4
 SEGMENTS = 16  # of one operation at most; each has a tag
-AHEAD = 2  # receives of a segment that are posted before they are waited for
+SEGMENTS_AHEAD = 2  # receives of a segment that are posted before they are waited for
 
 T = TypeVar("T")
 
@@ -38,19 +38,21 @@ class Cross(Protocol):
     group: Group
     bytes_sent: int
 
-    def sum_(self, flat: Tensor, tag: int) -> Steps[None]:
+    def sum_(self, flat: Tensor, tag: int) -> Coroutine[None]:
         """Replace a contiguous float32 or float64 tensor of one dimension by its sum."""
 
-    def sum_16_(self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int) -> Steps[None]:
+    def sum_16_(
+        self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int
+    ) -> Coroutine[None]:
         """`sum_` with 16-bit numbers on the wire.
 
         A rank that rounds adds what was lost to its `residual`, of the shape and type of `flat`.
         """
 
-    def gather(self, payload: Tensor, tag: int) -> Steps[Tensor]:
+    def gather(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
         """The ranks' payloads, (n, *shape), in the order of ranks; any dtype."""
 
-    def largest(self, number: float) -> Steps[float]:
+    def largest(self, number: float) -> Coroutine[float]:
         """The largest of the ranks' numbers, none NaN. All ranks start these in one order."""
 
     def close(self) -> None:
@@ -82,19 +84,21 @@ class Ring:
         """Free the communicator. Collective."""
         self.comm.Free()
 
-    def sum_(self, flat: Tensor, tag: int) -> Steps[None]:
+    def sum_(self, flat: Tensor, tag: int) -> Coroutine[None]:
         """Replace a contiguous tensor by its sum over the ranks."""
 
-        def segments(first: int) -> Steps[None]:
+        def segments(first: int) -> Coroutine[None]:
             several = _segments(flat, self.group.size)
             yield [self._sum(segment, first + number) for number, segment in enumerate(several)]
 
         return self._in_turn(tag, segments)
 
-    def sum_16_(self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int) -> Steps[None]:
+    def sum_16_(
+        self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int
+    ) -> Coroutine[None]:
         """Replace a contiguous tensor by its sum over the ranks, rounded to 16 bit on the way."""
 
-        def segments(first: int) -> Steps[None]:
+        def segments(first: int) -> Coroutine[None]:
             several = _segments(flat, self.group.size)
             losses = residual.split([len(segment) for segment in several])
             yield [
@@ -104,10 +108,10 @@ class Ring:
 
         return self._in_turn(tag, segments)
 
-    def gather(self, payload: Tensor, tag: int) -> Steps[Tensor]:
+    def gather(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
         """Pass every rank's payload round."""
 
-        def passed(first: int) -> Steps[Tensor]:
+        def passed(first: int) -> Coroutine[Tensor]:
             whole = payload.new_empty((self.group.size, *payload.shape))
             whole[self.group.rank] = payload
             yield from self._pass_round(list(whole), self.group.rank, first)
@@ -115,7 +119,7 @@ class Ring:
 
         return self._in_turn(tag, passed)
 
-    def largest(self, number: float) -> Steps[float]:
+    def largest(self, number: float) -> Coroutine[float]:
         """By MPI's own maximum, whose messages cost less than ours."""
         from mpi4py import MPI
 
@@ -123,7 +127,7 @@ class Ring:
         yield self.comm.Iallreduce(MPI.IN_PLACE, result, op=MPI.MAX)
         return result[0]
 
-    def _in_turn(self, tag: int, operation: Callable[[int], Steps[T]]) -> Steps[T]:
+    def _in_turn(self, tag: int, operation: Callable[[int], Coroutine[T]]) -> Coroutine[T]:
         """Carry out an operation, given its first MPI tag, after those that have the same one.
 
         MPI's tags are limited, and so there are slots. Ranks start what shares one in one order.
@@ -136,7 +140,7 @@ class Ring:
         self._ended[slot] += 1
         return result
 
-    def _sum(self, segment: Tensor, tag: int) -> Steps[None]:
+    def _sum(self, segment: Tensor, tag: int) -> Coroutine[None]:
         """Reduce-scatter and gather of one segment, in as many chunks as there are ranks."""
         chunks = list(segment.tensor_split(self.group.size))
         sends = []
@@ -147,7 +151,9 @@ class Ring:
         yield from sends  # their memory is received into
         yield from self._pass_round(chunks, (self.group.rank + 1) % len(chunks), tag)
 
-    def _sum_16(self, segment: Tensor, dtype: torch.dtype, lost: Tensor, tag: int) -> Steps[None]:
+    def _sum_16(
+        self, segment: Tensor, dtype: torch.dtype, lost: Tensor, tag: int
+    ) -> Coroutine[None]:
         """`_sum` of 16-bit numbers, added up in the segment's own type."""
         n, rank = self.group.size, self.group.rank
         chunks, losses = segment.tensor_split(n), lost.tensor_split(n)
@@ -179,7 +185,7 @@ class Ring:
 
         return _some_ahead(rounds())
 
-    def _pass_round(self, chunks: list[Tensor], mine: int, tag: int) -> Steps[None]:
+    def _pass_round(self, chunks: list[Tensor], mine: int, tag: int) -> Coroutine[None]:
         """Give all ranks all chunks, of which this rank has `mine` and the one before mine - 1."""
         n = len(chunks)
         receives = (self._receive(chunks[(mine - step - 1) % n], tag) for step in range(n - 1))
@@ -206,7 +212,7 @@ class Library(Ring):
     All ranks must start its sums in the same order.
     """
 
-    def sum_(self, flat: Tensor, tag: int) -> Steps[None]:
+    def sum_(self, flat: Tensor, tag: int) -> Coroutine[None]:
         """Replace a contiguous tensor by its sum over the ranks."""
         from mpi4py import MPI
 
@@ -214,7 +220,7 @@ class Library(Ring):
 
         n = self.group.size
         self.bytes_sent += 2 * (n - 1) * flat.nbytes // n
-        datatype = mpi.SUMMABLE[flat.dtype]
+        datatype = mpi.MPI_TYPES[flat.dtype]
         # All are begun at once: later ones would come in another order on another rank.
         yield from [
             self.comm.Iallreduce(MPI.IN_PLACE, [piece, datatype], op=MPI.SUM)
@@ -228,7 +234,7 @@ def _some_ahead(items: Iterator[T]) -> Iterator[T]:
     A ring of many ranks would else have as many receives in the list that MPI searches for each
     message.
     """
-    made = deque(itertools.islice(items, AHEAD))
+    made = deque(itertools.islice(items, SEGMENTS_AHEAD))
     while made:
         yield made.popleft()
         made.extend(itertools.islice(items, 1))

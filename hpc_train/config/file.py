@@ -121,7 +121,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 @functools.cache
-def parser(*, documented: bool) -> ArgumentParser:
+def config_parser(*, documented: bool) -> ArgumentParser:
     """The command-line parser of a run's configuration, made from the dataclasses.
 
     Args:
@@ -178,7 +178,7 @@ def load(path: str | Path | None = None, options: Sequence[str] = ()) -> RunConf
     check_options(options)
     try:
         printed = any(option.startswith("--print_config") for option in options)
-        parsed = parser(documented=printed).parse_args(
+        parsed = config_parser(documented=printed).parse_args(
             [*(["--config", str(path)] if path else []), *options]
         )
     except ArgumentError as error:

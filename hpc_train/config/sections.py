@@ -14,7 +14,7 @@ from typing import Literal
 
 import yaml
 
-from hpc_train.compression import parse as parse_compression
+from hpc_train.compression import parse_scheme as parse_compression
 from hpc_train.errors import ConfigError
 
 

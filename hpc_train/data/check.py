@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from hpc_train import files
-from hpc_train.data.manifest import ITEM_BYTES, PREPARE_AGAIN, Manifest, Shard
+from hpc_train.data.manifest import PREPARE_AGAIN, TOKEN_BYTES, Manifest, Shard
 from hpc_train.errors import DataError
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -98,7 +98,7 @@ def _labels(shard: Shard, dtype: str) -> list[bytes]:
     (class 0, little-endian, unsigned) and a contiguous layout (class 1, address, size), each
     with its version before it. The hash is an attribute, which is text.
     """
-    size = ITEM_BYTES[dtype]
+    size = TOKEN_BYTES[dtype]
     kind = size.to_bytes(4, "little") + bytes(2) + (8 * size).to_bytes(2, "little")
     place = shard.offset.to_bytes(8, "little") + shard.nbytes(dtype).to_bytes(8, "little")
     return [

@@ -132,7 +132,7 @@ def _start_warm() -> None:
             Path(address).chmod(0o600)
             listener.listen()
             numbers.insert(0, listener.fileno())
-            forked = beside.start(
+            forked = beside.start_beside(
                 [__file__, *map(str, numbers)],
                 mask={*OF_RANK},
                 numbers=numbers,

@@ -16,7 +16,7 @@ import torch
 from hpc_train.seeds import mix
 
 DEPTH = 4  # of attributes of attributes in which a data set's own generators are looked for
-MOST = 1000  # objects that are looked at
+MOST_OBJECTS = 1000  # objects that are looked at
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def seed_beside_torch(number: int) -> None:
     random.seed(mix(number, 2))
 
 
-KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def _held(holder: Any) -> Iterator[Any]:
@@ -75,10 +75,10 @@ def _held(holder: Any) -> Iterator[Any]:
     for _ in range(DEPTH):
         below: list[Any] = []
         for thing in level:
-            if id(thing) in seen or len(seen) == MOST:
+            if id(thing) in seen or len(seen) == MOST_OBJECTS:
                 continue
             seen[id(thing)] = thing
-            if isinstance(thing, KINDS):
+            if isinstance(thing, GENERATOR_KINDS):
                 yield thing
             else:
                 below += _inside(thing)
@@ -90,7 +90,7 @@ def _inside(thing: Any) -> list[Any]:
         return []
     if not isinstance(thing, (list, tuple, dict)):
         thing = getattr(thing, "__dict__", {})
-    return list(islice(thing.values() if isinstance(thing, dict) else thing, MOST))
+    return list(islice(thing.values() if isinstance(thing, dict) else thing, MOST_OBJECTS))
 
 
 def _wrapped(found: Any) -> Generator:

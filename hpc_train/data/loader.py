@@ -18,8 +18,8 @@ from hpc_train.errors import ConfigError, HpcTrainError, RankError, UserError
 
 logger = logging.getLogger(__name__)
 
-OFTEN = 0.1  # seconds between two looks at what else may have happened
-PATIENCE = 5.0  # seconds for a data set to return when nobody wants its samples any more
+LOADER_POLL_SECONDS = 0.1  # seconds between two looks at what else may have happened
+DATA_SET_PATIENCE = 5.0  # seconds for a data set to return when nobody wants its samples any more
 
 
 class GivenUp(Exception):
@@ -184,7 +184,7 @@ class Loader:
         """Stop threads and workers, but leave a thread behind if the data set does not return."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(PATIENCE)
+            self._thread.join(DATA_SET_PATIENCE)
         if self._processes is not None:
             self._processes.kill()
         elif self._thread is not None and self._thread.is_alive():
@@ -195,7 +195,7 @@ class Loader:
         while item is None:
             alive = self._thread is not None and self._thread.is_alive()
             try:
-                item = self._queue.get(timeout=OFTEN)
+                item = self._queue.get(timeout=LOADER_POLL_SECONDS)
             except queue.Empty:
                 self._check_workers(number)
                 if not alive:
@@ -204,7 +204,7 @@ class Loader:
                     raise GivenUp from None
         if isinstance(item, BaseException):
             if not isinstance(item, HpcTrainError):  # such as a connection that has broken
-                self._check_workers(number, PATIENCE)
+                self._check_workers(number, DATA_SET_PATIENCE)
             raise item
         if isinstance(item, Step):
             return item
@@ -300,14 +300,14 @@ class Loader:
             self._put(self._step(number, of_step))
 
     def _wait(self) -> None:
-        while not (self._stop.is_set() or self._looked.wait(OFTEN)):
+        while not (self._stop.is_set() or self._looked.wait(LOADER_POLL_SECONDS)):
             pass
         self._looked.clear()
 
     def _put(self, item: Step | int | BaseException) -> None:
         while not self._stop.is_set():
             try:
-                self._queue.put(item, timeout=OFTEN)
+                self._queue.put(item, timeout=LOADER_POLL_SECONDS)
             except queue.Full:
                 continue
             return

@@ -22,8 +22,8 @@ PREPARE_AGAIN = "run `hpc-train prepare` again into a new folder"
 SPLITS = ("train", "validation")
 # What tokens may be, with the bytes of each. Bytes of a file that became numbers of another kind,
 # such as Python objects, would be a way into this process's memory.
-ITEM_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
-LARGEST = 1 << 62  # sizes and sums of them stay below it, and so within 64 bits
+TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
+LARGEST_SIZE = 1 << 62  # sizes and sums of them stay below it, and so within 64 bits
 FILE_BYTES = 1 << 28  # a manifest has some 200 bytes per shard
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # of a file in the folder itself
 HASH = re.compile(r"[0-9a-f]{32}")
@@ -49,7 +49,7 @@ class Shard:
 
     def nbytes(self, dtype: str) -> int:
         """Bytes of its tokens, which are of that type."""
-        return self.tokens * ITEM_BYTES[dtype]
+        return self.tokens * TOKEN_BYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Manifest:
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
 
-def read(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> Manifest:
     """Read a data folder's manifest.
 
     Raises:
@@ -96,7 +96,7 @@ def read(directory: Path) -> Manifest:
             raise FileNotFoundError
         if path.stat().st_size > FILE_BYTES:
             raise ValueError(f"it has more than {FILE_BYTES} bytes")
-        return parse(json.loads(path.read_text(encoding="utf-8")))
+        return parse_manifest(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise DataError(
             f"{directory} holds no prepared data (no {FILE_NAME})",
@@ -108,7 +108,7 @@ def read(directory: Path) -> Manifest:
         raise DataError(f"{path} is damaged ({error})", PREPARE_AGAIN) from None
 
 
-def parse(tree: Any) -> Manifest:
+def parse_manifest(tree: Any) -> Manifest:
     """Make a manifest from its file's JSON tree, and check every value of it.
 
     Raises:
@@ -120,10 +120,10 @@ def parse(tree: Any) -> Manifest:
     _check_keys("the manifest", tree, ["format", *keys])
     given = {key: tree[key] for key in keys}
     dtype, splits = given["dtype"], given["splits"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ValueError(f"dtype is {dtype!r}, not one of {', '.join(ITEM_BYTES)}")
-    _check_number("vocab", given["vocab"], 1, 1 << 8 * ITEM_BYTES[dtype])
-    _check_number("documents", given["documents"], 0, LARGEST)
+    if not isinstance(dtype, str) or dtype not in TOKEN_BYTES:
+        raise ValueError(f"dtype is {dtype!r}, not one of {', '.join(TOKEN_BYTES)}")
+    _check_number("vocab", given["vocab"], 1, 1 << 8 * TOKEN_BYTES[dtype])
+    _check_number("documents", given["documents"], 0, LARGEST_SIZE)
     _check_text("tokenizer", given["tokenizer"], PLAIN_NAME, "a plain file name")
     if not isinstance(splits, dict) or not set(splits) <= {*SPLITS}:
         raise ValueError(f"splits are {_short(splits)}, not some of {', '.join(SPLITS)}")
@@ -131,7 +131,7 @@ def parse(tree: Any) -> Manifest:
     every = [shard for some in shards.values() for shard in some]
     if len({shard.name for shard in every}) < len(every):
         raise ValueError("two shards have the same name")
-    if sum(shard.file_bytes for shard in every) > LARGEST:
+    if sum(shard.file_bytes for shard in every) > LARGEST_SIZE:
         raise ValueError("the shards have more bytes together than a file system can hold")
     return Manifest(**{**given, "splits": shards})
 
@@ -147,7 +147,7 @@ def _shard(what: str, tree: Any, dtype: str) -> Shard:
     _check_text(f"{what}: name", tree["name"], PLAIN_NAME, "a plain file name")
     _check_text(f"{what}: hash", tree["hash"], HASH, "32 hexadecimal digits")
     for key, least in (("file_bytes", 0), ("tokens", 1), ("offset", 0)):
-        _check_number(f"{what}: {key}", tree[key], least, LARGEST)
+        _check_number(f"{what}: {key}", tree[key], least, LARGEST_SIZE)
     shard = Shard(**tree)
     if shard.offset + shard.nbytes(dtype) > shard.file_bytes:
         raise ValueError(f"{what}: its tokens end behind the end of the file")

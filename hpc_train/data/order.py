@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from hpc_train.errors import ConfigError
 
-ROUNDS = 8
-AT_ONCE = 512  # positions that are permuted together
+FEISTEL_ROUNDS = 8
+POSITIONS_AT_ONCE = 512  # positions that are permuted together
 Words = npt.NDArray[np.uint64]
 
 
@@ -31,7 +31,7 @@ class Permutation:
     def __init__(self, size: int, seed: int, epoch: int) -> None:
         self.size = size
         self.half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * ROUNDS).digest()
+        key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
         self.keys = np.frombuffer(key, "<u8")
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
@@ -108,7 +108,7 @@ class SampleOrder:
         A permutation of a few positions takes as long as one of hundreds.
         """
         within = (step - 1) % self.steps_per_epoch
-        steps = min(max(1, AT_ONCE // count), self.steps_per_epoch - within)
+        steps = min(max(1, POSITIONS_AT_ONCE // count), self.steps_per_epoch - within)
         begins = (within + np.arange(steps, dtype=np.int64)) * self.batch + first
         positions = begins[:, None] + np.arange(count, dtype=np.int64)
         if not self.shuffle:

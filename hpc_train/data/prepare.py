@@ -21,13 +21,13 @@ import xxhash
 
 from hpc_train import files
 from hpc_train.data.manifest import FILE_NAME, Manifest, Shard
-from hpc_train.data.tokenizer import BYTES, Tokenizer, describe, loads
+from hpc_train.data.tokenizer import BYTES, Tokenizer, describe_tokenizer, loads
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 << 20
+TEXT_PIECE_BYTES = 8 << 20
 LINE_BYTES = 4096
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -75,7 +75,7 @@ def prepare_text(
     if shard_mb <= 0:
         raise DataError(f"--shard_mb is {shard_mb}", "give a size above 0")
     texts = find_texts(paths)
-    description = describe(tokenizer)
+    description = describe_tokenizer(tokenizer)
     codec = loads(description)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
@@ -125,7 +125,7 @@ def is_text(path: Path) -> bool:
     size = 0
     try:
         with path.open("rb") as file:
-            while piece := file.read(PIECE_BYTES):
+            while piece := file.read(TEXT_PIECE_BYTES):
                 decoder.decode(piece)
                 size += len(piece)
                 if b"\0" in piece:
@@ -221,7 +221,7 @@ def _pieces(text: Text) -> Iterator[bytes]:
     with text.path.open("rb") as file:
         file.seek(text.begin)
         while (position := file.tell()) < text.end:
-            piece = file.read(min(PIECE_BYTES, text.end - position))
+            piece = file.read(min(TEXT_PIECE_BYTES, text.end - position))
             if not piece:
                 raise DataError(f"{text.path} has become shorter", "prepare files at rest")
             if position + len(piece) < text.end:

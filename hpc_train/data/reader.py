@@ -20,7 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.seeds import mix
 
 Indices = Sequence[int] | np.ndarray
-SAMPLES = 1  # distinguishes what samples draw from what the model draws
+SAMPLE_STREAM = 1  # distinguishes what samples draw from what the model draws
 
 
 class Reader:
@@ -125,7 +125,7 @@ class Reader:
             number: of the step.
             first: place of the first sample in the step's whole batch.
         """
-        return self.read(indices, lambda place: mix(seed, SAMPLES, number, first + place))
+        return self.read(indices, lambda place: mix(seed, SAMPLE_STREAM, number, first + place))
 
     @property
     def sources(self) -> str:

@@ -83,7 +83,7 @@ class LibraryTokenizer:
         return text
 
 
-def describe(name: str, folder: Path | None = None) -> str:
+def describe_tokenizer(name: str, folder: Path | None = None) -> str:
     """What makes a tokenizer again: "bytes", or the text of its file.
 
     Args:

@@ -18,17 +18,17 @@ from hpc_train.collectives import connect
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.errors import UserError
 from hpc_train.gradients import added
-from hpc_train.gradients.buckets import plan
+from hpc_train.gradients.buckets import plan_buckets
 from hpc_train.gradients.census import Facts, Place
 from hpc_train.gradients.horovod import DistributedSums
-from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.state import average_state
 from hpc_train.gradients.sums import CollectiveSums
 from hpc_train.mpi.group import Group
 
 
-class AdasumAverager(MpiAverager):
+class AdasumAverager(BucketAverager):
     """Combines the ranks' optimizer steps in place of their gradients.
 
     As Horovod's own optimizer for Adasum does: each rank takes a step of its own, from the same
@@ -43,7 +43,7 @@ class AdasumAverager(MpiAverager):
 
     Args:
         hvd: the module horovod.torch, initialised.
-        model, optimizer: as for `MpiAverager`.
+        model, optimizer: as for `BucketAverager`.
         group: all ranks of the job, a power of two.
         bucket_bytes: size of what is combined in one operation.
 
@@ -70,7 +70,7 @@ class AdasumAverager(MpiAverager):
 
     def _plan(self) -> None:
         super()._plan()
-        self.planned = plan([p for p in self.trained if p.numel()], self.bucket_bytes)
+        self.planned = plan_buckets([p for p in self.trained if p.numel()], self.bucket_bytes)
 
     def average(self) -> None:
         """Fill in gradients that other ranks have. Collective."""
@@ -80,8 +80,8 @@ class AdasumAverager(MpiAverager):
         facts = Facts(there, changed=self._changed())
         heard = self.progress.complete(self._told(Place.AVERAGE, facts))
         if heard.changed:
-            added.check(self.group, self._new())
-            added.check_values(self.group, self._new())
+            added.check_added(self.group, self._new())
+            added.check_added_values(self.group, self._new())
             self._replan()
         for parameter, used in zip(self.trained, heard.used.tolist(), strict=False):
             if used and parameter.grad is None:

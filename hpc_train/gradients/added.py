@@ -12,7 +12,7 @@ from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
 
 
-def check(group: Group, added: Sequence[Parameter]) -> None:
+def check_added(group: Group, added: Sequence[Parameter]) -> None:
     """Check that all ranks have added the same. Collective.
 
     Raises:
@@ -23,7 +23,7 @@ def check(group: Group, added: Sequence[Parameter]) -> None:
     same(group, "what was added to the optimizer's parameters", forms, remedy)
 
 
-def check_values(group: Group, added: Sequence[Parameter]) -> None:
+def check_added_values(group: Group, added: Sequence[Parameter]) -> None:
     """Check that all ranks have the same numbers in them. Collective.
 
     Raises:

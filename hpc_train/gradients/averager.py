@@ -22,9 +22,9 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
 if TYPE_CHECKING:
-    from hpc_train.gradients.choice import TwoLevel
+    from hpc_train.gradients.autotune import TwoLevel
     from hpc_train.gradients.horovod import Reduction
-    from hpc_train.gradients.mpi import MpiAverager
+    from hpc_train.gradients.mpi import BucketAverager
 
 Engine = Literal["auto", "horovod", "mpi"]
 
@@ -185,7 +185,7 @@ def average_gradients(
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         collectives.broadcast_(tensor.data)
     broadcast_state(optimizer, collectives)
-    from hpc_train.gradients.choice import Options, mpi_averager
+    from hpc_train.gradients.autotune import Options, mpi_averager
 
     device = _device(model)
     if engine == "auto" and not is_wrapped(optimizer):
@@ -202,7 +202,7 @@ def average_gradients(
         cores,
         deterministic,
     )
-    averager: MpiAverager
+    averager: BucketAverager
     if is_wrapped(optimizer):
         from hpc_train.gradients.wrapped import wrapped_averager
 

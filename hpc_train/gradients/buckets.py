@@ -137,7 +137,7 @@ def has_slabs(parameter: Parameter) -> bool:
     return wide and parameter.is_contiguous()
 
 
-def plan(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
+def plan_buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
     """Distribute parameters over buckets in reverse order, about that of the backward pass.
 
     Args:

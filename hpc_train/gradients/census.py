@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.collectives.steps import Steps
+from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.errors import UserError
 from hpc_train.mpi.group import Group
 
@@ -64,7 +64,7 @@ class Facts:
     restless: bool = False
 
 
-def told(group: Group, place: Place, drops: int, facts: Facts) -> Steps[Facts]:
+def told(group: Group, place: Place, drops: int, facts: Facts) -> Coroutine[Facts]:
     """Tell all ranks, and hear from all.
 
     Args:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from hpc_train.collectives.steps import Steps
-from hpc_train.compression import parse
+from hpc_train.collectives.coroutines import Coroutine
+from hpc_train.compression import parse_scheme
 
 if TYPE_CHECKING:
     from hpc_train.collectives.ring import Cross  # which starts MPI
@@ -40,7 +40,7 @@ class Compressor(Protocol):
 
     def sum_(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
-    ) -> Steps[None]:
+    ) -> Coroutine[None]:
         """Replace a tensor by about its sum over the nodes, the same bits on all n ranks.
 
         Args:
@@ -53,7 +53,7 @@ class Compressor(Protocol):
                 of its rows.
         """
 
-    def unify(self, cross: Cross) -> Steps[dict[int, Tensor]]:
+    def unify(self, cross: Cross) -> Coroutine[dict[int, Tensor]]:
         """For a checkpoint: what the ranks together have not sent yet, by bucket number.
 
         Every rank then keeps an equal share of it, as if by `load`, so that a run that goes on and
@@ -80,7 +80,7 @@ def make_compressor(text: str) -> Compressor | None:
     Raises:
         ConfigError: there is no such compression.
     """
-    kind, number, steps = parse(text)
+    kind, number, steps = parse_scheme(text)
     if kind == "topk":
         from hpc_train.gradients.topk import TopK
 
@@ -116,7 +116,7 @@ class ErrorFeedback(ABC):
 
     def sum_(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
-    ) -> Steps[None]:
+    ) -> Coroutine[None]:
         """Sum with compression, or without where that is better."""
         if not part.numel():
             return
@@ -141,10 +141,10 @@ class ErrorFeedback(ABC):
     @abstractmethod
     def _sum_compressed(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
-    ) -> Steps[None]:
+    ) -> Coroutine[None]:
         """`Compressor.sum_` of one element or more."""
 
-    def unify(self, cross: Cross) -> Steps[dict[int, Tensor]]:
+    def unify(self, cross: Cross) -> Coroutine[dict[int, Tensor]]:
         """Add up the residuals of all ranks, and give each an equal share."""
         totals = {number: self.residuals[number].clone() for number in sorted(self.residuals)}
         for number, total in totals.items():
@@ -182,7 +182,7 @@ class SixteenBit(ErrorFeedback):
 
     def _sum_compressed(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
-    ) -> Steps[None]:
+    ) -> Coroutine[None]:
         """Sum with every number rounded on its way; who rounds keeps what that loses."""
         if number in self.residuals:
             part.add_(self.residuals[number])
@@ -198,7 +198,7 @@ class SixteenBit(ErrorFeedback):
             self.residuals[number] = lost
 
 
-def _half_scale(cross: Cross, part: Tensor) -> Steps[float]:
+def _half_scale(cross: Cross, part: Tensor) -> Coroutine[float]:
     """The power of two, the same on all ranks, that brings the sums near to float16's largest.
 
     Float16 ends at 65504 and has nothing below 6e-8: averaged gradients of a large model would be

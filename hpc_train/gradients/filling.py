@@ -16,7 +16,7 @@ from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.pending import has_graph
 from hpc_train.gradients.progress import Progress
-from hpc_train.gradients.slots import UNSTEADY, Slot, slots
+from hpc_train.gradients.slots import UNSTEADY, Slot, slots_of_buckets
 from hpc_train.gradients.sums import Sums
 
 STEADY = 2  # steps alike, after which sums begin in the backward pass
@@ -52,7 +52,7 @@ class Filling:
         begin_pass: Callable[[], None],
     ) -> None:
         self.sums, self.progress, self.share = sums, progress, share
-        self.by_bucket = slots(buckets, sums.flats, share, look)
+        self.by_bucket = slots_of_buckets(buckets, sums.flats, share, look)
         self.slots = [slot for some in self.by_bucket for slot in some]
         self.strays: list[Slot] = []
         self._look, self._begin_pass = look, begin_pass

@@ -32,11 +32,11 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hpc_train.compression import parse
+from hpc_train.compression import parse_scheme
 from hpc_train.errors import UserError
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.filling import Filling
-from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.ownership import trained
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
@@ -46,8 +46,8 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
 if TYPE_CHECKING:
-    from hpc_train.collectives.steps import Steps
-    from hpc_train.gradients.choice import Options
+    from hpc_train.collectives.coroutines import Coroutine
+    from hpc_train.gradients.autotune import Options
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ NEVER = 1 << 60  # backward passes in a step
 ADASUM_BYTES = 4 << 20  # of steps that are combined in one operation
 
 
-class Form:
+class FlatForm:
     """Horovod's interface of a compression: gives it a buffer in place of what is in `grad`.
 
     Args:
@@ -119,7 +119,7 @@ class DistributedSums:
         self.flats = [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
         self.profile = Profile()
         self.stands: dict[Parameter, Tensor] = {}
-        form, label = Form(compression), self.label(group)
+        form, label = FlatForm(compression), self.label(group)
         named = []
         for number, (bucket, flat) in enumerate(zip(buckets, self.flats, strict=True)):
             (parameter,) = bucket.parameters
@@ -145,7 +145,7 @@ class DistributedSums:
         cls.made = group.largest(cls.made) + 1
         return f"gradients.{cls.made}"
 
-    def begin(self, number: int) -> Steps[None]:
+    def begin(self, number: int) -> Coroutine[None]:
         """Nothing is left to do: Horovod's hooks begin it, or else `synchronize` does."""
         yield from ()
 
@@ -262,12 +262,12 @@ class DistributedFilling(Filling):
             self.sums.begin_in(passes)
 
 
-class HorovodAverager(MpiAverager):
-    """`MpiAverager` whose sums are those of hvd.DistributedOptimizer.
+class HorovodAverager(BucketAverager):
+    """`BucketAverager` whose sums are those of hvd.DistributedOptimizer.
 
     Args:
         hvd: the module horovod.torch, initialised.
-        model, optimizer, group: as for `MpiAverager`.
+        model, optimizer, group: as for `BucketAverager`.
         process_set: Horovod's, of the same ranks.
         compression: of hvd.Compression; by default none.
     """
@@ -308,7 +308,7 @@ def horovod_averager(
     group: Group,
     options: Options,
     reduction: Reduction = "mean",
-) -> MpiAverager:
+) -> BucketAverager:
     """Put engine horovod together, and start Horovod unless it runs. Collective.
 
     Args:
@@ -344,7 +344,7 @@ def horovod_averager(
 
 
 def _check(options: Options, reduction: Reduction) -> None:
-    if parse(options.compression).kind not in ("none", "fp16"):
+    if parse_scheme(options.compression).kind not in ("none", "fp16"):
         raise UserError(
             f"engine horovod cannot compress by {options.compression}",
             "use engine mpi, or compression fp16",

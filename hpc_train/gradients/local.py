@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.gradients import added
-from hpc_train.gradients.mpi import Make, MpiAverager
+from hpc_train.gradients.mpi import BucketAverager, MakeBuckets
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.state import moments
@@ -23,11 +23,11 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
 
-class LocalSteps(MpiAverager):
+class LocalSteps(BucketAverager):
     """Implements `GradientAverager` without averaging gradients: parameters are, now and then.
 
     Args:
-        model, optimizer: as for `MpiAverager`.
+        model, optimizer: as for `BucketAverager`.
         levels: the ranks.
         every: steps from one averaging to the next.
         make: buckets of parameters and their sums, for averaging.
@@ -40,7 +40,7 @@ class LocalSteps(MpiAverager):
         optimizer: Optimizer,
         levels: Levels,
         every: int,
-        make: Make,
+        make: MakeBuckets,
         progress: Progress,
     ) -> None:
         none = CollectiveSums(AloneCollectives(Group(waiting=levels.whole.waiting)), [])
@@ -70,7 +70,7 @@ class LocalSteps(MpiAverager):
             return
         self._since = 0
         if self.group.largest(int(self._changed())):
-            added.check(self.group, self._new())
+            added.check_added(self.group, self._new())
             self._replan()
         with torch.no_grad():
             self._average({p: p.data for p in self.trained})

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.alone import AloneCollectives
-from hpc_train.collectives.steps import Steps
+from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import added
 from hpc_train.gradients.buckets import Bucket
@@ -29,11 +29,11 @@ from hpc_train.gradients.weight import sample_weight
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
-Make = Callable[[Sequence[Parameter]], tuple[Sequence[Bucket], Sums]]
+MakeBuckets = Callable[[Sequence[Parameter]], tuple[Sequence[Bucket], Sums]]
 """Puts parameters into buckets and makes their sums; collective."""
 
 
-class MpiAverager:
+class BucketAverager:
     """Implements `GradientAverager` with flat buckets.
 
     The backward pass makes a gradient in memory of its own; a hook moves it into its bucket while
@@ -63,7 +63,7 @@ class MpiAverager:
         model: nn.Module,
         optimizer: Optimizer,
         group: Group,
-        make: Make,
+        make: MakeBuckets,
         progress: Progress,
     ) -> None:
         self.model, self.optimizer, self.group = model, optimizer, group
@@ -197,7 +197,7 @@ class MpiAverager:
             with self.group.waiting("the ranks to leave a step"):
                 self.progress.complete(self._told(Place.LEAVE))
 
-    def _told(self, place: Place, facts: Facts | None = None) -> Steps[Facts]:
+    def _told(self, place: Place, facts: Facts | None = None) -> Coroutine[Facts]:
         nothing = np.zeros(len(self.trained), bool)
         return told(self._census, place, self._drops, facts or Facts(nothing))
 
@@ -278,7 +278,7 @@ class MpiAverager:
         if self.group.size == 1:
             return
         new = self._new()
-        added.check(self.group, new)
+        added.check_added(self.group, new)
         for parameter in new:
             self._collectives.broadcast_(parameter.data)
         stirred = bool(self.group.largest(int(self._filling.stirred)))
@@ -295,8 +295,8 @@ class MpiAverager:
         """
         strays = self._filling.strays
         new = [slot.parameter for slot in strays]
-        added.check(self.group, new)
-        added.check_values(self.group, new)
+        added.check_added(self.group, new)
+        added.check_added_values(self.group, new)
         there = np.array([slot.filled for slot in strays], bool)
         heard = self.progress.complete(told(self._census, Place.AVERAGE, 0, Facts(there)))
         for slot, used in zip(strays, heard.used.tolist(), strict=True):

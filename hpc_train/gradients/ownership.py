@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hpc_train.errors import UserError
 
 if TYPE_CHECKING:
-    from hpc_train.gradients.mpi import MpiAverager
+    from hpc_train.gradients.mpi import BucketAverager
 
 OWNERS: Any = WeakIdKeyDictionary()
 """By parameter: the averager that has it."""
@@ -59,7 +59,7 @@ def _refuse(*_: Any) -> None:
     )
 
 
-def claim(parameters: Iterable[Parameter], by: MpiAverager) -> None:
+def claim(parameters: Iterable[Parameter], by: BucketAverager) -> None:
     """Write down who has parameters."""
     for parameter in parameters:
         OWNERS[parameter] = by

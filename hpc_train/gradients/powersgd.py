@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpc_train.collectives.steps import Steps
+from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.gradients.compression import ErrorFeedback, is_finite
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class PowerSgd(ErrorFeedback):
 
     def _sum_compressed(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
-    ) -> Steps[None]:
+    ) -> Coroutine[None]:
         """Sum the first factors together with what is not approximated, then the second factors."""
         results = [_matrix(piece) for piece in pieces]
         kept = self.with_residual(number, part)
@@ -96,7 +96,9 @@ def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view_as(each) for piece, each in zip(pieces, like, strict=True)]
 
 
-def _summed(cross: Cross, number: int, tensors: Mapping[int, Tensor]) -> Steps[dict[int, Tensor]]:
+def _summed(
+    cross: Cross, number: int, tensors: Mapping[int, Tensor]
+) -> Coroutine[dict[int, Tensor]]:
     """The sums of several tensors over the ranks, by one operation."""
     if not tensors:
         return {}

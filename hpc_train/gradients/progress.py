@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any, TypeVar
 
-from hpc_train.collectives.steps import Scheduler, Steps
+from hpc_train.collectives.coroutines import Coroutine, CoroutineScheduler
 
 T = TypeVar("T")
 
@@ -22,9 +22,9 @@ class Progress:
 
     def __init__(self, *, polite: bool = False) -> None:
         self.polite = polite
-        self._scheduler = Scheduler()
+        self._scheduler = CoroutineScheduler()
 
-    def start(self, steps: Steps[Any]) -> None:
+    def start(self, steps: Coroutine[Any]) -> None:
         """Start a coroutine."""
         self._scheduler.start(steps)
 
@@ -37,7 +37,7 @@ class Progress:
         """Advance until all are done."""
         self._scheduler.finish(polite=self.polite)
 
-    def complete(self, steps: Steps[T]) -> T:
+    def complete(self, steps: Coroutine[T]) -> T:
         """Start a coroutine and advance all until it is done; returns its result."""
         return self._scheduler.complete(steps, polite=self.polite)
 
@@ -61,7 +61,7 @@ class ThreadProgress(Progress):
         self._thread = threading.Thread(target=self._run, name="gradients", daemon=True)
         self._thread.start()
 
-    def start(self, steps: Steps[Any]) -> None:
+    def start(self, steps: Coroutine[Any]) -> None:
         """Start a coroutine."""
         with self._lock:
             self._scheduler.start(steps)
@@ -78,7 +78,7 @@ class ThreadProgress(Progress):
                 raise self._error
             self._scheduler.finish(polite=self.polite)
 
-    def complete(self, steps: Steps[T]) -> T:
+    def complete(self, steps: Coroutine[T]) -> T:
         """As of `Progress`, without the thread."""
         with self._lock:
             if self._error is not None:

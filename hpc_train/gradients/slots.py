@@ -125,7 +125,7 @@ class Slot:
         self.parameter.grad = self.gradient if used else None
 
 
-def slots(
+def slots_of_buckets(
     buckets: Sequence[Bucket],
     flats: Sequence[Tensor],
     share: float,

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hpc_train.collectives import Collectives
-from hpc_train.collectives.node import ALIGNMENT, NodeMemory, sum_into
+from hpc_train.collectives.coroutines import Coroutine
+from hpc_train.collectives.node import MEMORY_ALIGNMENT, NodeMemory, sum_into
 from hpc_train.collectives.ring import Cross
-from hpc_train.collectives.steps import Steps
 from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.compression import Compressor
@@ -25,7 +25,7 @@ from hpc_train.gradients.profile import Profile
 from hpc_train.mpi.levels import Levels
 
 FILLED, ADDED, CROSSED, DONE = range(4)
-SIGNALS = 4  # of each bucket
+SIGNALS_PER_BUCKET = 4  # of each bucket
 
 
 class Sums(Protocol):
@@ -45,7 +45,7 @@ class Sums(Protocol):
     def early(self) -> bool:
         """Whether sums make progress beside the backward pass; if not, they begin after it."""
 
-    def begin(self, number: int) -> Steps[None]:
+    def begin(self, number: int) -> Coroutine[None]:
         """Sum a bucket. All ranks begin the same ones in the same order."""
 
     def close(self) -> None:
@@ -96,7 +96,9 @@ class LevelSums:
         if levels.node.size > 1:
             nbytes = memory_bytes(buckets)
             try:
-                self.memory = NodeMemory(levels.node, nbytes, signals=SIGNALS * len(buckets))
+                self.memory = NodeMemory(
+                    levels.node, nbytes, signals=SIGNALS_PER_BUCKET * len(buckets)
+                )
             except SetupError:
                 if cross is not None:
                     cross.close()
@@ -115,7 +117,7 @@ class LevelSums:
         if levels.node.size > levels.owners and levels.nodes > 1:
             self._shares = [bucket.cuts(levels.node.size) for bucket in buckets]
 
-    def begin(self, number: int) -> Steps[None]:
+    def begin(self, number: int) -> Coroutine[None]:
         """Sum a bucket."""
         begin = time.perf_counter()
         self.rounds[number] += 1
@@ -141,11 +143,11 @@ class LevelSums:
         nbytes = self.flats[number].nbytes
         self.profile.add(filled - begin, time.perf_counter() - filled, nbytes)
 
-    def _all(self, number: int, phase: int, round_: int, ranks: range) -> Steps[None]:
+    def _all(self, number: int, phase: int, round_: int, ranks: range) -> Coroutine[None]:
         """Tell the node that this rank has come to a phase of a bucket, and wait for some ranks."""
         if self.memory is not None:
-            self.memory.tell(SIGNALS * number + phase, round_)
-            yield from self.memory.wait(SIGNALS * number + phase, round_, ranks)
+            self.memory.tell(SIGNALS_PER_BUCKET * number + phase, round_)
+            yield from self.memory.wait(SIGNALS_PER_BUCKET * number + phase, round_, ranks)
 
     def _owned(self, number: int, shares: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """This rank's share of a bucket, by owners: the owner's place, its begin and its end."""
@@ -175,7 +177,7 @@ class LevelSums:
         cuts = self.cuts[number]
         return (cuts[place], cuts[place + 1]) if self.levels.owns else (0, 0)
 
-    def _sum_part(self, number: int) -> Steps[None]:
+    def _sum_part(self, number: int) -> Coroutine[None]:
         """This rank's part: of the node's buffers, over the nodes, into the node's buffers."""
         begin, end = self.part(number)
         parts = [buffer[begin:end] for buffer in self._buffers[number]]
@@ -191,7 +193,7 @@ class LevelSums:
         for other in [] if shared else others:
             other.copy_(mine)
 
-    def _sum_across(self, number: int, mine: Tensor) -> Steps[None]:
+    def _sum_across(self, number: int, mine: Tensor) -> Coroutine[None]:
         assert self.cross is not None
         if self.compressor is None:
             yield from self.cross.sum_(mine, number)
@@ -226,7 +228,7 @@ class CollectiveSums:
         self.flats = _private(buckets)
         self.profile = Profile()
 
-    def begin(self, number: int) -> Steps[None]:
+    def begin(self, number: int) -> Coroutine[None]:
         """Sum a bucket; what was begun early is waited for only when the backward pass is over."""
         begin = time.perf_counter()
         pending = self.collectives.start_sum_(self.flats[number])
@@ -248,7 +250,7 @@ def _begins(buckets: Sequence[Bucket]) -> list[int]:
     """Where each bucket begins in memory that has them all, in bytes, aligned; at last the size."""
     begins = [0]
     for bucket in buckets:
-        begins.append(begins[-1] + -(-bucket.nbytes // ALIGNMENT) * ALIGNMENT)
+        begins.append(begins[-1] + -(-bucket.nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT)
     return begins
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpc_train.collectives.steps import Steps
+from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.gradients.compression import ErrorFeedback, is_finite
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class TopK(ErrorFeedback):
 
     def _sum_compressed(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
-    ) -> Steps[None]:
+    ) -> Coroutine[None]:
         """Sum the largest elements of each rank; it keeps the others."""
         kept = self.with_residual(number, part)
         wanted = self._ratio_now(number) * part.numel()
@@ -72,7 +72,7 @@ class TopK(ErrorFeedback):
 
 def _exchanged(
     cross: Cross, number: int, values: Tensor, places: Tensor
-) -> Steps[tuple[Tensor, Tensor]]:
+) -> Coroutine[tuple[Tensor, Tensor]]:
     """The values and places of all ranks, (n, count) each, in one message per rank."""
     payload = torch.cat([values.view(torch.uint8), places.view(torch.uint8)])
     gathered = yield from cross.gather(payload, number)

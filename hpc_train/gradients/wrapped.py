@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.errors import UserError
 from hpc_train.gradients.census import Place
-from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.ownership import disown, trained_by
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.sums import CollectiveSums
@@ -21,8 +21,8 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
 if TYPE_CHECKING:
+    from hpc_train.gradients.autotune import Options
     from hpc_train.gradients.averager import Engine
-    from hpc_train.gradients.choice import Options
     from hpc_train.gradients.horovod import Reduction
 
 UNWRAP = "leave hvd.DistributedOptimizer out"
@@ -87,7 +87,7 @@ def _check_known(optimizer: Any, group: Group) -> None:
         )
 
 
-class WrappedAverager(MpiAverager):
+class WrappedAverager(BucketAverager):
     """Implements `GradientAverager` by the optimizer's own `synchronize`.
 
     Until they are averaged gradients are this rank's own, as Horovod has them: `loop.clip` sees the
@@ -96,7 +96,7 @@ class WrappedAverager(MpiAverager):
     told of, and gradients dropped while it may be summing them, raise its own errors.
 
     Args:
-        model: as for `MpiAverager`.
+        model: as for `BucketAverager`.
         optimizer: for which `is_wrapped`, not with op=hvd.Adasum.
         group: the ranks that it averages over.
     """

@@ -18,11 +18,11 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
+from hpc_train.collectives.coroutines import drive
 from hpc_train.collectives.node import NodeMemory
-from hpc_train.collectives.steps import run
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients.buckets import Bucket, Slab
-from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.sums import LevelSums, cut_memory, memory_bytes
@@ -32,7 +32,7 @@ WHOLE = {"LBFGS", "Adafactor", "Muon"}
 """Optimizers of torch whose step of an element depends on others."""
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def check_divisible(optimizer: Optimizer) -> None:
     """Check that an optimizer can be divided.
 
     Raises:
@@ -51,15 +51,15 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-class ShardedAverager(MpiAverager):
-    """`MpiAverager` whose optimizer updates this rank's slabs, in memory that the node shares.
+class ShardedAverager(BucketAverager):
+    """`BucketAverager` whose optimizer updates this rank's slabs, in memory that the node shares.
 
     The optimizer's groups hold the slabs in place of the parameters, whose `grad` is of no use. It
     must treat each element by itself, as SGD, Adam and their kin do, and have no state yet
-    (`check_optimizer`). Between `average` and the end of `step` nobody may use the parameters.
+    (`check_divisible`). Between `average` and the end of `step` nobody may use the parameters.
 
     Args:
-        model, optimizer, progress: as for `MpiAverager`.
+        model, optimizer, progress: as for `BucketAverager`.
         levels: the ranks by nodes.
         buckets: of all trained parameters.
         sums: of these buckets; those whose result is not whole are shared.
@@ -141,7 +141,7 @@ class ShardedAverager(MpiAverager):
             piece.grad = gradient if self.slabs[piece].parameter in there else None
 
     def _check(self) -> tuple[bool, HpcTrainError | None]:
-        """As of `MpiAverager`; parameters still have to lie in the memory that ranks share."""
+        """As of `BucketAverager`; parameters still have to lie in the memory that ranks share."""
         moved = [p for p, where in self._places.items() if p.data_ptr() != where]
         if moved or self._changed():
             what = "model has moved a parameter" if moved else "optimizer has got other parameters"
@@ -196,7 +196,7 @@ class ShardedAverager(MpiAverager):
         self.memory.tell(0, self._steps)
         updated = self.memory.wait(0, self._steps, range(self.levels.owners))
         with self.group.waiting("the optimizer's step of the ranks of its node"):
-            run(updated, polite=self.progress.polite)
+            drive(updated, polite=self.progress.polite)
 
     def close(self) -> None:
         """Give each rank parameters of its own; the optimizer's state is gone. Collective."""

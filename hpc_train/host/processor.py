@@ -23,7 +23,7 @@ SETS = {
 }
 
 
-class Kind(NamedTuple):
+class ProcessorKind(NamedTuple):
     """A kind of processor: a row of the table."""
 
     vendor: str
@@ -48,9 +48,9 @@ class Processor(NamedTuple):
     model: str
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ProcessorKind:
         """The row of the table that it belongs to; of AMX, float32 has no use."""
-        return Kind(self.vendor, next((name for name in self.sets if name != "AMX"), ""))
+        return ProcessorKind(self.vendor, next((name for name in self.sets if name != "AMX"), ""))
 
 
 class Measured(NamedTuple):
@@ -80,21 +80,21 @@ class Cell(NamedTuple):
 
 TABLE = {
     # The second machine is of family 25 (Zen 4), which computes AVX-512 in two halves.
-    Kind("AMD", "AVX-512"): Cell(
+    ProcessorKind("AMD", "AVX-512"): Cell(
         "onednn", (Measured("2026-11-21", 1.68, 1.80), Measured("2026-11-22", 1.02, 1.03))
     ),
-    Kind("AMD", "AVX2"): Cell("torch", (Measured("2026-11-22", 0.81, 0.85),)),
-    Kind("Intel", "AVX-512"): Cell("torch"),
-    Kind("Intel", "AVX2"): Cell("torch"),
+    ProcessorKind("AMD", "AVX2"): Cell("torch", (Measured("2026-11-22", 0.81, 0.85),)),
+    ProcessorKind("Intel", "AVX-512"): Cell("torch"),
+    ProcessorKind("Intel", "AVX2"): Cell("torch"),
 }
 
 
-def cell(kind: Kind) -> Cell:
+def cell(kind: ProcessorKind) -> Cell:
     """What the table has for a kind of processor: torch's own way where it has nothing."""
     return TABLE.get(kind, Cell("torch"))
 
 
-def parse(cpuinfo: str) -> Processor:
+def parse_cpuinfo(cpuinfo: str) -> Processor:
     """The first processor of a text such as that of /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
@@ -110,6 +110,6 @@ def parse(cpuinfo: str) -> Processor:
 def here() -> Processor:
     """This machine's processor."""
     try:
-        return parse(Path("/proc/cpuinfo").read_text())
+        return parse_cpuinfo(Path("/proc/cpuinfo").read_text())
     except OSError:  # no Linux
-        return parse("")
+        return parse_cpuinfo("")

@@ -20,10 +20,10 @@ import psutil
 
 from hpc_train.launch.launchers import Line
 from hpc_train.launch.left_behind import LeftBehind
-from hpc_train.launch.protocol import Progress, read_progress
+from hpc_train.launch.protocol import JobProgress, read_progress
 
-KEPT = 400  # last lines of the output, in which the cause of a failure is looked for
-LOOK = 0.1  # seconds between two looks at the job
+LINES_KEPT = 400  # last lines of the output, in which the cause of a failure is looked for
+POLL_SECONDS = 0.1  # seconds between two looks at the job
 GRACE = 5.0  # seconds that a launcher has to end its ranks, before it is killed with them
 LOST_GRACE = 1.0  # the same if a host has died, whose ranks it would wait for in vain
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -46,7 +46,7 @@ class Outcome:
     code: int
     lines: list[str]
     silent: float
-    progress: Progress
+    progress: JobProgress
     starved: bool = False
     lost: Sequence[str] = ()
 
@@ -97,7 +97,7 @@ class Attempt:
             start_new_session=True,  # the terminal's Ctrl-C reaches us alone
             preexec_fn=_end_with_parent,
         )
-        self.lines: deque[str] = deque(maxlen=KEPT)
+        self.lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._left_behind = LeftBehind()
         assert self.process.stdout and self.process.stderr  # noqa: PT018
         self._threads = [
@@ -144,7 +144,7 @@ class Attempt:
         before = memory_kills()
         lost: Sequence[str] = ()
         heard, last, silent = time.monotonic(), read_progress(self.path), 0.0
-        while not self.wait(LOOK):
+        while not self.wait(POLL_SECONDS):
             told = read_progress(self.path)
             if told != last:  # by our clock: that of the file's server may differ
                 heard, last = time.monotonic(), told

@@ -28,7 +28,7 @@ SHORT = 600  # seconds; a shorter SLURM job could get a signal, up to 60 s early
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchJob:
     """A batch job.
 
     Args:
@@ -83,7 +83,7 @@ class Batch:
         return self.nodes * self.ranks_per_node
 
 
-def text(batch: Batch) -> str:
+def text(batch: BatchJob) -> str:
     """The script, or the manifest, of a batch job.
 
     Raises:
@@ -155,7 +155,7 @@ def _word(what: str, value: str) -> str:
     return value
 
 
-def _slurm(batch: Batch) -> list[str]:
+def _slurm(batch: BatchJob) -> list[str]:
     output = f"{batch.run_dir}/%x-%j.out" if not batch.sweep else f"{batch.run_dir}/%x-%A_%a.out"
     lines = [
         f"--job-name={_word('the name', batch.name)}",
@@ -179,7 +179,7 @@ def _slurm(batch: Batch) -> list[str]:
     return lines
 
 
-def _pbs(batch: Batch) -> list[str]:
+def _pbs(batch: BatchJob) -> list[str]:
     cores, ranks = batch.ranks_per_node * batch.threads, batch.ranks_per_node
     if batch.scheduler == "pbs":
         usual = f"select={batch.nodes}:ncpus={cores}:mpiprocs={ranks}:ompthreads={batch.threads}"
@@ -203,7 +203,7 @@ def _pbs(batch: Batch) -> list[str]:
     return lines
 
 
-def _settings(batch: Batch) -> str:
+def _settings(batch: BatchJob) -> str:
     lines = [
         f"run_dir={shlex.quote(batch.run_dir)}",
         "all=$run_dir",
@@ -235,7 +235,7 @@ def _name(variable: str) -> str:
     return variable
 
 
-def _tasks(batch: Batch) -> list[str]:
+def _tasks(batch: BatchJob) -> list[str]:
     """What each task of an array adds to the command; it runs in a directory of its own."""
     variable = "SLURM_ARRAY_TASK_ID" if batch.scheduler == "slurm" else "PBS_ARRAY_INDEX"
     if batch.scheduler == "torque":
@@ -246,7 +246,7 @@ def _tasks(batch: Batch) -> list[str]:
     return [*lines, "esac", 'run_dir+="/task-$task"', 'command+=(--run.dir "$run_dir")']
 
 
-def _mpijob(batch: Batch) -> str:
+def _mpijob(batch: BatchJob) -> str:
     if not re.fullmatch("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", batch.name):
         raise UserError(
             f"the name {batch.name!r} is none for Kubernetes",

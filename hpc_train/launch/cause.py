@@ -45,9 +45,9 @@ PATTERNS = [
     )
 ]
 TRACEBACK = "Traceback (most recent call last)"
-OWN = re.compile(r"hpc-train: error: (.*)")
-SIGNALS = {"Killed": 9, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7}
-SIGNALS |= {"Floating point exception": 8, "Illegal instruction": 4}
+OWN_ERROR = re.compile(r"hpc-train: error: (.*)")
+SIGNAL_WORDS = {"Killed": 9, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7}
+SIGNAL_WORDS |= {"Floating point exception": 8, "Illegal instruction": 4}
 
 
 def explain(code: int, lines: Sequence[str]) -> str:
@@ -58,7 +58,7 @@ def explain(code: int, lines: Sequence[str]) -> str:
         lines: its output and that of the ranks, the last ones.
     """
     for line in lines:
-        if own := OWN.search(line):
+        if own := OWN_ERROR.search(line):
             return own[1].strip()
     found: dict[str, str] = {}
     for line in lines:
@@ -81,7 +81,7 @@ def _told(found: dict[str, str]) -> str:
         return f"host {found['lost']} was lost"
     if "memory" in found:
         return f"{who}{host} ran {OUT_OF_MEMORY}"
-    number = int(found.get("signal", 0)) or SIGNALS.get(
+    number = int(found.get("signal", 0)) or SIGNAL_WORDS.get(
         found.get("killed", found.get("fault", "")), 0
     )
     if number:

@@ -15,8 +15,8 @@ from hpc_train.config import RunConfig
 from hpc_train.config import file as config_file
 from hpc_train.errors import UserError
 from hpc_train.launch import warm_start
-from hpc_train.launch.hosts import Allocation, Host, allocated, parse, read_file, take
-from hpc_train.launch.launchers import Job, Line, cores_here, find, threads_of
+from hpc_train.launch.hosts import Allocation, Host, allocated, parse_hosts, read_file, take_hosts
+from hpc_train.launch.launchers import Job, Line, cores_here, find_launcher, threads_of
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.supervise import START, Supervisor
 
@@ -25,7 +25,7 @@ OWN_VERBS = ("train", "topology", "doctor")
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchRequest:
     """What the user asks for.
 
     Args:
@@ -53,7 +53,7 @@ class Request:
     cold: bool = False
 
 
-def launch(request: Request) -> int:
+def launch(request: LaunchRequest) -> int:
     """Start a job, and again when it fails; returns its exit code.
 
     Raises:
@@ -69,14 +69,14 @@ def launch(request: Request) -> int:
     ranks = request.ranks or sum(host.slots for host in hosts)
     if not ranks:
         raise UserError("how many ranks?", "give -np N, or hosts with slots by -H or --hostfile")
-    used = take(hosts, ranks) if hosts else []
+    used = take_hosts(hosts, ranks) if hosts else []
     command, config = _command(request.command)
     cores = request.cores or cores_here()
     full = max((host.slots for host in used), default=ranks)
     threads = threads_of(os.environ, cores, full)
     cold = request.cold or (config is not None and COLD in command)
     warm = warm_start.variables(full, request.restarts, cold=cold)
-    command = warm_start.command(command, warm)
+    command = warm_start.warm_command(command, warm)
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **warm}
     job = Job(command, ranks, used, cores, threads, variables)
     # Kubernetes starts the launcher again whatever it exits with, but for 0.
@@ -84,7 +84,7 @@ def launch(request: Request) -> int:
     if config and again and (stop := Path(config.run.dir, STOP)).exists():
         _say(f"{stop} is there: nothing is started")
         return 0
-    launcher = find(request.program, allocation.scheduler if allocation else None)
+    launcher = find_launcher(request.program, allocation.scheduler if allocation else None)
     if launcher.note:
         _say(launcher.note)
     line = launcher.make(job)
@@ -109,14 +109,14 @@ def launch(request: Request) -> int:
         try:
             return supervisor.run()
         finally:
-            warm_start.dismiss(warm)
+            warm_start.dismiss_servers(warm)
 
 
-def _hosts(request: Request, allocation: Allocation | None) -> list[Host]:
+def _hosts(request: LaunchRequest, allocation: Allocation | None) -> list[Host]:
     if request.hosts and request.hostfile:
         raise UserError("-H and --hostfile are both given", "give one of them")
     if request.hosts:
-        return parse(request.hosts)
+        return parse_hosts(request.hosts)
     if request.hostfile:
         return read_file(request.hostfile)
     return allocation.hosts if allocation else []

@@ -16,10 +16,10 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 PORT = 9  # discard (RFC 863): the kernel of a host that lives accepts or refuses it at once
-SECONDS = 3.5  # for an answer; the kernel asks again after 1 and 3 s (RFC 6298)
+CONTACT_SECONDS = 3.5  # for an answer; the kernel asks again after 1 and 3 s (RFC 6298)
 FIRST = 1.0  # seconds of silence, after which hosts are asked; then after 2, 4, 8, ...
 LONGEST = 60.0  # seconds between two times
-AT_ONCE = 200  # connections: a process may often open no more than 1024 files
+CONNECTIONS_AT_ONCE = 200  # connections: a process may often open no more than 1024 files
 
 Address = tuple[int, Any]  # family and address, as `socket.getaddrinfo` gives them
 
@@ -76,7 +76,7 @@ def resolved(name: str) -> Address | None:
     return None
 
 
-def answering(addresses: Mapping[str, Address], seconds: float = SECONDS) -> set[str]:
+def answering(addresses: Mapping[str, Address], seconds: float = CONTACT_SECONDS) -> set[str]:
     """The names of hosts that accept or refuse a connection.
 
     Args:
@@ -84,8 +84,8 @@ def answering(addresses: Mapping[str, Address], seconds: float = SECONDS) -> set
         seconds: to wait for answers; if all answer, it takes no longer than the slowest of them.
     """
     names, answers = list(addresses), set[str]()
-    for begin in range(0, len(names), AT_ONCE):
-        some = {name: addresses[name] for name in names[begin : begin + AT_ONCE]}
+    for begin in range(0, len(names), CONNECTIONS_AT_ONCE):
+        some = {name: addresses[name] for name in names[begin : begin + CONNECTIONS_AT_ONCE]}
         answers |= _answering(some, seconds)
     return answers
 

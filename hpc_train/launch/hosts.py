@@ -34,7 +34,7 @@ class Allocation:
     hosts: list[Host]
 
 
-def parse(text: str) -> list[Host]:
+def parse_hosts(text: str) -> list[Host]:
     """Hosts as -H has them: "node1:4,node2:4"; a host without a number takes one rank.
 
     Raises:
@@ -167,7 +167,7 @@ def _numbers(inside: str) -> Iterable[str]:
             yield f"{number:0{len(first)}d}"
 
 
-def take(hosts: Iterable[Host], ranks: int) -> list[Host]:
+def take_hosts(hosts: Iterable[Host], ranks: int) -> list[Host]:
     """The first hosts that hold so many ranks, the last one with what is needed of it.
 
     Raises:

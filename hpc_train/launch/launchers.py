@@ -206,7 +206,7 @@ def horovodrun(program: str, job: Job) -> Line:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLauncher:
     """A launcher that is here.
 
     Args:
@@ -222,7 +222,7 @@ class Found:
     note: str = ""
 
 
-def find(wanted: str | None, scheduler: str | None) -> Found:
+def find_launcher(wanted: str | None, scheduler: str | None) -> FoundLauncher:
     """The launcher to use.
 
     Args:
@@ -250,7 +250,7 @@ def find(wanted: str | None, scheduler: str | None) -> Found:
     return best[0]
 
 
-def identify(program: str) -> Found | None:
+def identify(program: str) -> FoundLauncher | None:
     """Which launcher a program is; None: it is not here, or not one that is known.
 
     It is looked for on the PATH, then beside this Python, whose environment need not be activated.
@@ -262,22 +262,22 @@ def identify(program: str) -> Found | None:
     return None
 
 
-def _known(program: str) -> Found | None:
+def _known(program: str) -> FoundLauncher | None:
     text = _output(program, "--version")
     version = text.strip().partition("\n")[0]
     if "(Open MPI)" in text or "(OpenRTE)" in text or "PRRTE" in text:
-        return Found("open_mpi", partial(open_mpi, program), version)
+        return FoundLauncher("open_mpi", partial(open_mpi, program), version)
     if "Intel(R) MPI" in text:
-        return Found("intel_mpi", partial(intel_mpi, program), version)
+        return FoundLauncher("intel_mpi", partial(intel_mpi, program), version)
     if "hydra" in text.lower():
         version = re.sub(r"\s+", " ", "".join(re.findall(r"Version:\s*\S+", text)))
-        return Found("hydra", partial(hydra, program), f"Hydra {version}".strip())
+        return FoundLauncher("hydra", partial(hydra, program), f"Hydra {version}".strip())
     if "pals" in text.lower():
-        return Found("pals", partial(pals, program), version)
+        return FoundLauncher("pals", partial(pals, program), version)
     return None
 
 
-def _find_srun(*, needed: bool) -> Found | None:
+def _find_srun(*, needed: bool) -> FoundLauncher | None:
     if not shutil.which("srun"):
         if needed:
             raise SetupError(
@@ -286,7 +286,7 @@ def _find_srun(*, needed: bool) -> Found | None:
         return None
     if plugin := srun_plugin():
         version = _output("srun", "--version").strip()
-        return Found("srun", partial(srun, "srun", plugin), version)
+        return FoundLauncher("srun", partial(srun, "srun", plugin), version)
     if not needed:
         return None
     if not (offered := _output("srun", "--mpi=list", needs_success=True)):
@@ -308,7 +308,7 @@ def srun_plugin() -> str | None:
     return fitting[0] if fitting else None
 
 
-def _find_horovodrun() -> Found:
+def _find_horovodrun() -> FoundLauncher:
     mpi = identify("mpirun")
     if mpi is None:
         raise SetupError(
@@ -318,12 +318,12 @@ def _find_horovodrun() -> Found:
         note = (
             f"horovodrun knows Open MPI up to version 4 only, this is {mpi.version}: mpirun is used"
         )
-        return Found(mpi.kind, mpi.make, mpi.version, note)
+        return FoundLauncher(mpi.kind, mpi.make, mpi.version, note)
     if not shutil.which("horovodrun"):
         raise SetupError(
             "horovodrun is not here", "python -m hpc_train.build.horovod, or use --launcher mpirun"
         )
-    return Found("horovodrun", partial(horovodrun, "horovodrun"), "horovodrun")
+    return FoundLauncher("horovodrun", partial(horovodrun, "horovodrun"), "horovodrun")
 
 
 def _output(*words: str, needs_success: bool = False) -> str:

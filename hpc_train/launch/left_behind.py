@@ -16,8 +16,8 @@ from contextlib import suppress
 
 KILLED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: (?!Exited with exit code)")
 EXITED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?!75\b)")
-SOON = 0.1  # seconds for srun to tell of others
-LATER = 5.0  # for ranks that all end with an error, each after its last words
+STEP_END_SECONDS = 0.1  # seconds for srun to tell of others
+LAST_WORDS_SECONDS = 5.0  # for ranks that all end with an error, each after its last words
 
 
 def step_name() -> str:
@@ -34,7 +34,13 @@ class LeftBehind:
 
     def hear(self, line: str) -> None:
         """Take note of a line of output."""
-        seconds = SOON if KILLED.search(line) else LATER if EXITED.search(line) else math.inf
+        seconds = (
+            STEP_END_SECONDS
+            if KILLED.search(line)
+            else LAST_WORDS_SECONDS
+            if EXITED.search(line)
+            else math.inf
+        )
         self._when = min(self._when, time.monotonic() + seconds)
 
     @property

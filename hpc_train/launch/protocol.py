@@ -24,7 +24,7 @@ REACHED = "HPC_TRAIN_REACHED"  # the last step that was done before it did
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-class Progress(NamedTuple):
+class JobProgress(NamedTuple):
     """How far a job is.
 
     Args:
@@ -46,9 +46,9 @@ def write_progress(path: Path, step: int, due: float, *, done: bool = False) -> 
         path.write_text(json.dumps({"step": step, "due": due, "done": done}))
 
 
-def read_progress(path: Path) -> Progress:
+def read_progress(path: Path) -> JobProgress:
     """What has been written last."""
     with suppress(OSError, ValueError):
         values = json.loads(path.read_text())
-        return Progress(values["step"], values["due"], values["done"], path.stat().st_mtime)
-    return Progress(-1, 0.0)
+        return JobProgress(values["step"], values["due"], values["done"], path.stat().st_mtime)
+    return JobProgress(-1, 0.0)

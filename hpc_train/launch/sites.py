@@ -65,7 +65,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in SITES.glob("*.yaml"))
 
 
-def load(name: str) -> Site:
+def load_site(name: str) -> Site:
     """A profile, by its name or by the path of a file of one's own.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Literal
 from hpc_train.config import file as config_file
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch import Scheduler, sites
-from hpc_train.launch.batch import Batch, seconds_of, text
+from hpc_train.launch.batch import BatchJob, seconds_of, text
 from hpc_train.launch.launchers import srun_plugin
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.sites import Site
@@ -38,7 +38,7 @@ NOT_FOR: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Request:
+class SubmitRequest:
     """What the user asks for; None and empty values are the site's, or else the usual ones.
 
     Args:
@@ -85,7 +85,7 @@ class Request:
     dry_run: bool = False
 
 
-def submit(request: Request) -> list[str]:
+def submit(request: SubmitRequest) -> list[str]:
     """Queue a job, or more of them; returns their ids.
 
     The script stays in the run directory, as job.sh or job.yaml.
@@ -126,14 +126,14 @@ def _queue(words: Sequence[str]) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def make(request: Request) -> Batch:
+def make(request: SubmitRequest) -> BatchJob:
     """The job that is asked for.
 
     Raises:
         UserError: its configuration is wrong, or the options do not fit together.
     """
     config = config_file.load(request.config, request.options)
-    site = sites.load(request.site) if request.site else None
+    site = sites.load_site(request.site) if request.site else None
     scheduler = request.scheduler or (site.scheduler if site else None) or _scheduler_here()
     _check(request, site, scheduler)
     ranks_per_node = request.ranks_per_node or (site.ranks_per_node if site else 1)
@@ -160,7 +160,7 @@ def make(request: Request) -> Batch:
         environ["OMP_NUM_THREADS"] = str(request.threads)
     program = ["hpc-train"] if scheduler == "mpijob" else [sys.executable, "-m", "hpc_train"]
     script = Path(run_dir, "job.yaml" if scheduler == "mpijob" else "job.sh")
-    return Batch(
+    return BatchJob(
         scheduler=scheduler,
         name=request.name or Path(run_dir).name,
         nodes=request.nodes,
@@ -185,7 +185,7 @@ def make(request: Request) -> Batch:
     )
 
 
-def _check(request: Request, site: Site | None, scheduler: Scheduler) -> None:
+def _check(request: SubmitRequest, site: Site | None, scheduler: Scheduler) -> None:
     """Refuse what would be accepted and not done.
 
     Raises:
@@ -194,7 +194,7 @@ def _check(request: Request, site: Site | None, scheduler: Scheduler) -> None:
     if site:
         _check_site(request, site, scheduler)
     for option in NOT_FOR[scheduler]:
-        if getattr(request, option) != getattr(Request, option):
+        if getattr(request, option) != getattr(SubmitRequest, option):
             raise UserError(f"--{option} means nothing to {scheduler}", "leave it out")
     torque_cores = scheduler == "torque" and (request.threads or 1) > 1
     starts_itself = request.launcher in ("srun", "mpirun") or bool(
@@ -241,7 +241,7 @@ def _check(request: Request, site: Site | None, scheduler: Scheduler) -> None:
             raise UserError(why, remedy)
 
 
-def _check_site(request: Request, site: Site, scheduler: Scheduler) -> None:
+def _check_site(request: SubmitRequest, site: Site, scheduler: Scheduler) -> None:
     if site.scheduler != scheduler:
         raise UserError(f"{request.site} has {site.scheduler}, not {scheduler}", "leave one out")
     for need in site.needs:
@@ -255,7 +255,9 @@ def _check_site(request: Request, site: Site, scheduler: Scheduler) -> None:
             )
 
 
-def _requeue_by(request: Request, scheduler: Scheduler) -> Literal["requeue", "submit", "never"]:
+def _requeue_by(
+    request: SubmitRequest, scheduler: Scheduler
+) -> Literal["requeue", "submit", "never"]:
     if request.chain > 1:
         return "never"  # the next one of the chain is in the queue
     return request.requeue_by or ("requeue" if scheduler == "slurm" else "submit")
@@ -270,7 +272,7 @@ def _scheduler_here() -> Scheduler:
 
 
 def _launcher(
-    request: Request,
+    request: SubmitRequest,
     site: Site | None,
     scheduler: Scheduler,
     program: Sequence[str],

@@ -27,11 +27,11 @@ from hpc_train.errors import EXIT_STOPPED, FINAL_CODES, HpcTrainError
 from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
 from hpc_train.launch.contact import Contact
-from hpc_train.launch.hosts import Host, take
-from hpc_train.launch.launchers import Found, Job
+from hpc_train.launch.hosts import Host, take_hosts
+from hpc_train.launch.launchers import FoundLauncher, Job
 from hpc_train.launch.protocol import LAUNCH, PROGRESS, REACHED, RESTARTS, STOP, STOP_SIGNALS
 
-PROBE_SECONDS = 15.0  # in which a host must have started and ended a process
+HOST_PROBE_SECONDS = 15.0  # in which a host must have started and ended a process
 PROBES = 2  # tries for a host that says no at once
 FUTILE = 3  # attempts in a row that come no further than those before: it would never end
 START = 600.0  # seconds, at least, for imports, MPI and loading: slow on thousands of ranks
@@ -55,7 +55,7 @@ class Supervisor:
         say: prints a line for the user.
     """
 
-    launcher: Found
+    launcher: FoundLauncher
     job: Job
     hosts: Sequence[Host]
     restarts: int
@@ -160,7 +160,7 @@ class Supervisor:
                 f"{cause}; what is left, {slots} slots on {len(alive)} hosts, is too little",
                 "start the same command when there are more; it goes on from the last checkpoint",
             )
-        command, hosts = [*self.job.command, *options], take(alive, ranks)
+        command, hosts = [*self.job.command, *options], take_hosts(alive, ranks)
         return replace(self.job, ranks=ranks, hosts=hosts, command=command, again=True)
 
     def _alive(self, cause: str, outcome: Outcome) -> list[Host]:
@@ -188,7 +188,7 @@ class Supervisor:
                     env={**os.environ, **line.environ},
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
-                    timeout=PROBE_SECONDS,
+                    timeout=HOST_PROBE_SECONDS,
                     check=False,
                 )
             except subprocess.TimeoutExpired:

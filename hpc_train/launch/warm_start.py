@@ -31,11 +31,11 @@ def variables(ranks_per_host: int, restarts: int, *, cold: bool) -> dict[str, st
         return {name: os.environ[name] for name in names if name in os.environ}
     if ranks_per_host == 1 and not restarts:
         return {}
-    name = f"launch-{meeting.short(socket.gethostname())}-{os.getpid()}-{time.time_ns():x}"
+    name = f"launch-{meeting.short_name(socket.gethostname())}-{os.getpid()}-{time.time_ns():x}"
     return {WARM: name, LINGER: str(RESTART if restarts else 0.0)}
 
 
-def command(words: Sequence[str], warm: Mapping[str, str]) -> list[str]:
+def warm_command(words: Sequence[str], warm: Mapping[str, str]) -> list[str]:
     """A command whose ranks are forked; unchanged if it does not run a program of this Python."""
     same = list(words)
     if WARM not in warm or is_off(warm):
@@ -49,7 +49,7 @@ def command(words: Sequence[str], warm: Mapping[str, str]) -> list[str]:
     return stand_in.command(program) if runs and Path(python).name.startswith("python") else same
 
 
-def dismiss(warm: Mapping[str, str]) -> None:
+def dismiss_servers(warm: Mapping[str, str]) -> None:
     """End this node's fork server of a launched job; those of other nodes end by themselves."""
     if warm.get(WARM, "").startswith("launch-"):
         meeting.dismiss(warm[WARM])

@@ -21,7 +21,7 @@ from hpc_train.host import processor
 from hpc_train.host.processor import Way
 
 
-class Choice(NamedTuple):
+class MatmulChoice(NamedTuple):
     """A way to multiply float32 matrices, and in words why it is taken."""
 
     way: Way
@@ -52,15 +52,17 @@ def used() -> Way:
 
 
 @functools.cache
-def of_table() -> Choice:
+def of_table() -> MatmulChoice:
     """What the table says of this machine's processor, if torch has the libraries that it means."""
     kind = processor.here().kind
     cell = processor.cell(kind)
     if cell.way == "onednn" and not torch.backends.mkl.is_available():
-        return Choice("torch", f"{kind}, without MKL in torch, which nobody has measured")
+        return MatmulChoice("torch", f"{kind}, without MKL in torch, which nobody has measured")
     if cell.way == "onednn" and not onednn_works():
-        return Choice("torch", f"{kind}, where oneDNN does not work in torch {torch.__version__}")
-    return Choice(cell.way, f"{kind}, {cell}")
+        return MatmulChoice(
+            "torch", f"{kind}, where oneDNN does not work in torch {torch.__version__}"
+        )
+    return MatmulChoice(cell.way, f"{kind}, {cell}")
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from hpc_train.models.linear import Linear
 
 HIDDEN = 384  # of a small GPT
 ROWS = {"light": 128, "heavy": 1024}  # tokens at once
-SECONDS = 0.3  # for each of them
+TRIAL_SECONDS = 0.3  # for each of them
 FEWEST = 3  # measurements
 
 
@@ -40,7 +40,7 @@ def _speed(rows: int) -> float:
     gradient = torch.randn(rows, 4 * HIDDEN)
     ways: tuple[Way, Way] = ("onednn", "torch")
     seconds: dict[Way, list[float]] = {way: [] for way in ways}
-    until = time.perf_counter() + SECONDS
+    until = time.perf_counter() + TRIAL_SECONDS
     while time.perf_counter() < until or len(seconds["torch"]) <= FEWEST:
         for way in ways:  # in turn, so that the machine's drift falls on both
             linear.use(way)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 logger = logging.getLogger(__name__)
 
 
-def describe(record: Mapping[str, float]) -> str:
+def describe_record(record: Mapping[str, float]) -> str:
     """One record of metrics as a short line; what it does not have is left out."""
     shown = [f"step {record['step']:.0f}"]
     hidden = set() if record.get("skipped_steps") else {"skipped_steps"}
@@ -32,7 +32,7 @@ def describe(record: Mapping[str, float]) -> str:
     return "  ".join(shown)
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Shows the records of a run as they come."""
 
     def show(self, record: Mapping[str, float]) -> None:
@@ -47,7 +47,7 @@ class PlainProgress:
 
     def show(self, record: Mapping[str, float]) -> None:
         """Log a record."""
-        logger.info(describe(record))
+        logger.info(describe_record(record))
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -72,14 +72,14 @@ class LiveProgress:
 
     def show(self, record: Mapping[str, float]) -> None:
         """Redraw the bar with a record."""
-        self._bar.update(self._task, completed=record["step"], description=describe(record))
+        self._bar.update(self._task, completed=record["step"], description=describe_record(record))
 
     def close(self) -> None:
         """Leave the last state standing."""
         self._bar.stop()
 
 
-def progress(last_step: int, *, alone: bool) -> Progress:
+def progress(last_step: int, *, alone: bool) -> ProgressDisplay:
     """The fitting one: live on a terminal, plain where output goes to a file or a pipe.
 
     Args:

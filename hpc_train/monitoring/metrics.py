@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpc_train import files
 
-MOST = 1 << 24  # bytes that are kept for later; newer records are dropped then
+LARGEST_BACKLOG = 1 << 24  # bytes that are kept for later; newer records are dropped then
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class MetricsFile:
         """Append one record; numbers that JSON cannot hold (NaN, infinity) become null."""
         finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
         line = (json.dumps(finite) + "\n").encode()
-        if len(self._rest) < MOST:
+        if len(self._rest) < LARGEST_BACKLOG:
             self._rest += line
         try:
             self._append()

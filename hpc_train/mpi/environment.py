@@ -73,7 +73,7 @@ class Launch:
     local_size: int | None
 
 
-def read(environ: Mapping[str, str]) -> Launch | None:
+def read_launch(environ: Mapping[str, str]) -> Launch | None:
     """Read the launcher's variables; None for a process that no MPI launcher started.
 
     What the launcher itself does not tell is taken from another one that gives this process the

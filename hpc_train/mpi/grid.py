@@ -12,7 +12,7 @@ from hpc_train.mpi.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-Made = dict[frozenset[Ranks], Group]
+GroupCache = dict[frozenset[Ranks], Group]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class ParallelGrid:
         placement = place(topology, dp, tp, pp)
         if world.rank == 0 and (warning := placement.warning()):
             logger.warning(warning)
-        made: Made = {frozenset(): Group(waiting=world.waiting)}
+        made: GroupCache = {frozenset(): Group(waiting=world.waiting)}
         made[_several([tuple(range(world.size))])] = world
         with world.waiting("the groups of the layout"):
             groups = {
@@ -114,7 +114,7 @@ class ParallelGrid:
             group.close()
 
 
-def _join(world: Group, groups: Sequence[Ranks], made: Made) -> Group:
+def _join(world: Group, groups: Sequence[Ranks], made: GroupCache) -> Group:
     """This rank's one of the groups; they are made if no axis has had the same. Collective.
 
     Which are the same is seen from all groups of the job, so all ranks split or none does.

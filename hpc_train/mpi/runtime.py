@@ -72,7 +72,7 @@ class Runtime:
         self.world.close()
 
 
-def start() -> Runtime:
+def start_runtime() -> Runtime:
     """Initialise MPI if a launcher started this process as one of several ranks.
 
     A process alone never touches MPI: on login nodes of some sites MPI_Init aborts the program.
@@ -84,7 +84,7 @@ def start() -> Runtime:
             does not give MPI_THREAD_MULTIPLE, which Horovod's and our threads need; or there are
             several GPUs, and nothing tells which of them is this rank's.
     """
-    launch = environment.read(os.environ)
+    launch = environment.read_launch(os.environ)
     if launch is None or launch.size == 1:
         return Runtime(Group(), Group())
     os.environ |= environment.visible_device(os.environ, launch, _gpus())

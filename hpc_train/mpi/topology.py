@@ -75,7 +75,7 @@ def discover(world: Group, node: Group) -> Topology:
 
 
 @dataclass(frozen=True)
-class Machine:
+class NodeHardware:
     """What a node has: sockets, NUMA domains, and cores (hardware threads of one count once)."""
 
     sockets: int
@@ -83,12 +83,12 @@ class Machine:
     cores: int
 
 
-def machine(root: Path = SYSTEM) -> Machine:
+def machine(root: Path = SYSTEM) -> NodeHardware:
     """What this node has; 0 for what the operating system does not tell."""
     cpus = [path / "topology" for path in root.glob("cpu/cpu[0-9]*")]
     sockets = {_text(cpu / "physical_package_id") for cpu in cpus} - {""}
     cores = {_text(cpu / "thread_siblings_list") for cpu in cpus} - {""}
-    return Machine(len(sockets), len(_numa(root)), len(cores))
+    return NodeHardware(len(sockets), len(_numa(root)), len(cores))
 
 
 def socket_of(cores: Iterable[int], root: Path = SYSTEM) -> int:

@@ -23,11 +23,13 @@ from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 4  # entries of a list in a message; a job may have ten thousand ranks
-ENDING = 3.0  # seconds, of the timeout, for the job to end in: PARTING and the launcher's part
+ENTRIES_SHOWN = 4  # entries of a list in a message; a job may have ten thousand ranks
+ENDING_SECONDS = (
+    3.0  # seconds, of the timeout, for the job to end in: PARTING and the launcher's part
+)
 PARTING = 1.0  # seconds in which the other ranks hear of the end and write their logs
-LATER = 5.0  # seconds after which these end the job, should the rank that told them not have
-PATIENCE = 3.0  # seconds that ranks wait for each other to stop watching
+END_PATIENCE = 5.0  # seconds after which these end the job, should the rank that told them not have
+CLOSE_PATIENCE = 3.0  # seconds that ranks wait for each other to stop watching
 
 
 class State(NamedTuple):
@@ -79,9 +81,9 @@ def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
         f"ranks {run[0]}-{run[-1]} ({hosts[run[0]]})"
         if len(run) > 1
         else f"rank {run[0]} ({hosts[run[0]]})"
-        for run in runs[:SHOWN]
+        for run in runs[:ENTRIES_SHOWN]
     ]
-    left = sum(len(run) for run in runs[SHOWN:])
+    left = sum(len(run) for run in runs[ENTRIES_SHOWN:])
     return ", ".join(texts) + (f" and {left} more" if left else "")
 
 
@@ -95,7 +97,7 @@ def _waits(states: Mapping[int, State], hosts: Sequence[str]) -> str:
     for rank in sorted(states):
         ranks.setdefault(states[rank].operation, []).append(rank)
     texts = [f"{named(some, hosts)} for {operation}" for operation, some in ranks.items()]
-    return "; ".join(texts[:SHOWN]) + ("; and others" if len(texts) > SHOWN else "")
+    return "; ".join(texts[:ENTRIES_SHOWN]) + ("; and others" if len(texts) > ENTRIES_SHOWN else "")
 
 
 @contextmanager
@@ -158,7 +160,7 @@ class Watchdog:
     def limit(self) -> float:
         """Seconds that a wait may take now, for which the end of the job leaves some."""
         timeout = min(self.timeout, self.watch.limit)
-        return timeout - min(ENDING, timeout / 6)
+        return timeout - min(ENDING_SECONDS, timeout / 6)
 
     @property
     def grace(self) -> float:
@@ -180,7 +182,7 @@ class Watchdog:
     def close(self) -> None:
         """End the thread and free the communicator, if all ranks come for it. Collective."""
         self.stop()
-        if all_arrive(self.group, PATIENCE):
+        if all_arrive(self.group, CLOSE_PATIENCE):
             while self.comm.iprobe():
                 self.comm.recv()
             self.group.close()
@@ -216,7 +218,7 @@ class Watchdog:
                 case ("answer", rank, number, state) if number == self._number:
                     self._answers[rank] = state
                 case ("end", error):
-                    self._end(error, LATER)
+                    self._end(error, END_PATIENCE)
 
     def _look(self) -> None:
         """Ask the other ranks, or draw the conclusion, if it is time for that."""

@@ -20,7 +20,7 @@ from hpc_train.parallel.linear import Deferred
 from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.stages import Stages, runs_of, stage_names
 from hpc_train.parallel.tensor import parallelize
-from hpc_train.sharding import Shard, ShardSpec
+from hpc_train.sharding import ParameterSlice, SliceSpec
 
 if TYPE_CHECKING:
     from hpc_train.parallel.schedule import Name
@@ -55,7 +55,7 @@ class Applied:
 
     pipeline: Pipeline
     gradients: LayoutGradients
-    shards: Mapping[str, Shard]
+    shards: Mapping[str, ParameterSlice]
     collectives: Sequence[Collectives] = ()
 
     def close(self) -> None:
@@ -185,10 +185,10 @@ class _Whole:
     def shards(
         self,
         model: nn.Module,
-        specs: Mapping[str, ShardSpec],
+        specs: Mapping[str, SliceSpec],
         place: Coordinate,
         stages: Sequence[str],
-    ) -> dict[str, Shard]:
+    ) -> dict[str, ParameterSlice]:
         """What this rank has.
 
         For what all of a tensor group have its first rank speaks, and the first stage for buffers
@@ -200,8 +200,10 @@ class _Whole:
             *model.named_buffers(),
         ]
         for name, _ in local:
-            spec = specs.get(name, ShardSpec.whole(self.shapes[name]))
+            spec = specs.get(name, SliceSpec.whole(self.shapes[name]))
             alone = place.pp == 0 or any(name.startswith(f"{stage}.") for stage in stages)
             speaks = name in specs or (place.tp == 0 and alone)
-            found[name] = Shard(self.first[name], spec, speaks and self.first[name] == name)
+            found[name] = ParameterSlice(
+                self.first[name], spec, speaks and self.first[name] == name
+            )
         return found

@@ -24,10 +24,10 @@ from hpc_train.errors import UserError
 logger = logging.getLogger(__name__)
 
 BatchNorm = Literal["sync", "local", "refuse"]
-"""What is done with BatchNorm layers: see `set_up`."""
+"""What is done with BatchNorm layers: see `set_up_batch_norm`."""
 
 
-def set_up(model: nn.Module, over: Collectives, batch_norm: BatchNorm) -> None:
+def set_up_batch_norm(model: nn.Module, over: Collectives, batch_norm: BatchNorm) -> None:
     """Make a model's BatchNorm layers do on many ranks what was asked for. Collective.
 
     Rank 0 logs which layers couple samples, and that the ranks' own dropout draws differ.
@@ -102,7 +102,7 @@ def average_statistics(model: nn.Module, over: Collectives) -> None:
 
 
 def release(model: nn.Module, over: Collectives) -> None:
-    """Make layers that `set_up` was given the same ranks for plain ones again."""
+    """Make layers that `set_up_batch_norm` was given the same ranks for plain ones again."""
     for module in model.modules():
         if isinstance(module, _Synchronized) and module.over is over:
             module.__class__ = module.plain

@@ -107,7 +107,7 @@ def peak_live(actions: Sequence[Action], sizes: Sequence[float] | None = None) -
     return peak
 
 
-def check(schedule: Schedule, chunks: int = 1, live: Sequence[int] | None = None) -> None:
+def check_schedule(schedule: Schedule, chunks: int = 1, live: Sequence[int] | None = None) -> None:
     """Check a schedule before it runs.
 
     Args:

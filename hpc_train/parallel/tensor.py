@@ -15,7 +15,7 @@ from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.linear import Linear
 from hpc_train.parallel.linear import TOKENS, Deferred, ParallelLinear
 from hpc_train.parallel.vocabulary import VocabParallelCrossEntropy, VocabParallelEmbedding
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 
 Style = Literal["colwise", "rowwise", "vocab", "sequence"]
 STYLES = ("colwise", "rowwise", "vocab", "sequence")
@@ -28,7 +28,7 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
     deferred: Deferred | None = None,
-) -> dict[str, ShardSpec]:
+) -> dict[str, SliceSpec]:
     """Replace layers by parts of them, in place; the ranks then compute what the whole would.
 
     Styles:
@@ -62,7 +62,7 @@ def parallelize(
     """
     sharing = _Sharing(over, sequence_parallel and over.group.size > 1, deferred)
     named = dict(module.named_parameters(remove_duplicate=False))
-    specs: dict[str, ShardSpec] = {}
+    specs: dict[str, SliceSpec] = {}
     for name, style in resolve(module, plan).items():
         specs |= sharing.replace(module, name, style)
     for name, layer in list(module.named_modules()):
@@ -121,7 +121,7 @@ class _Sharing:
         self.over, self.cut, self.deferred = over, cut, deferred
         self.parts: dict[tuple[Parameter, int], Parameter] = {}
 
-    def replace(self, root: nn.Module, name: str, style: Style) -> dict[str, ShardSpec]:
+    def replace(self, root: nn.Module, name: str, style: Style) -> dict[str, SliceSpec]:
         """Replace one layer; returns the parts of its parameters, by their full names."""
         layer = root.get_submodule(name)
         dims = {"weight": 1} if style == "rowwise" else {"weight": 0, "bias": 0}
@@ -184,10 +184,10 @@ class _Sharing:
             self.parts[parameter, dim] = Parameter(part.clone(), parameter.requires_grad)
         return self.parts[parameter, dim]
 
-    def spec(self, parameter: Parameter, dim: int) -> ShardSpec:
+    def spec(self, parameter: Parameter, dim: int) -> SliceSpec:
         """Which part it is."""
         group = self.over.group
-        return ShardSpec.part(tuple(parameter.shape), dim, group.rank, group.size)
+        return SliceSpec.part(tuple(parameter.shape), dim, group.rank, group.size)
 
     def _cut_input(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         group = self.over.group

@@ -19,9 +19,9 @@ from hpc_train.mpi.group import Group
 
 AHEAD = 2  # receives that are posted before they are waited for
 TAGS = 1 << 14  # MPI promises tags up to 32767
-FORMS = TAGS  # tags from here on tell shapes
+FORM_TAGS = TAGS  # tags from here on tell shapes
 
-Form = tuple[tuple[int, ...], torch.dtype]
+MessageForm = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Transport:
         self.group, self.comm, self.device = group, group.comm, device
         self.staged = device.type == "cuda" and not reads_gpu_memory()
         self._byte = MPI.BYTE
-        self._forms: dict[Hashable, Form] = {}
+        self._forms: dict[Hashable, MessageForm] = {}
         self._sent: list[tuple[Any, Any]] = []
         self._expected: deque[Message] = deque()
         self._posted: deque[tuple[Message, Tensor, Any]] = deque()
-        self._pool: dict[Form, list[Tensor]] = {}
+        self._pool: dict[MessageForm, list[Tensor]] = {}
 
     def expect(self, messages: Iterable[Message]) -> None:
         """Tell which messages will be received, in this order, and post the first ones."""
@@ -79,7 +79,7 @@ class Transport:
         """
         form = (tuple(tensor.shape), tensor.dtype)
         if message.told and message.kind not in self._forms:
-            told = self.comm.isend(form, dest=message.peer, tag=FORMS + message.tag)
+            told = self.comm.isend(form, dest=message.peer, tag=FORM_TAGS + message.tag)
             self._sent.append((told, None))
         known = self._forms.setdefault(message.kind, form)
         if known != form:
@@ -139,10 +139,10 @@ class Transport:
     def _ask_form(self, message: Message) -> None:
         if message.kind not in self._forms:
             with self.group.waiting(f"the shape of {message.what}"):
-                form = self.comm.recv(source=message.peer, tag=FORMS + message.tag)
+                form = self.comm.recv(source=message.peer, tag=FORM_TAGS + message.tag)
             self._forms[message.kind] = form
 
-    def _buffer(self, form: Form) -> Tensor:
+    def _buffer(self, form: MessageForm) -> Tensor:
         shape, dtype = form
         if self.staged:
             return torch.empty(shape, dtype=dtype, pin_memory=True)

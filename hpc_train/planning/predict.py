@@ -264,7 +264,7 @@ class Step:
     def _kept(self, nodes: int) -> float:
         """Of the gradients' bytes, what is sent: compressed, or all the state in few steps."""
         gradients, width = self.config.gradients, self.config.model.hidden
-        scheme = compression.parse(gradients.compression)
+        scheme = compression.parse_scheme(gradients.compression)
         tensors = 1 + OPTIMIZER_TENSORS[self.config.optimizer.name]
         every = gradients.average_every
         return (1.0 if every == 1 else tensors / every) * {

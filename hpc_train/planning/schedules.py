@@ -93,7 +93,7 @@ def vocabulary(config: RunConfig) -> int:
     if config.data.path is None:
         raise ConfigError("the vocabulary is not known", "give model.vocab, or data.path")
     try:
-        return manifests.read(Path(config.data.path)).vocab
+        return manifests.read_manifest(Path(config.data.path)).vocab
     except DataError as error:
         raise ConfigError(
             f"the vocabulary is not known: {error.cause}", "give model.vocab"

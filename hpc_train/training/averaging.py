@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint.fileformat import Entry, Held
-from hpc_train.checkpoint.more import More
+from hpc_train.checkpoint.extra_state import ExtraState
+from hpc_train.checkpoint.fileformat import Entry, LocalTensor
 from hpc_train.collectives import Collectives, connect
-from hpc_train.collectives.steps import run
+from hpc_train.collectives.coroutines import drive
 from hpc_train.config import RunConfig
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
+from hpc_train.gradients.autotune import on_all_nodes
 from hpc_train.gradients.averager import Engine, best_engine
 from hpc_train.gradients.buckets import Slab
-from hpc_train.gradients.choice import on_all_nodes
 from hpc_train.gradients.compression import Compressor
-from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.mpi.grid import ParallelGrid
@@ -31,7 +31,7 @@ from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import start_horovod
 from hpc_train.parallel.apply import Applied
 from hpc_train.parallel.batch_norm import average_statistics
-from hpc_train.sharding import Shard, ShardSpec
+from hpc_train.sharding import ParameterSlice, SliceSpec
 from hpc_train.training.sharing import Zero
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 RESIDUAL = "residual."
 
 
-def start(config: RunConfig, grid: ParallelGrid, device: torch.device) -> Engine:
+def start_engine(config: RunConfig, grid: ParallelGrid, device: torch.device) -> Engine:
     """Choose who averages the gradients of parameters on this device, and start it. Collective."""
     gradients = config.gradients
     if grid.dp == 1 and grid.world.size > 1:
@@ -52,7 +52,7 @@ def start(config: RunConfig, grid: ParallelGrid, device: torch.device) -> Engine
     return engine
 
 
-def set_up(
+def make_averager(
     config: RunConfig,
     model: nn.Module,
     optimizer: Optimizer,
@@ -74,7 +74,7 @@ def set_up(
         optimizer: of it.
         grid: where this rank stands.
         layout: what was put on the model.
-        engine: from `start`.
+        engine: from `start_engine`.
         zero: from `sharing.decide`.
         cores: of this rank.
     """
@@ -108,7 +108,7 @@ def set_up(
     return make(0), 0
 
 
-class Statistics(More):
+class Statistics(ExtraState):
     """Running statistics that ranks take from their own samples become the same when one is saved.
 
     Args:
@@ -140,7 +140,7 @@ class AveragingState(Statistics):
         averager: GradientAverager,
         model: nn.Module,
         alike: Collectives,
-        shards: Mapping[str, Shard],
+        shards: Mapping[str, ParameterSlice],
         world: Group,
         scaler: LossScaler | None = None,
     ) -> None:
@@ -153,7 +153,7 @@ class AveragingState(Statistics):
     @property
     def sums(self) -> LevelSums | None:
         """Those that compress; other ones once the averager has taken new parameters."""
-        sums = self.averager.sums if isinstance(self.averager, MpiAverager) else None
+        sums = self.averager.sums if isinstance(self.averager, BucketAverager) else None
         return sums if isinstance(sums, LevelSums) and sums.compressor else None
 
     @property
@@ -162,7 +162,7 @@ class AveragingState(Statistics):
         return None if self.sums is None else self.sums.compressor
 
     @property
-    def pieces(self) -> dict[Parameter, Shard]:
+    def pieces(self) -> dict[Parameter, ParameterSlice]:
         """What the optimizer has in place of whole parameters."""
         if not isinstance(self.averager, ShardedAverager):
             return {}
@@ -170,10 +170,10 @@ class AveragingState(Statistics):
         slabs = self.averager.slabs
         return {piece: self._shard(slab, first=first) for piece, slab in slabs.items()}
 
-    def _shard(self, slab: Slab, *, first: bool) -> Shard:
+    def _shard(self, slab: Slab, *, first: bool) -> ParameterSlice:
         whole = self.shards[slab.parameter]
         spec = whole.spec.rows(slab.first, slab.last)
-        return Shard(whole.name, spec, owned=whole.owned and first)
+        return ParameterSlice(whole.name, spec, owned=whole.owned and first)
 
     def unify(self) -> None:
         """Average local steps and statistics; share evenly what compression has not sent."""
@@ -182,14 +182,14 @@ class AveragingState(Statistics):
         # Ranks that own no part of a bucket, and those of stages without any, compress nothing.
         self._steps = self.world.largest(self.compressor.steps if self.compressor else 0)
         if self.sums is not None and self.sums.cross is not None and self.compressor:
-            totals = run(self.compressor.unify(self.sums.cross))
+            totals = drive(self.compressor.unify(self.sums.cross))
             self._totals = {n: total / self._scale for n, total in totals.items()}
 
-    def collect(self) -> dict[str, Held]:
+    def collect(self) -> dict[str, LocalTensor]:
         """What compression has not sent, summed over the nodes."""
         return self._held(self._totals)
 
-    def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
         """Memory for it, where the checkpoint has it."""
         self._totals = {}
         if self.sums is None or self.sums.cross is None:
@@ -215,7 +215,7 @@ class AveragingState(Statistics):
     def _scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    def _held(self, totals: Mapping[int, Tensor]) -> dict[str, Held]:
+    def _held(self, totals: Mapping[int, Tensor]) -> dict[str, LocalTensor]:
         found = {}
         for number, total in totals.items():
             assert self.sums is not None
@@ -224,7 +224,7 @@ class AveragingState(Statistics):
             for slab in self.sums.buckets[number].slabs(begin, end):
                 shard = self._shard(slab, first=first)
                 part = replace(slab, begin=slab.begin - begin).of(total)
-                found[RESIDUAL + shard.name] = Held(part, shard.spec, shard.owned)
+                found[RESIDUAL + shard.name] = LocalTensor(part, shard.spec, shard.owned)
         return found
 
 
@@ -270,7 +270,7 @@ def held_whole(
     group = alike.group
     named = {**dict(model.named_parameters()), **model.state_dict(keep_vars=True)}
     shards = {
-        name: Shard(name, ShardSpec.whole(tuple(tensor.shape)))
+        name: ParameterSlice(name, SliceSpec.whole(tuple(tensor.shape)))
         for name, tensor in named.items()
         if isinstance(tensor, Tensor)
     }

@@ -16,13 +16,13 @@ from hpc_train.errors import UserError
 from hpc_train.launch.protocol import DEADLINE
 from hpc_train.mpi.group import Group
 
-PATIENCE = 20.0  # seconds for the scheduler's answer
-ENDING = 8.0  # seconds before the job's end, for the launcher and the script to end in
+SCHEDULER_PATIENCE = 20.0  # seconds for the scheduler's answer
+SECONDS_TO_END = 8.0  # seconds before the job's end, for the launcher and the script to end in
 
 
-def note() -> None:
+def note_end() -> None:
     """Set DEADLINE to the end of the job, in seconds since 1970, if it is in one that ends."""
-    if DEADLINE not in os.environ and (end := ask(os.environ)) is not None:
+    if DEADLINE not in os.environ and (end := ask_end(os.environ)) is not None:
         os.environ[DEADLINE] = str(int(end))
 
 
@@ -34,23 +34,23 @@ def of_job(group: Group) -> float | None:
     """
     noted = group.from_first(lambda: os.environ.get(DEADLINE))
     with suppress(ValueError):
-        return float(noted) - ENDING if noted else None
+        return float(noted) - SECONDS_TO_END if noted else None
     raise UserError(f"{DEADLINE} is {noted!r}", "set it to the job's end in seconds since 1970")
 
 
-def ask(environ: Mapping[str, str]) -> float | None:
+def ask_end(environ: Mapping[str, str]) -> float | None:
     """The end of the job in seconds since 1970; None: there is no job, no limit, or no answer."""
     if "SLURM_JOB_ID" in environ:
         if environ.get("SLURM_JOB_END_TIME", "").isdigit():  # since Slurm 22.05, or later
             return float(environ["SLURM_JOB_END_TIME"])
-        left = seconds(_output("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%L"))
+        left = seconds_of_slurm(_output("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%L"))
         return None if left is None else time.time() + left
     if "PBS_JOBID" in environ:
         return pbs_end(_output("qstat", "-f", environ["PBS_JOBID"]))
     return None
 
 
-def seconds(text: str) -> int | None:
+def seconds_of_slurm(text: str) -> int | None:
     """Seconds of Slurm's [days-][hours:]minutes:seconds; None for UNLIMITED and the like."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if not found:
@@ -66,7 +66,7 @@ def pbs_end(text: str) -> float | None:
     """
     limit = re.search(r"Resource_List\.walltime = (\S+)", text)
     begin = re.search(r"\b(?:stime|start_time) = (.+)", text)
-    length = seconds(limit[1]) if limit else None
+    length = seconds_of_slurm(limit[1]) if limit else None
     if length is None or not begin:
         return None
     with suppress(ValueError):
@@ -76,6 +76,8 @@ def pbs_end(text: str) -> float | None:
 
 def _output(*words: str) -> str:
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=SCHEDULER_PATIENCE, check=False
+        )
         return done.stdout
     return ""

@@ -56,7 +56,7 @@ def choose_matmul(group: Group, wanted: Matmul, device: torch.device) -> None:
             )
         mine = linear.of_table()
         if wanted != "auto":
-            mine = linear.Choice(wanted, f"precision.matmul is {wanted}")
+            mine = linear.MatmulChoice(wanted, f"precision.matmul is {wanted}")
         linear.use(mine.way)
     everyone = group.gathered((mine, group.host, device.type), "their ways to multiply matrices")
     differ = len({choice.way for choice, _, _ in everyone}) > 1

@@ -34,7 +34,7 @@ def load_gpt(checkpoint: str | Path) -> tuple[GPT, tokenizer.Tokenizer]:
     if about.get("kind") != "gpt":
         raise CheckpointMismatch(f"{path} is not of a GPT", "give one of `hpc-train train`")
     model = GPT(**about["shape"]).to(choose_device(), getattr(torch, about["dtype"]))
-    restore.load(reader, state.model_tensors(model, {}), group)
+    restore.load_tensors(reader, state.model_tensors(model, {}), group)
     return model.eval(), tokenizer.loads(about["tokenizer"])
 
 

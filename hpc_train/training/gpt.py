@@ -16,7 +16,7 @@ from hpc_train.data import manifest as manifests
 from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.shards import TokenDataset
-from hpc_train.data.tokenizer import describe
+from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import ConfigError
 from hpc_train.models import GPT
 from hpc_train.mpi.agreement import agreed, same
@@ -38,7 +38,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         if config.data.path is None:
             raise ConfigError("data.path is not given", "give the folder of `hpc-train prepare`")
         directory = Path(config.data.path)
-        manifest = manifests.read(directory)
+        manifest = manifests.read_manifest(directory)
     same(group, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
     with agreed(group):  # each node has its own view of the folder, which its ranks share out
         node = runtime.node
@@ -57,7 +57,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             "kind": config.model.kind,
             "shape": shape,
             "dtype": config.precision.parameters,
-            "tokenizer": describe(manifest.tokenizer, directory),
+            "tokenizer": describe_tokenizer(manifest.tokenizer, directory),
         }
     trainer = Trainer(
         config,

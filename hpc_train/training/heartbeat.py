@@ -11,7 +11,7 @@ from pathlib import Path
 from hpc_train.launch import protocol
 from hpc_train.mpi.group import Group
 
-OFTEN = 0.2  # seconds between two at the least: the file may lie on a network
+BEAT_SECONDS = 0.2  # seconds between two at the least: the file may lie on a network
 HANG = 60.0  # seconds: shorter waits are a machine's own hiccups
 LEARNING = 2  # first steps, which take longer than others and tell less
 
@@ -70,7 +70,7 @@ class Heartbeat:
     def __init__(self, group: Group) -> None:
         name = os.environ.get(protocol.PROGRESS, "")
         self.path = Path(name) if name and group.rank == 0 else None
-        self._last, self._due = -OFTEN, 0.0
+        self._last, self._due = -BEAT_SECONDS, 0.0
 
     def tell(self, step: int, due: float) -> None:
         """Tell it, unless that has just been done.
@@ -80,7 +80,7 @@ class Heartbeat:
             due: seconds until the next one will be told at the latest; 0: nobody knows.
         """
         now = time.monotonic()
-        if self.path is None or (now - self._last < OFTEN and due <= self._due):
+        if self.path is None or (now - self._last < BEAT_SECONDS and due <= self._due):
             return
         self._last, self._due = now, due
         protocol.write_progress(self.path, step, due)

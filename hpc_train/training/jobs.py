@@ -15,16 +15,16 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from hpc_train.checkpoint.claim import Jobs, Place
+from hpc_train.checkpoint.claim import Jobs, ProcessPlace
 from hpc_train.launch.protocol import LAUNCH, RESTARTS
-from hpc_train.training.deadline import PATIENCE
+from hpc_train.training.deadline import SCHEDULER_PATIENCE
 
-JOBS = "HPC_TRAIN_JOBS"  # what `note` has been told
+JOBS = "HPC_TRAIN_JOBS"  # what `note_jobs` has been told
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def own_place(environ: Mapping[str, str]) -> ProcessPlace:
     """Where this process stands."""
-    return Place(
+    return ProcessPlace(
         _name(environ),
         int(environ.get("SLURM_RESTART_COUNT") or 0),
         environ.get(LAUNCH, ""),
@@ -44,9 +44,9 @@ def _name(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def note() -> None:
+def note_jobs() -> None:
     """Ask the scheduler, if this process is in a job, and keep the answer for `known`."""
-    names = ask(os.environ)
+    names = ask_jobs(os.environ)
     os.environ.pop(JOBS, None)  # of another process, perhaps
     if names is not None:
         os.environ[JOBS] = json.dumps([time.time(), sorted(names)])
@@ -55,14 +55,14 @@ def note() -> None:
 def known() -> Jobs | None:
     """The user's jobs, as the scheduler says now, or said before MPI was started."""
     if "mpi4py.MPI" not in sys.modules:
-        note()
+        note_jobs()
     with suppress(ValueError, TypeError, KeyError):
         when, names = json.loads(os.environ[JOBS])
         return Jobs(frozenset(names), max(0.0, time.time() - when))
     return None
 
 
-def ask(environ: Mapping[str, str]) -> frozenset[str] | None:
+def ask_jobs(environ: Mapping[str, str]) -> frozenset[str] | None:
     """The user's jobs that run or are ending; None: there is no scheduler, or no answer."""
     own = _name(environ)
     if "SLURM_JOB_ID" in environ:
@@ -85,6 +85,8 @@ def _user() -> str:
 
 def _lines(*words: str) -> list[str]:
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=SCHEDULER_PATIENCE, check=False
+        )
         return [] if done.returncode else done.stdout.splitlines()
     return []

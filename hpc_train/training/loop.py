@@ -16,8 +16,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint import Checkpoints, savable
-from hpc_train.checkpoint.more import Together
-from hpc_train.checkpoint.state import Trained
+from hpc_train.checkpoint.extra_state import Together
+from hpc_train.checkpoint.state import TrainedState
 from hpc_train.checkpoint.store import Nonfinite
 from hpc_train.collectives import connect
 from hpc_train.config import GradientsSection
@@ -41,7 +41,7 @@ from hpc_train.training.heartbeat import Heartbeat
 from hpc_train.training.leaving import Held, leave_together
 from hpc_train.training.registered import Registered, Registrable
 from hpc_train.training.run_directory import claimed_by_job
-from hpc_train.training.saving import Saving, landing
+from hpc_train.training.saving import Saving, finishing_saves
 from hpc_train.training.stepping import Precision, Stepping, checked, one_of, whole_numbers
 
 
@@ -121,7 +121,7 @@ class Loop(Stepping):
             one_of(batch_norm=(batch_norm, BatchNorm), nonfinite=(nonfinite, Nonfinite))
             one_of(matmul=(matmul, Matmul))
             whole_numbers(every=(every, 0), keep=(keep, 0))
-            savable.check(Trained(model, optimizer, {}, {}))  # before anything is sent
+            savable.check_savable(TrainedState(model, optimizer, {}, {}))  # before anything is sent
         given = (self._gradients, zero, clip_norm, precision, batch_norm, every, keep, background)
         what = "what the loop was given (Loop's options)"
         same(group, what, repr((*given, nonfinite, hang_timeout)), "give all ranks the same")
@@ -135,7 +135,7 @@ class Loop(Stepping):
         device = next(model.parameters()).device
         self._device_type = device.type
         choose_matmul(group, matmul, device)
-        batch_norms.set_up(model, self.collectives, batch_norm)
+        batch_norms.set_up_batch_norm(model, self.collectives, batch_norm)
         # Before the averager's: what is refused is refused before anything is summed.
         self._hooks.append(optimizer.register_step_pre_hook(self._begin_step))
         try:
@@ -280,7 +280,7 @@ class Loop(Stepping):
             claimed_by_job(self.group, self.checkpoints.directory, self.hang_timeout) as claim,
             self._watched(),
             closing(self._stop_requests()) as stop,
-            landing(self.checkpoints),
+            finishing_saves(self.checkpoints),
             self._until_end(),
         ):
             self.checkpoints.claim = claim

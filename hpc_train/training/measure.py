@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from hpc_train import files
-from hpc_train.collectives.steps import Steps, run
+from hpc_train.collectives.coroutines import Coroutine, drive
 from hpc_train.config import ModelSection, RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.gpt import Block
@@ -174,7 +174,7 @@ def message_seconds(group: Group, nbytes: int, device: torch.device) -> Message:
     for number in range(1 + REPEATS[nbytes]):
         out = mine.cpu() if staged else mine
         with group.waiting("a message of a measurement"):
-            run(_passed_on(group, _buffer(out), _buffer(into)), polite=polite)
+            drive(_passed_on(group, _buffer(out), _buffer(into)), polite=polite)
         if staged:
             arrived.copy_(into)
         if number == 0:  # it makes connections
@@ -183,7 +183,7 @@ def message_seconds(group: Group, nbytes: int, device: torch.device) -> Message:
     return Message(seconds / REPEATS[nbytes], processor / REPEATS[nbytes])
 
 
-def _passed_on(group: Group, out: Any, into: Any) -> Steps[None]:
+def _passed_on(group: Group, out: Any, into: Any) -> Coroutine[None]:
     assert group.comm is not None
     arrived = group.comm.Irecv(into, source=(group.rank - 1) % group.size)
     sent = group.comm.Isend(out, dest=(group.rank + 1) % group.size)

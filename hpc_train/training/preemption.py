@@ -15,7 +15,7 @@ from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 from hpc_train.training.leaving import check_left_by_all
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+REQUEST_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SOON = 1  # below all signal numbers: no reason to stop
 TIME_LIMIT = 1000  # above all signal numbers
 STOP_FILE = 1001
@@ -23,7 +23,7 @@ ENOUGH = 1002
 LEFT = 1003
 EARLY = 0.1  # of the time that a job has, after which it has to know what a checkpoint takes
 LEAVING = 60.0  # seconds in which the other ranks have to come, when one has left its loop
-OFTEN = 1.0  # seconds between two looks for the file, which may lie on a network
+STOP_FILE_SECONDS = 1.0  # seconds between two looks for the file, which may lie on a network
 
 
 def hold_signals() -> None:
@@ -31,7 +31,7 @@ def hold_signals() -> None:
 
     Call it in the main thread before other threads start, which inherit it.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, REQUEST_SIGNALS)
 
 
 class StopRequests:
@@ -61,10 +61,10 @@ class StopRequests:
         self._started = psutil.Process().create_time()
         self._signal = 0
         self._before: dict[int, Any] = {
-            number: signal.signal(number, self._note) for number in SIGNALS
+            number: signal.signal(number, self._note) for number in REQUEST_SIGNALS
         }
         self._stopping = False
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what was held arrives now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUEST_SIGNALS)  # what was held arrives now
 
     @property
     def limited(self) -> bool:
@@ -89,7 +89,7 @@ class StopRequests:
         if self._signal:
             return self._signal
         now = time.time()
-        if look and self.file is not None and now - self._looked >= OFTEN:
+        if look and self.file is not None and now - self._looked >= STOP_FILE_SECONDS:
             self._looked = now
             if self.file.exists():
                 return STOP_FILE

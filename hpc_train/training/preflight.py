@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "mpi4py", "numpy", "h5py", "horovod")
 COMPUTE_SECONDS = 0.1  # of each rank's trial
-ROUNDS = 3  # of which the fastest counts: others use the machine too
-MESSAGE = 1 << 20  # bytes
+TRIAL_ROUNDS = 3  # of which the fastest counts: others use the machine too
+MESSAGE_BYTES = 1 << 20  # bytes
 SLOW = 1.5  # times the median of all
 CLOCKS = 2.0  # seconds that clocks may differ: logs and time limits mean them
 LITTLE = 1 << 30  # bytes of memory
-SHOWN = 4  # slow ones that are named
+SLOW_SHOWN = 4  # slow ones that are named
 
 
-class Finding(NamedTuple):
+class PreflightFinding(NamedTuple):
     """One line of the table."""
 
     what: str
@@ -68,7 +68,7 @@ def preflight(runtime: Runtime, directory: Path, device: torch.device, needed: i
     leads = runtime.node.rank == 0
     found = [same_versions(world), clocks(world)]
     found.append(shared_directory(world, leaders if leads else None, directory, needed))
-    found.append(memory(world))
+    found.append(free_memory(world))
     found.append(computing(world, device))
     found += links(runtime, leaders if leads else None)
     leaders.close()
@@ -78,7 +78,7 @@ def preflight(runtime: Runtime, directory: Path, device: torch.device, needed: i
             logger.warning("%s: %s", finding.what, finding.found)
 
 
-def table(world: Group, found: Sequence[Finding], seconds: float) -> str:
+def table(world: Group, found: Sequence[PreflightFinding], seconds: float) -> str:
     """The findings as text. Collective."""
     hosts = len(set(world.gathered(world.host)))
     title = f"preflight of {world.size} ranks on {hosts} host{'s' * (hosts > 1)}, {seconds:.1f} s"
@@ -95,7 +95,7 @@ def versions() -> dict[str, str]:
     return {**found, "MPI": library_version(import_mpi())}
 
 
-def same_versions(world: Group) -> Finding:
+def same_versions(world: Group) -> PreflightFinding:
     """Whether all ranks have the same packages and the same MPI library. Collective.
 
     Raises:
@@ -104,20 +104,22 @@ def same_versions(world: Group) -> Finding:
     mine = versions()
     for name in ("Python", *PACKAGES, "MPI"):
         same(world, f"the version of {name}", mine.get(name, "none"), "install the same everywhere")
-    return Finding("versions", ", ".join(f"{name} {text}" for name, text in mine.items()))
+    return PreflightFinding("versions", ", ".join(f"{name} {text}" for name, text in mine.items()))
 
 
-def clocks(world: Group) -> Finding:
+def clocks(world: Group) -> PreflightFinding:
     """How far the hosts' clocks differ. Collective."""
     spreads = []
-    for _ in range(ROUNDS):
+    for _ in range(TRIAL_ROUNDS):
         world.barrier()
         now = world.gathered(time.time(), "the clocks")
         spreads.append(max(now) - min(now))
-    return Finding("clocks", f"within {min(spreads):.3f} s", min(spreads) < CLOCKS)
+    return PreflightFinding("clocks", f"within {min(spreads):.3f} s", min(spreads) < CLOCKS)
 
 
-def shared_directory(world: Group, leaders: Group | None, directory: Path, needed: int) -> Finding:
+def shared_directory(
+    world: Group, leaders: Group | None, directory: Path, needed: int
+) -> PreflightFinding:
     """Whether all hosts write to the same run directory, and how much it still takes. Collective.
 
     Raises:
@@ -147,8 +149,10 @@ def shared_directory(world: Group, leaders: Group | None, directory: Path, neede
     free = world.from_first(lambda: shutil.disk_usage(directory).free)
     text = f"{size_text(free)} free, written and read by all hosts in {seconds:.2f} s"
     if free < needed:
-        return Finding("run.dir", f"{text}, less than a checkpoint's {size_text(needed)}", False)
-    return Finding("run.dir", text)
+        return PreflightFinding(
+            "run.dir", f"{text}, less than a checkpoint's {size_text(needed)}", False
+        )
+    return PreflightFinding("run.dir", text)
 
 
 def _mark(directory: Path, host: str) -> Path:
@@ -164,13 +168,15 @@ def _write(path: Path) -> None:
         ) from None
 
 
-def memory(world: Group) -> Finding:
+def free_memory(world: Group) -> PreflightFinding:
     """The memory that is free on the host that has least. Collective."""
     free, host = min(world.gathered((psutil.virtual_memory().available, world.host)))
-    return Finding("memory", f"{size_text(free)} free at the least ({host})", free > LITTLE)
+    return PreflightFinding(
+        "memory", f"{size_text(free)} free at the least ({host})", free > LITTLE
+    )
 
 
-def computing(world: Group, device: torch.device) -> Finding:
+def computing(world: Group, device: torch.device) -> PreflightFinding:
     """How fast each rank multiplies matrices while all do. Collective."""
     world.barrier()
     seconds = world.gathered((multiply(device), f"rank {world.rank} ({world.host})"), "a trial")
@@ -199,7 +205,7 @@ def _matrix(device: torch.device) -> int:
     return 4096 if device.type == "cuda" else 256
 
 
-def links(runtime: Runtime, leaders: Group | None) -> list[Finding]:
+def links(runtime: Runtime, leaders: Group | None) -> list[PreflightFinding]:
     """How long a message takes inside each host, and between neighbouring ones. Collective."""
     between = 0.0 if leaders is None or leaders.comm is None else exchange(leaders)
     mine = runtime.world.host, (sum_inside(runtime.node), between)
@@ -211,7 +217,7 @@ def links(runtime: Runtime, leaders: Group | None) -> list[Finding]:
         seconds = [(times[place], host) for host, times in everyone if times[place]]
         if seconds:
             median = statistics.median(second for second, _ in seconds)
-            text = f"{size_text(MESSAGE)} {how} in {1000 * median:.2f} ms"
+            text = f"{size_text(MESSAGE_BYTES)} {how} in {1000 * median:.2f} ms"
             found.append(_with_slow(what, text, seconds, median))
     return found
 
@@ -223,11 +229,11 @@ def exchange(leaders: Group) -> float:
     is with both of its neighbours.
     """
     assert leaders.comm is not None
-    out, into = np.zeros(MESSAGE, np.uint8), np.empty(MESSAGE, np.uint8)
+    out, into = np.zeros(MESSAGE_BYTES, np.uint8), np.empty(MESSAGE_BYTES, np.uint8)
     best = float("inf")
     for pairs in rounds(leaders.size):
         partner = dict(pairs + [(b, a) for a, b in pairs]).get(leaders.rank)
-        for _ in range(ROUNDS):
+        for _ in range(TRIAL_ROUNDS):
             leaders.barrier()
             if partner is None:
                 continue
@@ -251,9 +257,9 @@ def sum_inside(node: Group) -> float:
     """Seconds of a sum over the ranks of this host, the fastest of some. Collective over them."""
     if node.comm is None:
         return 0.0
-    values, total = np.zeros(MESSAGE // 8), np.empty(MESSAGE // 8)
+    values, total = np.zeros(MESSAGE_BYTES // 8), np.empty(MESSAGE_BYTES // 8)
     best = float("inf")
-    for _ in range(ROUNDS):
+    for _ in range(TRIAL_ROUNDS):
         node.barrier()
         begin = time.perf_counter()
         with node.waiting("a sum on its host"):
@@ -264,11 +270,11 @@ def sum_inside(node: Group) -> float:
 
 def _with_slow(
     what: str, text: str, seconds: Sequence[tuple[float, str]], median: float
-) -> Finding:
+) -> PreflightFinding:
     """The finding, with those that took far longer than most."""
     slow = sorted((entry for entry in seconds if entry[0] > SLOW * median), reverse=True)
     if not slow:
-        return Finding(what, text)
-    named = ", ".join(f"{who} {second / median:.1f} times" for second, who in slow[:SHOWN])
-    more = f" and {len(slow) - SHOWN} more" if len(slow) > SHOWN else ""
-    return Finding(what, f"{text}; slower: {named}{more}", False)
+        return PreflightFinding(what, text)
+    named = ", ".join(f"{who} {second / median:.1f} times" for second, who in slow[:SLOW_SHOWN])
+    more = f" and {len(slow) - SLOW_SHOWN} more" if len(slow) > SLOW_SHOWN else ""
+    return PreflightFinding(what, f"{text}; slower: {named}{more}", False)

@@ -15,12 +15,12 @@ from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, print_error
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
-from hpc_train.mpi.runtime import Runtime, start
+from hpc_train.mpi.runtime import Runtime, start_runtime
 from hpc_train.training import deadline, jobs
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 3.0  # seconds in which all ranks meet the same error, if they do
+SAME_ERROR_PATIENCE = 3.0  # seconds in which all ranks meet the same error, if they do
 
 
 def run(program: Callable[[Runtime], None]) -> int:
@@ -38,10 +38,10 @@ def run(program: Callable[[Runtime], None]) -> int:
     """
     faulthandler.enable()
     if _launched_rank() == 0 and "mpi4py.MPI" not in sys.modules:
-        deadline.note()
-        jobs.note()
+        deadline.note_end()
+        jobs.note_jobs()
     try:
-        runtime = start()
+        runtime = start_runtime()
     except HpcTrainError as error:  # before MPI runs nobody can wait: each rank ends by itself
         if _launched_rank() == 0:
             print_error(error)
@@ -66,7 +66,7 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
         code = stopped.exit_code
     except HpcTrainError as error:
         code = error.exit_code
-        if error.agreed or all_arrive(world, PATIENCE):
+        if error.agreed or all_arrive(world, SAME_ERROR_PATIENCE):
             if world.rank == 0:
                 print_error(error)
         else:
@@ -80,7 +80,9 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
             raise
         code = EXIT_FAILURE
         text = traceback.format_exc()
-        if all_arrive(world, PATIENCE):  # the first rank's traceback, on the console, is enough
+        if all_arrive(
+            world, SAME_ERROR_PATIENCE
+        ):  # the first rank's traceback, on the console, is enough
             logger.info(
                 "all ranks failed, this is of rank %d (%s):\n%s", world.rank, world.host, text
             )
@@ -101,7 +103,7 @@ def _exit_of(program: Callable[[Runtime], None], runtime: Runtime) -> SystemExit
     try:
         program(runtime)
     except SystemExit as leaving:
-        if not all_arrive(world, PATIENCE):
+        if not all_arrive(world, SAME_ERROR_PATIENCE):
             logger.error(
                 "rank %d (%s) left the program by %r, other ranks did not",
                 world.rank,
@@ -126,7 +128,7 @@ def _abort(world: Group, code: int) -> None:
 
 def _launched_rank() -> int:
     try:
-        launch = environment.read(os.environ)
+        launch = environment.read_launch(os.environ)
     except HpcTrainError:
         return 0
     return launch.rank if launch else 0

@@ -16,19 +16,19 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint.dtypes import TORCH_DTYPES
-from hpc_train.checkpoint.fileformat import Entry, Held
-from hpc_train.checkpoint.more import More
+from hpc_train.checkpoint.extra_state import ExtraState
+from hpc_train.checkpoint.fileformat import Entry, LocalTensor
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.tagged import decode, encode
 from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "registered"
-KINDS = "registered_kinds"
+REGISTERED_KINDS = "registered_kinds"
 HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 """What of an optimizer's groups tells how it computes, and not what: it stays the program's."""
 
@@ -43,7 +43,7 @@ class Registrable(Protocol):
         """Go on from it."""
 
 
-class Registered(More):
+class Registered(ExtraState):
     """Saves and restores things by name. All ranks call each method.
 
     What an optimizer's groups have besides parameters, such as the learning rate, is saved with
@@ -159,7 +159,7 @@ class Registered(More):
         digest: str = found.hexdigest()
         return digest
 
-    def collect(self) -> dict[str, Held]:
+    def collect(self) -> dict[str, LocalTensor]:
         """The tensors to save."""
         self.check()
         return {
@@ -167,15 +167,15 @@ class Registered(More):
             for name, tensor in self._tensors.items()
         }
 
-    def _held(self, tensor: Tensor) -> Held:
-        return Held(tensor, ShardSpec.whole(tuple(tensor.shape)), self.owned)
+    def _held(self, tensor: Tensor) -> LocalTensor:
+        return LocalTensor(tensor, SliceSpec.whole(tuple(tensor.shape)), self.owned)
 
     def values(self) -> dict[str, Any]:
         """What is no tensor, as tagged JSON."""
         kinds = {name: type(thing).__name__ for name, thing in self.things.items()}
-        return {PREFIX: self._trees, KINDS: kinds} if self._trees else {}
+        return {PREFIX: self._trees, REGISTERED_KINDS: kinds} if self._trees else {}
 
-    def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
         """Memory for the tensors of what is registered, where the checkpoint has it."""
         with agreed(self.group):
             self._look()
@@ -199,7 +199,7 @@ class Registered(More):
         """
         saved = values.get(PREFIX, {})
         with agreed(self.group):
-            for name, kind in values.get(KINDS, {}).items():
+            for name, kind in values.get(REGISTERED_KINDS, {}).items():
                 now = type(self.things.get(name)).__name__
                 if name in self.things and now != kind:
                     raise CheckpointMismatch(

@@ -44,7 +44,7 @@ def run_directory(group: Group, config: RunConfig) -> Iterator[tuple[Path, Claim
 
 def claimed_by_job(group: Group, directory: Path, timeout: float) -> AbstractContextManager[Claim]:
     """`claimed` for this job, as its scheduler and its launcher know it."""
-    return claimed(group, directory, timeout, jobs.place(os.environ), jobs.known)
+    return claimed(group, directory, timeout, jobs.own_place(os.environ), jobs.known)
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def daly(save_seconds: float, mtbf_seconds: float) -> float:
 
 
 @contextmanager
-def landing(checkpoints: Checkpoints) -> Iterator[None]:
+def finishing_saves(checkpoints: Checkpoints) -> Iterator[None]:
     """Finish what is being written in the background before an error of all ranks ends the job."""
     try:
         yield

@@ -19,7 +19,7 @@ Zero = Literal[0, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class SharingFacts:
     """What the choice depends on besides the configuration; the same on all ranks.
 
     Args:
@@ -39,7 +39,7 @@ class Facts:
     only_optimizer_writes: bool = True
 
 
-def choose(gradients: GradientsSection, facts: Facts) -> tuple[Zero, str]:
+def choose_zero(gradients: GradientsSection, facts: SharingFacts) -> tuple[Zero, str]:
     """What auto takes, and why, in words. Pure."""
     for obstacle, why in (
         (facts.replicas == 1, "the job has one replica of the model"),
@@ -82,7 +82,7 @@ def decide(
     """
     if config.memory.zero != "auto":
         return config.memory.zero
-    facts = Facts(
+    facts = SharingFacts(
         engine=engine,
         device=device.type,
         replicas=grid.dp,
@@ -90,7 +90,7 @@ def decide(
         sparse=any(getattr(module, "sparse", False) is True for module in model.modules()),
         only_optimizer_writes=only_optimizer_writes,
     )
-    zero, why = choose(config.gradients, facts)
+    zero, why = choose_zero(config.gradients, facts)
     if grid.world.rank == 0:
         logger.info("memory.zero auto takes %d: %s", zero, why)
     return zero

@@ -44,13 +44,19 @@ from hpc_train.training.device import (
 )
 from hpc_train.training.evaluation import HELD_OUT
 from hpc_train.training.heartbeat import Heartbeat, Pace
+from hpc_train.training.learning_rate import last_step, learning_rate
 from hpc_train.training.leaving import leave_together
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.preemption import StopRequests
 from hpc_train.training.preflight import preflight
 from hpc_train.training.run_directory import reporting, run_directory
-from hpc_train.training.saving import Saving, check_best, landing, options_of, resume_or_start
-from hpc_train.training.schedule import last_step, learning_rate
+from hpc_train.training.saving import (
+    Saving,
+    check_best,
+    finishing_saves,
+    options_of,
+    resume_or_start,
+)
 from hpc_train.training.steps import guarded_steps
 
 logger = logging.getLogger(__name__)
@@ -75,7 +81,7 @@ class Trainer:
         dataset: any map-style data set of torch, or one with `fetch` (see `Loader`).
         loss: of the model and a batch as the data set gives it, on the model's device: the mean
             over the batch's samples, a scalar.
-        runtime: from `hpc_train.mpi.runtime.start`.
+        runtime: from `hpc_train.mpi.runtime.start_runtime`.
         validation: a held-out data set of the same kind.
         identity: what a checkpoint must have been made with to be continued, besides the seed,
             the batch and the number of samples, by configuration key.
@@ -143,7 +149,7 @@ class Trainer:
         use_cores(runtime)
         self.device = choose_device()
         choose_matmul(self.group, config.precision.matmul, self.device)
-        engine = averaging.start(config, self.grid, self.device)
+        engine = averaging.start_engine(config, self.grid, self.device)
         zero = sharing.decide(
             config,
             self.grid,
@@ -168,9 +174,9 @@ class Trainer:
         )
         self.model.to(self.device)
         self._replicas = connect(self.grid.data, self.device)
-        batch_norm.set_up(self.model, self._replicas, layout.batch_norm)
+        batch_norm.set_up_batch_norm(self.model, self._replicas, layout.batch_norm)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.averager, zero = averaging.set_up(
+        self.averager, zero = averaging.make_averager(
             config,
             self.model,
             self.optimizer,
@@ -237,7 +243,7 @@ class Trainer:
             run_directory(self.group, self.config) as (directory, claim),
             watch_over(self.group, self.config.run.hang_timeout),
             closing(self._stop_requests(directory)) as stop,
-            landing(self.checkpoints),
+            finishing_saves(self.checkpoints),
         ):
             self.checkpoints.claim = claim
             if self.config.run.preflight:

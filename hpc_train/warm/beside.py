@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from hpc_train.warm import stand_in
 from hpc_train.warm.meeting import Cold, is_open
 
-PATIENCE = 10.0  # seconds that the server has to answer
+FORK_PATIENCE = 10.0  # seconds that the server has to answer
 
 
-def start(
+def start_beside(
     program: Sequence[str],
     *,
     mask: set[int],
@@ -49,7 +49,7 @@ def start(
         stand_in.hand_over(
             server, program, sys.path[0], mask=mask, numbers=numbers, environ=environ, beside=True
         )
-        if not select.select([server], [], [], PATIENCE)[0]:
+        if not select.select([server], [], [], FORK_PATIENCE)[0]:
             raise Cold("the server does not answer")
         stand_in.started(server)
     except (Cold, OSError, ValueError) as error:

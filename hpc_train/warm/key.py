@@ -45,7 +45,7 @@ def is_off(environ: Mapping[str, str]) -> bool:
     return environ.get(WARM, "").lower() in OFF
 
 
-def binding(environ: Mapping[str, str]) -> str:
+def binding_variable(environ: Mapping[str, str]) -> str:
     """A variable that binds threads; "" if there is none."""
     found = [name for name in BINDING if environ.get(name, "false").lower() not in ("", "false")]
     return found[0] if found else ""

@@ -23,7 +23,7 @@ class Cold(Exception):
     """Why this rank starts cold."""
 
 
-def connect() -> socket.socket:
+def connect_server() -> socket.socket:
     """A connection to the node's server, which is started if there is none.
 
     Raises:
@@ -53,13 +53,13 @@ def name_here() -> str:
     if name := os.environ.get(WARM):
         return name
     if space := os.environ.get("PMIX_NAMESPACE"):
-        return f"pmix-{short(space)}"
+        return f"pmix-{short_name(space)}"
     number = os.getppid()
     begun = text_of(f"/proc/{number}/stat").rpartition(")")[2].split()[19]
     return f"parent-{number}-{begun}"
 
 
-def short(text: str) -> str:
+def short_name(text: str) -> str:
     """A name for a text of any length."""
     return f"{zlib.crc32(text.encode(errors='surrogateescape')):08x}"
 

@@ -26,16 +26,16 @@ from typing import Any, NoReturn, TextIO
 from hpc_train.warm import stand_in
 from hpc_train.warm.meeting import PADDING, is_open
 
-OWN = "hpc_train"
+OWN_PACKAGE = "hpc_train"
 # Where Open MPI 4 puts the memory that ranks share, which it leaves behind when they are killed.
-SEGMENTS = "OMPI_MCA_btl_vader_backing_directory"
+SEGMENT_FOLDER = "OMPI_MCA_btl_vader_backing_directory"
 # Its framework for shared memory takes mmap in any case. It tries the other kinds first, and leaves
 # a file if it is killed then.
 TRIED = "OMPI_MCA_shmem"
 
 
 @dataclass
-class Request:
+class ForkRequest:
     """What a stand-in asks for, see `stand_in.hand_over`.
 
     Args:
@@ -47,7 +47,7 @@ class Request:
     descriptors: list[int]
 
 
-def become(request: Request, folder: str) -> None:
+def become(request: ForkRequest, folder: str) -> None:
     """Take over what is the rank's own: directory, descriptors, limits, signals.
 
     Args:
@@ -75,14 +75,14 @@ def become(request: Request, folder: str) -> None:
     score = Path("/proc/self/oom_score_adj")
     if score.read_text().strip() != values["memory"]:
         score.write_text(values["memory"])
-    place(descriptors, values["descriptors"])
+    place_descriptors(descriptors, values["descriptors"])
     os.environ.clear()
     os.environb.update(values["environ"])
     time.tzset()
     if hidden := hidden_by(values["path"]):
         raise OSError(f"{values['path']} has a module {hidden} of its own, which is loaded already")
     if folder.startswith("/dev/shm"):
-        os.environ.setdefault(SEGMENTS, folder)
+        os.environ.setdefault(SEGMENT_FOLDER, folder)
         os.environ.setdefault(TRIED, "mmap")
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = stream_of(name, number, mode)
@@ -124,7 +124,7 @@ def hidden_by(path: str) -> str:
     return ""
 
 
-def place(received: list[int], numbers: list[int]) -> None:
+def place_descriptors(received: list[int], numbers: list[int]) -> None:
     """Move descriptors to the numbers that they had in the stand-in.
 
     Raises:
@@ -213,7 +213,7 @@ def set_openblas_threads(count: int) -> None:
             return
 
 
-def run(request: Request) -> NoReturn:
+def run_rank(request: ForkRequest) -> NoReturn:
     """Run a rank's program as Python runs its main program.
 
     Raises:
@@ -227,7 +227,7 @@ def run(request: Request) -> NoReturn:
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     try:
-        if words[:2] == ["-m", OWN]:
+        if words[:2] == ["-m", OWN_PACKAGE]:
             sys.argv = words[1:]
             end_at_once(main_of_package(words[2:]))
         elif words[0] == "-m":
@@ -249,7 +249,7 @@ def run(request: Request) -> NoReturn:
 
 def main_of_package(arguments: list[str]) -> int:
     """Run this package's command line; returns its exit code."""
-    main = importlib.import_module(f"{OWN}.cli").main  # which stands above this layer
+    main = importlib.import_module(f"{OWN_PACKAGE}.cli").main  # which stands above this layer
     try:
         code: int = main(arguments)
         return code
@@ -274,5 +274,5 @@ def end_at_once(code: int) -> NoReturn:
 
 
 def _of_program(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frame of `run`."""
+    """A traceback without the frame of `run_rank`."""
     return traceback.tb_next if traceback is not None else None

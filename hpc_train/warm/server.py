@@ -57,16 +57,16 @@ class Peer:
 def main() -> None:
     """Serve; in a fork, run the rank's program as Python runs a main program."""
     folder, alive, listening, *_ = sys.argv[1:]
-    unfit = load(os.environ.get(LOAD, ""))
+    unfit = load_libraries(os.environ.get(LOAD, ""))
     server = Server(folder, int(alive), int(listening), unfit)
     request = server.serve()
     if request is None:
         meeting.clear(folder)
         return
-    rank.run(request)
+    rank.run_rank(request)
 
 
-def load(what: str) -> str:
+def load_libraries(what: str) -> str:
     """Import what ranks need; returns why this process must not be forked, or ""."""
     for name in LIBRARIES if what == "libraries" else (*LIBRARIES, *PROGRAM):
         with suppress(ImportError):
@@ -114,7 +114,7 @@ class Server:
         self._leaving = False
         self._until = time.monotonic() + max(BEFORE, self._linger)
 
-    def serve(self) -> rank.Request | None:
+    def serve(self) -> rank.ForkRequest | None:
         """Serve until nobody is left; in a fork, what the rank has to run."""
         while self.peers or time.monotonic() < self._until:
             for key, _ in self.selector.select(None if self.peers else 0.2):
@@ -146,7 +146,7 @@ class Server:
                 self.peers[connection.fileno()] = Peer(connection)
                 self.selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, peer: Peer) -> rank.Request | None:
+    def _hear(self, peer: Peer) -> rank.ForkRequest | None:
         """Take a stand-in's request or signal; in the fork that it asks for, the request."""
         try:
             data, descriptors, _, _ = socket.recv_fds(peer.connection, 1 << 20, 256)
@@ -170,10 +170,10 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
         else:
-            return self._fork(peer, rank.Request(marshal.loads(data), descriptors))
+            return self._fork(peer, rank.ForkRequest(marshal.loads(data), descriptors))
         return None
 
-    def _fork(self, peer: Peer, request: rank.Request) -> rank.Request | None:
+    def _fork(self, peer: Peer, request: rank.ForkRequest) -> rank.ForkRequest | None:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         server, pid = os.getpid(), os.fork()
         if pid:

@@ -16,20 +16,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from hpc_train.warm.key import WARM, WHY, binding, is_off, packed, text_of
-from hpc_train.warm.meeting import Cold, clear_killed, connect, descriptors
+from hpc_train.warm.key import WARM, WHY, binding_variable, is_off, packed, text_of
+from hpc_train.warm.meeting import Cold, clear_killed, connect_server, descriptors
 
 # Those that a process is sent by others. The rest cannot be caught, or tell it of itself.
-SIGNALS = signal.valid_signals() - {
+PASSED_SIGNALS = signal.valid_signals() - {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTTIN),
     *(signal.SIGTTOU, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
     *(signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
 }
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Our own program asks for these itself, once it has loaded its libraries.
-HELD = (*ENDING[:3], signal.SIGUSR1, signal.SIGUSR2)
-PATIENCE = 5.0  # seconds that a signal to end waits for a server that does not answer
-MESSAGE = 1 << 18  # bytes of a request; a larger environment starts cold
+HELD = (*END_SIGNALS[:3], signal.SIGUSR1, signal.SIGUSR2)
+SERVER_PATIENCE = 5.0  # seconds that a signal to end waits for a server that does not answer
+REQUEST_BYTES = 1 << 18  # bytes of a request; a larger environment starts cold
 DESCRIPTORS = 250  # that one message may carry (SCM_MAX_FD is 253)
 
 forked_by = ""
@@ -48,7 +48,7 @@ def main() -> int:
     if not program:
         print("usage: __main__.py (-m MODULE | SCRIPT) ARGUMENT...", file=sys.stderr)
         return 2
-    code = start(program, first_on_path(program))
+    code = start_stand_in(program, first_on_path(program))
     if code is None:
         os.environ[WARM] = "off"  # it is not tried twice
         os.execv(sys.executable, [sys.executable, *program])
@@ -60,7 +60,7 @@ def first_on_path(program: Sequence[str]) -> str:
     return os.getcwd() if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))
 
 
-def start(program: Sequence[str], path: str) -> int | None:
+def start_stand_in(program: Sequence[str], path: str) -> int | None:
     """Have a fork of the node's server run a program; wait for its end.
 
     Args:
@@ -73,10 +73,10 @@ def start(program: Sequence[str], path: str) -> int | None:
     """
     if forked_by or is_off(os.environ):
         return None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # nothing is lost from here on
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)  # nothing is lost from here on
     try:
-        check(program)
-        server = connect()
+        check_program(program)
+        server = connect_server()
         try:
             held = HELD if list(program[:3]) == ["-m", "hpc_train", "train"] else ()
             hand_over(server, program, path, mask={*mask, *held}, numbers=inherited(server))
@@ -92,13 +92,13 @@ def start(program: Sequence[str], path: str) -> int | None:
     return end_as(wait(server, group))
 
 
-def check(program: Sequence[str]) -> None:
+def check_program(program: Sequence[str]) -> None:
     """Leave to Python what a fork cannot do as well.
 
     Raises:
         Cold: naming it.
     """
-    if name := binding(os.environ):
+    if name := binding_variable(os.environ):
         raise Cold(f"{name} binds threads to processors that a rank does not have yet")
     if program[0] == "-m" and len(program) == 1:
         raise Cold("no module is named")
@@ -156,7 +156,7 @@ def hand_over(
         "descriptors": list(numbers),
         "beside": beside,
     }
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
     here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         socket.send_fds(server, [packed(request)], [here, *numbers])
@@ -178,12 +178,12 @@ def started(server: socket.socket) -> int:
     """
     asked = None
     while not select.select([server.fileno()], [], [], 0.2)[0]:
-        if signal.sigpending() & {*ENDING}:
+        if signal.sigpending() & {*END_SIGNALS}:
             asked = asked or time.monotonic()
-            if time.monotonic() - asked > PATIENCE:
+            if time.monotonic() - asked > SERVER_PATIENCE:
                 raise Cold("it is asked to end, and the server does not answer")
     try:
-        answer = server.recv(MESSAGE)
+        answer = server.recv(REQUEST_BYTES)
     except ConnectionResetError:
         answer = b""
     if not answer:
@@ -206,10 +206,10 @@ def wait(server: socket.socket, group: int) -> int:
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    for one in SIGNALS:
+    for one in PASSED_SIGNALS:
         signal.signal(one, lambda number, frame: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
     while True:
         ready, _, _ = select.select([server.fileno(), reading], [], [])
         if reading in ready:
@@ -217,10 +217,10 @@ def wait(server: socket.socket, group: int) -> int:
                 pass_on(server, number)
         if server.fileno() in ready:
             break
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)
     signal.set_wakeup_fd(-1)
     try:
-        answer = server.recv(MESSAGE)
+        answer = server.recv(REQUEST_BYTES)
     except ConnectionResetError:
         answer = b""
     if not answer:

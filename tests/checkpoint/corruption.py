@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from hpc_train.checkpoint import fileformat
-from hpc_train.checkpoint.fileformat import Entry, Held, Layout
-from hpc_train.checkpoint.restore import Reader, Tensors
+from hpc_train.checkpoint.fileformat import Entry, FileMap, LocalTensor
+from hpc_train.checkpoint.restore import CheckpointReader, Tensors
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import SMALL, save_tensors
@@ -89,14 +89,14 @@ def noise(data: bytearray, random: Random) -> bytearray:
 def forge(data: bytearray, random: Random) -> bytes:
     """A header that says something else, with the hashes that belong to it."""
     length = int.from_bytes(data[:8], "little")
-    layout, table_hash = fileformat.parse(bytes(data[8 : 8 + length]), len(data))
+    layout, table_hash = fileformat.parse_header(bytes(data[8 : 8 + length]), len(data))
     entries = list(layout.entries)
     for _ in range(random.randint(1, 3)):
         number = random.randrange(len(entries))
         entries[number] = forged(entries[number], random)
     if random.random() < 0.2:
         random.shuffle(entries)
-    made = Layout(tuple(entries), layout.data_start, fileformat._description(entries))
+    made = FileMap(tuple(entries), layout.data_start, fileformat._description(entries))
     head = fileformat._header(made, table_hash)
     return len(head).to_bytes(8, "little") + head + data[8 + length :]
 
@@ -110,7 +110,7 @@ def forged(entry: Entry, random: Random) -> Entry:
             replace(entry, shape=(number, *entry.shape)),
             replace(entry, begin=number),
             replace(entry, end=number),
-            replace(entry, dtype=random.choice([*fileformat.SIZES, "F8", "", number])),
+            replace(entry, dtype=random.choice([*fileformat.DTYPE_BYTES, "F8", "", number])),
             replace(entry, name=random.choice(["", "a", fileformat.STATE, fileformat.HASHES])),
         ]
     )
@@ -149,11 +149,11 @@ def damage_many(folder: Path, count: int, seed: int) -> dict[str, Counter[bool]]
     random = Random(seed)
     named, path = state_of(random), folder / "c.safetensors"
     save_tensors(
-        path, {n: Held.whole(tensor) for n, tensor in named.items()}, b'{"step":1}', Group()
+        path, {n: LocalTensor.whole(tensor) for n, tensor in named.items()}, b'{"step":1}', Group()
     )
     sound = path.read_bytes()
     assert not refused(path)
-    assert Reader.open(path).layout.extents > 2
+    assert CheckpointReader.open(path).layout.extents > 2
     found: dict[str, Counter[bool]] = {damage.__name__: Counter() for damage in DAMAGES}
     for _ in range(count):
         damage = random.choice(DAMAGES)

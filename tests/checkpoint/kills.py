@@ -52,7 +52,7 @@ def kill_launcher(directory: Path) -> Callable[..., Any]:
 
 def rank(directory: Path, case: Case | None, how: str) -> None:
     """What each rank does."""
-    started = runtime.start()
+    started = runtime.start_runtime()
     group = started.world
     made = store(directory, group, "mpiio" if how == "mpiio" else "posix", keep=1)
     assert made.resume() == 2

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from hpc_train.checkpoint import fileformat, restore, state
 from hpc_train.checkpoint.dtypes import DTYPES
-from hpc_train.checkpoint.fileformat import Form, Held
+from hpc_train.checkpoint.fileformat import LocalTensor, TensorForm
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
-from hpc_train.sharding import Shard, ShardSpec
+from hpc_train.sharding import ParameterSlice, SliceSpec
 from tests.checkpoint.states import SMALL, save_tensors
 
 CONTENT = b'{"step":3}'
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
     ranks: int
     replica: int
-    shards: list[dict[str, Shard]]
+    shards: list[dict[str, ParameterSlice]]
 
 
 def draw_whole(random: Random) -> dict[str, Tensor]:
@@ -66,11 +66,11 @@ def draw_whole(random: Random) -> dict[str, Tensor]:
     return whole
 
 
-def draw_layout(random: Random, forms: Mapping[str, Form], most: int) -> Layout:
+def draw_layout(random: Random, forms: Mapping[str, TensorForm], most: int) -> Layout:
     """On at most so many ranks."""
     ranks = random.randint(1, most)
     replica = random.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
-    shards: list[dict[str, Shard]] = [{} for _ in range(replica)]
+    shards: list[dict[str, ParameterSlice]] = [{} for _ in range(replica)]
     for name, (_, shape) in forms.items():
         count = replica if random.random() < 0.7 else random.randint(1, replica)
         holders = random.sample(range(replica), count)
@@ -78,18 +78,18 @@ def draw_layout(random: Random, forms: Mapping[str, Form], most: int) -> Layout:
         for index, rank in enumerate(holders):
             spec = specs[index % len(specs)]
             local = name.removeprefix(state.MODEL)
-            shards[rank][name] = Shard(local, spec, owned=index < len(specs))
+            shards[rank][name] = ParameterSlice(local, spec, owned=index < len(specs))
     return Layout(ranks, replica, shards)
 
 
-def draw_specs(random: Random, shape: tuple[int, ...], most: int) -> list[ShardSpec]:
+def draw_specs(random: Random, shape: tuple[int, ...], most: int) -> list[SliceSpec]:
     """Parts that cover a tensor: at most so many."""
     if not shape or random.random() < 0.2:
-        return [ShardSpec.whole(shape)]
+        return [SliceSpec.whole(shape)]
     dim = random.randrange(len(shape))
     parts = random.choice([random.randint(1, most), most // 2 or 1])
     cuts = draw_cuts(random, shape[dim], parts)
-    specs = [ShardSpec(shape, dim, *cut) for cut in cuts]
+    specs = [SliceSpec(shape, dim, *cut) for cut in cuts]
     rows = min(most // parts, specs[0].local_shape[0])
     if rows < 2 or dim == 0 or random.random() < 0.3:
         return specs
@@ -104,14 +104,14 @@ def draw_cuts(random: Random, size: int, parts: int) -> list[tuple[int, int]]:
     return list(zip([0, *between], [*between, size], strict=True))
 
 
-def view_of(tensor: Tensor, spec: ShardSpec) -> Tensor:
+def view_of(tensor: Tensor, spec: SliceSpec) -> Tensor:
     """The part, where it lies in the whole."""
     if spec.shape:
         tensor = tensor.narrow(spec.dim, spec.start, spec.stop - spec.start)
     return tensor.narrow(0, spec.first, spec.last - spec.first) if spec.last else tensor
 
 
-def held_by(rank: int, layout: Layout, whole: Whole) -> dict[str, Held]:
+def held_by(rank: int, layout: Layout, whole: Whole) -> dict[str, LocalTensor]:
     """What a rank holds, as a model whose own names differ, and where each tensor is tied."""
     model, shards = nn.Module(), {}
     for number, (name, shard) in enumerate(layout.shards[rank % layout.replica].items()):
@@ -142,14 +142,14 @@ def read(path: Path, layout: Layout, whole: Whole, group: Group) -> str:
     for groups in ((replica, alike), ()):
         nothing = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
         held = held_by(group.rank, layout, nothing)
-        restore.load(reader, held, group, *groups)
+        restore.load_tensors(reader, held, group, *groups)
         wrong += compared(held, layout, whole, group)
     replica.close()
     alike.close()
     return wrong
 
 
-def compared(held: dict[str, Held], layout: Layout, whole: Whole, group: Group) -> str:
+def compared(held: dict[str, LocalTensor], layout: Layout, whole: Whole, group: Group) -> str:
     """What is wrong with what was loaded. Collective."""
     wanted = held_by(group.rank, layout, whole)
     wrong = [n for n, part in held.items() if digest(part.tensor) != digest(wanted[n].tensor)]
@@ -159,7 +159,7 @@ def compared(held: dict[str, Held], layout: Layout, whole: Whole, group: Group) 
     return f"parts {wrong}, wholes {made}" if wrong or made else ""
 
 
-def joined(name: str, parts: list[dict[str, Held]], like: Tensor) -> Tensor:
+def joined(name: str, parts: list[dict[str, LocalTensor]], like: Tensor) -> Tensor:
     """A tensor, of the bytes of the parts that ranks have loaded and own."""
     whole = torch.zeros_like(like)
     for held in parts:
@@ -187,7 +187,7 @@ def try_case(folder: Path, world: Group, seed: str) -> str:
     """What is wrong with one case, on this rank. Collective."""
     random = Random(seed)
     whole = draw_whole(random)
-    forms = {name: Held.whole(tensor).form for name, tensor in whole.items()}
+    forms = {name: LocalTensor.whole(tensor).form for name, tensor in whole.items()}
     first, second = (draw_layout(random, forms, world.size) for _ in range(2))
     path, wrong = folder / "together", ""
     if group := among(world, first.ranks):
@@ -195,7 +195,7 @@ def try_case(folder: Path, world: Group, seed: str) -> str:
         group.close()
     world.barrier()
     if world.rank == 0:
-        everything = {name: Held.whole(tensor) for name, tensor in whole.items()}
+        everything = {name: LocalTensor.whole(tensor) for name, tensor in whole.items()}
         save_tensors(folder / "alone", everything, CONTENT, Group())
         wrong = "" if path.read_bytes() == (folder / "alone").read_bytes() else "the file's bytes, "
     if group := among(world, second.ranks):
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     vars(fileformat).update(SMALL)
-    started = runtime.start()
+    started = runtime.start_runtime()
     world = started.world
     with tempfile.TemporaryDirectory() as name:
         folder = Path(world.from_first(lambda: name))

@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint import claim as claims
 from hpc_train.checkpoint import fileformat, tools
-from hpc_train.checkpoint.directory import find, step_of
+from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from hpc_train.errors import ClaimError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -92,7 +92,7 @@ class Rival:
             os._exit(self._train(directory, background, patience))
 
     def _train(self, directory: Path, background: bool, patience: float) -> int:
-        claims.PATIENCE = patience
+        claims.OWNER_PATIENCE = patience
         with self.said.open("w") as output:
             os.dup2(output.fileno(), 2)
             try:
@@ -136,7 +136,7 @@ class Rival:
 
 def newest(directory: Path) -> int:
     """The step of the newest checkpoint."""
-    return max(map(step_of, find(directory, "auto")), default=0)
+    return max(map(step_of, find_checkpoints(directory, "auto")), default=0)
 
 
 def case(folder: Path, random: Random) -> list[str]:
@@ -168,7 +168,7 @@ def case(folder: Path, random: Random) -> list[str]:
         rival.send(signal.SIGCONT)
     events += [rival.end() for rival in rivals]
     assert newest(directory) >= reached, "a complete checkpoint is gone"
-    for path in find(directory, "auto"):
+    for path in find_checkpoints(directory, "auto"):
         assert not [*tools.damaged(path)], path
     time.sleep(SILENCE)
     assert Rival(directory, folder / "said").end() == "trained"
@@ -178,7 +178,7 @@ def case(folder: Path, random: Random) -> list[str]:
 def last_checkpoint(directory: Path) -> bytes:
     """Of a loop that is through."""
     assert newest(directory) == STEPS
-    return find(directory, "auto")[0].read_bytes()
+    return find_checkpoints(directory, "auto")[0].read_bytes()
 
 
 def main() -> None:

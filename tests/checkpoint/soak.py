@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hpc_train.checkpoint.directory import find, step_of
+from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from tests.conftest import small_program, small_text
 from tests.programs import ENVIRON, Program, processes_of, ranks_of, wait_for_end
 
@@ -90,7 +90,7 @@ class Job:
 
     def newest(self) -> int:
         """The step of the newest checkpoint, or 0."""
-        return max(map(step_of, find(self.run / "checkpoints", "auto")), default=0)
+        return max(map(step_of, find_checkpoints(self.run / "checkpoints", "auto")), default=0)
 
     def unfinished(self) -> bool:
         """Whether a checkpoint has been begun and not completed."""

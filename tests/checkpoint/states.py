@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.checkpoint.engines import Engine
-from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.engines import CheckpointEngine
+from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.phases import run
+from hpc_train.checkpoint.phases import carry_out
 from hpc_train.checkpoint.save import saving
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
@@ -23,7 +23,7 @@ SMALL = {"EXTENT_BYTES": 1024, "ALIGNMENT": 4096}
 
 
 def store(
-    directory: Path, group: Group, engine: Engine = "posix", seed: int = 0, keep: int = 2
+    directory: Path, group: Group, engine: CheckpointEngine = "posix", seed: int = 0, keep: int = 2
 ) -> Checkpoints:
     """Of the model, the same on all ranks."""
     torch.manual_seed(seed)
@@ -39,9 +39,9 @@ def change(made: Checkpoints, step: int) -> None:
             parameter.fill_(step)
 
 
-def save_tensors(path: Path, held: Mapping[str, Held], *arguments: Any, **how: Any) -> None:
+def save_tensors(path: Path, held: Mapping[str, LocalTensor], *arguments: Any, **how: Any) -> None:
     """Write a checkpoint of named tensors, with the arguments of `saving`. Collective."""
-    run(saving(path, Parts(held), *arguments, **how))
+    carry_out(saving(path, Parts(held), *arguments, **how))
 
 
 def save(made: Checkpoints, step: int, *, background: bool = False) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hpc_train import files
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.checkpoint.directory import SECONDS
+from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE
 from hpc_train.checkpoint.exchange import Exchange
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError
@@ -36,7 +36,7 @@ def trained_on(directory, group, *, background: bool) -> Checkpoints:
 
 def content(directory) -> dict[str, bytes]:
     """All files by name, but for what saving has taken."""
-    paths = [path for path in directory.iterdir() if path.name != SECONDS]
+    paths = [path for path in directory.iterdir() if path.name != SAVE_SECONDS_FILE]
     return {path.name: path.read_bytes() for path in paths}
 
 

@@ -13,22 +13,22 @@ import pytest
 
 from hpc_train import files
 from hpc_train.checkpoint import claim as claims
-from hpc_train.checkpoint.claim import Claim, Jobs, Owner, Place, claimed, take, void
-from hpc_train.checkpoint.directory import find, step_of
+from hpc_train.checkpoint.claim import Claim, Jobs, Owner, ProcessPlace, claimed, take_claim, void
+from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from hpc_train.errors import ClaimError, ConfigError
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import Call, faults
 from tests.checkpoint.states import found, save, store
 
 OTHERS: deque[int] = deque()
-JOB = Place("slurm:c:7")
-LAUNCH = Place(launch="a", attempt=1)
+JOB = ProcessPlace("slurm:c:7")
+LAUNCH = ProcessPlace(launch="a", attempt=1)
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(claims, "PATIENCE", 0.3)
-    monkeypatch.setattr(claims, "LOOK", 0.01)
+    monkeypatch.setattr(claims, "OWNER_PATIENCE", 0.3)
+    monkeypatch.setattr(claims, "LOOK_SECONDS", 0.01)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +42,7 @@ def processes():
         process.wait()
 
 
-def living(place: Place = claims.NOWHERE, timeout: float = 1800.0) -> Owner:
+def living(place: ProcessPlace = claims.NOWHERE, timeout: float = 1800.0) -> Owner:
     """A process that is there, and is neither this one nor that of the call before."""
     OTHERS.rotate()
     here = Owner.here(place, timeout)
@@ -52,9 +52,9 @@ def living(place: Place = claims.NOWHERE, timeout: float = 1800.0) -> Owner:
 @pytest.mark.parametrize(
     ("his", "mine", "ended", "named", "expected"),
     [
-        (Place(), Place(), False, None, False),
-        (Place(), Place(), True, None, True),
-        (Place(), Place(), None, None, False),
+        (ProcessPlace(), ProcessPlace(), False, None, False),
+        (ProcessPlace(), ProcessPlace(), True, None, True),
+        (ProcessPlace(), ProcessPlace(), None, None, False),
         (LAUNCH, LAUNCH._replace(attempt=2), False, None, True),
         (LAUNCH, LAUNCH._replace(attempt=0), None, None, False),
         (LAUNCH, LAUNCH._replace(launch="b", attempt=2), None, None, False),
@@ -62,10 +62,10 @@ def living(place: Place = claims.NOWHERE, timeout: float = 1800.0) -> Owner:
         (JOB._replace(requeued=1), JOB, False, None, False),
         (JOB, JOB, None, None, True),
         (JOB, JOB, False, None, False),
-        (JOB, Place("slurm:c:8"), None, {"slurm:c:8"}, True),
-        (JOB, Place("slurm:c:8"), None, {"slurm:c:7", "slurm:c:8"}, False),
-        (JOB, Place("slurm:d:8"), None, {"slurm:d:8"}, False),
-        (JOB, Place("slurm:c:8"), None, None, False),
+        (JOB, ProcessPlace("slurm:c:8"), None, {"slurm:c:8"}, True),
+        (JOB, ProcessPlace("slurm:c:8"), None, {"slurm:c:7", "slurm:c:8"}, False),
+        (JOB, ProcessPlace("slurm:d:8"), None, {"slurm:d:8"}, False),
+        (JOB, ProcessPlace("slurm:c:8"), None, None, False),
     ],
 )
 def test_who_may_take_a_directory_from_whom(his, mine, ended, named, expected):
@@ -78,7 +78,7 @@ def test_who_may_take_a_directory_from_whom(his, mine, ended, named, expected):
 
 
 def test_a_job_that_began_after_the_scheduler_was_asked_is_not_taken_for_gone():
-    owner, mine = living(JOB), living(Place("slurm:c:8"))
+    owner, mine = living(JOB), living(ProcessPlace("slurm:c:8"))
     jobs = Jobs(frozenset({"slurm:c:8"}), age=20.0)
     assert not void(owner, mine, silent=15.0, ended=None, jobs=jobs)
     assert void(owner, mine, silent=25.0, ended=None, jobs=jobs)
@@ -91,7 +91,7 @@ def test_of_many_that_start_at_once_one_has_it_and_is_named_to_the_others(tmp_pa
 
     def start(owner: Owner) -> None:
         try:
-            made.append(take(tmp_path, owner))
+            made.append(take_claim(tmp_path, owner))
         except ClaimError as error:
             refused.append(str(error))
 
@@ -106,17 +106,17 @@ def test_of_many_that_start_at_once_one_has_it_and_is_named_to_the_others(tmp_pa
         assert line.endswith(f"`rm -r {tmp_path}/.claim`")
     made[0].check()
     made[0].release()
-    take(tmp_path, living()).release()
+    take_claim(tmp_path, living()).release()
 
 
 def test_the_command_that_is_named_frees_it_and_the_owner_finds_out(tmp_path):
-    owner = take(tmp_path, living())
+    owner = take_claim(tmp_path, living())
     with pytest.raises(ClaimError, match="in use by process"):
-        take(tmp_path, living())
+        take_claim(tmp_path, living())
     shutil.rmtree(tmp_path / ".claim")
     with pytest.raises(ClaimError, match="taken from it"):
         owner.check()
-    other = take(tmp_path, living())
+    other = take_claim(tmp_path, living())
     owner.release()
     other.check()  # which has the same number
     other.release()
@@ -124,12 +124,12 @@ def test_the_command_that_is_named_frees_it_and_the_owner_finds_out(tmp_path):
 
 def test_a_reboot_ends_all_owners_of_a_machine(tmp_path):
     before = replace(living(), boot="another")
-    owner = take(tmp_path, before)
-    take(tmp_path, living()).release()
+    owner = take_claim(tmp_path, before)
+    take_claim(tmp_path, living()).release()
     owner.release()
-    owner = take(tmp_path, replace(before, host="another"))
+    owner = take_claim(tmp_path, replace(before, host="another"))
     with pytest.raises(ClaimError):
-        take(tmp_path, living())
+        take_claim(tmp_path, living())
     owner.release()
 
 
@@ -137,16 +137,16 @@ def test_a_claim_whose_maker_died_before_it_had_written_it_blocks_for_moments(tm
     folder = tmp_path / ".claim"
     folder.mkdir()
     (folder / "000004").touch()
-    assert take(tmp_path, living()).number == 5
+    assert take_claim(tmp_path, living()).number == 5
 
 
 @pytest.mark.parametrize("stale", ["list", "read"])
 def test_a_view_of_before_the_other_came_gives_the_directory_to_nobody_else(tmp_path, stale):
     """The view of an NFS client that has not looked at the server again."""
-    take(tmp_path, living()).release()
+    take_claim(tmp_path, living()).release()
     folder = tmp_path / ".claim"
     names = [path.name for path in folder.iterdir()]
-    owner = take(tmp_path, living())
+    owner = take_claim(tmp_path, living())
 
     def late(name: str, function: Call, *arguments: object) -> object:
         if name == stale == "list":
@@ -159,7 +159,7 @@ def test_a_view_of_before_the_other_came_gives_the_directory_to_nobody_else(tmp_
         call = lambda *words: (looks.names.append(words[0]), late(*words))[1]  # noqa: E731
         patch.setattr(files, "call", call)
         with pytest.raises(ClaimError, match="in use by"):
-            take(tmp_path, living())
+            take_claim(tmp_path, living())
     owner.check()
     owner.release()
 
@@ -172,7 +172,7 @@ def test_locks_are_not_used(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", fail)
     monkeypatch.setattr(fcntl, "lockf", fail)
-    take(tmp_path, living()).release()
+    take_claim(tmp_path, living()).release()
 
 
 def test_a_folder_that_cannot_be_written_is_the_users_to_mend(tmp_path):
@@ -186,17 +186,17 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_mend(tmp_path):
 
 def test_former_claims_are_removed_but_for_the_last(tmp_path):
     for _ in range(20):
-        take(tmp_path, living()).release()
+        take_claim(tmp_path, living()).release()
     names = [path.name for path in (tmp_path / ".claim").iterdir()]
     numbers = [int(name) for name in names if name.isdigit()]
-    assert len(numbers) <= claims.KEPT + 1
+    assert len(numbers) <= claims.FORMER_CLAIMS + 1
     assert max(numbers) == 20
 
 
 def calls_of_a_save(directory) -> int:
     """How many there are, with an owner that looks."""
     made = store(directory, Group(), keep=1)
-    made.claim = take(directory, living())
+    made.claim = take_claim(directory, living())
     save(made, 2)
     with faults() as seen:
         save(made, 3)
@@ -221,7 +221,7 @@ def test_an_owner_that_wakes_after_a_takeover_at_any_call_of_a_save_harms_nothin
     for at in range(0, calls_of_a_save(tmp_path / "counted"), every):
         directory = tmp_path / str(at)
         asleep = store(directory, Group(), keep=1)
-        asleep.claim = take(directory, living(timeout=0.02))
+        asleep.claim = take_claim(directory, living(timeout=0.02))
         asleep.claim._over.set()  # no heartbeat
         save(asleep, 2)
 
@@ -229,7 +229,7 @@ def test_an_owner_that_wakes_after_a_takeover_at_any_call_of_a_save_harms_nothin
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(files, "call", lambda name, function, *given: function(*given))
                 awake = store(to, Group(), keep=1)
-                awake.claim = take(to, living())
+                awake.claim = take_claim(to, living())
                 assert awake.resume() in (2, 3)
                 save(awake, 4)
             return function(*arguments)
@@ -242,6 +242,6 @@ def test_an_owner_that_wakes_after_a_takeover_at_any_call_of_a_save_harms_nothin
         with pytest.raises(ClaimError, match="was taken over by process"):
             asleep.save(5)
         assert found(directory, Group()) == 4
-        assert 4 in map(step_of, find(directory, "auto"))
+        assert 4 in map(step_of, find_checkpoints(directory, "auto"))
         assert not [*directory.glob(".step-*.partial")]
     assert told

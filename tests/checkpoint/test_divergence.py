@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.checkpoint import Checkpoints, divergence
-from hpc_train.checkpoint.directory import find
+from hpc_train.checkpoint.directory import find_checkpoints
 from hpc_train.checkpoint.divergence import sample
 from hpc_train.collectives import connect
 from hpc_train.errors import DivergenceError, UserError
@@ -20,7 +20,7 @@ sizes = st.dictionaries(st.text("abc", min_size=1), st.integers(0, 50), max_size
 @given(sizes, st.integers(1, 60))
 def test_the_turns_go_round_through_all_bytes(sizes, at_once):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(divergence, "SAMPLE", at_once)
+        patch.setattr(divergence, "COMPARED_BYTES", at_once)
         seen = []
         for turn in range(-(-sum(sizes.values()) // at_once)):
             pieces = sample(sizes, turn)
@@ -49,7 +49,7 @@ def test_one_rank_that_has_drifted_is_named_before_it_is_saved(job, together, ra
         made.save(1)
     job.world.barrier()
     assert error.value.agreed
-    assert not find(together, "auto")
+    assert not find_checkpoints(together, "auto")
 
 
 @pytest.mark.mpi(min_size=4)
@@ -64,7 +64,7 @@ def test_of_two_that_differ_both_are_named(job, together):
 
 @pytest.mark.mpi(min_size=4)
 def test_what_is_not_in_a_sample_is_in_a_later_one(job, together, monkeypatch):
-    monkeypatch.setattr(divergence, "SAMPLE", 256)
+    monkeypatch.setattr(divergence, "COMPARED_BYTES", 256)
     made = drifted(together, job.world, 1)
     with torch.no_grad():
         made.model.weight.view(-1)[77 // 4] = 0.0  # the same again
@@ -93,6 +93,6 @@ def test_other_tensors_are_no_drift(job, together):
 def test_where_asked_it_is_saved_all_the_same(job, together, replicas, caplog):
     drifted(together, job.world, 3, replicas).save(1)
     job.world.barrier()
-    assert len(find(together, "auto")) == 1
+    assert len(find_checkpoints(together, "auto")) == 1
     warned = "is not what the other 3 replicas have" in caplog.text
     assert warned == (replicas == "warn" and job.world.rank == 0)

@@ -15,7 +15,7 @@ import torch
 from hpc_train import files
 from hpc_train.checkpoint import striping
 from hpc_train.checkpoint.engines import MpiWriter, Ways
-from hpc_train.checkpoint.fileformat import EXTENT_BYTES, Contents, header, parse
+from hpc_train.checkpoint.fileformat import EXTENT_BYTES, Contents, header, parse_header
 from hpc_train.checkpoint.plan import shift
 from hpc_train.errors import ConfigError
 from hpc_train.mpi.group import Group
@@ -158,5 +158,5 @@ def test_an_extent_of_a_striped_file_lies_in_one_stripe():
 def test_large_files_of_earlier_releases_are_read():
     layout = Contents.of({"model.a": (torch.float32, (3 * 10**8,))}).layout(10)
     earlier = replace(layout, data_start=1 << 20)
-    found, _ = parse(header(earlier, b""), earlier.file_bytes)
+    found, _ = parse_header(header(earlier, b""), earlier.file_bytes)
     assert found == earlier

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpc_train.checkpoint import fileformat, restore
 from hpc_train.checkpoint.dtypes import DTYPES
 from hpc_train.checkpoint.parts import as_bytes
-from hpc_train.checkpoint.restore import Reader
+from hpc_train.checkpoint.restore import CheckpointReader
 from hpc_train.checkpoint.save import owned
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
@@ -28,7 +28,7 @@ def small_extents(monkeypatch):
 
 
 def held(tensors):
-    return {name: fileformat.Held.whole(tensor) for name, tensor in tensors.items()}
+    return {name: fileformat.LocalTensor.whole(tensor) for name, tensor in tensors.items()}
 
 
 @st.composite
@@ -48,9 +48,9 @@ def tensors(draw):
 def test_what_is_saved_is_loaded_and_safetensors_reads_it_too(tmp_path_factory, named, state):
     path = tmp_path_factory.mktemp("c") / "c.safetensors"
     save_tensors(path, held(named), b'{"x":"' + state.hex().encode() + b'"}', ALONE)
-    reader = Reader.open(path)
+    reader = CheckpointReader.open(path)
     empty = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
-    restore.load(reader, held(empty), ALONE)
+    restore.load_tensors(reader, held(empty), ALONE)
     assert restore.load_state(reader, ALONE) == {"x": state.hex()}
     theirs = safetensors.torch.load_file(path)
     for name, tensor in named.items():
@@ -77,9 +77,9 @@ def saved(tmp_path):
 
 
 def opened_and_loaded(path, named):
-    reader = Reader.open(path)
+    reader = CheckpointReader.open(path)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
-    restore.load(reader, held(loaded), ALONE)
+    restore.load_tensors(reader, held(loaded), ALONE)
     assert restore.load_state(reader, ALONE) == {"step": 1}
     return loaded
 
@@ -121,7 +121,7 @@ def test_a_file_without_its_commit_record_is_refused_by_us_and_by_safetensors(sa
     with path.open("r+b") as file:
         file.write(bytes(8))
     with pytest.raises(CheckpointError, match="was never completed"):
-        Reader.open(path)
+        CheckpointReader.open(path)
     with pytest.raises(Exception, match="[Hh]eader"):
         safetensors.torch.load_file(path)
 
@@ -129,7 +129,7 @@ def test_a_file_without_its_commit_record_is_refused_by_us_and_by_safetensors(sa
 def test_a_safetensors_file_of_others_is_not_taken_for_ours(tmp_path):
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "theirs")
     with pytest.raises(CheckpointMismatch, match="theirs: it is not of hpc_train"):
-        Reader.open(tmp_path / "theirs")
+        CheckpointReader.open(tmp_path / "theirs")
 
 
 def test_a_type_that_has_no_name_in_the_format_is_refused(tmp_path):

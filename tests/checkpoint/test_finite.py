@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hpc_train.checkpoint.directory import find
+from hpc_train.checkpoint.directory import find_checkpoints
 from hpc_train.checkpoint.finite import are_finite
 from hpc_train.errors import NotFiniteError
 from hpc_train.mpi.group import Group
@@ -52,7 +52,7 @@ def test_a_number_of_any_rank_stops_all_before_anything_is_written(job, together
             continue
         with pytest.raises(NotFiniteError, match="after step 2 trained parameters are infinite"):
             made.save(2)
-        assert len(find(together / str(value), "auto")) == 1
+        assert len(find_checkpoints(together / str(value), "auto")) == 1
 
 
 def test_infinities_of_a_mask_are_no_reason_to_stop(tmp_path):

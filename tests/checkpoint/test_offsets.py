@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hpc_train import files
 from hpc_train.checkpoint import fileformat, restore
 from hpc_train.checkpoint.engines import PosixWriter, open_writer
-from hpc_train.checkpoint.fileformat import HASH_BYTES, STATE, Held
+from hpc_train.checkpoint.fileformat import HASH_BYTES, STATE, LocalTensor
 from hpc_train.checkpoint.parts import Parts, pieces_of
 from hpc_train.mpi.group import Group
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 
 PLACES = (2**31 - 5, 2**31 + 5000, 2**32 - 5, 2**40 - 5, 2**40 + 5000)
 HUGE = (2**20, 2**17)  # int64: 1 TiB
@@ -62,11 +62,11 @@ def test_tensors_behind_a_terabyte_are_written_and_read(tmp_path):
     path, state = tmp_path / "c.safetensors", b'{"step":1}'
     after = torch.arange(3000.0).view(1000, 3)
     last = torch.arange(ROWS * HUGE[1]).view(ROWS, -1) - 7
-    spec = ShardSpec(HUGE, 0, HUGE[0] - ROWS, HUGE[0])
+    spec = SliceSpec(HUGE, 0, HUGE[0] - ROWS, HUGE[0])
     held = {
-        "after": Held.whole(after),
-        "huge": Held(last, spec),
-        STATE: Held.whole(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+        "after": LocalTensor.whole(after),
+        "huge": LocalTensor(last, spec),
+        STATE: LocalTensor.whole(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
     }
     specs = {name: part.spec for name, part in held.items()}
     forms = {name: held[name].form for name in ("after", "huge")}
@@ -89,16 +89,16 @@ def test_tensors_behind_a_terabyte_are_written_and_read(tmp_path):
     writer.write_at(0, len(head).to_bytes(8, "little") + head)
     writer.close()
 
-    reader = restore.Reader.open(path)
+    reader = restore.CheckpointReader.open(path)
     assert reader.layout == layout
     assert not any(reader.extent(first // 2))
-    found = {"after": Held.whole(torch.zeros_like(after))}
-    restore.load(reader, found, Group())
+    found = {"after": LocalTensor.whole(torch.zeros_like(after))}
+    restore.load_tensors(reader, found, Group())
     assert torch.equal(found["after"].tensor, after)
     assert restore.load_state(reader, Group()) == {"step": 1}
     rows = torch.zeros_like(last)
     pieces = pieces_of({"huge": spec}, layout, *layout.extent(first))
-    Parts({"huge": Held(rows, spec)}).scatter(reader.extent(first), pieces)
+    Parts({"huge": LocalTensor(rows, spec)}).scatter(reader.extent(first), pieces)
     assert torch.equal(rows, last)
 
 
@@ -109,21 +109,21 @@ def huge_specs(draw):
     shape = (*shape, 1 + 2**41 // math.prod(shape))
     dim = draw(st.integers(0, len(shape) - 1))
     start = draw(st.integers(0, shape[dim]))
-    spec = ShardSpec(shape, dim, start, draw(st.integers(start, shape[dim])))
+    spec = SliceSpec(shape, dim, start, draw(st.integers(start, shape[dim])))
     if dim > 0 and draw(st.booleans()):
         first = draw(st.integers(0, shape[0] - 1))
         spec = spec.rows(first, draw(st.integers(first + 1, shape[0])))
     return spec
 
 
-def bounds(spec: ShardSpec) -> list[tuple[int, int]]:
+def bounds(spec: SliceSpec) -> list[tuple[int, int]]:
     """Of each dimension the first index that is in the part, and the one behind the last."""
     found = [(0, size) for size in spec.shape]
     found[spec.dim] = (spec.start, spec.stop)
     return [(spec.first, spec.last), *found[1:]] if spec.last else found
 
 
-def place_in(spec: ShardSpec, element: int) -> int | None:
+def place_in(spec: SliceSpec, element: int) -> int | None:
     """An element's place in the part, if it is in it: index by index."""
     place, stride = 0, 1
     for size, (first, last) in reversed(list(zip(spec.shape, bounds(spec), strict=True))):

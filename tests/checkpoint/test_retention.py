@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.checkpoint.directory import find, step_of
+from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
@@ -71,7 +71,7 @@ def test_the_best_survive_also_in_a_run_that_was_resumed(tmp_path):
         if score is not None:
             again.scores[step] = score
         again.save(step)
-    assert sorted(map(step_of, find(tmp_path, "auto"))) == [2, 4, 6]
+    assert sorted(map(step_of, find_checkpoints(tmp_path, "auto"))) == [2, 4, 6]
 
 
 @pytest.mark.parametrize(("save", "mtbf"), [(1, 3600), (60, 86400), (300, 3600), (10, 100)])

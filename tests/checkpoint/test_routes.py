@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpc_train.checkpoint.fileformat import Contents
 from hpc_train.checkpoint.routes import check_cover, extents_of, row_of
 from hpc_train.errors import CheckpointError
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 
 
 @st.composite
@@ -22,7 +22,7 @@ def parts_of_a_tensor(draw):
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     dim = draw(st.integers(0, len(shape) - 1))
     cuts = sorted({0, shape[dim], *draw(st.lists(st.integers(0, shape[dim]), max_size=3))})
-    parts = [ShardSpec(shape, dim, a, b) for a, b in pairwise(cuts)]
+    parts = [SliceSpec(shape, dim, a, b) for a, b in pairwise(cuts)]
     found = []
     for part in parts:
         rows = part.local_shape[0]

@@ -29,7 +29,7 @@ def state_of(seed=0):
 
 
 def held(tensors):
-    return {name: fileformat.Held.whole(tensor) for name, tensor in tensors.items()}
+    return {name: fileformat.LocalTensor.whole(tensor) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("engine", ["mpiio", "mpiio_collective", "posix"])
@@ -40,7 +40,7 @@ def test_any_number_of_ranks_and_any_engine_write_the_same_bytes(group, together
     save_tensors(path, held(state_of()), b'{"x": 1}', group, engine)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state_of().items()}
     reader = restore.open_together(path, group)
-    restore.load(reader, held(loaded), group)
+    restore.load_tensors(reader, held(loaded), group)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state_of().items())
     assert restore.load_state(reader, group) == {"x": 1}
     if group.rank == 0:
@@ -95,7 +95,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_older_checkpoints_stay(
     if silent_sync:  # a sync that did nothing cannot be noticed, and the data are there
         assert how == "silent"
         loaded = {name: torch.zeros_like(tensor) for name, tensor in changed.items()}
-        restore.load(restore.open_together(path, group), held(loaded), group)
+        restore.load_tensors(restore.open_together(path, group), held(loaded), group)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in changed.items())
     if group.rank == 0:  # which has cleaned up
         assert [entry.name for entry in together.iterdir()] == ["checkpoint"]
@@ -135,7 +135,7 @@ def test_a_damaged_file_is_an_error_on_all_ranks(job, together):
     job.world.barrier()
     reader = restore.open_together(path, job.world)
     with pytest.raises(CheckpointError, match="are not what was saved"):
-        restore.load(reader, held(state_of()), job.world)
+        restore.load_tensors(reader, held(state_of()), job.world)
 
 
 def test_where_space_cannot_be_claimed_the_file_gets_its_length(job, together, monkeypatch):

@@ -10,10 +10,10 @@ import torch
 
 from hpc_train.checkpoint import engines, exchange, fileformat, restore
 from hpc_train.checkpoint import save as saving
-from hpc_train.checkpoint.fileformat import Held
+from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.group import Group
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 from tests.checkpoint.states import save_tensors
 from tests.checkpoint.test_save import Broken
 
@@ -61,12 +61,12 @@ def held_at(place, tensors):
     found = {}
     for name, tensor in tensors.items():
         if mine(name) and name in PARTS:
-            spec = ShardSpec.part(tuple(tensor.shape), PARTS[name], index, 2)
+            spec = SliceSpec.part(tuple(tensor.shape), PARTS[name], index, 2)
             part = tensor.narrow(spec.dim, spec.start, spec.stop - spec.start).contiguous()
-            found[name] = Held(part, spec)
+            found[name] = LocalTensor(part, spec)
         elif mine(name):
-            spec = ShardSpec.whole(tuple(tensor.shape))
-            found[name] = Held(tensor.clone(), spec, owned=index == 0)
+            spec = SliceSpec.whole(tuple(tensor.shape))
+            found[name] = LocalTensor(tensor.clone(), spec, owned=index == 0)
     return found
 
 
@@ -75,7 +75,7 @@ def assert_loaded(path, place, group, tensors):
     wanted = held_at(place, tensors)
     found = held_at(place, {name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
     reader = restore.open_together(path, group)
-    restore.load(reader, found, group)
+    restore.load_tensors(reader, found, group)
     state = restore.load_state(reader, group)
     for name, part in wanted.items():
         assert torch.equal(found[name].tensor, part.tensor), name
@@ -87,7 +87,7 @@ def test_parts_make_the_bytes_that_one_rank_writes_of_the_whole(job, together, p
     path, group = together / "parts", job.world
     save_tensors(path, held_at(place, whole()), STATE, group, engine, replica=place[0])
     if group.rank == 0:
-        everything = {name: Held.whole(tensor) for name, tensor in whole().items()}
+        everything = {name: LocalTensor.whole(tensor) for name, tensor in whole().items()}
         save_tensors(together / "alone", everything, STATE, Group())
     group.barrier()
     alike = path.read_bytes() == (together / "alone").read_bytes()
@@ -100,10 +100,10 @@ def test_a_rank_alone_reads_what_four_wrote_and_four_what_one_wrote(job, togethe
     save_tensors(together / "parts", held_at(place, whole()), STATE, group, replica=place[0])
     if group.rank == 0:
         found = {name: torch.zeros_like(tensor) for name, tensor in whole().items()}
-        everything = {name: Held.whole(tensor) for name, tensor in found.items()}
-        restore.load(restore.Reader.open(together / "parts"), everything, Group())
+        everything = {name: LocalTensor.whole(tensor) for name, tensor in found.items()}
+        restore.load_tensors(restore.CheckpointReader.open(together / "parts"), everything, Group())
         alike = all(torch.equal(found[name], tensor) for name, tensor in whole().items())
-        saved = {name: Held.whole(tensor) for name, tensor in whole(1).items()}
+        saved = {name: LocalTensor.whole(tensor) for name, tensor in whole(1).items()}
         save_tensors(together / "alone", saved, STATE, Group())
     group.barrier()
     assert_loaded(together / "alone", place, group, whole(1))

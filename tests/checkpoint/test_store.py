@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, fileformat
-from hpc_train.checkpoint.directory import SECONDS, newest
+from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE, newest
 from hpc_train.checkpoint.weights import start_from
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError, CheckpointMismatch
@@ -77,7 +77,12 @@ def test_the_newest_is_taken_and_the_oldest_are_dropped(tmp_path):
     for step in (5, 10, 15):
         checkpoints.save(step)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [SECONDS, "LATEST", "step-000000010.safetensors", "step-000000015.safetensors"]
+    assert names == [
+        SAVE_SECONDS_FILE,
+        "LATEST",
+        "step-000000010.safetensors",
+        "step-000000015.safetensors",
+    ]
     assert (tmp_path / "LATEST").read_text() == "step-000000015.safetensors\n"
     assert store(tmp_path, *make()).resume() == 15
 
@@ -213,7 +218,7 @@ def test_a_file_of_another_version_is_not_taken_for_damaged(tmp_path, monkeypatc
     model, optimizer = make()
     store(tmp_path, model, optimizer).save(1)
     with monkeypatch.context() as patch:
-        patch.setattr(fileformat, "VERSION", "2")
+        patch.setattr(fileformat, "FORMAT_VERSION", "2")
         store(tmp_path, model, optimizer).save(2)
     with pytest.raises(CheckpointMismatch, match="version is 2, this program reads 1"):
         store(tmp_path, *make()).resume()

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train import files
 from hpc_train.checkpoint import reading, tools
-from hpc_train.checkpoint.directory import find
+from hpc_train.checkpoint.directory import find_checkpoints
 from hpc_train.errors import CheckpointError, CheckpointUnreadable
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import found, save, store
@@ -62,12 +62,12 @@ def test_each_attempt_opens_the_file_anew(folder, monkeypatch):
 
     monkeypatch.setattr(files, "call", call)
     assert found(folder, Group()) == 2
-    newest = find(folder, "auto")[0]
+    newest = find_checkpoints(folder, "auto")[0]
     assert opened[:3] == [newest] * 3
 
 
 def test_an_error_that_stays_ends_the_run_and_touches_nothing(folder, monkeypatch):
-    newest, before = find(folder, "auto")[0], sorted(folder.iterdir())
+    newest, before = find_checkpoints(folder, "auto")[0], sorted(folder.iterdir())
     with monkeypatch.context() as patch:
         failing(patch, errno.ESTALE, times=1000)
         with pytest.raises(CheckpointUnreadable, match=str(newest)) as told:
@@ -89,14 +89,14 @@ def test_a_file_without_permission_is_not_passed_over(folder, monkeypatch):
 
 
 def test_what_is_proven_to_be_damaged_is_passed_over(folder):
-    newest = find(folder, "auto")[0]
+    newest = find_checkpoints(folder, "auto")[0]
     with newest.open("r+b") as file:
         file.truncate(newest.stat().st_size - 1)
     assert found(folder, Group()) == 1
 
 
 def test_verify_does_not_call_it_damaged(folder, monkeypatch):
-    newest = find(folder, "auto")[0]
+    newest = find_checkpoints(folder, "auto")[0]
     real = tools.Reader.open(newest)
     monkeypatch.setattr(tools.Reader, "open", lambda _: real)
     failing(monkeypatch, errno.EIO, times=1000)

@@ -89,7 +89,7 @@ def _counter() -> int:
 
 def main() -> None:
     folder, *layouts = sys.argv[1:]
-    job = runtime.start()
+    job = runtime.start_runtime()
     found = {}
     for layout in layouts:
         few, more = (sent(configuration(layout, Path(folder), n), job) for n in (FEW, MORE))

@@ -137,7 +137,7 @@ class TestEveryImplementation:
 @pytest.fixture(params=[1 << 30, 64], ids=["one piece", "pieces"])
 def pieces(request, monkeypatch):
     # By name: this module is read in one process too, and importing mpi4py.MPI would start MPI.
-    monkeypatch.setattr("hpc_train.collectives.mpi.PIECE_BYTES", request.param)
+    monkeypatch.setattr("hpc_train.collectives.mpi.LARGEST_MESSAGE", request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.int32])
@@ -196,7 +196,7 @@ def test_what_is_gathered_and_scattered_is_cut_where_counts_would_be_too_large(
 ):
     if not group or group.size == 3:  # which does not divide the shape
         return
-    monkeypatch.setattr("hpc_train.collectives.mpi.PIECE_BYTES", 320)
+    monkeypatch.setattr("hpc_train.collectives.mpi.LARGEST_MESSAGE", 320)
     over = connect(group)
     if group.comm is not None:
         over.comm = Limited(group.comm, 320)

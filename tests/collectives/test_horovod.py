@@ -58,7 +58,7 @@ def test_operations_of_one_kind_have_names_that_horovod_knows(job, monkeypatch):
     """Also where more are under way than there are names."""
     rank, size = job.world.rank, job.world.size
     over = connected(job, 0, rank)
-    monkeypatch.setattr("hpc_train.collectives.horovod.NAMES", 3)
+    monkeypatch.setattr("hpc_train.collectives.horovod.NAMES_PER_KIND", 3)
     names, start = [], over.hvd.allreduce_async_
 
     def named(*args, name, **how):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hpc_train.collectives.coroutines import drive
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.node import NodeMemory, sum_into
 from hpc_train.collectives.ring import Library, Ring
-from hpc_train.collectives.steps import run
 from hpc_train.errors import SetupError
 from hpc_train.mpi.levels import Levels
 
@@ -33,7 +33,7 @@ def test_a_ring_sums(group, kind, count):
         return
     ring = kind(group)
     flat = numbers(group.rank, count)
-    run(ring.sum_(flat, 3))
+    drive(ring.sum_(flat, 3))
     assert torch.allclose(flat, total(group.size, count), rtol=1e-13, atol=1e-13)
     everyone = group.comm.allgather(flat.numpy().tobytes())
     assert len(set(everyone)) == 1, "not the same bits on all ranks"
@@ -46,7 +46,7 @@ def test_a_ring_sends_what_is_optimal(job, kind):
     if world.size not in (2, 4):
         return
     ring, flat = kind(world), numbers(world.rank, 8 * world.size)
-    run(ring.sum_(flat, 0))
+    drive(ring.sum_(flat, 0))
     assert ring.bytes_sent == 2 * (world.size - 1) * flat.nbytes // world.size
     ring.close()
 
@@ -65,7 +65,7 @@ def test_several_sums_are_under_way_at_once(job, kind, slots):
     def all_of_them():
         yield [ring.sum_(flat, number) for number, flat in enumerate(flats)]
 
-    run(all_of_them())
+    drive(all_of_them())
     for number, flat in enumerate(flats):
         expected = sum(numbers(rank + 10 * number, 5000) for rank in range(world.size))
         assert torch.allclose(flat, expected, rtol=1e-13, atol=1e-13)
@@ -81,7 +81,7 @@ def test_what_16_bits_lose_is_kept(group, kind, dtype, count):
         return
     ring = kind(group)
     flat, lost = numbers(group.rank, count), torch.zeros(count, dtype=torch.float64)
-    run(ring.sum_16_(flat, dtype, lost, 0))
+    drive(ring.sum_16_(flat, dtype, lost, 0))
     everyone = group.comm.allgather(flat.numpy().tobytes())
     everything = lost.clone()
     group.comm.Allreduce(lost.numpy(), everything.numpy())
@@ -97,8 +97,8 @@ def test_a_ring_gathers_any_type_and_finds_the_largest(group, kind):
         return
     ring = kind(group)
     payload = torch.full((3, 2), group.rank, dtype=torch.uint8)
-    whole = run(ring.gather(payload, 1))
-    most = run(ring.largest(group.rank / 2))
+    whole = drive(ring.gather(payload, 1))
+    most = drive(ring.largest(group.rank / 2))
     ring.close()
     assert whole.dtype == torch.uint8
     assert [int(row[0, 0]) for row in whole] == list(range(group.size))
@@ -123,7 +123,7 @@ def test_the_librarys_sums_are_cut_where_counts_would_be_too_large(job, monkeypa
     world = job.world
     if world.size == 1:
         return
-    monkeypatch.setattr("hpc_train.collectives.mpi.PIECE_BYTES", 800)
+    monkeypatch.setattr("hpc_train.collectives.mpi.LARGEST_MESSAGE", 800)
     ring = Library(world)
     comm, ring.comm = ring.comm, Limited(ring.comm, 800)
     flats = [numbers(world.rank + 10 * n, 1001) for n in range(3)]
@@ -131,7 +131,7 @@ def test_the_librarys_sums_are_cut_where_counts_would_be_too_large(job, monkeypa
     def all_of_them():
         yield [ring.sum_(flat, number) for number, flat in enumerate(flats)]
 
-    run(all_of_them())
+    drive(all_of_them())
     ring.comm = comm
     ring.close()
     for number, flat in enumerate(flats):
@@ -155,7 +155,7 @@ def test_ranks_see_what_others_wrote_before_they_told(job):
             yield lambda: memory.told(0, 2 * value, range(world.size))
             return found
 
-        assert run(others(), polite=True) == [value] * world.size
+        assert drive(others(), polite=True) == [value] * world.size
     memory.close()
 
 

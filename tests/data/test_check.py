@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hpc_train import files
 from hpc_train.data import manifest as manifests
 from hpc_train.data.check import check_shards, damage, every_shard
-from hpc_train.data.manifest import FILE_NAME, read
+from hpc_train.data.manifest import FILE_NAME, read_manifest
 from hpc_train.data.prepare import prepare_text
 from hpc_train.data.shards import TokenDataset
-from hpc_train.data.tokenizer import describe
+from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import DataError
 
 SEQUENCE = 16
@@ -65,7 +65,7 @@ def replaced(path, content):
 
 def samples(folder):
     """The samples that training would see, by split."""
-    manifest = read(folder)
+    manifest = read_manifest(folder)
     check_shards(folder, manifest)
     seen = {}
     for split in manifest.splits:
@@ -147,7 +147,7 @@ def test_a_mutated_manifest_is_refused_or_gives_the_right_samples(sound, out, da
     with replaced(out / FILE_NAME, json.dumps(tree).encode()):
         try:
             seen = samples(out)
-            describe(read(out).tokenizer, out)
+            describe_tokenizer(read_manifest(out).tokenizer, out)
         except DataError as error:
             assert str(error)
         else:
@@ -172,7 +172,7 @@ def test_any_bytes_in_place_of_a_manifest(sound, out, data):
 @CHEAP
 @given(st.data())
 def test_a_damaged_shard_is_refused_or_verify_finds_it(sound, out, data):
-    manifest = read(sound)
+    manifest = read_manifest(sound)
     shard = data.draw(st.sampled_from(every_shard(manifest)))
     content = bytearray((sound / shard.name).read_bytes())
     used = [n for n, byte in enumerate(content) if byte]  # most of the file is padding
@@ -218,7 +218,7 @@ def test_the_line_says_what_is_wrong_in_a_manifest(sound, out, path, value, mess
     holder[["", *path][-1]] = value
     replace(out / FILE_NAME, json.dumps(tree[""]).encode())
     with pytest.raises(DataError) as caught:
-        read(out)
+        read_manifest(out)
     assert message in str(caught.value)
     assert "manifest.json is damaged" in str(caught.value)
 
@@ -227,17 +227,17 @@ def test_a_key_that_is_missing_is_named(sound):
     tree = json.loads((sound / FILE_NAME).read_text())
     del tree["splits"]["train"][0]["hash"]
     with pytest.raises(ValueError, match="shard 0 of train lacks the key hash"):
-        manifests.parse(tree)
+        manifests.parse_manifest(tree)
 
 
 def test_a_manifest_that_is_nested_too_deeply_or_is_a_pipe(tmp_path):
     (tmp_path / FILE_NAME).write_text("[" * 100_000)
     with pytest.raises(DataError, match="is damaged"):
-        read(tmp_path)
+        read_manifest(tmp_path)
     (tmp_path / FILE_NAME).unlink()
     os.mkfifo(tmp_path / FILE_NAME)
     with pytest.raises(DataError, match="holds no prepared data"):
-        read(tmp_path)
+        read_manifest(tmp_path)
 
 
 def test_a_pipe_or_folder_in_place_of_a_shard_is_not_waited_for(sound, out):
@@ -246,21 +246,21 @@ def test_a_pipe_or_folder_in_place_of_a_shard_is_not_waited_for(sound, out):
         path.rmdir() if path.is_dir() else path.unlink()
         make(path)
         with pytest.raises(DataError, match="train-00000.h5"):
-            check_shards(out, read(sound))
+            check_shards(out, read_manifest(sound))
 
 
 def test_a_shard_may_be_a_link_and_the_tokenizer_may_not_leave_the_folder(out, tmp_path):
     (out / "train-00000.h5").rename(tmp_path / "elsewhere")
     (out / "train-00000.h5").symlink_to(tmp_path / "elsewhere")
-    check_shards(out, read(out))
+    check_shards(out, read_manifest(out))
     (tmp_path / "secret").write_text("a key")
     (out / "tokenizer.json").symlink_to(tmp_path / "secret")
     with pytest.raises(DataError, match=r"tokenizer.json is no file of its folder"):
-        describe("tokenizer.json", out)
+        describe_tokenizer("tokenizer.json", out)
     (tmp_path / "link").symlink_to(out)  # the folder itself may be reached by one
     (out / "tokenizer.json").unlink()
     (out / "tokenizer.json").write_text("{}")
-    assert describe("tokenizer.json", tmp_path / "link") == "{}"
+    assert describe_tokenizer("tokenizer.json", tmp_path / "link") == "{}"
 
 
 def test_a_short_read_is_not_the_end_of_a_shard(sound, monkeypatch):
@@ -278,7 +278,7 @@ def test_a_short_read_is_not_the_end_of_a_shard(sound, monkeypatch):
 def test_threads_may_read_from_one_data_set(sound, monkeypatch):
     """They share its open files, of which another thread's is not to be closed."""
     monkeypatch.setattr("hpc_train.data.shards.MAX_OPEN_FILES", 1)
-    manifest = read(sound)
+    manifest = read_manifest(sound)
     dataset = TokenDataset(sound, manifest, "train", SEQUENCE)
     whole = dataset.fetch(range(len(dataset)))[0]
     wrong: list[object] = []

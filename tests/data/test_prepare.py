@@ -12,7 +12,7 @@ import pytest
 from hpc_train.data import manifest as manifests
 from hpc_train.data import prepare
 from hpc_train.data.check import check_shards
-from hpc_train.data.manifest import read
+from hpc_train.data.manifest import read_manifest
 from hpc_train.data.prepare import is_text, prepare_text
 from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import DataError
@@ -36,7 +36,7 @@ def texts(tmp_path):
 
 def all_tokens(out, split):
     tokens = []
-    for shard in read(out).splits.get(split, ()):
+    for shard in read_manifest(out).splits.get(split, ()):
         with h5py.File(out / shard.name) as file:
             tokens.append(file["tokens"][:])
     return np.concatenate(tokens) if tokens else np.array([], np.uint8)
@@ -55,7 +55,7 @@ def test_all_text_is_in_the_shards_once_and_nothing_else(texts, tmp_path, shard_
     share = made.tokens("validation") / len(tokens)
     assert share == pytest.approx(validation, abs=0.02)
     assert (len(made.splits["train"]) > 1) == (shard_mb < 1)
-    check_shards(out, read(out))
+    check_shards(out, read_manifest(out))
 
 
 def test_one_long_text_is_cut_at_a_line(tmp_path):
@@ -70,7 +70,7 @@ def test_one_long_text_is_cut_at_a_line(tmp_path):
 def test_the_same_texts_give_the_same_shards(texts, tmp_path):
     for name in ("a", "b"):
         prepare_text([texts], tmp_path / name, validation=0.1)
-    assert read(tmp_path / "a").digest == read(tmp_path / "b").digest
+    assert read_manifest(tmp_path / "a").digest == read_manifest(tmp_path / "b").digest
 
 
 def test_samples_are_consecutive_tokens_and_targets_follow_them(texts, tmp_path):
@@ -120,9 +120,9 @@ def test_a_tokenizer_of_the_library(texts, tmp_path):
     out = tmp_path / "out"
     made = prepare_text([texts], out, tokenizer=str(tmp_path / "mine.json"), validation=0)
     assert (made.vocab, made.dtype, made.tokenizer) == (300, "uint16", "tokenizer.json")
-    from hpc_train.data.tokenizer import describe, loads
+    from hpc_train.data.tokenizer import describe_tokenizer, loads
 
-    codec = loads(describe(made.tokenizer, out))
+    codec = loads(describe_tokenizer(made.tokenizer, out))
     text = codec.decode(all_tokens(out, "train").tolist())
     parts = [part for part in text.split("<|endoftext|>") if part]
     assert sorted(parts) == sorted(path.read_text() for path in texts.rglob("*.txt"))
@@ -224,17 +224,17 @@ def test_a_shard_that_shrinks_while_it_is_read(texts, tmp_path):
 def test_a_damaged_manifest_is_named(tmp_path, text):
     (tmp_path / manifests.FILE_NAME).write_text(text)
     with pytest.raises(DataError, match=r"manifest.json is damaged .*run `hpc-train prepare`"):
-        read(tmp_path)
+        read_manifest(tmp_path)
 
 
 def test_a_folder_without_a_manifest_says_how_to_make_one(tmp_path):
     with pytest.raises(DataError, match="holds no prepared data"):
-        read(tmp_path)
+        read_manifest(tmp_path)
 
 
 def test_a_manifest_reads_back_equal(texts, tmp_path):
     made = prepare_text([texts], tmp_path / "out")
-    assert manifests.parse(json.loads(made.to_json())) == made
+    assert manifests.parse_manifest(json.loads(made.to_json())) == made
 
 
 def test_a_split_of_less_than_one_sample_is_an_error(texts, tmp_path):
@@ -252,7 +252,7 @@ def test_one_long_line_is_cut_like_any_text(tmp_path):
 
 
 def test_characters_at_the_border_of_two_pieces_are_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "PIECE_BYTES", 3)
+    monkeypatch.setattr(prepare, "TEXT_PIECE_BYTES", 3)
     path = tmp_path / "a"
     path.write_text("a€äb𝄞")
     assert is_text(path)

@@ -247,7 +247,7 @@ class Stuck(Noise):
 
 @pytest.fixture
 def stuck(monkeypatch):
-    monkeypatch.setattr("hpc_train.data.loader.PATIENCE", 0.05)
+    monkeypatch.setattr("hpc_train.data.loader.DATA_SET_PATIENCE", 0.05)
     dataset = Stuck(at=3 * BATCH)  # the fourth step, which the thread reads
     yield dataset
     dataset.go.set()

@@ -162,7 +162,7 @@ def test_a_worker_that_fails_is_one_clear_error(started, do, message):
 
 
 def test_closing_ends_workers_that_still_read(started, monkeypatch):
-    monkeypatch.setattr("hpc_train.data.loader.PATIENCE", 0.2)
+    monkeypatch.setattr("hpc_train.data.loader.DATA_SET_PATIENCE", 0.2)
     made = loader(
         Plain(at=SampleOrder(SAMPLES, BATCH, seed=3).indices(3, 0, 1)[0], do=read_for_ever),
         workers=2,
@@ -288,7 +288,7 @@ def test_a_script_without_a_guard_is_refused(tmp_path):
 
 def test_prepared_text_is_read_by_processes(started, text_data, caplog):
     caplog.set_level("INFO")
-    dataset = TokenDataset(text_data, manifest.read(text_data), "train", 8)
+    dataset = TokenDataset(text_data, manifest.read_manifest(text_data), "train", 8)
     options = {"collate_fn": None, "micro_batch": 4}
     expected = batches(dataset, **options)
     for one, other in zip(batches(dataset, workers=2, **options), expected, strict=True):

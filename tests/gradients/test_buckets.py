@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from hpc_train.gradients.buckets import Bucket, plan
+from hpc_train.gradients.buckets import Bucket, plan_buckets
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SHAPES = st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), DTYPES), max_size=12)
@@ -20,7 +20,7 @@ def made(shapes):
 @given(SHAPES, st.integers(1, 600))
 def test_every_gradient_lies_in_exactly_one_bucket_of_its_type(shapes, bucket_bytes):
     parameters = made(shapes)
-    buckets = [Bucket(some) for some in plan(parameters, bucket_bytes)]
+    buckets = [Bucket(some) for some in plan_buckets(parameters, bucket_bytes)]
     held = [parameter for bucket in buckets for parameter in bucket.parameters]
     assert [id(p) for p in held] == [id(p) for p in reversed(parameters)]
     for bucket in buckets:

@@ -326,10 +326,10 @@ def test_over_mpi(group, text):
     """Two buckets at once: nothing is lost, all ranks have the same bits, bytes are as computed."""
     if not group or group.size == 1:
         return
+    from hpc_train.collectives.coroutines import CoroutineScheduler, drive
     from hpc_train.collectives.ring import Ring
-    from hpc_train.collectives.steps import Scheduler, run
 
-    ring, compressor, scheduler = Ring(group), make_compressor(text), Scheduler()
+    ring, compressor, scheduler = Ring(group), make_compressor(text), CoroutineScheduler()
     wanted, had = torch.zeros(2, SIZE).double(), torch.zeros(2, SIZE).double()
     for step in range(3):
         parts = [drawn(10 * step + number, group.size) for number in range(2)]
@@ -341,10 +341,10 @@ def test_over_mpi(group, text):
         had += torch.stack([part[group.rank] for part in parts])
     sent = sum(group.comm.allgather(ring.bytes_sent))
     results = group.comm.allgather(had.tolist())
-    owed = run(compressor.unify(ring), polite=True)
+    owed = drive(compressor.unify(ring), polite=True)
     lost = torch.zeros(SIZE).double()
     lost[100] = math.nan if group.rank == group.size - 1 else 0.0
-    run(compressor.sum_(ring, 0, lost, cut(lost)), polite=True)
+    drive(compressor.sum_(ring, 0, lost, cut(lost)), polite=True)
     assert lost.isnan().any()
     assert torch.equal(compressor.residuals[0], owed[0] / group.size)
     assert all(result == results[0] for result in results)
@@ -368,7 +368,7 @@ def test_over_mpi(group, text):
     ],
 )
 def test_texts(text, scheme):
-    assert compression.parse(text) == scheme
+    assert compression.parse_scheme(text) == scheme
     assert (make_compressor(text) is None) == (text == "none")
 
 

@@ -201,7 +201,7 @@ def train(case: Case, group: Group | None) -> dict[str, torch.Tensor]:
     model, optimizer = build(case)
     averager = None
     if group is not None:
-        batch_norm.set_up(model, over := connect(group), "sync")
+        batch_norm.set_up_batch_norm(model, over := connect(group), "sync")
         averager = average_gradients(
             model,
             optimizer,
@@ -326,7 +326,7 @@ def test_own_loops_do_what_they_do_in_one_process(job, block):
 
 
 if __name__ == "__main__":
-    job = runtime.start()
+    job = runtime.start_runtime()
     first, count = map(int, sys.argv[1:])
     failed = 0
     for number in range(first, first + count):

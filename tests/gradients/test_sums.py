@@ -7,12 +7,12 @@ import torch
 from torch.nn import Parameter
 
 from hpc_train.collectives import connect
+from hpc_train.collectives.coroutines import CoroutineScheduler, drive
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.node import sum_into
 from hpc_train.collectives.ring import Library, Ring
-from hpc_train.collectives.steps import Scheduler, run
+from hpc_train.gradients.autotune import Options, compressed_cross, way, ways
 from hpc_train.gradients.buckets import Bucket
-from hpc_train.gradients.choice import Options, compressed_cross, way, ways
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -33,7 +33,7 @@ def test_each_bucket_meets_itself_on_the_other_nodes(job, kind):
     sums = LevelSums(levels, buckets, kind(levels.cross) if levels.owns else None)
     wrong = []
     for round_ in range(ROUNDS):
-        scheduler = Scheduler()
+        scheduler = CoroutineScheduler()
         for number, flat in enumerate(sums.flats):
             flat.fill_(number * 1000 + world.rank)
             scheduler.start(sums.begin(number))
@@ -93,7 +93,7 @@ def test_all_ranks_of_a_larger_node_add_up_its_buffers(job, monkeypatch, whole):
     sums = LevelSums(levels, [bucket], cross, whole=[whole])
     for _ in range(3):
         sums.flats[0].copy_(torch.arange(900) * (world.rank + 1))
-        run(sums.begin(0), polite=True)
+        drive(sums.begin(0), polite=True)
     result = sums.flats[0].clone()
     sums.close()
     levels.close()

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
 from hpc_train.launch import sites
-from hpc_train.launch.batch import TEMPLATES, Batch, clock, seconds_of, text
+from hpc_train.launch.batch import TEMPLATES, BatchJob, clock, seconds_of, text
 from tests.programs import run
 
 SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
 RECORDED = Path(__file__).parent / "scripts"
-PLAIN = Batch(
+PLAIN = BatchJob(
     scheduler="slurm",
     name="my",
     nodes=4,
@@ -72,7 +72,7 @@ def test_shellcheck_finds_nothing(path):
 
 @pytest.mark.parametrize("name", sites.names())
 def test_every_site_has_a_script(name, tmp_path):
-    site = sites.load(name)
+    site = sites.load_site(name)
     config = tmp_path / "my.yaml"
     config.write_text("run: {dir: runs/my}\n")
     words = ["submit", str(config), "--site", name, "--account", "p1", "--nodes", "2", "--dry_run"]

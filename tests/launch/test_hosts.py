@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
-from hpc_train.launch.hosts import Host, allocated, expand, parse, read_file, take
+from hpc_train.launch.hosts import Host, allocated, expand, parse_hosts, read_file, take_hosts
 
 NAMES = ["node1", "node2", "gpu-03", "x.example.org"]
 
@@ -26,13 +26,13 @@ def test_the_option_and_the_file_give_the_same_hosts(tmp_path_factory, pairs):
     for text in writings:
         path.write_text(text)
         assert read_file(path) == hosts
-    assert parse(",".join(f"{host.name}:{host.slots}" for host in hosts)) == hosts
+    assert parse_hosts(",".join(f"{host.name}:{host.slots}" for host in hosts)) == hosts
 
 
 @pytest.mark.parametrize("text", ["", "a:0", "a:4,", "a:b", "a;reboot:2", "a:2,a:2", "$(x):1"])
 def test_what_is_no_list_of_hosts_is_refused(text):
     with pytest.raises(UserError, match="-H"):
-        parse(text)
+        parse_hosts(text)
 
 
 @pytest.mark.parametrize("text", ["", "# none\n", "node1 slots=\n", "node1 slots=0\n", "a b c\n"])
@@ -82,7 +82,7 @@ def test_variables_that_contradict_each_other_are_refused():
 
 def test_no_more_hosts_are_taken_than_the_ranks_need():
     hosts = [Host("a", 2), Host("b", 2), Host("c", 2)]
-    assert take(hosts, 3) == [Host("a", 2), Host("b", 1)]
-    assert take(hosts, 6) == hosts
+    assert take_hosts(hosts, 3) == [Host("a", 2), Host("b", 1)]
+    assert take_hosts(hosts, 6) == hosts
     with pytest.raises(UserError, match="-np 7 is more than the 6 slots of 3 hosts"):
-        take(hosts, 7)
+        take_hosts(hosts, 7)

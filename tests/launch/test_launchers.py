@@ -81,15 +81,15 @@ def test_ranks_on_other_hosts_get_the_variables(monkeypatch):
 @pytest.mark.parametrize("kind", VERSIONS)
 def test_programs_are_told_apart_by_what_they_say(programs, kind):
     programs(mpirun=VERSIONS[kind], mpiexec=VERSIONS[kind])
-    assert launchers.find(None, None).kind == kind.partition(" ")[0]
+    assert launchers.find_launcher(None, None).kind == kind.partition(" ")[0]
 
 
 def test_what_is_here_is_taken(programs):
     programs(mpirun=VERSIONS["open_mpi"], mpiexec=VERSIONS["pals"])
-    assert launchers.find(None, "pbs").kind == "pals", "the machine's own comes first"
-    assert launchers.find("mpirun", "pbs").kind == "open_mpi", "unless one is named"
+    assert launchers.find_launcher(None, "pbs").kind == "pals", "the machine's own comes first"
+    assert launchers.find_launcher("mpirun", "pbs").kind == "open_mpi", "unless one is named"
     with pytest.raises(SetupError, match="srun is not here"):
-        launchers.find("srun", None)
+        launchers.find_launcher("srun", None)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_what_is_here_is_taken(programs):
 )
 def test_srun_is_taken_in_a_job_where_it_can_start_this_mpi(programs, mpi, plugins, taken):
     programs(mpirun=VERSIONS[mpi], srun=plugins)
-    found = launchers.find(None, "slurm")
+    found = launchers.find_launcher(None, "slurm")
     assert taken in str(found.make(Job(["train"], 2)))
 
 
 @pytest.mark.parametrize("kind", ["open_mpi 5", "hydra"])
 def test_where_horovodrun_breaks_mpirun_is_used_and_said_so(programs, kind):
     programs(mpirun=VERSIONS[kind], horovodrun="")
-    found = launchers.find("horovodrun", None)
+    found = launchers.find_launcher("horovodrun", None)
     assert found.kind == kind.partition(" ")[0]
     assert "mpirun is used" in found.note
     assert re.search(r"Open MPI\) 5|Hydra", found.note)
@@ -118,7 +118,7 @@ def test_where_horovodrun_breaks_mpirun_is_used_and_said_so(programs, kind):
 
 def test_horovodrun_is_used_where_it_works(programs):
     programs(mpirun=VERSIONS["open_mpi"], horovodrun="")
-    assert launchers.find("horovodrun", None).kind == "horovodrun"
+    assert launchers.find_launcher("horovodrun", None).kind == "horovodrun"
 
 
 def test_a_launcher_beside_this_python_is_found(programs, monkeypatch, tmp_path):
@@ -129,7 +129,7 @@ def test_a_launcher_beside_this_python_is_found(programs, monkeypatch, tmp_path)
     (tmp_path / "mpirun").rename(beside / "mpirun")
     programs(mpirun="mpirun of somebody else")
     monkeypatch.setattr(sys, "executable", str(beside / "python"))
-    found = launchers.find(None, None)
+    found = launchers.find_launcher(None, None)
     assert found.kind == "open_mpi"
     assert found.make(Job(["train"], 2)).words[0] == str(beside / "mpirun")
 
@@ -137,7 +137,7 @@ def test_a_launcher_beside_this_python_is_found(programs, monkeypatch, tmp_path)
 def test_without_any_launcher_the_error_says_what_was_tried(programs):
     programs()
     with pytest.raises(SetupError, match="mpiexec, mpirun"):
-        launchers.find(None, None)
+        launchers.find_launcher(None, None)
 
 
 def test_threads_are_what_the_user_says_or_a_share_of_the_cores():

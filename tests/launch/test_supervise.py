@@ -12,7 +12,7 @@ from hpc_train.config import DataSection, ParallelSection, RunConfig
 from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.command import shrinking
 from hpc_train.launch.launchers import Line
-from hpc_train.launch.protocol import Progress
+from hpc_train.launch.protocol import JobProgress
 from hpc_train.launch.supervise import cause_of
 
 NOTICED = "mpirun noticed that process rank 3 with PID 0 on node {} exited on signal 9 (Killed)."
@@ -27,12 +27,12 @@ NOTICED = "mpirun noticed that process rank 3 with PID 0 on node {} exited on si
     ],
 )
 def test_a_kernel_that_has_ended_a_rank_for_memory_is_told(host, starved, expected):
-    outcome = Outcome(137, [NOTICED.format(host)], 0.0, Progress(5, 0.0), starved)
+    outcome = Outcome(137, [NOTICED.format(host)], 0.0, JobProgress(5, 0.0), starved)
     assert cause_of(outcome) == f"rank 3 ({host}) {expected}"
 
 
 def test_silence_is_acause_of():
-    outcome = Outcome(-9, [], 61.0, Progress(5, 60.0))
+    outcome = Outcome(-9, [], 61.0, JobProgress(5, 60.0))
     assert cause_of(outcome).startswith("no progress for 61 s after step 5")
 
 

@@ -89,7 +89,7 @@ def test_onednn_where_it_does_not_work_is_refused(monkeypatch):
 
 @needs_onednn
 def test_a_trial_compares_both_ways_and_leaves_the_choice_as_it_was(monkeypatch):
-    monkeypatch.setattr(trial, "SECONDS", 0.0)
+    monkeypatch.setattr(trial, "TRIAL_SECONDS", 0.0)
     threads, way = torch.get_num_threads(), linears.used()
     speed = trial.onednn_speed()
     assert speed.keys() == {"light", "heavy"}

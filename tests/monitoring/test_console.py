@@ -4,7 +4,7 @@ import os
 import pty
 import subprocess
 
-from hpc_train.monitoring.console import describe
+from hpc_train.monitoring.console import describe_record
 from tests.programs import ENVIRON
 
 
@@ -29,7 +29,7 @@ def on_a_terminal(command):
 
 def test_a_line_says_what_the_record_has():
     record = {"step": 7, "loss": 1.25, "lr": 0.001, "samples_per_second": 12.34}
-    assert describe(record) == "step 7  loss 1.2500  lr 1.00e-03  12.3 samples/s"
+    assert describe_record(record) == "step 7  loss 1.2500  lr 1.00e-03  12.3 samples/s"
 
 
 def test_a_terminal_gets_one_line_that_is_redrawn(program):

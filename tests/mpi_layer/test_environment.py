@@ -10,7 +10,7 @@ from hpc_train.mpi.environment import (
     Gpus,
     Launch,
     for_launcher,
-    read,
+    read_launch,
     visible_device,
 )
 
@@ -66,20 +66,20 @@ OPEN_MPI = {
     ],
 )
 def test_each_launcher_is_read_from_its_own_variables(variables, launch):
-    assert read(variables) == launch
+    assert read_launch(variables) == launch
 
 
 def test_a_batch_shell_is_no_rank_and_does_not_hide_mpirun():
     batch_shell = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
-    assert read(batch_shell) is None
-    assert read(batch_shell | OPEN_MPI) == Launch("Open MPI", 5, 8, 1, 4)
+    assert read_launch(batch_shell) is None
+    assert read_launch(batch_shell | OPEN_MPI) == Launch("Open MPI", 5, 8, 1, 4)
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "HOROVOD_RANK"])
 def test_launchers_without_mpi_are_refused(variable):
     with pytest.raises(SetupError, match="starts no MPI ranks: use mpirun"):
-        read({variable: "0"})
-    assert read({variable: "0"} | OPEN_MPI) is not None
+        read_launch({variable: "0"})
+    assert read_launch({variable: "0"} | OPEN_MPI) is not None
 
 
 PMI2 = {  # srun --mpi=pmi2 for MPICH, Intel MPI and MVAPICH
@@ -93,7 +93,7 @@ PMI2 = {  # srun --mpi=pmi2 for MPICH, Intel MPI and MVAPICH
 
 
 def test_what_one_launcher_does_not_tell_another_one_does():
-    assert read(PMI2) == Launch("Hydra", 3, 4, 1, 2)
+    assert read_launch(PMI2) == Launch("Hydra", 3, 4, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_what_one_launcher_does_not_tell_another_one_does():
     ],
 )
 def test_a_place_that_is_another_process_s_does_not_count(inherited):
-    launch = read({"PMI_RANK": "3", "PMI_SIZE": "4", **inherited})
+    launch = read_launch({"PMI_RANK": "3", "PMI_SIZE": "4", **inherited})
     assert launch == Launch("Hydra", 3, 4, None, None)
 
 
@@ -150,7 +150,7 @@ def test_local_ranks_share_out_the_devices(environ, local_rank, gpus, expected):
 
 
 def test_ranks_never_take_the_first_gpu_because_nothing_tells_their_place():
-    launch = read({"PMI_RANK": "3", "PMI_SIZE": "4"})
+    launch = read_launch({"PMI_RANK": "3", "PMI_SIZE": "4"})
     with pytest.raises(SetupError, match=r"^rank 3 of 4 sees 4 GPUs, and Hydra does not tell"):
         visible_device({}, launch, nvidia(4))
     assert visible_device({}, launch, nvidia(1)) == {}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.mpi.topology import Machine, Topology, discover, machine, socket_of
+from hpc_train.mpi.topology import NodeHardware, Topology, discover, machine, socket_of
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def test_where_the_system_tells_no_domains_it_is_the_socket(system):
 
 def test_where_the_system_tells_nothing_it_is_unknown(tmp_path):
     assert socket_of({0, 1}, tmp_path) == -1
-    assert machine(tmp_path) == Machine(0, 0, 0)
+    assert machine(tmp_path) == NodeHardware(0, 0, 0)
 
 
 def test_what_a_node_has_counts_hardware_threads_once(system):
     root = system([0] * 4 + [1] * 4, {0: "0-3", 1: "4-7", 2: ""})
-    assert machine(root) == Machine(sockets=2, numa=2, cores=4)
+    assert machine(root) == NodeHardware(sockets=2, numa=2, cores=4)
 
 
 def test_alone_it_is_one_rank_on_this_host():

@@ -22,8 +22,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint.dtypes import TORCH_DTYPES
-from hpc_train.checkpoint.fileformat import Held
-from hpc_train.checkpoint.restore import Reader, load
+from hpc_train.checkpoint.fileformat import LocalTensor
+from hpc_train.checkpoint.restore import CheckpointReader, load_tensors
 from hpc_train.config.file import load as configuration
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
@@ -116,12 +116,14 @@ def results(directory: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     keys = ("loss", "grad_norm", "validation_loss")
     numbers = [json.loads(line).get(key, 0.0) for line in lines for key in keys]
-    reader = Reader.open(directory / "checkpoints" / f"step-{STEPS:09d}.safetensors")
+    reader = CheckpointReader.open(directory / "checkpoints" / f"step-{STEPS:09d}.safetensors")
     tensors = {
         name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
         for name, entry in reader.entries.items()
     }
-    load(reader, {name: Held.whole(tensor) for name, tensor in tensors.items()}, Group())
+    load_tensors(
+        reader, {name: LocalTensor.whole(tensor) for name, tensor in tensors.items()}, Group()
+    )
     return numbers, tensors
 
 
@@ -162,7 +164,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     warnings.simplefilter("error")
-    job = runtime.start()
+    job = runtime.start_runtime()
     generator = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as own:
         root = Path(job.world.from_first(lambda: own))

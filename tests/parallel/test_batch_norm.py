@@ -48,7 +48,7 @@ def test_statistics_gradients_and_buffers_are_those_of_one_process(group, moment
     if not group:
         return
     model = build(momentum)
-    batch_norm.set_up(model, connect(group), "sync")
+    batch_norm.set_up_batch_norm(model, connect(group), "sync")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     averager = average_gradients(model, optimizer, group)
     train(model, lambda step: pictures(step, shift).chunk(group.size)[group.rank], optimizer)
@@ -64,7 +64,7 @@ def test_statistics_gradients_and_buffers_are_those_of_one_process(group, moment
 
 def test_a_layer_stays_a_batch_norm_and_copies_are_plain(job):
     model = build(0.1)
-    batch_norm.set_up(model, over := connect(job.world), "sync")
+    batch_norm.set_up_batch_norm(model, over := connect(job.world), "sync")
     assert isinstance(model[1], nn.BatchNorm2d)
     twin = copy.deepcopy(model).eval()
     assert type(twin[1]) is nn.BatchNorm2d
@@ -77,7 +77,7 @@ def test_a_layer_stays_a_batch_norm_and_copies_are_plain(job):
 def test_evaluation_asks_nobody(job):
     """Ranks may evaluate unlike numbers of batches."""
     model = build(0.1)[:7]
-    batch_norm.set_up(model, over := connect(job.world), "sync")
+    batch_norm.set_up_batch_norm(model, over := connect(job.world), "sync")
     model.eval()
     for _ in range(job.world.rank):
         model(pictures(0, 0.0))
@@ -87,7 +87,7 @@ def test_evaluation_asks_nobody(job):
 def test_local_statistics_are_averaged_before_they_are_saved(job):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))
     collectives = connect(job.world)
-    batch_norm.set_up(model, collectives, "local")
+    batch_norm.set_up_batch_norm(model, collectives, "local")
     model[0](torch.full((2, 3), float(job.world.rank)) + torch.arange(2.0)[:, None])
     batch_norm.average_statistics(model, collectives)
     mean = 0.1 * ((job.world.size - 1) / 2 + 0.5)
@@ -98,16 +98,16 @@ def test_a_model_with_such_layers_can_be_refused(job):
     if job.world.size == 1:
         return
     with pytest.raises(UserError, match="1 is a BatchNorm layer, and batch_norm is refuse"):
-        batch_norm.set_up(build(0.1), connect(job.world), "refuse")
+        batch_norm.set_up_batch_norm(build(0.1), connect(job.world), "refuse")
     foreign = nn.Sequential(nn.SyncBatchNorm(3))
     with pytest.raises(UserError, match="SyncBatchNorm, which needs torch.distributed"):
-        batch_norm.set_up(foreign, connect(job.world), "sync")
+        batch_norm.set_up_batch_norm(foreign, connect(job.world), "sync")
 
 
 def test_what_couples_samples_or_draws_is_named(job, caplog):
     caplog.set_level("INFO")
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.1), nn.Dropout(0.0))
-    batch_norm.set_up(model, connect(job.world), "sync")
+    batch_norm.set_up_batch_norm(model, connect(job.world), "sync")
     if job.world.rank == 0 and job.world.size > 1:
         assert "those of all ranks' samples (layer 0, 1 in all)" in caplog.text
         assert "dropout draws by itself (layer 1, 1 in all)" in caplog.text

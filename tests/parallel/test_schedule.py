@@ -19,7 +19,7 @@ from hpc_train.parallel.simulate import (
     Costs,
     ScheduleError,
     bubble_formula,
-    check,
+    check_schedule,
     enough,
     makespan,
     peak_live,
@@ -194,10 +194,10 @@ def test_nothing_to_do_is_refused():
 @given(TRAINING)
 def test_the_check_before_a_run_holds_a_schedule_to_its_memory(size):
     promised = peak_live_formula(*size)
-    check(build(*size), size[3], promised)
+    check_schedule(build(*size), size[3], promised)
     last = len(promised) - 1
     with pytest.raises(ScheduleError, match=f"rank {last} would hold"):
-        check(build(*size), size[3], [*promised[:-1], promised[-1] - 1])
+        check_schedule(build(*size), size[3], [*promised[:-1], promised[-1] - 1])
 
 
 def test_communication_delays_what_comes_from_another_rank_only():

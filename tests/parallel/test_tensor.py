@@ -17,7 +17,7 @@ from hpc_train.models.dropout import SampleDropout
 from hpc_train.mpi.group import Group
 from hpc_train.parallel.linear import Deferred, ParallelLinear, compute
 from hpc_train.parallel.tensor import parallelize
-from hpc_train.sharding import ShardSpec
+from hpc_train.sharding import SliceSpec
 
 several = pytest.mark.mpi
 VOCAB = TOKENS = WIDTH = 12  # 1, 2, 3 and 4 ranks divide them
@@ -206,11 +206,11 @@ def test_a_rank_has_the_parts_that_the_specs_say(rank):
     columns = {f"layers.{i}.down.weight": (24, 1) for i in range(2)}
     vocabulary = dict.fromkeys(("token.weight", "output.weight", "output.bias"), (12, 0))
     assert specs == {
-        name: ShardSpec(tuple(whole[name].shape), dim, rank * size // 4, (rank + 1) * size // 4)
+        name: SliceSpec(tuple(whole[name].shape), dim, rank * size // 4, (rank + 1) * size // 4)
         for name, (size, dim) in (rows | columns | vocabulary).items()
     }
     for name, parameter in model.named_parameters():
-        spec = specs.get(name, ShardSpec.whole(tuple(whole[name].shape)))
+        spec = specs.get(name, SliceSpec.whole(tuple(whole[name].shape)))
         part = whole[name].narrow(spec.dim, spec.start, spec.stop - spec.start)
         assert torch.equal(parameter, part), name
 

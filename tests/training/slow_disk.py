@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from random import Random
 
-from hpc_train.checkpoint.directory import find, step_of
+from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from tests.conftest import small_program, small_text
 from tests.programs import COLD, python, run
 
@@ -58,7 +58,7 @@ def case(folder: Path, data: Path, random: Random, limit: int) -> str:
         r"stopped by time_limit \(\d+ s\) after step (\d+), checkpoint", done.stdout
     )
     assert stopped, done.stdout[-1000:]
-    assert int(stopped[1]) == step_of(find(folder / "run" / "checkpoints", "auto")[0])
+    assert int(stopped[1]) == step_of(find_checkpoints(folder / "run" / "checkpoints", "auto")[0])
     seconds = max(map(float, re.findall(r"a rank has lived ([\d.]+) s", done.stdout)))
     assert seconds < limit, seconds
     return f"{ranks} ranks, saves of {save:.1f} s: ended after {seconds:.1f} of {limit} s"

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from hpc_train.checkpoint import claim as claims
-from hpc_train.checkpoint.claim import Owner, take
+from hpc_train.checkpoint.claim import Owner, take_claim
 from hpc_train.errors import ClaimError
 from tests.training.test_leaving import Job
 from tests.training.test_trainer import config, make, records
@@ -16,12 +16,12 @@ from tests.training.test_trainer import config, make, records
 def give_to_another(directory) -> None:
     """As the command does that is named to the user, and a job that starts then."""
     shutil.rmtree(directory / ".claim")
-    take(directory, Owner.here(claims.NOWHERE, 1800.0))
+    take_claim(directory, Owner.here(claims.NOWHERE, 1800.0))
 
 
 @pytest.fixture(autouse=True)
 def look_at_each_step(monkeypatch):
-    monkeypatch.setattr(claims, "OFTEN", 0.0)
+    monkeypatch.setattr(claims, "CLAIM_CHECK_SECONDS", 0.0)
 
 
 @pytest.mark.mpi
@@ -56,11 +56,11 @@ def test_a_trainer_whose_directory_is_taken_writes_no_more_to_it(job, together):
 
 @pytest.mark.mpi
 def test_a_directory_that_is_in_use_is_refused_to_all_ranks(job, together, monkeypatch):
-    monkeypatch.setattr(claims, "PATIENCE", 0.2)
+    monkeypatch.setattr(claims, "OWNER_PATIENCE", 0.2)
     parent = claims._begin(1)
     if job.world.rank == 0:
         living = Owner.here(claims.NOWHERE, 1800.0).__dict__ | {"process": 1, "begin": parent}
-        held = take(together, Owner(**living))
+        held = take_claim(together, Owner(**living))
     job.world.barrier()
     with pytest.raises(ClaimError, match=r"is in use by process 1 on .*rm -r .*/\.claim`"):
         make(config(together), job).train()

@@ -45,31 +45,31 @@ def answers(tmp_path, monkeypatch):
 )
 def test_slurm_tells_how_much_is_left(answers, text, expected):
     answers("squeue", text)
-    end = deadline.ask({"SLURM_JOB_ID": "7"})
+    end = deadline.ask_end({"SLURM_JOB_ID": "7"})
     assert end is None if expected is None else abs(end - time.time() - expected) < 5
 
 
 def test_newer_slurms_set_a_variable():
-    assert deadline.ask({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
+    assert deadline.ask_end({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
 
 
 @pytest.mark.parametrize("shape", [PBS_PRO, TORQUE])
 def test_pbs_tells_start_and_length(answers, shape):
     start = time.time() - 60
     answers("qstat", shape.format(start=time.ctime(start)))
-    assert abs(deadline.ask({"PBS_JOBID": "7"}) - start - 7200) < 2
+    assert abs(deadline.ask_end({"PBS_JOBID": "7"}) - start - 7200) < 2
 
 
 def test_a_job_that_waits_or_a_scheduler_that_is_silent_has_no_end(answers):
     answers("qstat", "Job Id: 7\n    Resource_List.walltime = 02:00:00\n")
-    assert deadline.ask({"PBS_JOBID": "7"}) is None
-    assert deadline.ask({"SLURM_JOB_ID": "7"}) is None
-    assert deadline.ask({}) is None
+    assert deadline.ask_end({"PBS_JOBID": "7"}) is None
+    assert deadline.ask_end({"SLURM_JOB_ID": "7"}) is None
+    assert deadline.ask_end({}) is None
 
 
 def test_what_the_script_says_comes_first(answers, monkeypatch):
     answers("squeue", "1:00:00")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv(protocol.DEADLINE, "1700000000")
-    deadline.note()
+    deadline.note_end()
     assert deadline.os.environ[protocol.DEADLINE] == "1700000000"

@@ -7,16 +7,16 @@ import torch
 
 from hpc_train.errors import ConfigError
 from hpc_train.models import linear
-from hpc_train.models.linear import Choice
+from hpc_train.models.linear import MatmulChoice
 from hpc_train.mpi.group import Group
 from hpc_train.training import device
 from hpc_train.training.device import choose_matmul
 
 several = pytest.mark.mpi(min_size=2)
 CPU = torch.device("cpu")
-FAST = Choice("onednn", "AMD with AVX-512, measured 2026-11-21")
-SLOW = Choice("torch", "AMD with AVX2, measured 2026-11-22")
-UNKNOWN = Choice("torch", "Intel with AVX2, which nobody has measured")
+FAST = MatmulChoice("onednn", "AMD with AVX-512, measured 2026-11-21")
+SLOW = MatmulChoice("torch", "AMD with AVX2, measured 2026-11-22")
+UNKNOWN = MatmulChoice("torch", "Intel with AVX2, which nobody has measured")
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def table(monkeypatch):
     monkeypatch.setattr(linear, "_used", None)
     monkeypatch.setattr(linear, "onednn_works", lambda: True)
 
-    def says(choice: Choice, host: str = "a") -> None:
+    def says(choice: MatmulChoice, host: str = "a") -> None:
         monkeypatch.setattr(linear, "of_table", lambda: choice)
         monkeypatch.setattr(Group, "host", host)
 

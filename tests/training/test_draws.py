@@ -174,7 +174,7 @@ def test_a_data_set_that_leaves_the_program_on_one_rank_ends_all(job, together, 
 
 @pytest.mark.mpi
 def test_sigterm_acts_while_one_rank_waits_for_its_data(job, together, monkeypatch):
-    monkeypatch.setattr("hpc_train.data.loader.PATIENCE", 0.05)
+    monkeypatch.setattr("hpc_train.data.loader.DATA_SET_PATIENCE", 0.05)
     go = threading.Event()
     share = BATCH // job.world.size
     dataset = Quiet(job.world.rank, 3 * share, go.wait)

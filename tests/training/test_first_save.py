@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint import phases, store
-from hpc_train.checkpoint.directory import SECONDS, find, step_of
+from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE, find_checkpoints, step_of
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -58,7 +58,7 @@ class Job:
                     self.clock.now += self.step
                     self.loop.step()
         assert self.clock.now <= self.end
-        newest = step_of(find(self.loop.checkpoints.directory, "auto")[0])
+        newest = step_of(find_checkpoints(self.loop.checkpoints.directory, "auto")[0])
         assert newest == caught.value.step
         return newest
 
@@ -83,7 +83,7 @@ def test_a_save_that_takes_nearly_all_of_the_time_is_begun_early(tmp_path, monke
 def test_a_resumed_job_knows_what_a_save_took(tmp_path, monkeypatch):
     clock = Clock(monkeypatch, seconds_of_save=10)
     first = Job(tmp_path, clock, end=100, step=1).train()
-    assert float((tmp_path / SECONDS).read_text()) == pytest.approx(10)
+    assert float((tmp_path / SAVE_SECONDS_FILE).read_text()) == pytest.approx(10)
     # Too short for a step and a save, which it knows before it begins.
     with pytest.raises(ConfigError, match="is over before the first step"):
         Job(tmp_path, clock, end=14, step=1).train()
@@ -106,7 +106,7 @@ def test_a_save_is_not_made_for_its_time_alone_where_there_is_no_limit(tmp_path,
     for _, batches in job.loop.epochs(TensorDataset(torch.zeros(4)), batch=1, epochs=5):
         for _ in batches:
             job.loop.step()
-    assert [*map(step_of, find(tmp_path, "auto"))] == [20]
+    assert [*map(step_of, find_checkpoints(tmp_path, "auto"))] == [20]
 
 
 def test_a_save_that_fails_is_not_tried_at_each_step_for_its_time(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hpc_train.checkpoint.claim import Place
+from hpc_train.checkpoint.claim import ProcessPlace
 from hpc_train.launch import protocol
 from hpc_train.training import jobs
 
@@ -28,26 +28,26 @@ def answers(tmp_path, monkeypatch):
 
 def test_where_a_process_stands():
     launched = {protocol.LAUNCH: "abc", protocol.RESTARTS: "2", "SLURM_RESTART_COUNT": "1"}
-    assert jobs.place(SLURM | launched) == Place("slurm:c:7", 1, "abc", 2)
-    assert jobs.place({"PBS_JOBID": "7[2].server"}) == Place("pbs::7[2].server")
-    assert jobs.place({"LSB_JOBID": "7", "LSB_JOBINDEX": "2"}) == Place("lsf::7[2]")
-    assert jobs.place({}) == Place()
+    assert jobs.own_place(SLURM | launched) == ProcessPlace("slurm:c:7", 1, "abc", 2)
+    assert jobs.own_place({"PBS_JOBID": "7[2].server"}) == ProcessPlace("pbs::7[2].server")
+    assert jobs.own_place({"LSB_JOBID": "7", "LSB_JOBINDEX": "2"}) == ProcessPlace("lsf::7[2]")
+    assert jobs.own_place({}) == ProcessPlace()
 
 
 def test_a_job_that_waits_in_the_queue_writes_nothing(answers):
     answers("squeue", "7 RUNNING\n8 PENDING\n9 COMPLETING\n10 SUSPENDED")
-    assert jobs.ask(SLURM) == {"slurm:c:7", "slurm:c:9", "slurm:c:10"}
+    assert jobs.ask_jobs(SLURM) == {"slurm:c:7", "slurm:c:9", "slurm:c:10"}
 
 
 def test_pbs_names_its_jobs(answers):
     answers("qselect", "7.server\n9.server")
-    assert jobs.ask({"PBS_JOBID": "7.server"}) == {"pbs::7.server", "pbs::9.server"}
+    assert jobs.ask_jobs({"PBS_JOBID": "7.server"}) == {"pbs::7.server", "pbs::9.server"}
 
 
 @pytest.mark.parametrize(("text", "code"), [("8 RUNNING", 0), ("", 0), ("7 RUNNING", 1)])
 def test_an_answer_without_this_job_is_none(answers, text, code):
     answers("squeue", text, code)
-    assert jobs.ask(SLURM) is None
+    assert jobs.ask_jobs(SLURM) is None
 
 
 def test_what_was_asked_before_mpi_started_is_kept_with_its_age(answers, monkeypatch):
@@ -55,7 +55,7 @@ def test_what_was_asked_before_mpi_started_is_kept_with_its_age(answers, monkeyp
     for name, value in (SLURM | {jobs.JOBS: ""}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(jobs.time, "time", lambda: 1000.0)
-    jobs.note()
+    jobs.note_jobs()
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", object())
     answers("squeue", "8 RUNNING")
     monkeypatch.setattr(jobs.time, "time", lambda: 1030.0)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.directory import find, step_of
+from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.errors import UserError
 from hpc_train.mpi.group import Group
@@ -63,12 +63,12 @@ class Job:
         self.weights[self.seen] = self.weight()
 
     def saved(self) -> list[int]:
-        return sorted(map(step_of, find(self.directory, "auto")))
+        return sorted(map(step_of, find_checkpoints(self.directory, "auto")))
 
     def check_saved(self, step: int):
         """The newest checkpoint is of that step, with the weights that it left."""
         assert self.saved()[-1] == step
-        newest = Tensors(find(self.directory, "auto")[0])
+        newest = Tensors(find_checkpoints(self.directory, "auto")[0])
         assert torch.equal(newest["model.weight"], self.weights[step])
         assert not [*self.directory.glob(".step-*.partial")]
 
@@ -177,7 +177,7 @@ def test_an_error_within_the_optimizers_step_leaves_no_state_that_is_saved(tmp_p
 
     with pytest.raises(SystemExit):
         run(program)
-    assert max(map(step_of, find(tmp_path, "auto"))) == 10
+    assert max(map(step_of, find_checkpoints(tmp_path, "auto"))) == 10
 
 
 def test_loops_can_be_made_again_in_one_process(tmp_path):
@@ -195,7 +195,7 @@ def test_loops_can_be_made_again_in_one_process(tmp_path):
                     loop.step()
                 if epochs == 3:
                     break
-    assert {*map(step_of, find(tmp_path, "auto"))} >= {12, 18}
+    assert {*map(step_of, find_checkpoints(tmp_path, "auto"))} >= {12, 18}
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == handlers
     left = {thread.name for thread in {*threading.enumerate()} - threads if thread.is_alive()}
     assert not left - {"checkpoint_0"}

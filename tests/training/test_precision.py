@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.restore import Reader, load_state
+from hpc_train.checkpoint.restore import CheckpointReader, load_state
 from hpc_train.config import RunConfig
 from hpc_train.config.file import load
 from hpc_train.errors import HpcTrainError
@@ -21,7 +21,7 @@ from hpc_train.models import GPT
 from hpc_train.models import linear as linears
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.linear import Linear
-from hpc_train.monitoring.console import describe
+from hpc_train.monitoring.console import describe_record
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -78,7 +78,7 @@ def last_checkpoint(directory):
 
 
 def state(directory):
-    return load_state(Reader.open(last_checkpoint(directory)), Group())
+    return load_state(CheckpointReader.open(last_checkpoint(directory)), Group())
 
 
 def assert_near(directory, reference, tolerance):
@@ -212,7 +212,7 @@ def test_master_weights_and_all_that_is_saved_are_float32(job, together, dtype):
     held = [*trainer.model.parameters(), *(s for s in slots if isinstance(s, torch.Tensor))]
     assert all(tensor.dtype is torch.float32 for tensor in held)
     if job.world.rank == 0:
-        entries = Reader.open(last_checkpoint(together / "run")).entries.values()
+        entries = CheckpointReader.open(last_checkpoint(together / "run")).entries.values()
         assert {entry.dtype for entry in entries} == {"F32"}
 
 
@@ -412,8 +412,8 @@ def test_a_loop_of_ones_own_keeps_the_scale_in_its_checkpoints(tmp_path):
 
 
 def test_the_console_shows_how_many_steps_were_skipped():
-    assert describe({"step": 7, "loss": 1.25, "skipped_steps": 2}).endswith("2 skipped")
-    assert "skipped" not in describe({"step": 7, "loss": 1.25, "skipped_steps": 0})
+    assert describe_record({"step": 7, "loss": 1.25, "skipped_steps": 2}).endswith("2 skipped")
+    assert "skipped" not in describe_record({"step": 7, "loss": 1.25, "skipped_steps": 0})
 
 
 @pytest.mark.parametrize("way", ["torch", pytest.param("onednn", marks=needs_onednn)])

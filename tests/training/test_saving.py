@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.checkpoint.directory import find, step_of
+from hpc_train.checkpoint.directory import find_checkpoints, step_of
 
 
 def steps_left(program, name, *options, **how) -> list[int]:
     """The steps of a run's checkpoints."""
     done = program.train(name, "--checkpoint.every", "0", *options, **how)
     assert done.returncode == 0, done.stderr
-    return sorted(map(step_of, find(program.root / name / "checkpoints", "auto")))
+    return sorted(map(step_of, find_checkpoints(program.root / name / "checkpoints", "auto")))
 
 
 def test_checkpoints_by_time_on_several_ranks(program):

@@ -14,7 +14,7 @@ from hpc_train.config import GradientsSection
 from hpc_train.errors import SetupError
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.models import GPT
-from hpc_train.training.sharing import Facts, choose
+from hpc_train.training.sharing import SharingFacts, choose_zero
 from hpc_train.training.trainer import Trainer
 from tests.programs import only_line, run
 from tests.training.test_averaging import ZERO
@@ -43,7 +43,9 @@ def shares(trainer) -> bool:
 @pytest.mark.parametrize("together", [2, 8])
 @pytest.mark.parametrize("replicas", [8, 64])
 def test_our_models_share_inside_nodes(together, replicas):
-    assert choose(GradientsSection(), Facts(replicas=replicas, together=together))[0] == 1
+    assert (
+        choose_zero(GradientsSection(), SharingFacts(replicas=replicas, together=together))[0] == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_our_models_share_inside_nodes(together, replicas):
     ],
 )
 def test_all_else_does_not_and_the_reason_is_named(section, facts, why):
-    zero, reason = choose(GradientsSection(**section), Facts(**facts))
+    zero, reason = choose_zero(GradientsSection(**section), SharingFacts(**facts))
     assert zero == 0
     assert why in reason
 

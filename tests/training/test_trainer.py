@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.directory import find, step_of
+from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from hpc_train.cli.checkpoint import show_list
 from hpc_train.config import RunConfig
 from hpc_train.config.file import load
@@ -192,7 +192,7 @@ def test_an_infinite_loss_stops_the_run_before_the_step(tmp_path):
         trainer.train()
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4]
     assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
-    assert [*map(step_of, find(tmp_path / "checkpoints", "auto"))] == [3]
+    assert [*map(step_of, find_checkpoints(tmp_path / "checkpoints", "auto"))] == [3]
 
 
 def test_an_infinite_norm_between_records_stops_a_run_that_clips(tmp_path):
@@ -202,7 +202,7 @@ def test_an_infinite_norm_between_records_stops_a_run_that_clips(tmp_path):
     options += ["--optimizer.clip_norm", "0"]  # then the last checkpoint shows it
     with pytest.raises(NotFiniteError, match="after step 7 trained parameters are|step 7 has"):
         overflowing(config(tmp_path / "other", *INFINITE, *options)).train()
-    assert not find(tmp_path / "other" / "checkpoints", "auto")
+    assert not find_checkpoints(tmp_path / "other" / "checkpoints", "auto")
 
 
 def test_a_key_goes_on_and_the_last_finite_checkpoint_stays(tmp_path, caplog, capsys):
@@ -210,14 +210,14 @@ def test_a_key_goes_on_and_the_last_finite_checkpoint_stays(tmp_path, caplog, ca
     overflowing(config(tmp_path, *INFINITE, *options)).train()
     assert records(tmp_path)[4]["loss"] is None
     assert "step 5 has a loss of inf" in caplog.text
-    assert [*map(step_of, find(tmp_path / "checkpoints", "auto"))] == [STEPS, 4]
+    assert [*map(step_of, find_checkpoints(tmp_path / "checkpoints", "auto"))] == [STEPS, 4]
     show_list(str(tmp_path))
     newest, before = capsys.readouterr().out.splitlines()[-2:]
     assert newest.endswith("complete, but with numbers that are not finite")
     assert before.endswith("complete")
     # Also by a process that has not written it, and while nothing finite follows.
     overflowing(config(tmp_path, *INFINITE, *options, "--run.steps", "9")).train()
-    assert [*map(step_of, find(tmp_path / "checkpoints", "auto"))] == [9, 4]
+    assert [*map(step_of, find_checkpoints(tmp_path / "checkpoints", "auto"))] == [9, 4]
 
 
 @pytest.mark.mpi

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Wait = Any  # an mpi4py Request, a function that tells whether the wait is over, a list of Steps
-Steps = Generator[Wait, None, T]
+Coroutine = Generator[Wait, None, T]
 
 SPIN_SECONDS = 50e-6
 LONGEST_SLEEP = 500e-6
@@ -47,20 +47,20 @@ class Idle:
             time.sleep(min(waited / 8, LONGEST_SLEEP))
 
 
-class Scheduler:
+class CoroutineScheduler:
     """Advances coroutines that were started; not to be used by two threads at once."""
 
     def __init__(self) -> None:
         self._requests: list[MPI.Request] = []
-        self._blocked: list[Steps[Any]] = []  # on the request of the same index
-        self._conditions: list[tuple[Callable[[], bool], Steps[Any]]] = []
+        self._blocked: list[Coroutine[Any]] = []  # on the request of the same index
+        self._conditions: list[tuple[Callable[[], bool], Coroutine[Any]]] = []
 
     @property
     def idle(self) -> bool:
         """Whether all that was started is done."""
         return not self._blocked and not self._conditions
 
-    def start(self, steps: Steps[Any]) -> None:
+    def start(self, steps: Coroutine[Any]) -> None:
         """Run a coroutine to its first wait."""
         self._resume(steps)
 
@@ -75,11 +75,11 @@ class Scheduler:
         """Advance until all are done."""
         self._until(lambda: self.idle, polite=polite)
 
-    def complete(self, steps: Steps[T], *, polite: bool = False) -> T:
+    def complete(self, steps: Coroutine[T], *, polite: bool = False) -> T:
         """Start a coroutine and advance all until it is done; returns its result."""
         results: list[T] = []
 
-        def kept() -> Steps[None]:
+        def kept() -> Coroutine[None]:
             results.append((yield from steps))
 
         self.start(kept())
@@ -121,7 +121,7 @@ class Scheduler:
             self._resume(steps)
         return True
 
-    def _resume(self, steps: Steps[Any]) -> None:
+    def _resume(self, steps: Coroutine[Any]) -> None:
         try:
             wait = next(steps)
             while callable(wait) and wait():
@@ -136,10 +136,10 @@ class Scheduler:
             self._requests.append(wait)
             self._blocked.append(steps)
 
-    def _all(self, several: list[Steps[Any]]) -> Callable[[], bool]:
+    def _all(self, several: list[Coroutine[Any]]) -> Callable[[], bool]:
         left = len(several)
 
-        def counted(one: Steps[Any]) -> Steps[None]:
+        def counted(one: Coroutine[Any]) -> Coroutine[None]:
             nonlocal left
             yield from one
             left -= 1
@@ -149,6 +149,6 @@ class Scheduler:
         return lambda: left == 0
 
 
-def run(steps: Steps[T], *, polite: bool = False) -> T:
+def drive(steps: Coroutine[T], *, polite: bool = False) -> T:
     """Drive one coroutine to its end; returns its result."""
-    return Scheduler().complete(steps, polite=polite)
+    return CoroutineScheduler().complete(steps, polite=polite)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.collectives.steps import Scheduler, run
+from hpc_train.collectives.coroutines import CoroutineScheduler, drive
 
 
 def waits(switch: dict[str, bool], name: str, log: list[str]):
@@ -11,7 +11,7 @@ def waits(switch: dict[str, bool], name: str, log: list[str]):
 
 
 def test_each_goes_on_when_its_own_wait_is_over():
-    switch, log, scheduler = {"a": False, "b": False}, [], Scheduler()
+    switch, log, scheduler = {"a": False, "b": False}, [], CoroutineScheduler()
     for name in switch:
         scheduler.start(waits(switch, name, log))
     assert not scheduler.advance()
@@ -32,7 +32,7 @@ def test_a_wait_for_several_ends_with_the_last_of_them():
         yield [waits(switch, "a", log), waits(switch, "b", log)]
         log.append("parent")
 
-    scheduler = Scheduler()
+    scheduler = CoroutineScheduler()
     scheduler.start(parent())
     scheduler.advance()
     assert log == ["a"]
@@ -46,7 +46,7 @@ def test_run_returns_the_result():
         yield lambda: True
         return 7
 
-    assert run(steps()) == 7
+    assert drive(steps()) == 7
 
 
 def test_an_error_comes_out():
@@ -55,4 +55,4 @@ def test_an_error_comes_out():
         raise ValueError("here")
 
     with pytest.raises(ValueError, match="here"):
-        run(fails())
+        drive(fails())

@@ -16,18 +16,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.collectives import Collectives, connect
+from hpc_train.collectives.coroutines import drive
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.ring import Library, Ring
-from hpc_train.collectives.steps import run
 from hpc_train.errors import SetupError, UserError
-from hpc_train.gradients.buckets import Bucket, has_slabs, plan
+from hpc_train.gradients.buckets import Bucket, has_slabs, plan_buckets
 from hpc_train.gradients.compression import make_compressor
 from hpc_train.gradients.local import LocalSteps
-from hpc_train.gradients.mpi import MpiAverager
+from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.ownership import trained
 from hpc_train.gradients.progress import Progress, ThreadProgress
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
-from hpc_train.gradients.zero import ShardedAverager, check_optimizer
+from hpc_train.gradients.zero import ShardedAverager, check_divisible
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
@@ -42,8 +42,8 @@ class Closable(Protocol):
 
 
 TwoLevel = Literal["auto", "on", "off"]
-Make = Callable[[Sequence[Bucket]], Sums]
-Made = TypeVar("Made", bound=Closable)
+MakeSums = Callable[[Sequence[Bucket]], Sums]
+ClosableT = TypeVar("ClosableT", bound=Closable)
 
 USUAL_BUCKET = 4 << 20  # bytes, where nothing is measured
 SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 19, 64 << 20
@@ -65,7 +65,7 @@ RING_COMPRESSED = 8
 BETTER = 0.9  # another way than the usual one has to take less than this part of its time
 
 
-def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[str, Make]:
+def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[str, MakeSums]:
     """The ways to sum tensors on the CPU by name, the usual one first.
 
     Args:
@@ -82,7 +82,7 @@ def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[
     def cross(kind: type[Ring]) -> Ring | None:
         return kind(levels.cross) if levels.owns else None
 
-    found: dict[str, Make] = {
+    found: dict[str, MakeSums] = {
         "two levels, ring": lambda buckets: LevelSums(levels, buckets, cross(Ring)),
         "two levels, MPI": lambda buckets: LevelSums(levels, buckets, cross(Library)),
         "ring": lambda buckets: LevelSums(flat, buckets, Ring(flat.cross)),
@@ -97,14 +97,14 @@ def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[
     return {name: make for name, make in found.items() if name not in left_out}
 
 
-def fastest(group: Group, ways: Mapping[str, Make]) -> str:
+def fastest(group: Group, ways: Mapping[str, MakeSums]) -> str:
     """The name of the way that takes the least time for a bucket. Collective.
 
     The first stays the choice unless another is clearly faster. A way that fails is none.
     """
     if len(ways) == 1:
         return next(iter(ways))
-    times = {name: seconds(group, make, USUAL_BUCKET) for name, make in ways.items()}
+    times = {name: bucket_seconds(group, make, USUAL_BUCKET) for name, make in ways.items()}
     first, best = next(iter(ways)), min(times, key=times.__getitem__)
     chosen = best if times[best] < BETTER * times[first] else first
     if group.rank == 0:
@@ -113,7 +113,7 @@ def fastest(group: Group, ways: Mapping[str, Make]) -> str:
     return chosen
 
 
-def bucket_size(group: Group, make: Make, total: int) -> int:
+def bucket_size(group: Group, make: MakeSums, total: int) -> int:
     """The bucket size in bytes for which averaging costs least. Collective.
 
     A bucket of b bytes takes a + b / r seconds. All total / b of them cost their a, and the last
@@ -124,15 +124,15 @@ def bucket_size(group: Group, make: Make, total: int) -> int:
         make: the way of the sums.
         total: bytes of all gradients.
     """
-    small = seconds(group, make, SMALL_TRIAL)
-    large = seconds(group, make, USUAL_BUCKET)
+    small = bucket_seconds(group, make, SMALL_TRIAL)
+    large = bucket_seconds(group, make, USUAL_BUCKET)
     per_byte = max(large - small, 0.1 * large) / (USUAL_BUCKET - SMALL_TRIAL)
     latency = max(small - SMALL_TRIAL * per_byte, 1e-6)
     best = math.sqrt(latency / per_byte * total)
     return int(min(max(best, SMALLEST_BUCKET), LARGEST_BUCKET))
 
 
-def seconds(group: Group, make: Make, nbytes: int) -> float:
+def bucket_seconds(group: Group, make: MakeSums, nbytes: int) -> float:
     """Time that the sum of a bucket takes, the same number on all ranks. Collective."""
     sums = make([Bucket([Parameter(torch.empty(nbytes // 4), requires_grad=False)])])
     times = []
@@ -140,7 +140,7 @@ def seconds(group: Group, make: Make, nbytes: int) -> float:
         group.barrier()
         begin = time.perf_counter()
         with group.waiting("a trial of gradient averaging"):
-            run(sums.begin(0), polite=True)
+            drive(sums.begin(0), polite=True)
         times.append(group.largest(int(1e9 * (time.perf_counter() - begin))))
     sums.close()
     return min(times[1:]) / 1e9
@@ -208,14 +208,14 @@ class Options:
 
 def mpi_averager(
     model: nn.Module, optimizer: Optimizer, levels: Levels, options: Options
-) -> MpiAverager:
+) -> BucketAverager:
     """Put engine mpi together. Collective."""
     planned = trained(model, optimizer)
     group = levels.whole
     options.check(planned)
     if group.size == 1 or not planned:
         none = CollectiveSums(connect(group), [])
-        return MpiAverager(model, optimizer, group, lambda _: ([], none), Progress())
+        return BucketAverager(model, optimizer, group, lambda _: ([], none), Progress())
     if options.zero:
         return _sharded(model, optimizer, levels, options, planned)
     make, closing = way(levels, options, planned[0].device)
@@ -223,13 +223,13 @@ def mpi_averager(
     by_rows = options.compression != "none"
 
     def made(parameters: Sequence[Parameter]) -> tuple[list[Bucket], Sums]:
-        buckets = [Bucket(some, by_rows=by_rows) for some in plan(parameters, size)]
+        buckets = [Bucket(some, by_rows=by_rows) for some in plan_buckets(parameters, size)]
         return buckets, make(buckets)
 
     progress = options.progress()
     if options.every > 1:
         return LocalSteps(model, optimizer, levels, options.every, made, progress)
-    averager = MpiAverager(model, optimizer, group, made, progress)
+    averager = BucketAverager(model, optimizer, group, made, progress)
     averager.at_close += closing
     return averager
 
@@ -240,8 +240,8 @@ def _sharded(
     levels: Levels,
     options: Options,
     planned: Sequence[Parameter],
-) -> MpiAverager:
-    check_optimizer(optimizer)
+) -> BucketAverager:
+    check_divisible(optimizer)
 
     def make(buckets: Sequence[Bucket], whole: Sequence[bool] = ()) -> LevelSums:
         return _made_on_all_nodes(
@@ -251,8 +251,8 @@ def _sharded(
     size = _bucket_bytes(levels.whole, make, planned, options)
     divisible = [p for p in planned if p not in options.whole and has_slabs(p)]
     rest = {id(p) for p in divisible}
-    divided = plan(divisible, size)
-    kept = plan([p for p in planned if id(p) not in rest], size)
+    divided = plan_buckets(divisible, size)
+    kept = plan_buckets([p for p in planned if id(p) not in rest], size)
     packed = options.compression != "none"
     buckets = [
         *(Bucket(some, by_rows=True) for some in divided),
@@ -272,7 +272,7 @@ def _sharded(
     return _made_on_all_nodes(levels.whole, averager)
 
 
-def _made_on_all_nodes(group: Group, make: Callable[[], Made]) -> Made:
+def _made_on_all_nodes(group: Group, make: Callable[[], ClosableT]) -> ClosableT:
     """As `on_all_nodes`; the failure is raised on all ranks."""
     made, failure = on_all_nodes(group, make)
     if made is None:
@@ -280,7 +280,9 @@ def _made_on_all_nodes(group: Group, make: Callable[[], Made]) -> Made:
     return made
 
 
-def _bucket_bytes(group: Group, make: Make, trained: Sequence[Parameter], options: Options) -> int:
+def _bucket_bytes(
+    group: Group, make: MakeSums, trained: Sequence[Parameter], options: Options
+) -> int:
     if options.bucket_bytes is not None:
         return options.bucket_bytes
     if options.deterministic:
@@ -293,7 +295,7 @@ def _bucket_bytes(group: Group, make: Make, trained: Sequence[Parameter], option
 
 def way(
     levels: Levels, options: Options, device: torch.device
-) -> tuple[Make, list[Callable[[], None]]]:
+) -> tuple[MakeSums, list[Callable[[], None]]]:
     """How buckets on a device are summed, and what to call when they no longer are. Collective."""
     if device.type != "cpu":
         on_device = connect(levels.whole, device, overlap=options.spare_core)
@@ -329,7 +331,7 @@ def compressed_cross(nodes: int) -> type[Ring]:
     return Ring if nodes <= RING_COMPRESSED else Halving
 
 
-def or_collectives(group: Group, make: Make, collectives: Collectives) -> Make:
+def or_collectives(group: Group, make: MakeSums, collectives: Collectives) -> MakeSums:
     """A way that falls back to the collectives where memory cannot be shared."""
     shared = True
 
@@ -347,7 +349,9 @@ def or_collectives(group: Group, make: Make, collectives: Collectives) -> Make:
     return made
 
 
-def on_all_nodes(group: Group, make: Callable[[], Made]) -> tuple[Made | None, SetupError]:
+def on_all_nodes(
+    group: Group, make: Callable[[], ClosableT]
+) -> tuple[ClosableT | None, SetupError]:
     """What each rank makes, or None on all and why if one node has too little memory. Collective.
 
     What other nodes have made by then is closed.
@@ -357,7 +361,7 @@ def on_all_nodes(group: Group, make: Callable[[], Made]) -> tuple[Made | None, S
         make: collective over the ranks of a node, which all fail or none.
     """
     failure: SetupError | None = None
-    made: Made | None = None
+    made: ClosableT | None = None
     try:
         made = make()
     except SetupError as error:

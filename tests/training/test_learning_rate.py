@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.config import OptimizerSection
-from hpc_train.training.schedule import learning_rate, scaling
+from hpc_train.training.learning_rate import learning_rate, scaling
 
 SCHEDULES = st.sampled_from(["constant", "linear", "cosine"])
 

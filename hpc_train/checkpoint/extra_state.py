@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from hpc_train.checkpoint.fileformat import Entry, Held
+from hpc_train.checkpoint.fileformat import Entry, LocalTensor
 
 
 class Stateful(Protocol):
@@ -18,17 +18,17 @@ class Stateful(Protocol):
         """Go on from such numbers."""
 
 
-class More:
+class ExtraState:
     """What else a checkpoint holds; this one nothing. All ranks call each method."""
 
     def unify(self) -> None:
         """Bring all ranks to the state that is saved; training goes on from it as well."""
 
-    def collect(self) -> dict[str, Held]:
+    def collect(self) -> dict[str, LocalTensor]:
         """The tensors to save, after `unify`."""
         return {}
 
-    def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
         """Memory for those of a checkpoint's tensors that this rank wants."""
         return {}
 
@@ -40,14 +40,14 @@ class More:
         """Go on with the tensors of `expect`, which have been filled, and with saved `values`."""
 
 
-class Together(More):
+class Together(ExtraState):
     """Several such things as one. Each has names of its own for tensors and values.
 
     Args:
         parts: of it, in the order in which they are brought to one state and restored.
     """
 
-    def __init__(self, parts: Sequence[More]) -> None:
+    def __init__(self, parts: Sequence[ExtraState]) -> None:
         self.parts = parts
 
     def unify(self) -> None:
@@ -55,11 +55,11 @@ class Together(More):
         for part in self.parts:
             part.unify()
 
-    def collect(self) -> dict[str, Held]:
+    def collect(self) -> dict[str, LocalTensor]:
         """Of all parts."""
         return {name: held for part in self.parts for name, held in part.collect().items()}
 
-    def expect(self, entries: Mapping[str, Entry]) -> dict[str, Held]:
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
         """Of all parts."""
         return {name: held for part in self.parts for name, held in part.expect(entries).items()}
 
