@@ -15,8 +15,9 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.schedule import Name
 from hpc_train.planning.layouts import Layout, LeftOut, layouts, misfit
 from hpc_train.planning.machine import GUIDE, Machine
+from hpc_train.planning.model import planned_shape
 from hpc_train.planning.predict import Step, predict
-from hpc_train.planning.schedules import micro_batching, size, vocabulary
+from hpc_train.planning.schedules import micro_batching, size
 
 NOTES = """\
 options   sequence: parallel.sequence_parallel; zero: memory.zero
@@ -60,7 +61,7 @@ class Row:
     def of(cls, layout: Layout, machine: Machine) -> Row:
         """Predict a layout."""
         config, prediction = layout.config, predict(layout, machine)
-        parallel, tokens = config.parallel, config.data.batch * config.model.sequence
+        parallel, tokens = config.parallel, config.data.batch * layout.shape.sequence
         dp, tp, pp = layout.sizes
         return cls(
             dp,
@@ -134,7 +135,8 @@ def choose(
         UserError: nothing fits, or the description lacks what the job needs.
     """
     check_known(config, machine, nodes, ranks_per_node)
-    most = config.data.batch * config.model.heads * (config.model.layers + 2)
+    shape = planned_shape(config)
+    most = config.data.batch * shape.most_ranks
     if nodes * ranks_per_node > most:
         raise UserError(
             f"{nodes * ranks_per_node} ranks are more than this training can be divided into: "
@@ -144,7 +146,7 @@ def choose(
     timed: list[tuple[float, int, Layout]] = []
     left_out: list[LeftOut] = []
     shared = machine.device == "cpu"
-    for found in layouts(config, vocabulary(config), nodes, ranks_per_node, shared=shared):
+    for found in layouts(config, shape, nodes, ranks_per_node, shared=shared):
         if isinstance(found, LeftOut):
             left_out.append(found)
         elif why := misfit(found, machine):

@@ -22,15 +22,16 @@ from hpc_train.mpi.topology import Topology
 from hpc_train.planning.choose import choose, show
 from hpc_train.planning.layouts import Layout, LeftOut, layouts, lying, misfit, parts, sizes
 from hpc_train.planning.machine import Compute, Link, Machine
-from hpc_train.planning.predict import FREE, Step, forward_flops, predict, summing
+from hpc_train.planning.model import division_of, planned_shape
+from hpc_train.planning.predict import FREE, Step, predict, summing
 from hpc_train.planning.schedules import micro_batching
-from hpc_train.training.gpt import check_layout
 from tests.cluster.test_layouts import crossing, sent_in_a_step
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
 
 MODEL = "--model.layers=6 --model.hidden=64 --model.heads=4 --model.sequence=32 --model.vocab=256"
 CONFIG = load(None, [*MODEL.split(), "--data.batch=32"])
+SHAPE = planned_shape(CONFIG)
 MACHINE = Machine(
     {"float32": Compute(3e10, 5e10, 2e10, 1e-4)},
     8e9,
@@ -50,7 +51,7 @@ node_gib: 1
 
 def found(config, job):
     """All layouts of a job, in a fixed order."""
-    every = layouts(config, config.model.vocab, *job, shared=True)
+    every = layouts(config, planned_shape(config), *job, shared=True)
     return [layout for layout in every if isinstance(layout, Layout)]
 
 
@@ -70,10 +71,8 @@ def one_of(config, job, **wanted):
 @settings(max_examples=20)
 def test_every_layout_takes_all_ranks_and_is_one_that_the_package_accepts(job):
     ranks = math.prod(job)
-    model, data = CONFIG.model, CONFIG.data
-    shape = {"heads": model.heads, "vocab": 256, "layers": 6, "sequence": model.sequence}
     seen = set()
-    for layout in layouts(CONFIG, 256, *job, shared=True):
+    for layout in layouts(CONFIG, SHAPE, *job, shared=True):
         if isinstance(layout, LeftOut):
             seen.add((layout.dp, layout.tp, layout.pp))
             assert layout.why
@@ -82,8 +81,8 @@ def test_every_layout_takes_all_ranks_and_is_one_that_the_package_accepts(job):
         section, (dp, tp, pp) = layout.config.parallel, layout.sizes
         assert (section.dp, section.tp, section.pp) == (dp, tp, pp)
         assert dp * tp * pp == layout.node.size == ranks
-        check_layout(section, shape)
-        assert len(cut(data.batch, dp, 0, layout.config.data.micro_batch)) > 0
+        SHAPE.check(division_of(section))
+        assert len(cut(CONFIG.data.batch, dp, 0, layout.config.data.micro_batch)) > 0
     assert seen == set(sizes(ranks))
 
 
@@ -119,7 +118,7 @@ def test_zero_is_tried_where_replicas_share_a_node():
     assert not any(layout.config.memory.zero for layout in found(flat, SHARED))
     assert not any(
         layout.config.memory.zero
-        for layout in layouts(CONFIG, 256, *SHARED, shared=False)
+        for layout in layouts(CONFIG, SHAPE, *SHARED, shared=False)
         if isinstance(layout, Layout)
     )
 
@@ -158,7 +157,7 @@ def test_memory_grows_with_the_micro_batch(layout):
     smaller = replace(config, data=replace(config.data, micro_batch=half))
     assume(config.data.batch % (config.parallel.dp * half) == 0)
     assume(micro_batching(config)[1] >= config.parallel.pp)  # else fewer are live
-    assert Layout(smaller, 256, layout.node).memory < layout.memory
+    assert Layout(smaller, SHAPE, layout.node).memory < layout.memory
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
@@ -166,18 +165,11 @@ def test_replicas_alone_on_an_ideal_network_take_the_time_of_computing(micro_bat
     ideal = Machine({"float32": Compute(1e10)}, math.inf, FREE, FREE)
     size = [*MODEL.split(), "--data.batch=32", f"--data.micro_batch={micro_batch}"]
     layout = one_of(load(None, size), SHARED, dp=8)
-    computing = 3 * 4 * sum(forward_flops(CONFIG.model, 256)) / 1e10
+    computing = 3 * 4 * sum(part.flops for part in SHAPE.parts()) / 1e10
     made = predict(layout, ideal)
     assert made.seconds == pytest.approx(computing)
     assert made.bubble == pytest.approx(0)
     assert made.communication == 0
-
-
-def test_products_have_two_operations_for_each_weight_and_token():
-    model = CONFIG.model
-    block, head = forward_flops(model, 256)[1], forward_flops(model, 256)[-1]
-    assert block == 2 * 32 * 12 * 64**2 + 2 * 32**2 * 64
-    assert head == 2 * 32 * 64 * 256
 
 
 def test_a_sum_moves_twice_what_all_but_one_have():
@@ -213,7 +205,7 @@ def test_what_crosses_nodes_is_what_is_measured_there(words):
     topology = Topology(hosts, tuple(rank // 2 for rank in range(8)), (-1,) * 8)
     placement = place(topology, section.dp, section.tp, section.pp)
     exact = replace(config, parallel=replace(section, dp=placement.dp))
-    layout = Layout(exact, 256, placement.ranks // 2)
+    layout = Layout(exact, SHAPE, placement.ranks // 2)
     machine = replace(MACHINE, compute={"float64": MACHINE.compute["float32"]})
     across = Step(layout, machine).traffic()[1]
     by_node = np.bincount(
@@ -231,7 +223,7 @@ def test_ranks_that_share_cores_take_their_turns():
     assert predict(data, shared).seconds == pytest.approx(4 * predict(data, own).seconds)
     pipeline = one_of(CONFIG, SHARED, pp=8, schedule="1f1b")  # one micro-batch is in one stage
     waiting = replace(pipeline.config, data=replace(CONFIG.data, micro_batch=32))
-    alone = Layout(waiting, 256, pipeline.node)
+    alone = Layout(waiting, SHAPE, pipeline.node)
     assert predict(alone, shared).seconds == pytest.approx(predict(alone, own).seconds)
 
 
