@@ -145,7 +145,7 @@ def describe(cluster: Any, config: Path, folder: Path) -> machines.Machine:
     path = folder / "machine.yaml"
     on_ranks(cluster, "plan", str(config), "--measure", "--machine", str(path))
     print(path.read_text())
-    return machines.load(path)
+    return machines.load_machine(path)
 
 
 def write_config(folder: Path) -> Path:

@@ -32,7 +32,7 @@ MORE_PARAMETERS = {
     "saving": 11,
     "Trainer.__init__": 10,
 }
-OF_TORCH = {"_SyncNorm.forward"}
+OF_TORCH = {"_Normalize.forward"}
 
 
 def defined(tree):

@@ -47,7 +47,7 @@ def start_from(
     """Fill a model with weights; floating-point types are converted. Collective.
 
     A model may have a method `foreign_weights(about, *, whole)` for weights that are named or
-    arranged in another way: see `hpc_train.models.gpt2.foreign_weights`.
+    arranged in another way: see `hpc_train.models.gpt.gpt2.foreign_weights`.
 
     Args:
         path: a checkpoint, a run directory (its newest one), a safetensors file, or a folder with

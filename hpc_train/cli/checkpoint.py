@@ -148,7 +148,7 @@ def export(
     from hpc_train.checkpoint import tools
     from hpc_train.checkpoint.directory import newest
     from hpc_train.checkpoint.restore import Tensors
-    from hpc_train.models.gpt2 import as_gpt2, config_json
+    from hpc_train.models.gpt.gpt2 import as_gpt2, config_json
 
     path, target, convert, shape = newest(Path(source)), Path(out), None, {}
     if gpt2:

@@ -28,10 +28,7 @@ even         the same if all stages were equal
 live         micro-batches in each of its stages that the worst rank holds at once
 memory       of the rank that needs most: activations and state
 state        parameters, gradients, optimizer
-activations  of a micro-batch, numbers per token: in a block hidden x (4 + 12 / tp),
-             with dropout hidden x (6 + 12 / tp); in the head 2 x hidden + vocab / tp;
-             with sequence_parallel tp divides all of it. After Korthikanti et al.
-             2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
+activations  """
 
 NOTES_ON_LAYOUTS = """\
 options   sequence: parallel.sequence_parallel; zero: memory.zero
@@ -98,7 +95,7 @@ def run(arguments: Sequence[str]) -> int:
 
         found = choose.choose(
             settings,
-            machine.load(Path(given.machine)),
+            machine.load_machine(Path(given.machine)),
             given.nodes or 1,
             given.ranks_per_node or 1,
             top=given.top,
@@ -129,7 +126,9 @@ def _measure(given: Namespace, keys: Sequence[str], runtime: Runtime) -> None:
 def show_schedules(made: Plan, *, as_json: bool) -> None:
     """Print the schedules of a layout: a table, or one JSON object with sizes in bytes."""
     if as_json:
-        print(json.dumps(asdict(made)))
+        tree = asdict(made)
+        del tree["note"]
+        print(json.dumps(tree))
         return
     from hpc_train.parallel.schedule import Name
 
@@ -145,7 +144,7 @@ def show_schedules(made: Plan, *, as_json: bool) -> None:
     left_out = set(get_args(Name)) - {entry.schedule for entry in made.schedules}
     if left_out:
         print(f"not shown, too few layers: {', '.join(sorted(left_out))}")
-    print(NOTES_ON_SCHEDULES)
+    print(NOTES_ON_SCHEDULES + made.note.replace("\n", "\n" + " " * 13))
 
 
 def _schedules(made: Plan) -> Table:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpc_train.parallel.schedule import Name
 
 
-class Layout(Protocol):
+class ParallelOptions(Protocol):
     """What `apply` reads of the configuration's section `parallel`."""
 
     @property
@@ -70,7 +70,7 @@ class Applied:
 def apply(
     model: nn.Module,
     grid: ParallelGrid,
-    layout: Layout,
+    layout: ParallelOptions,
     device: torch.device,
     *,
     overlap: bool = False,

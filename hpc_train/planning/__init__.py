@@ -1,5 +1,6 @@
 """What layouts cost, told before any rank is started; on login nodes, without torch and MPI.
 
+model.py      the model of a configuration: its shape, and how ranks divide it
 schedules.py  bubble and memory of each pipeline schedule under a layout
 machine.py    a machine as numbers: compute, memory, links (training/measure.py measures them)
 layouts.py    all layouts of a job's ranks, placed on its nodes

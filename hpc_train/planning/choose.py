@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.schedule import Name
-from hpc_train.planning.layouts import Layout, LeftOut, layouts, misfit
+from hpc_train.planning.layouts import Candidate, LeftOut, layouts, misfit
 from hpc_train.planning.machine import GUIDE, Machine
-from hpc_train.planning.predict import Step, predict
-from hpc_train.planning.schedules import micro_batching, vocabulary
+from hpc_train.planning.model import planned_shape
+from hpc_train.planning.predict import StepModel, predict
+from hpc_train.planning.schedules import micro_batching
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Row:
     communication: float
 
     @classmethod
-    def of(cls, layout: Layout, machine: Machine) -> Row:
+    def of(cls, layout: Candidate, machine: Machine) -> Row:
         """Predict a layout."""
         config, prediction = layout.config, predict(layout, machine)
-        parallel, tokens = config.parallel, config.data.batch * config.model.sequence
+        parallel, tokens = config.parallel, config.data.batch * layout.shape.sequence
         dp, tp, pp = layout.sizes
         return cls(
             dp,
@@ -120,23 +121,24 @@ def choose(
         UserError: nothing fits, or the description lacks what the job needs.
     """
     check_known(config, machine, nodes, ranks_per_node)
-    most = config.data.batch * config.model.heads * (config.model.layers + 2)
+    shape = planned_shape(config)
+    most = config.data.batch * shape.most_ranks
     if nodes * ranks_per_node > most:
         raise UserError(
             f"{nodes * ranks_per_node} ranks are more than this training can be divided into: "
             f"{most}, by samples of a batch, heads, and layers with embedding and head",
             "plan for fewer",
         )
-    timed: list[tuple[float, int, Layout]] = []
+    timed: list[tuple[float, int, Candidate]] = []
     left_out: list[LeftOut] = []
     shared = machine.device == "cpu"
-    for found in layouts(config, vocabulary(config), nodes, ranks_per_node, shared=shared):
+    for found in layouts(config, shape, nodes, ranks_per_node, shared=shared):
         if isinstance(found, LeftOut):
             left_out.append(found)
         elif why := misfit(found, machine):
             left_out.append(LeftOut(*found.sizes, why, found.memory[0]))
         else:
-            timed.append((Step(found, machine).seconds(), found.memory[0], found))
+            timed.append((StepModel(found, machine).seconds(), found.memory[0], found))
     if not timed:
         raise nothing_fits(nodes * ranks_per_node, left_out)
     ordered = [layout for _, _, layout in sorted(timed, key=lambda one: one[:2])]

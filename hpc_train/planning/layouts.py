@@ -14,31 +14,26 @@ from numpy.typing import NDArray
 
 from hpc_train.config import MemorySection, ParallelSection, RunConfig
 from hpc_train.errors import ConfigError
+from hpc_train.models.shape import PartCost, Shape
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.topology import Topology
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.schedule import Name, build
 from hpc_train.parallel.simulate import enough
 from hpc_train.planning.machine import Machine
-from hpc_train.planning.schedules import (
-    check_layout,
-    gpt_costs,
-    gpt_parameters,
-    memory,
-    micro_batching,
-    size,
-)
+from hpc_train.planning.model import division_of
+from hpc_train.planning.schedules import memory, micro_batching, size
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Candidate:
     """A job's layout.
 
     Args:
         config: every key of the layout is set in it: sizes, schedule, micro-batch, memory.zero.
-        vocab: the vocabulary's size.
+        shape: the sizes of the model.
         node: of each rank, the node that it lies on; of shape (dp, pp, tp).
 
     Raises:
@@ -46,11 +41,11 @@ class Layout:
     """
 
     config: RunConfig
-    vocab: int
+    shape: Shape
     node: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        check_layout(self.config.model, self.vocab, self.config.parallel)
+        self.shape.check(division_of(self.config.parallel))
         micro_batching(self.config)
 
     @property
@@ -62,15 +57,13 @@ class Layout:
     @functools.cached_property
     def runs(self) -> list[range]:
         """Which of embedding, blocks and head each virtual stage has."""
-        model, parallel = self.config.model, self.config.parallel
-        costs = gpt_costs(model.layers, model.hidden, self.vocab)
-        return divide(costs, parallel.pp * parallel.chunks)
+        parallel = self.config.parallel
+        return divide([part.weights for part in self.parts], parallel.pp * parallel.chunks)
 
     @functools.cached_property
-    def parameters(self) -> list[int]:
-        """Parameters of embedding, blocks and head on a rank that has them."""
-        _, tp, pp = self.sizes
-        return gpt_parameters(self.config.model, self.vocab, tp, pp)
+    def parts(self) -> list[PartCost]:
+        """What embedding, blocks and head cost."""
+        return self.shape.parts(division_of(self.config.parallel))
 
     @functools.cached_property
     def replicas(self) -> tuple[int, float]:
@@ -94,7 +87,7 @@ class Layout:
         if parallel.schedule == "gpipe":  # the others hold no more with more micro-batches
             micro_batch *= number / few
         schedule = build(parallel.schedule, parallel.pp, few, parallel.chunks)
-        needs = memory(self.config, self.vocab, schedule, self.runs, micro_batch, self.sharing)
+        needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, self.sharing)
         of_rank = np.array([sum(need) for need in needs], dtype=float)[None, :, None]
         each = np.broadcast_to(of_rank, self.node.shape)
         return round(of_rank.max()), round(np.bincount(self.node.ravel(), each.ravel()).max())
@@ -118,14 +111,14 @@ class LeftOut:
 
 
 def layouts(
-    config: RunConfig, vocab: int, nodes: int, ranks_per_node: int, *, shared: bool
-) -> Iterator[Layout | LeftOut]:
+    config: RunConfig, shape: Shape, nodes: int, ranks_per_node: int, *, shared: bool
+) -> Iterator[Candidate | LeftOut]:
     """All layouts of a job's ranks, with each schedule, micro-batch and option that they can have.
 
     Args:
         config: the job's. Of its section parallel the virtual stages count, for interleaved ones,
             and data.micro_batch, if it is given; memory.zero does not.
-        vocab: the vocabulary's size.
+        shape: the sizes of the model.
         nodes: number of nodes.
         ranks_per_node: of each.
         shared: whether ranks of a node can share parameters, as memory.zero has them do.
@@ -133,7 +126,7 @@ def layouts(
     for dp, tp, pp in sizes(nodes * ranks_per_node):
         sized = replace(config, parallel=ParallelSection(dp=dp, tp=tp, pp=pp))
         try:
-            check_layout(config.model, vocab, sized.parallel)
+            shape.check(division_of(sized.parallel))
             micro_batch, number = micro_batching(sized)
         except ConfigError as error:
             yield LeftOut(dp, tp, pp, error.cause)
@@ -141,7 +134,7 @@ def layouts(
         node = lying(nodes, ranks_per_node, dp, tp, pp)
         for variant in variants(config, sized.parallel, micro_batch * number, shared=shared):
             with suppress(ConfigError):  # too few layers for virtual stages, tokens that tp divides
-                layout = Layout(variant, vocab, node)
+                layout = Candidate(variant, shape, node)
                 if layout.replicas[1] > 1 or variant.memory.zero == 0:
                     yield layout
 
@@ -203,7 +196,7 @@ def lying(nodes: int, ranks_per_node: int, dp: int, tp: int, pp: int) -> NDArray
     return place(topology, dp, tp, pp).ranks // ranks_per_node
 
 
-def misfit(layout: Layout, machine: Machine) -> str:
+def misfit(layout: Candidate, machine: Machine) -> str:
     """Why a layout does not fit in the machine's memory; "" if it does."""
     of_rank, of_node = layout.memory
     for need, gib, whose in (

@@ -18,7 +18,7 @@ from hpc_train.errors import UserError
 
 GUIDE = "docs/how-to/plan.md has an example"
 DEVICES, LINKS = ("cpu", "cuda"), ("inside", "across")
-FREE = ("alpha", "beta", "processor", "layer")  # these may be 0
+MAY_BE_ZERO = ("alpha", "beta", "processor", "layer")  # these may be 0
 UNLIMITED = ("node", "job", "node_gib", "rank_gib", "ranks_per_node")  # these may be null
 
 
@@ -84,11 +84,11 @@ class Machine:
     ranks_per_node: float | None = None
 
     def to_yaml(self) -> str:
-        """The description as YAML, which `load` reads."""
+        """The description as YAML, which `load_machine` reads."""
         return yaml.safe_dump(asdict(self), sort_keys=False)
 
 
-def load(path: Path) -> Machine:
+def load_machine(path: Path) -> Machine:
     """Read a description.
 
     Raises:
@@ -153,8 +153,8 @@ def _numbers(given: Mapping[str, object], where: str) -> dict[str, Any]:
             number = float(str(value))
         except ValueError:
             number = math.nan
-        if not 0 <= number < math.inf or (number == 0 and key not in FREE):
-            least = "0 or more" if key in FREE else "above 0"
+        if not 0 <= number < math.inf or (number == 0 and key not in MAY_BE_ZERO):
+            least = "0 or more" if key in MAY_BE_ZERO else "above 0"
             raise UserError(f"{where}{key} is {value!r}", f"give a number {least}")
         found[key] = number
     return found

@@ -16,22 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train import compression
-from hpc_train.config import ModelSection
 from hpc_train.parallel.simulate import Costs, makespan
-from hpc_train.planning.layouts import Layout
+from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.machine import Link, Machine
-from hpc_train.planning.schedules import ITEM_BYTES, OPTIMIZER_TENSORS, gpt_costs, micro_batching
+from hpc_train.planning.schedules import ITEM_BYTES, OPTIMIZER_TENSORS, micro_batching
 
 Array = NDArray[np.float64]
-FREE = Link(0.0, 0.0)
-USUAL_BUCKET = 4 << 20  # bytes
-
-# Sums of a micro-batch's activations over the tensor group, forward and backward, in the embedding,
-# a block and the head; a gather or a sum of which each rank keeps a part is half of one.
-TENSOR_SUMS = {
-    False: ((1.0, 0.0), (2.0, 2.0), (0.0, 1.0)),
-    True: ((0.5, 0.5), (2.0, 3.0), (0.5, 1.0)),
-}
+NO_COST = Link(0.0, 0.0)
+ASSUMED_BUCKET = 4 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -49,9 +41,9 @@ class Prediction:
     communication: float
 
 
-def predict(layout: Layout, machine: Machine) -> Prediction:
+def predict(layout: Candidate, machine: Machine) -> Prediction:
     """Predict a step."""
-    step = Step(layout, machine)
+    step = StepModel(layout, machine)
     silent = step.silent()
     seconds, alone = step.seconds(), silent.seconds()
     return Prediction(
@@ -59,7 +51,7 @@ def predict(layout: Layout, machine: Machine) -> Prediction:
     )
 
 
-class Step:
+class StepModel:
     """A step of a layout on a machine. Times are in seconds, of a rank with cores to itself.
 
     Arrays have the shape (dp, pp, tp), or one that numpy stretches to it.
@@ -70,18 +62,19 @@ class Step:
         averages: whether replicas average their gradients.
     """
 
-    def __init__(self, layout: Layout, machine: Machine, *, averages: bool = True) -> None:
+    def __init__(self, layout: Candidate, machine: Machine, *, averages: bool = True) -> None:
         self.layout, self.machine = layout, machine
         self.config, self.node = layout.config, layout.node
         self.dp, self.tp, self.pp = layout.sizes
         self.averages = averages and self.dp > 1
         self.speed = machine.compute[self.config.precision.dtype]
-        self.inside, self.across = machine.inside or FREE, machine.across or FREE
+        self.inside, self.across = machine.inside or NO_COST, machine.across or NO_COST
         self.micro_batch, self.n = micro_batching(self.config)
         self.item = ITEM_BYTES[self.config.precision.parameters]
-        self.state = self.item * self._by_rank(layout.parameters)  # bytes of parameters, gradients
-        model = self.config.model
-        self.activation = self.micro_batch * model.sequence * model.hidden * self.item
+        parameters = self._by_rank([part.parameters for part in layout.parts])
+        self.state = self.item * parameters  # bytes of parameters, gradients
+        shape = layout.shape
+        self.activation = self.micro_batch * shape.sequence * shape.hidden * self.item
         self.crossing_next = self.node != np.roll(self.node, -1, axis=1)
         self.crossing_previous = self.node != np.roll(self.node, 1, axis=1)
         first, last = self.node.min(axis=2, keepdims=True), self.node.max(axis=2, keepdims=True)
@@ -94,10 +87,10 @@ class Step:
         """What the step takes."""
         return max(self.path(), self.processors() + self.missed(), self.links())
 
-    def silent(self) -> Step:
+    def silent(self) -> StepModel:
         """The same step if messages took no time."""
-        machine = replace(self.machine, inside=FREE, across=FREE)
-        return Step(self.layout, machine, averages=False)
+        machine = replace(self.machine, inside=NO_COST, across=NO_COST)
+        return StepModel(self.layout, machine, averages=False)
 
     def missed(self) -> float:
         """What ranks that share cores lose because a core is not free at the right moment.
@@ -157,26 +150,21 @@ class Step:
 
         Each is a third of the whole; weight gradients are added to those of other micro-batches.
         """
-        model = self.config.model
-        layers = [0.5, *[1.0] * model.layers, 0.5]  # embedding and head have fewer operations
-        flops = forward_flops(model, self.layout.vocab)
         found = []
-        for own, layer, parameters in zip(flops, layers, self.layout.parameters, strict=True):
-            third = (
-                own * self.micro_batch / self.tp / self.speed.rank + layer * self.speed.layer / 3
-            )
-            added = 3 * parameters * self.item / self.machine.memory_bandwidth
+        for part in self.layout.parts:
+            computing = part.flops * self.micro_batch / self.tp / self.speed.rank
+            third = computing + part.overhead * self.speed.layer / 3
+            added = 3 * part.parameters * self.item / self.machine.memory_bandwidth
             found.append((third, third, third + added))
         return found
 
     def costs(self) -> Iterator[Costs]:
         """Of each virtual stage, with the messages of a micro-batch."""
-        modules = self.modules()
-        sums = TENSOR_SUMS[self.config.parallel.sequence_parallel]
+        modules, parts = self.modules(), self.layout.parts
         for stage, run in enumerate(self.layout.runs):
             rank = stage % self.pp
             forward, back, weight = map(sum, zip(*(modules[i] for i in run), strict=True))
-            there, here = zip(*(sums[_kind(i, modules)] for i in run), strict=True)
+            there, here = zip(*(parts[i].sums for i in run), strict=True)
             lane = self.lane(rank, self.crossing_tensor)
             one = summing(self.inside, lane, self.tp, self.tensor_nodes, self.activation)
             yield Costs(
@@ -231,9 +219,7 @@ class Step:
         yield self.node[:, :1] != self.node[:, -1:], ends
 
     def _tensor_traffic(self) -> tuple[Array, Array]:
-        pairs = TENSOR_SUMS[self.config.parallel.sequence_parallel]
-        kinds = range(len(self.layout.parameters))
-        sums = self._by_rank([sum(pairs[_kind(i, kinds)]) for i in kinds])
+        sums = self._by_rank([sum(part.sums) for part in self.layout.parts])
         inside, across = halving(self.tp, self.tensor_nodes)
         return self.n * inside * self.activation * sums, self.n * across * self.activation * sums
 
@@ -263,7 +249,7 @@ class Step:
 
     def _kept(self, nodes: int) -> float:
         """Of the gradients' bytes, what is sent: compressed, or all the state in few steps."""
-        gradients, width = self.config.gradients, self.config.model.hidden
+        gradients = self.config.gradients
         scheme = compression.parse_scheme(gradients.compression)
         tensors = 1 + OPTIMIZER_TENSORS[self.config.optimizer.name]
         every = gradients.average_every
@@ -272,7 +258,7 @@ class Step:
             "fp16": 2 / self.item,
             "bf16": 2 / self.item,
             "topk": min(1.0, nodes * scheme.number * (4 + self.item) / (2 * self.item)),
-            "powersgd": min(1.0, 4 * scheme.number / (3 * width)),  # of a block's four matrices
+            "powersgd": min(1.0, self.layout.shape.low_rank(scheme.number)),
         }[scheme.kind]
 
     def exposed(self) -> float:
@@ -285,7 +271,7 @@ class Step:
         early = self.pp == 1 or section.schedule in ("gpipe", "1f1b")
         passes = self._by_rank([back + weight for _, back, weight in self.modules()])
         hidden = float(passes.max()) if early and self.config.gradients.average_every == 1 else 0.0
-        bucket = self.config.gradients.bucket_bytes or USUAL_BUCKET
+        bucket = self.config.gradients.bucket_bytes or ASSUMED_BUCKET
         last = sent * min(1.0, bucket / float(self.state.max()))
         rounds = min(2 * (nodes - 1), 2 * math.ceil(math.log2(nodes)))
         return max(last, sent - hidden) + rounds * self.across.alpha
@@ -293,9 +279,7 @@ class Step:
     @property
     def _tied(self) -> float:
         """Bytes of the gradients that the first and the last stage add up."""
-        model = self.config.model
-        tied = self.pp > 1 and model.tie_embeddings
-        return self.layout.vocab * model.hidden / self.tp * self.item * tied
+        return self.layout.shape.tied / self.tp * self.item * (self.pp > 1)
 
     def tying(self) -> float:
         """The sum of the gradients of the embedding that the first and the last stage have."""
@@ -323,18 +307,6 @@ class Step:
         return np.bincount(self.node.ravel(), each).astype(float)
 
 
-def forward_flops(model: ModelSection, vocab: int) -> list[float]:
-    """Floating-point operations of embedding, blocks and head in a sample's forward pass.
-
-    A product of T x K and K x N takes 2 T K N. A block has 12 C^2 weights, and causal attention
-    half of two products of T x T x C.
-    """
-    T, C = model.sequence, model.hidden
-    products = gpt_costs(model.layers, C, vocab)
-    attention = [0.0, *[2.0 * T * T * C] * model.layers, 0.0]
-    return [2 * T * weights + more for weights, more in zip(products, attention, strict=True)]
-
-
 def halving(ranks: int, nodes: int) -> tuple[float, float]:
     """What each rank sends in an allreduce, in times of the data: inside its node, and to others.
 
@@ -353,8 +325,3 @@ def summing(inside: Link, across: Link, ranks: int, nodes: int, nbytes: float) -
     share = halving(ranks, nodes)
     latency = near * inside.alpha + far * across.alpha
     return latency + nbytes * (share[0] * inside.beta + share[1] * across.beta)
-
-
-def _kind(module: int, modules: Sequence[object]) -> int:
-    """0 for the embedding, 1 for a block, 2 for the head."""
-    return 0 if module == 0 else 2 if module == len(modules) - 1 else 1

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
-from hpc_train.config import ModelSection, ParallelSection, RunConfig
-from hpc_train.data import manifest as manifests
-from hpc_train.errors import ConfigError, DataError
+from hpc_train.config import ParallelSection, RunConfig
+from hpc_train.errors import ConfigError
+from hpc_train.models.shape import Shape
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.schedule import Name, Schedule, build
 from hpc_train.parallel.simulate import Costs, bubble_formula, peak_live, simulate
+from hpc_train.planning.model import division_of, planned_shape
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_TENSORS = {"adamw": 2, "sgd": 1}  # per parameter: two moments; the momentum
@@ -52,7 +52,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """All schedules for one layout; those that the layers are too few for are left out."""
+    """All schedules for one layout; those that the layers are too few for are left out.
+
+    The note says how activations are counted.
+    """
 
     dp: int
     tp: int
@@ -61,6 +64,7 @@ class Plan:
     micro_batches: int
     vocab: int
     schedules: list[Estimate]
+    note: str
 
 
 def plan(config: RunConfig) -> Plan:
@@ -70,56 +74,21 @@ def plan(config: RunConfig) -> Plan:
         ConfigError: the vocabulary is not known, or the batch, the heads, the vocabulary or the
             layers cannot be divided as the layout asks.
     """
-    vocab = vocabulary(config)
-    section = config.parallel
-    check_layout(config.model, vocab, section)
+    shape, section = planned_shape(config), config.parallel
+    shape.check(division_of(section))
     micro_batch, micro_batches = micro_batching(config)
-    modules = config.model.layers + 2
-    fit = [name for name in get_args(Name) if section.pp * chunks_of(section, name) <= modules]
-    schedules = [estimate(config, vocab, name, micro_batch, micro_batches) for name in fit]
+    parts = len(shape.parts())
+    fit = [name for name in get_args(Name) if section.pp * chunks_of(section, name) <= parts]
     return Plan(
-        section.dp or 1, section.tp, section.pp, micro_batch, micro_batches, vocab, schedules
+        section.dp or 1,
+        section.tp,
+        section.pp,
+        micro_batch,
+        micro_batches,
+        shape.vocab,
+        [estimate(config, shape, name, micro_batch, micro_batches) for name in fit],
+        shape.NOTE,
     )
-
-
-def vocabulary(config: RunConfig) -> int:
-    """The vocabulary's size: model.vocab, or the data's.
-
-    Raises:
-        ConfigError: neither is given.
-    """
-    if config.model.vocab is not None:
-        return config.model.vocab
-    if config.data.path is None:
-        raise ConfigError("the vocabulary is not known", "give model.vocab, or data.path")
-    try:
-        return manifests.read_manifest(Path(config.data.path)).vocab
-    except DataError as error:
-        raise ConfigError(
-            f"the vocabulary is not known: {error.cause}", "give model.vocab"
-        ) from None
-
-
-def check_layout(model: ModelSection, vocab: int, section: ParallelSection) -> None:
-    """Check that the model can be divided over the ranks of its tensor and pipeline groups.
-
-    Raises:
-        ConfigError: naming what cannot.
-    """
-    sizes = [("model.heads", model.heads), ("model.vocab", vocab)]
-    if section.sequence_parallel:
-        sizes.append(("model.sequence", model.sequence))
-    for key, size in sizes:
-        if size % section.tp:
-            raise ConfigError(f"parallel.tp {section.tp} does not divide {key} {size}")
-    stages = section.pp * section.chunks
-    if stages > model.layers + 2:
-        of = f" x {section.chunks} virtual stages" if section.chunks > 1 else ""
-        raise ConfigError(
-            f"parallel.pp {section.pp}{of} is more than the {model.layers + 2} parts of the model "
-            f"(embedding, {model.layers} layers, head)",
-            "give fewer, or more layers",
-        )
 
 
 def micro_batching(config: RunConfig) -> tuple[int, int]:
@@ -143,63 +112,16 @@ def chunks_of(section: ParallelSection, name: Name) -> int:
     return (section.virtual_stages or 2) if name == "interleaved" else 1
 
 
-def gpt_costs(layers: int, hidden: int, vocab: int) -> list[float]:
-    """What embedding, blocks and head cost: the weights in their matrix products.
-
-    Args:
-        layers: number of blocks.
-        hidden: width of the residual stream.
-        vocab: vocabulary size.
-
-    Returns:
-        0 for the embedding, 12 hidden^2 for each block, vocab * hidden for the head.
-    """
-    return [0.0, *[12.0 * hidden**2] * layers, float(vocab * hidden)]
-
-
-def gpt_parameters(model: ModelSection, vocab: int, tp: int, pp: int) -> list[int]:
-    """Number of parameters of embedding, blocks and head on a rank that has them.
-
-    The ranks of a tensor group share matrices, their first biases and the vocabulary. A tied output
-    matrix is stored again where the head is on another rank than the embedding.
-    """
-    C = model.hidden
-    table = vocab * C // tp
-    block = (12 * C * C + 7 * C) // tp + 6 * C
-    shared = model.tie_embeddings and pp == 1
-    return [table + model.sequence * C, *[block] * model.layers, 2 * C + (0 if shared else table)]
-
-
-def gpt_activations(
-    model: ModelSection, vocab: int, tp: int, sequence_parallel: bool
-) -> list[float]:
-    """Numbers that embedding, blocks and head keep for the backward pass of one sample.
-
-    Korthikanti et al., "Reducing activation recomputation in large transformer models",
-    https://arxiv.org/abs/2205.05198, counted for our block in units of tokens * hidden. Whole on
-    each rank, or with sequence parallelism cut: two norms' inputs, two linear inputs, two dropout
-    masks of full width. Shared over the tensor group: query, key and value 3, attention's result 1,
-    the MLP 8. The fused attention keeps no matrix of tokens * tokens. The head: the norm's and the
-    product's input, and the logarithms of the softmax.
-    """
-    T, C = model.sequence, model.hidden
-    mask = int(model.dropout > 0)
-    across = tp if sequence_parallel else 1
-    block = T * C * ((4 + 2 * mask) / across + 12 / tp)
-    return [T * C * mask / across, *[block] * model.layers, T * (2 * C / across + vocab / tp)]
-
-
 def estimate(
-    config: RunConfig, vocab: int, name: Name, micro_batch: int, micro_batches: int
+    config: RunConfig, shape: Shape, name: Name, micro_batch: int, micro_batches: int
 ) -> Estimate:
     """Estimate one schedule."""
-    model, pp = config.model, config.parallel.pp
-    chunks = chunks_of(config.parallel, name)
-    costs = gpt_costs(model.layers, model.hidden, vocab)
+    pp, chunks = config.parallel.pp, chunks_of(config.parallel, name)
+    costs = [part.weights for part in shape.parts()]
     runs = divide(costs, pp * chunks)
     schedule = build(name, pp, micro_batches, chunks)
     timing = simulate(schedule, chunks, [Costs(cost, cost, cost) for cost in _sums(costs, runs)])
-    activation_bytes, state_bytes = max(memory(config, vocab, schedule, runs, micro_batch), key=sum)
+    activation_bytes, state_bytes = max(memory(config, shape, schedule, runs, micro_batch), key=sum)
     return Estimate(
         schedule=name,
         virtual_stages=chunks,
@@ -209,13 +131,13 @@ def estimate(
         peak_live=max(timing.peak_live),
         activation_bytes=activation_bytes,
         state_bytes=state_bytes,
-        layers=[sum(0 < module <= model.layers for module in run) for run in runs],
+        layers=[sum(0 < module <= shape.layers for module in run) for run in runs],
     )
 
 
 def memory(
     config: RunConfig,
-    vocab: int,
+    shape: Shape,
     schedule: Schedule,
     runs: Sequence[range],
     micro_batch: float,
@@ -224,17 +146,16 @@ def memory(
     """For each pipeline rank, bytes of its activations at their peak and of its state.
 
     Args:
-        config: model, layout, number format and optimizer.
-        vocab: vocabulary size.
+        config: layout, number format and optimizer.
+        shape: the sizes of the model.
         schedule: what the ranks do.
         runs: of embedding, blocks and head; run c * pp + r is chunk c of rank r.
         micro_batch: samples.
         share: ranks of a node that share parameters and the optimizer's state (memory.zero).
     """
-    section, pp = config.parallel, len(schedule)
-    numbers = gpt_activations(config.model, vocab, section.tp, section.sequence_parallel)
-    kept = _sums(numbers, runs)
-    parameters = _sums(gpt_parameters(config.model, vocab, section.tp, pp), runs)
+    parts, pp = shape.parts(division_of(config.parallel)), len(schedule)
+    kept = _sums([part.activations for part in parts], runs)
+    parameters = _sums([part.parameters for part in parts], runs)
     activation, parameter = (
         ITEM_BYTES[config.precision.dtype],
         ITEM_BYTES[config.precision.parameters],

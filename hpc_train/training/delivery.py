@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.mpi.watchdog import Watchdog
 from hpc_train.seeds import mix
 from hpc_train.training.deadline import of_job
 from hpc_train.training.heartbeat import Pace
@@ -128,6 +129,7 @@ class Delivery:
         self.time_limit = time_limit
         self.hang_timeout, self.hang_steps = hang_timeout, hang_steps
         self._hooks: list[RemovableHandle] = []
+        self._watchdog: Watchdog | None = None
 
     def _delivered(
         self, batches: Iterator[Any], order: SampleOrder, last: int
@@ -256,6 +258,37 @@ class Delivery:
         except Exception as error:  # noqa: BLE001  # nothing can be raised from here
             logger.error("%s", error)
             self._runtime.at_end.append(partial(_raise_at_end, error))
+
+    def _start_watchdog(self) -> None:
+        """Have waits inside of `_watched` looked at, until the loop is closed. Collective."""
+        if self.group.size > 1 and self.hang_timeout > 0:
+            self._watchdog = Watchdog(self.group, self.hang_timeout)
+            self._watchdog.armed = False
+            self._watchdog.start()
+            self._runtime.at_end.append(self._stop_watchdog)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """End the job with an error if a rank is waited for too long meanwhile."""
+        if self._watchdog is None:
+            yield
+            return
+        before, self._watchdog.armed = self._watchdog.armed, True
+        try:
+            yield
+        finally:
+            self._watchdog.armed = before
+
+    def _stop_watchdog(self, failed: bool = False) -> None:
+        """End it on this rank alone."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._forget_watchdog()
+
+    def _forget_watchdog(self) -> None:
+        self._watchdog = None
+        with suppress(ValueError):
+            self._runtime.at_end.remove(self._stop_watchdog)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hpc_train.checkpoint import restore, state
 from hpc_train.checkpoint.directory import newest
 from hpc_train.data import tokenizer
 from hpc_train.errors import CheckpointMismatch, ConfigError
-from hpc_train.models import GPT
+from hpc_train.models.kinds import SHAPES
+from hpc_train.models.shape import Shape
 from hpc_train.mpi.group import Group
 from hpc_train.training.device import choose_device
 
 
-def load_gpt(checkpoint: str | Path) -> tuple[GPT, tokenizer.Tokenizer]:
-    """The model of a checkpoint, and the tokenizer that its text was cut with.
+def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, Shape, tokenizer.Tokenizer]:
+    """The model of a checkpoint, its shape, and the tokenizer that its text was cut with.
 
     Args:
         checkpoint: a file, or a run directory, of which the newest checkpoint is taken.
@@ -31,11 +33,13 @@ def load_gpt(checkpoint: str | Path) -> tuple[GPT, tokenizer.Tokenizer]:
     path, group = newest(Path(checkpoint)), Group()
     reader = restore.open_together(path, group)
     about: dict[str, Any] = restore.load_state(reader, group)["about"]
-    if about.get("kind") != "gpt":
+    kind = about.get("kind")
+    if kind not in SHAPES:
         raise CheckpointMismatch(f"{path} is not of a GPT", "give one of `hpc-train train`")
-    model = GPT(**about["shape"]).to(choose_device(), getattr(torch, about["dtype"]))
+    shape = SHAPES[kind](**about["shape"])
+    model: nn.Module = shape.build().to(choose_device(), getattr(torch, about["dtype"]))
     restore.load_tensors(reader, state.model_tensors(model, {}), group)
-    return model.eval(), tokenizer.loads(about["tokenizer"])
+    return model.eval(), shape, tokenizer.loads(about["tokenizer"])
 
 
 def generate(
@@ -63,7 +67,7 @@ def generate(
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"--seed is {seed}", "give one from 0 to below 2**63")
     prompt = prompt.encode(errors="replace").decode()  # a shell may pass bytes that are no text
-    model, codec = load_gpt(checkpoint)
+    model, shape, codec = load_gpt(checkpoint)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     written = list(codec.encode(prompt.encode()))
@@ -72,7 +76,7 @@ def generate(
     shown = prompt
     yield prompt
     for _ in range(tokens):
-        context = torch.tensor([written[-model.sequence :]], device=device)
+        context = torch.tensor([written[-shape.sequence :]], device=device)
         with torch.no_grad():
             logits = model(context)[0, -1, : codec.vocab]  # model.vocab may be larger
         if temperature < 1e-6:

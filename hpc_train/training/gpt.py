@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import hpc_train
-from hpc_train.config import ModelSection, ParallelSection, RunConfig
+from hpc_train.config import ModelSection, RunConfig
 from hpc_train.data import manifest as manifests
 from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import ConfigError
-from hpc_train.models import GPT
+from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.planning.model import division_of, shape_of
 from hpc_train.training.trainer import Trainer
 
 
@@ -44,10 +43,10 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         node = runtime.node
         check_shards(directory, manifest, every_shard(manifest)[node.rank :: node.size])
     with agreed(group):
-        shape = gpt_shape(config.model, manifest)
-        check_layout(config.parallel, shape)
+        shape = trained_shape(config.model, manifest)
+        shape.check(division_of(config.parallel))
         torch.manual_seed(config.run.seed)
-        model = GPT(**shape)
+        model = shape.build()
         sequence = config.model.sequence
         training = TokenDataset(directory, manifest, "train", sequence)
         held_out = None
@@ -55,7 +54,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             held_out = TokenDataset(directory, manifest, "validation", sequence)
         about = {
             "kind": config.model.kind,
-            "shape": shape,
+            "shape": asdict(shape),
             "dtype": config.precision.parameters,
             "tokenizer": describe_tokenizer(manifest.tokenizer, directory),
         }
@@ -66,11 +65,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         lambda gpt, batch: gpt(*batch),
         runtime,
         validation=held_out,
-        identity={
-            "data": manifest.digest,
-            "model.sequence": sequence,
-            "model.heads": config.model.heads,  # no tensor's shape tells
-        },
+        identity={"data": manifest.digest, "model.sequence": sequence, **shape.identity},
         about=about,
         tokens_per_sample=sequence,
         only_optimizer_writes=True,
@@ -78,8 +73,8 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
     trainer.train()
 
 
-def gpt_shape(section: ModelSection, manifest: Manifest) -> dict[str, Any]:
-    """The arguments of `GPT`.
+def trained_shape(section: ModelSection, manifest: Manifest) -> Shape:
+    """The shape of a model that is trained on this data.
 
     Raises:
         ConfigError: the vocabulary is smaller than the data's.
@@ -90,40 +85,7 @@ def gpt_shape(section: ModelSection, manifest: Manifest) -> dict[str, Any]:
             f"model.vocab is {vocab}, the data has {manifest.vocab} tokens",
             "leave model.vocab out, or give at least so many",
         )
-    shape = asdict(section) | {"vocab": vocab}
-    del shape["kind"]
-    return shape
-
-
-def check_layout(section: ParallelSection, shape: Mapping[str, Any]) -> None:
-    """Check that tensor and pipeline parallelism can divide a GPT.
-
-    Args:
-        section: the layout.
-        shape: from `gpt_shape`.
-
-    Raises:
-        ConfigError: they cannot; the message has the nearest sizes that can.
-    """
-    divided = {"heads": shape["heads"], "vocab": shape["vocab"]}
-    if section.sequence_parallel:
-        divided["sequence"] = shape["sequence"]
-    for key, size in divided.items():
-        if size % section.tp:
-            below, above = size // section.tp * section.tp, -(-size // section.tp) * section.tp
-            near = [str(above)] if key == "vocab" or not below else [str(below), str(above)]
-            raise ConfigError(
-                f"parallel.tp {section.tp} does not divide model.{key} {size}",
-                f"nearest that it divides: model.{key} {' or '.join(near)}",
-            )
-    parts, most = section.pp * section.chunks, shape["layers"] + 2
-    if section.pp > 1 and parts > most:
-        virtual = f" x parallel.virtual_stages {section.chunks}" if section.chunks > 1 else ""
-        raise ConfigError(
-            f"parallel.pp {section.pp}{virtual} is more than the {most} parts of the model "
-            f"({shape['layers']} layers, embedding and head)",
-            f"nearest that fits: model.layers {parts - 2}, or parallel.pp {most // section.chunks}",
-        )
+    return shape_of(section, vocab)
 
 
 def check_same_program(config: RunConfig, group: Group) -> None:

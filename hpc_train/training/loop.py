@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,6 @@ from hpc_train.gradients.averager import Engine
 from hpc_train.host.processor import Matmul
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.mpi.watchdog import Watchdog
 from hpc_train.parallel import batch_norm as batch_norms
 from hpc_train.parallel.batch_norm import BatchNorm
 from hpc_train.training.averaging import held_whole
@@ -173,12 +172,7 @@ class Loop(Stepping):
         # What the user calls meets on a communicator of its own: on one with other agreements, a
         # rank that calls `mean` too often would take their numbers for the mean.
         self._calls = group.duplicate()
-        self._watchdog: Watchdog | None = None
-        if group.size > 1 and hang_timeout > 0:
-            self._watchdog = Watchdog(group, hang_timeout)
-            self._watchdog.armed = False
-            self._watchdog.start()
-            runtime.at_end.append(self._stop_watchdog)
+        self._start_watchdog()
 
     def _averager(self, model: nn.Module, zero: int, cores: int) -> GradientAverager:
         asked = self._gradients
@@ -343,29 +337,6 @@ class Loop(Stepping):
         if self._watchdog is not None:
             self._watchdog.close()
         self._forget_watchdog()
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """End the job with an error if a rank is waited for too long meanwhile."""
-        if self._watchdog is None:
-            yield
-            return
-        before, self._watchdog.armed = self._watchdog.armed, True
-        try:
-            yield
-        finally:
-            self._watchdog.armed = before
-
-    def _stop_watchdog(self, failed: bool = False) -> None:
-        """End it on this rank alone."""
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        self._forget_watchdog()
-
-    def _forget_watchdog(self) -> None:
-        self._watchdog = None
-        with suppress(ValueError):
-            self._runtime.at_end.remove(self._stop_watchdog)
 
     def __enter__(self) -> Loop:
         return self

@@ -21,14 +21,16 @@ import torch
 
 from hpc_train import files
 from hpc_train.collectives.coroutines import Coroutine, drive
-from hpc_train.config import ModelSection, RunConfig
+from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.gpt import Block
+from hpc_train.models.shape import Shape
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
+from hpc_train.planning.layouts import GIB
 from hpc_train.planning.machine import Compute, Link, Machine
+from hpc_train.planning.model import shape_of
 from hpc_train.training.device import choose_device, choose_matmul, use_cores
 
 SECONDS = 1.0  # that each of the five measurements of computing takes
@@ -37,12 +39,11 @@ SAMPLES = 4  # of the larger of two passes; the smaller one has one
 STREAM = 32 << 20  # bytes of each of three tensors
 SMALL, LARGE = 8, 4 << 20  # bytes of messages
 REPEATS = {SMALL: 50, LARGE: 4}
-GIB = 1 << 30
 NAP = 5e-3  # seconds between two looks of a rank that waits for its turn
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageCost:
     """What sending takes: seconds, and those in which it holds a processor."""
 
     seconds: float = 0.0
@@ -68,20 +69,21 @@ class Found:
     in_node: float
     in_job: float
     stream: float
-    inside: tuple[Message, Message]
-    across: tuple[Message, Message]
+    inside: tuple[MessageCost, MessageCost]
+    across: tuple[MessageCost, MessageCost]
     free: int
 
 
 def measure(config: RunConfig, runtime: Runtime) -> Machine:
     """Measure on all ranks of a job; the same on all of them. Collective."""
     use_cores(runtime)
-    world, device, model = runtime.world, choose_device(), config.model
+    world, device = runtime.world, choose_device()
+    shape = measured_shape(shape_of(config.model, vocab=1), device)  # a block has no vocabulary
     choose_matmul(world, config.precision.matmul, device)
     node = discover(world, runtime.node).node[world.rank]
     levels = Levels.of(world)
     one, several = (
-        layer_pass(model, config.precision.dtype, device, samples) for samples in (1, SAMPLES)
+        layer_pass(shape, config.precision.dtype, device, samples) for samples in (1, SAMPLES)
     )
     first = world.rank == 0
     found = Found(
@@ -96,33 +98,22 @@ def measure(config: RunConfig, runtime: Runtime) -> Machine:
         free_bytes(device),
     )
     levels.close()
-    flops = layer_flops(model, device)
+    flops = 3 * shape.parts()[1].flops  # of a block, forward and backward
     return described(world.gathered(found), flops, config.precision.dtype, device.type)
 
 
-def measured_shape(model: ModelSection, device: torch.device) -> tuple[int, int, int]:
-    """Tokens, width and heads of the layer that is measured: a large model's is cut down."""
-    if device.type == "cuda":
-        return model.sequence, model.hidden, model.heads
-    width = model.hidden // model.heads
-    heads = max(1, min(model.heads, HIDDEN // width))
-    return min(model.sequence, TOKENS), heads * width, heads
+def measured_shape(shape: Shape, device: torch.device) -> Shape:
+    """The shape of the layer that is measured; on processors a large one is cut down."""
+    return shape if device.type == "cuda" else shape.at_most(TOKENS, HIDDEN)
 
 
-def layer_flops(model: ModelSection, device: torch.device) -> float:
-    """Floating-point operations of a sample's forward and backward pass in that layer."""
-    T, C, _ = measured_shape(model, device)
-    return 3 * (24.0 * T * C * C + 2.0 * T * T * C)
-
-
-def layer_pass(
-    model: ModelSection, dtype: str, device: torch.device, samples: int
-) -> Callable[[], None]:
+def layer_pass(shape: Shape, dtype: str, device: torch.device, samples: int) -> Callable[[], None]:
     """A forward and backward pass of one layer, which is over when this returns."""
-    T, C, heads = measured_shape(model, device)
     kind = torch.float64 if dtype == "float64" else torch.float32
-    layer = Block(C, heads, 0.0, 0).to(device, kind)
-    x = torch.randn(samples, T, C, device=device, dtype=kind, requires_grad=True)
+    layer = shape.block().to(device, kind)
+    x = torch.randn(
+        samples, shape.sequence, shape.hidden, device=device, dtype=kind, requires_grad=True
+    )
     gradient = torch.randn_like(x)
     short = dtype in ("float16", "bfloat16")
 
@@ -159,7 +150,7 @@ def pass_seconds(once: Callable[[], None]) -> float:
     return taken / count
 
 
-def message_seconds(group: Group, nbytes: int, device: torch.device) -> Message:
+def message_seconds(group: Group, nbytes: int, device: torch.device) -> MessageCost:
     """What it takes to send to the next rank of a group while the one before sends. Collective.
 
     Tensors of a GPU go through host memory unless MPI reads them, as those of pipelines do.
@@ -180,7 +171,7 @@ def message_seconds(group: Group, nbytes: int, device: torch.device) -> Message:
         if number == 0:  # it makes connections
             begin, spent = time.perf_counter(), time.process_time()
     seconds, processor = time.perf_counter() - begin, time.process_time() - spent
-    return Message(seconds / REPEATS[nbytes], processor / REPEATS[nbytes])
+    return MessageCost(seconds / REPEATS[nbytes], processor / REPEATS[nbytes])
 
 
 def _passed_on(group: Group, out: Any, into: Any) -> Coroutine[None]:
@@ -197,9 +188,9 @@ def _buffer(tensor: torch.Tensor) -> Any:
 
 def messages(
     world: Group, group: Group, device: torch.device, *, mine: bool
-) -> tuple[Message, Message]:
+) -> tuple[MessageCost, MessageCost]:
     """Small and large messages in those groups whose turn it is. Collective over world."""
-    taken = [Message(), Message()]
+    taken = [MessageCost(), MessageCost()]
     for number, nbytes in enumerate((SMALL, LARGE)):
         meet(world)
         if mine and group.size > 1:
@@ -273,7 +264,7 @@ def _by_node(found: Sequence[Found], number: Callable[[Found], float]) -> list[f
     return [sum(number(one) for one in found if one.node == node) for node in nodes]
 
 
-def _link(taken: Sequence[tuple[Message, Message]], sharing: int) -> Link | None:
+def _link(taken: Sequence[tuple[MessageCost, MessageCost]], sharing: int) -> Link | None:
     """What messages take, from small and large ones that so many ranks share a link for."""
     if not taken:
         return None

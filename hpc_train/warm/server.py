@@ -35,7 +35,7 @@ LIBRARIES = (
     *("jsonargparse", "docstring_parser", "typeshed_client", "rich.console", "rich.progress"),
     *("torch.utils.data", "tokenizers"),
 )
-PROGRAM = ("hpc_train.cli.train", "hpc_train.training.gpt")
+PROGRAM = ("hpc_train.cli.train", "hpc_train.training.gpt", "hpc_train.models.gpt.module")
 BEFORE = 20.0  # seconds for the first stand-in to come
 AFTER = 1.0  # seconds for another of the same start
 PR_SET_PDEATHSIG = 1  # prctl(2)

@@ -21,17 +21,18 @@ from hpc_train.errors import UserError
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.topology import Topology
 from hpc_train.planning.choose import choose
-from hpc_train.planning.layouts import Layout, LeftOut, layouts, lying, misfit, parts, sizes
+from hpc_train.planning.layouts import Candidate, LeftOut, layouts, lying, misfit, parts, sizes
 from hpc_train.planning.machine import Compute, Link, Machine
-from hpc_train.planning.predict import FREE, Step, forward_flops, predict, summing
+from hpc_train.planning.model import division_of, planned_shape
+from hpc_train.planning.predict import NO_COST, StepModel, predict, summing
 from hpc_train.planning.schedules import micro_batching
-from hpc_train.training.gpt import check_layout
 from tests.cluster.test_layouts import crossing, sent_in_a_step
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
 
 MODEL = "--model.layers=6 --model.hidden=64 --model.heads=4 --model.sequence=32 --model.vocab=256"
 CONFIG = load(None, [*MODEL.split(), "--data.batch=32"])
+SHAPE = planned_shape(CONFIG)
 MACHINE = Machine(
     {"float32": Compute(3e10, 5e10, 2e10, 1e-4)},
     8e9,
@@ -51,8 +52,8 @@ node_gib: 1
 
 def found(config, job):
     """All layouts of a job, in a fixed order."""
-    every = layouts(config, config.model.vocab, *job, shared=True)
-    return [layout for layout in every if isinstance(layout, Layout)]
+    every = layouts(config, planned_shape(config), *job, shared=True)
+    return [layout for layout in every if isinstance(layout, Candidate)]
 
 
 EVERY = {job: found(CONFIG, job) for job in ((1, 1), (1, 4), (2, 2), (4, 2), (2, 3), (3, 4))}
@@ -71,10 +72,8 @@ def one_of(config, job, **wanted):
 @settings(max_examples=20)
 def test_every_layout_takes_all_ranks_and_is_one_that_the_package_accepts(job):
     ranks = math.prod(job)
-    model, data = CONFIG.model, CONFIG.data
-    shape = {"heads": model.heads, "vocab": 256, "layers": 6, "sequence": model.sequence}
     seen = set()
-    for layout in layouts(CONFIG, 256, *job, shared=True):
+    for layout in layouts(CONFIG, SHAPE, *job, shared=True):
         if isinstance(layout, LeftOut):
             seen.add((layout.dp, layout.tp, layout.pp))
             assert layout.why
@@ -83,8 +82,8 @@ def test_every_layout_takes_all_ranks_and_is_one_that_the_package_accepts(job):
         section, (dp, tp, pp) = layout.config.parallel, layout.sizes
         assert (section.dp, section.tp, section.pp) == (dp, tp, pp)
         assert dp * tp * pp == layout.node.size == ranks
-        check_layout(section, shape)
-        assert len(cut(data.batch, dp, 0, layout.config.data.micro_batch)) > 0
+        SHAPE.check(division_of(section))
+        assert len(cut(CONFIG.data.batch, dp, 0, layout.config.data.micro_batch)) > 0
     assert seen == set(sizes(ranks))
 
 
@@ -120,8 +119,8 @@ def test_zero_is_tried_where_replicas_share_a_node():
     assert not any(layout.config.memory.zero for layout in found(flat, SHARED))
     assert not any(
         layout.config.memory.zero
-        for layout in layouts(CONFIG, 256, *SHARED, shared=False)
-        if isinstance(layout, Layout)
+        for layout in layouts(CONFIG, SHAPE, *SHARED, shared=False)
+        if isinstance(layout, Candidate)
     )
 
 
@@ -139,7 +138,7 @@ def test_a_faster_machine_is_never_predicted_slower(layout, part, factor, proces
         "memory": {"memory_bandwidth": before.memory_bandwidth * factor},
     }[part]
     after = replace(before, **changed)
-    slow, fast = Step(layout, before).seconds(), Step(layout, after).seconds()
+    slow, fast = StepModel(layout, before).seconds(), StepModel(layout, after).seconds()
     assert fast <= slow * (1 + 1e-12)
 
 
@@ -159,26 +158,19 @@ def test_memory_grows_with_the_micro_batch(layout):
     smaller = replace(config, data=replace(config.data, micro_batch=half))
     assume(config.data.batch % (config.parallel.dp * half) == 0)
     assume(micro_batching(config)[1] >= config.parallel.pp)  # else fewer are live
-    assert Layout(smaller, 256, layout.node).memory < layout.memory
+    assert Candidate(smaller, SHAPE, layout.node).memory < layout.memory
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_replicas_alone_on_an_ideal_network_take_the_time_of_computing(micro_batch):
-    ideal = Machine({"float32": Compute(1e10)}, math.inf, FREE, FREE)
+    ideal = Machine({"float32": Compute(1e10)}, math.inf, NO_COST, NO_COST)
     size = [*MODEL.split(), "--data.batch=32", f"--data.micro_batch={micro_batch}"]
     layout = one_of(load(None, size), SHARED, dp=8)
-    computing = 3 * 4 * sum(forward_flops(CONFIG.model, 256)) / 1e10
+    computing = 3 * 4 * sum(part.flops for part in SHAPE.parts()) / 1e10
     made = predict(layout, ideal)
     assert made.seconds == pytest.approx(computing)
     assert made.bubble == pytest.approx(0)
     assert made.communication == 0
-
-
-def test_products_have_two_operations_for_each_weight_and_token():
-    model = CONFIG.model
-    block, head = forward_flops(model, 256)[1], forward_flops(model, 256)[-1]
-    assert block == 2 * 32 * 12 * 64**2 + 2 * 32**2 * 64
-    assert head == 2 * 32 * 64 * 256
 
 
 def test_a_sum_moves_twice_what_all_but_one_have():
@@ -214,9 +206,9 @@ def test_what_crosses_nodes_is_what_is_measured_there(words):
     topology = Topology(hosts, tuple(rank // 2 for rank in range(8)), (-1,) * 8)
     placement = place(topology, section.dp, section.tp, section.pp)
     exact = replace(config, parallel=replace(section, dp=placement.dp))
-    layout = Layout(exact, 256, placement.ranks // 2)
+    layout = Candidate(exact, SHAPE, placement.ranks // 2)
     machine = replace(MACHINE, compute={"float64": MACHINE.compute["float32"]})
-    across = Step(layout, machine).traffic()[1]
+    across = StepModel(layout, machine).traffic()[1]
     by_node = np.bincount(
         layout.node.ravel(), np.broadcast_to(across, (placement.ranks.shape)).ravel()
     )
@@ -226,13 +218,13 @@ def test_what_crosses_nodes_is_what_is_measured_there(words):
 
 def test_ranks_that_share_cores_take_their_turns():
     """Four nodes of two ranks on the cores of two: eight ranks take four times as long."""
-    shared = Machine({"float32": Compute(1e10, 2e10, 0.5e10)}, math.inf, FREE, FREE)
-    own = Machine({"float32": Compute(1e10)}, math.inf, FREE, FREE)
+    shared = Machine({"float32": Compute(1e10, 2e10, 0.5e10)}, math.inf, NO_COST, NO_COST)
+    own = Machine({"float32": Compute(1e10)}, math.inf, NO_COST, NO_COST)
     data = one_of(CONFIG, SHARED, dp=8)
     assert predict(data, shared).seconds == pytest.approx(4 * predict(data, own).seconds)
     pipeline = one_of(CONFIG, SHARED, pp=8, schedule="1f1b")  # one micro-batch is in one stage
     waiting = replace(pipeline.config, data=replace(CONFIG.data, micro_batch=32))
-    alone = Layout(waiting, 256, pipeline.node)
+    alone = Candidate(waiting, SHAPE, pipeline.node)
     assert predict(alone, shared).seconds == pytest.approx(predict(alone, own).seconds)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.planning.machine import Compute, Link, Machine, load
+from hpc_train.planning.machine import Compute, Link, Machine, load_machine
 
 WHOLE = Machine(
     {"float32": Compute(3e10, 5.5e10, None, 1e-3), "bfloat16": Compute(6e10)},
@@ -24,12 +24,12 @@ def written(tmp_path, text):
 
 
 def test_what_is_written_is_read(tmp_path):
-    assert load(written(tmp_path, WHOLE.to_yaml())) == WHOLE
+    assert load_machine(written(tmp_path, WHOLE.to_yaml())) == WHOLE
 
 
 def test_the_least_that_a_description_has(tmp_path):
     text = "compute: {float32: {rank: 1e10}}\nmemory_bandwidth: 1e9\n"
-    assert load(written(tmp_path, text)) == Machine({"float32": Compute(1e10)}, 1e9)
+    assert load_machine(written(tmp_path, text)) == Machine({"float32": Compute(1e10)}, 1e9)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_the_least_that_a_description_has(tmp_path):
 )
 def test_mistakes_name_their_key(tmp_path, text, says):
     with pytest.raises(UserError) as caught:
-        load(written(tmp_path, text))
+        load_machine(written(tmp_path, text))
     assert "machine.yaml" in str(caught.value)
     assert says in str(caught.value)
 
 
 def test_a_folder_is_no_description(tmp_path):
     with pytest.raises(UserError, match="machine description"):
-        load(tmp_path)
+        load_machine(tmp_path)

@@ -7,22 +7,13 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from hpc_train.cli.plan import show_schedules
-from hpc_train.config import ModelSection
 from hpc_train.config.file import load
 from hpc_train.errors import ConfigError
-from hpc_train.models import GPT
 from hpc_train.parallel.schedule import build
-from hpc_train.planning.schedules import (
-    gpt_activations,
-    gpt_costs,
-    gpt_parameters,
-    memory,
-    plan,
-    size,
-)
+from hpc_train.planning.model import planned_shape
+from hpc_train.planning.schedules import memory, plan, size
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
 
@@ -39,65 +30,6 @@ def config(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(CONFIG)
     return path
-
-
-def gpt(model: ModelSection, vocab: int) -> GPT:
-    return GPT(
-        vocab=vocab,
-        sequence=model.sequence,
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        dropout=model.dropout,
-        tie_embeddings=model.tie_embeddings,
-    )
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_those_of_the_model(tied):
-    model = ModelSection(layers=3, hidden=48, heads=4, sequence=20, tie_embeddings=tied)
-    real = sum(parameter.numel() for parameter in gpt(model, 101).parameters())
-    assert sum(gpt_parameters(model, 101, tp=1, pp=1)) == real
-    over_two = sum(gpt_parameters(model, 101, tp=1, pp=2))
-    assert over_two - real == (101 * 48 if tied else 0)  # both stages have the tied matrix
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_activations_are_what_autograd_keeps(dropout):
-    model = ModelSection(layers=2, hidden=64, heads=4, sequence=32, dropout=dropout)
-    module = gpt(model, 300)
-    module.seed_samples([1, 2])
-    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so addresses stay unique
-        return tensor
-
-    tokens = torch.zeros(2, 32, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        module(tokens, tokens)
-    real = sum(nbytes for nbytes, _ in kept.values())
-    estimated = 4 * 2 * sum(gpt_activations(model, 300, tp=1, sequence_parallel=False))
-    assert estimated == pytest.approx(real, rel=0.03)
-
-
-def test_tensor_and_sequence_parallel_divide_as_in_the_paper():
-    model = ModelSection(layers=1, hidden=64, heads=4, sequence=32)
-    whole, half, cut = (
-        gpt_activations(model, 256, tp, cut)[1] / (64 * 32)
-        for tp, cut in ((1, False), (2, False), (2, True))
-    )
-    assert (whole, half, cut) == (16, 4 + 12 / 2, 16 / 2)
-
-
-def test_costs_count_matrix_products():
-    module = gpt(ModelSection(layers=2, hidden=64, heads=4), 300)
-    linear = sum(m.weight.numel() for m in module.modules() if isinstance(m, torch.nn.Linear))
-    assert gpt_costs(2, 64, 300) == [0, 12 * 64**2, 12 * 64**2, 300 * 64]
-    assert sum(gpt_costs(2, 64, 300)) == linear
 
 
 def test_every_schedule_is_estimated_and_the_chosen_one_marked(config):
@@ -133,7 +65,7 @@ def test_memory_is_counted_on_every_rank():
     model = ["--model.layers=2", "--model.hidden=64", "--model.heads=4", "--model.vocab=256"]
     config = load(None, [*model, "--model.sequence=32", "--parallel.pp=2", "--data.batch=2"])
     schedule, runs = build("1f1b", 2, 2), [range(2), range(2, 4)]
-    first, last = memory(config, 256, schedule, runs, micro_batch=1)
+    first, last = memory(config, planned_shape(config), schedule, runs, micro_batch=1)
     block = 16 * 64 * 32
     assert first[0] == 4 * 2 * block  # two micro-batches live on the first rank
     assert last[0] == 4 * (block + 32 * (2 * 64 + 256))
@@ -170,7 +102,10 @@ def test_the_vocabulary_comes_from_the_data(config, text_data):
     [
         ("--data.batch=30", "data.batch 30 is not divisible by parallel.dp 2 x data.micro_batch 2"),
         ("--parallel.pp=9", "parallel.pp 9 is more than the 8 parts of the model"),
-        ("--parallel.tp=3", "parallel.tp 3 does not divide model.heads 4"),
+        (
+            "--parallel.tp=3",
+            "does not divide model.heads 4: nearest that it divides: model.heads 3",
+        ),
         ("--model.vocab=null", "the vocabulary is not known: give model.vocab, or data.path"),
         ("--model.layer=3", "unknown key model.layer: did you mean model.layers?"),
     ],

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hpc_train.config import ModelSection
 from hpc_train.config.file import load
+from hpc_train.models.gpt.shape import GptShape
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.planning.machine import load as read
+from hpc_train.planning.machine import load_machine as read
 from hpc_train.training import measure
-from hpc_train.training.measure import GIB, LARGE, SAMPLES, SMALL, Found, Message, described
+from hpc_train.training.measure import GIB, LARGE, SAMPLES, SMALL, Found, MessageCost, described
 
 MODEL = ["--model.layers=1", "--model.hidden=32", "--model.heads=2", "--model.sequence=16"]
 FLOPS = 1e9
@@ -23,15 +23,15 @@ ALPHA, BETA, HELD = 1e-5, 1e-8, 4e-9
 
 def sent(ranks):
     """Messages over a link that so many ranks share."""
-    small = Message(ALPHA, 0.0)
-    large = Message(ALPHA + BETA * (LARGE - SMALL) * ranks, HELD * (LARGE - SMALL))
+    small = MessageCost(ALPHA, 0.0)
+    large = MessageCost(ALPHA + BETA * (LARGE - SMALL) * ranks, HELD * (LARGE - SMALL))
     return small, large
 
 
 def ranks_of(nodes, ranks, slower_in_node=1.0, slower_in_job=1.0):
     """What the ranks of such a machine would find."""
     alone = LAYER + SAMPLES * SAMPLE
-    nothing = Message(), Message()
+    nothing = MessageCost(), MessageCost()
     every = [(node, place) for node in range(nodes) for place in range(ranks)]
     return [
         Found(
@@ -82,11 +82,12 @@ def test_a_layer_too_small_to_tell_samples_apart():
 
 
 def test_large_models_are_measured_by_a_part():
-    wide = ModelSection(layers=1, hidden=8192, heads=64, sequence=4096)
-    assert measure.measured_shape(wide, torch.device("cpu")) == (256, 1024, 8)
-    assert measure.measured_shape(wide, torch.device("cuda")) == (4096, 8192, 64)
-    small = ModelSection(layers=1, hidden=48, heads=3, sequence=20)
-    assert measure.measured_shape(small, torch.device("cpu")) == (20, 48, 3)
+    wide = GptShape(layers=1, hidden=8192, heads=64, vocab=1, sequence=4096)
+    cut = replace(wide, hidden=1024, heads=8, sequence=256)
+    assert measure.measured_shape(wide, torch.device("cpu")) == cut
+    assert measure.measured_shape(wide, torch.device("cuda")) == wide
+    small = GptShape(layers=1, hidden=48, heads=3, vocab=1, sequence=20)
+    assert measure.measured_shape(small, torch.device("cpu")) == small
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpc_train.models import gpt2
 from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.gpt import gpt2
 from hpc_train.models.linear import Linear
 
 INIT_STD = 0.02

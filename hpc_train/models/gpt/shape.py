@@ -1,0 +1,121 @@
+"""What a GPT costs, without torch. T tokens, C channels, V vocabulary, as in module.py."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from hpc_train.models.shape import UNDIVIDED, Division, PartCost, Shape
+
+if TYPE_CHECKING:
+    from hpc_train.models.gpt.module import GPT, Block
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptShape(Shape):
+    """The arguments of `GPT`.
+
+    The ranks of a tensor group share matrices, their first biases and the vocabulary. Only the
+    products of matrices, and attention, count as operations: one of T x K and K x N takes 2 T K N.
+
+    Activations are those of Korthikanti et al., "Reducing activation recomputation in large
+    transformer models", https://arxiv.org/abs/2205.05198, counted for our block. The fused
+    attention keeps no matrix of T x T.
+    """
+
+    NOTE: ClassVar[str] = """\
+of a micro-batch, numbers per token: in a block hidden x (4 + 12 / tp),
+with dropout hidden x (6 + 12 / tp); in the head 2 x hidden + vocab / tp;
+with sequence_parallel tp divides all of it. After Korthikanti et al.
+2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
+
+    dropout: float = 0.0
+    tie_embeddings: bool = True
+
+    def build(self) -> GPT:
+        """The module with its initial weights, drawn from torch's generator; loads torch."""
+        from hpc_train.models.gpt.module import GPT
+
+        return GPT(**asdict(self))
+
+    def block(self) -> Block:
+        """A block without dropout, to measure it; loads torch."""
+        from hpc_train.models.gpt.module import Block
+
+        return Block(self.hidden, self.heads, 0.0, 0)
+
+    def parts(self, division: Division = UNDIVIDED) -> list[PartCost]:
+        """What the embedding, each block and the head cost, in this order."""
+        blocks = [self._block(division)] * self.layers
+        return [self._embedding(division), *blocks, self._head(division)]
+
+    @property
+    def tied(self) -> int:
+        """Elements of the matrix that the embedding and the head share; 0 if they share none."""
+        return self.vocab * self.hidden if self.tie_embeddings else 0
+
+    def low_rank(self, rank: float) -> float:
+        """The size of a block's matrices as products of this rank, as a share of their own.
+
+        Rows and columns of C x 3C, C x C, C x 4C and 4C x C add up to 16 C, their elements to
+        12 C^2.
+        """
+        return 4 * rank / (3 * self.hidden)
+
+    def _embedding(self, division: Division) -> PartCost:
+        """The tables of tokens and positions; it keeps the mask of its dropout."""
+        T, C = self.sequence, self.hidden
+        return PartCost(
+            parameters=self.vocab * C // division.tp + T * C,
+            weights=0.0,
+            flops=0.0,
+            activations=T * C * self._masks / _cut(division),
+            sums=(0.5, 0.5) if division.sequence_parallel else (1.0, 0.0),
+            overhead=0.5,
+        )
+
+    def _block(self, division: Division) -> PartCost:
+        """Four products with 12 C^2 weights, and causal attention.
+
+        Attention has two products of T x T x C and computes half of them. In units of T x C, each
+        rank keeps the inputs of two norms and of two linear layers and two dropout masks, or its
+        part of them with sequence parallelism. The tensor group shares the rest: query, key and
+        value 3, attention's result 1, the MLP 8.
+        """
+        T, C, tp = self.sequence, self.hidden, division.tp
+        weights = 12.0 * C**2
+        return PartCost(
+            parameters=(12 * C * C + 7 * C) // tp + 6 * C,
+            weights=weights,
+            flops=2 * T * weights + 2.0 * T * T * C,
+            activations=T * C * ((4 + 2 * self._masks) / _cut(division) + 12 / tp),
+            sums=(2.0, 3.0) if division.sequence_parallel else (2.0, 2.0),
+            overhead=1.0,
+        )
+
+    def _head(self, division: Division) -> PartCost:
+        """A norm and the product with the output matrix.
+
+        A tied output matrix is stored again where the head is on another rank than the embedding.
+        Activations are the norm's and the product's input, and the logarithms of the softmax.
+        """
+        T, C, V = self.sequence, self.hidden, self.vocab
+        stored = 0 if self.tie_embeddings and division.pp == 1 else V * C // division.tp
+        return PartCost(
+            parameters=2 * C + stored,
+            weights=float(V * C),
+            flops=2 * T * float(V * C),
+            activations=T * (2 * C / _cut(division) + V / division.tp),
+            sums=(0.5, 1.0) if division.sequence_parallel else (0.0, 1.0),
+            overhead=0.5,
+        )
+
+    @property
+    def _masks(self) -> int:
+        """Whether dropout has masks to keep."""
+        return int(self.dropout > 0)
+
+
+def _cut(division: Division) -> int:
+    """The number of parts that the tokens are cut into between layers."""
+    return division.tp if division.sequence_parallel else 1

@@ -1,0 +1,10 @@
+"""The shape of each architecture that `model.kind` can name; a shape builds its module."""
+
+from __future__ import annotations
+
+from hpc_train.models.gpt.shape import GptShape
+from hpc_train.models.shape import Shape
+
+SHAPES: dict[str, type[Shape]] = {
+    "gpt": GptShape,
+}

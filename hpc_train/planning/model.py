@@ -1,0 +1,46 @@
+"""The model of a configuration: its shape, and how the layout divides it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from hpc_train.config import ModelSection, ParallelSection, RunConfig
+from hpc_train.data import manifest as manifests
+from hpc_train.errors import ConfigError, DataError
+from hpc_train.models.kinds import SHAPES
+from hpc_train.models.shape import Division, Shape
+
+
+def shape_of(section: ModelSection, vocab: int) -> Shape:
+    """The shape of a configuration's model with this vocabulary size."""
+    sizes = asdict(section) | {"vocab": vocab}
+    return SHAPES[sizes.pop("kind")](**sizes)
+
+
+def planned_shape(config: RunConfig) -> Shape:
+    """The shape of a model that is not trained yet: its vocabulary is model.vocab, or the data's.
+
+    Raises:
+        ConfigError: neither is given.
+    """
+    if config.model.vocab is not None:
+        return shape_of(config.model, config.model.vocab)
+    if config.data.path is None:
+        raise ConfigError("the vocabulary is not known", "give model.vocab, or data.path")
+    try:
+        return shape_of(config.model, manifests.read_manifest(Path(config.data.path)).vocab)
+    except DataError as error:
+        raise ConfigError(
+            f"the vocabulary is not known: {error.cause}", "give model.vocab"
+        ) from None
+
+
+def division_of(section: ParallelSection) -> Division:
+    """How a layout's tensor and pipeline ranks divide the model."""
+    return Division(
+        tp=section.tp,
+        pp=section.pp,
+        chunks=section.chunks,
+        sequence_parallel=section.sequence_parallel,
+    )

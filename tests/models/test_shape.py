@@ -1,0 +1,156 @@
+"""What an architecture says of itself, held against its module."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from hpc_train.config import ModelSection
+from hpc_train.errors import ConfigError
+from hpc_train.models.gpt.shape import GptShape
+from hpc_train.models.kinds import SHAPES
+from hpc_train.models.shape import Division
+
+SHAPE = GptShape(layers=2, hidden=64, heads=4, vocab=300, sequence=32)
+
+
+def total(shape, key, **division):
+    return sum(getattr(part, key) for part in shape.parts(Division(**division)))
+
+
+def test_every_kind_of_the_configuration_has_a_shape_that_builds_its_module():
+    assert list(SHAPES) == list(get_args(get_type_hints(ModelSection)["kind"]))
+    for kind, make in SHAPES.items():
+        sizes = asdict(ModelSection(kind=kind, layers=2, hidden=32, heads=2, vocab=11, sequence=8))
+        del sizes["kind"]
+        shape = make(**sizes)
+        tokens = torch.zeros(3, 8, dtype=torch.int64)
+        assert shape.build()(tokens).shape == (3, 8, 11)
+        assert shape.block()(torch.zeros(3, 8, 32)).shape == (3, 8, 32)
+        assert len(shape.parts()) == 4
+
+
+def test_models_are_imported_without_torch():
+    check = (
+        "import sys, hpc_train.models.kinds as kinds\n"
+        "for make in kinds.SHAPES.values():\n"
+        "    make(layers=2, hidden=32, heads=2, vocab=11, sequence=8).parts()\n"
+        "assert not {'torch', 'mpi4py', 'numpy'} & sys.modules.keys()\n"
+        "from hpc_train.models import GPT\n"
+        "assert GPT.__name__ == 'GPT' and 'torch' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_module(tied):
+    shape = GptShape(layers=3, hidden=48, heads=4, vocab=101, sequence=20, tie_embeddings=tied)
+    real = sum(parameter.numel() for parameter in shape.build().parameters())
+    assert total(shape, "parameters") == real
+    assert shape.tied == (101 * 48 if tied else 0)
+    assert total(shape, "parameters", pp=2) - real == shape.tied  # both stages have the matrix
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_activations_are_what_autograd_keeps(dropout):
+    shape = replace(SHAPE, dropout=dropout)
+    module = shape.build()
+    module.seed_samples([1, 2])
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so addresses stay unique
+        return tensor
+
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(tokens, tokens)
+    real = sum(nbytes for nbytes, _ in kept.values())
+    assert 4 * 2 * total(shape, "activations") == pytest.approx(real, rel=0.03)
+
+
+def test_tensor_and_sequence_parallel_divide_activations_as_in_the_paper():
+    whole, half, cut = (
+        SHAPE.parts(Division(tp=tp, sequence_parallel=cut))[1].activations / (64 * 32)
+        for tp, cut in ((1, False), (2, False), (2, True))
+    )
+    assert (whole, half, cut) == (16, 4 + 12 / 2, 16 / 2)
+
+
+def test_weights_are_those_of_matrix_products():
+    linear = [m for m in SHAPE.build().modules() if isinstance(m, torch.nn.Linear)]
+    weights = [part.weights for part in SHAPE.parts()]
+    assert weights == [0, 12 * 64**2, 12 * 64**2, 300 * 64]
+    assert sum(weights) == sum(m.weight.numel() for m in linear)
+
+
+def test_products_have_two_operations_for_each_weight_and_token():
+    embedding, block, *_, head = (part.flops for part in SHAPE.parts())
+    assert embedding == 0
+    assert block == 2 * 32 * 12 * 64**2 + 2 * 32**2 * 64
+    assert head == 2 * 32 * 64 * 300
+
+
+def test_a_factorisation_has_the_rows_and_columns_of_a_blocks_matrices():
+    matrices = [m.weight for m in SHAPE.block().modules() if isinstance(m, torch.nn.Linear)]
+    numbers = sum(3 * sum(matrix.shape) for matrix in matrices)
+    elements = sum(matrix.numel() for matrix in matrices)
+    assert SHAPE.low_rank(3) == pytest.approx(numbers / elements)
+
+
+def test_heads_keep_their_width_when_a_shape_is_cut_down():
+    wide = GptShape(layers=1, hidden=8192, heads=64, vocab=1, sequence=4096)
+    assert wide.at_most(256, 1024) == replace(wide, hidden=1024, heads=8, sequence=256)
+    assert wide.at_most(256, 64).hidden == 128, "one head at least"
+    assert SHAPE.at_most(256, 1024) == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("division", "cause", "remedy"),
+    [
+        ({"tp": 3}, "parallel.tp 3 does not divide model.heads 4", "divides: model.heads 3 or 6"),
+        ({"tp": 8}, "parallel.tp 8 does not divide model.heads 4", "divides: model.heads 8"),
+        (
+            {"pp": 9},
+            "parallel.pp 9 is more than the 4 parts of the model (embedding, 2 layers, head)",
+            "nearest that fits: model.layers 7, or parallel.pp 4",
+        ),
+        (
+            {"pp": 2, "chunks": 3},
+            "parallel.pp 2 x parallel.virtual_stages 3 is more than the 4 parts",
+            "nearest that fits: model.layers 4, or parallel.pp 1",
+        ),
+        ({"pp": 2, "chunks": 5}, "virtual_stages 5 is more", "nearest that fits: model.layers 8"),
+    ],
+)
+def test_a_division_that_cannot_be_is_told_with_the_nearest_that_can(division, cause, remedy):
+    with pytest.raises(ConfigError) as caught:
+        SHAPE.check(Division(**division))
+    assert cause in caught.value.cause
+    assert caught.value.remedy.endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [({"vocab": 301}, "model.vocab 302"), ({"sequence": 33}, "model.sequence 32 or 34")],
+)
+def test_vocabularies_only_grow_and_tokens_are_divided_with_sequence_parallel(changes, remedy):
+    shape = replace(SHAPE, **changes)
+    with pytest.raises(ConfigError) as caught:
+        shape.check(Division(tp=2, sequence_parallel=True))
+    assert caught.value.remedy == f"nearest that it divides: {remedy}"
+    if "sequence" in changes:
+        shape.check(Division(tp=2))
+
+
+def test_one_stage_may_have_any_number_of_chunks():
+    SHAPE.check(Division(chunks=50))
