@@ -24,7 +24,13 @@ if sys.version_info < (3, 11):
         "load or install a newer one and run `make PYTHON=/path/to/python3 ...`"
     )
 
-from hpc_train.build.toolchain import check_compiler, check_disk, check_headers, last_line, run_program
+from hpc_train.build.toolchain import (
+    check_compiler,
+    check_disk,
+    check_headers,
+    last_line,
+    run_program,
+)
 from hpc_train.errors import HpcTrainError, SetupError
 
 ROOT = Path(__file__).resolve().parent

@@ -47,7 +47,9 @@ from hpc_train.checkpoint import Checkpoints, restore
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.phases import carry_out
+from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.save import saving
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import SliceSpec
@@ -287,7 +289,10 @@ class Training:
         self.model = nn.ParameterList([nn.Parameter(tensor) for tensor in named.values()])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.checkpoints = Checkpoints(
-            folder / "run", connect(group), self.model, self.optimizer, keep=1, engine="posix"
+            folder / "run",
+            connect(group),
+            TrainingState(self.model, self.optimizer),
+            SavePolicy(keep=1, engine="posix"),
         )
         self.named, self.steps = named, 0
         self.matrix = torch.randn(512, 512)

@@ -20,6 +20,7 @@ from torch import nn
 
 from benchmarks import harness
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
 
@@ -48,7 +49,9 @@ def make_run(run: Path) -> None:
     """A run directory with checkpoints of a model of a hundred tensors."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(50)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpoints = Checkpoints(run / "checkpoints", connect(Group()), model, optimizer)
+    checkpoints = Checkpoints(
+        run / "checkpoints", connect(Group()), TrainingState(model, optimizer)
+    )
     for step in STEPS:
         checkpoints.save(step)
 

@@ -26,7 +26,6 @@ PARAMETERS = 8
 # To become options that travel as one frozen value.
 MORE_PARAMETERS = {
     "average_gradients": 13,
-    "Checkpoints.__init__": 18,
     "Loop.__init__": 18,
     "Loop.epochs": 9,
     "saving": 11,

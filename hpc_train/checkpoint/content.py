@@ -11,13 +11,12 @@ from random import Random
 from typing import Any
 
 from hpc_train.checkpoint import divergence, module_extras, restore, savable, state
-from hpc_train.checkpoint.extra_state import ExtraState
 from hpc_train.checkpoint.finite import Batch, batches, parts_are_finite
 from hpc_train.checkpoint.holdings import Holdings
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.plan import Plans
 from hpc_train.checkpoint.snapshot import enough_memory
-from hpc_train.checkpoint.state import TrainedState
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointMismatch
 from hpc_train.mpi.agreement import agreed, same
@@ -30,11 +29,8 @@ class Content:
     """A model with its optimizer, and what else is saved. All ranks call each method.
 
     Args:
-        trained: model and optimizer; restored in place.
-        group: all ranks that train.
-        replica: the ranks that hold the model together.
-        alike: of the ranks that hold the same as this one.
-        more: what else is saved.
+        trained: what is saved, and restored in place.
+        collectives: of all ranks that train.
         identity: what a checkpoint must have been made with to be continued, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
 
@@ -44,18 +40,16 @@ class Content:
 
     def __init__(
         self,
-        trained: TrainedState,
-        group: Group,
-        replica: Group,
-        alike: Collectives,
-        more: ExtraState,
+        trained: TrainingState,
+        collectives: Collectives,
         identity: Mapping[str, Any],
         about: Mapping[str, Any],
     ) -> None:
-        self.trained, self.more = trained, more
-        self.group, self.replica, self.alike = group, replica, alike
+        self.trained, self.more = trained, trained.extra
+        self.group = group = collectives.group
+        self.replica, self.alike = trained.replica, trained.alike or collectives
         self.identity, self.about = identity, about
-        self.plans = Plans(group, replica)
+        self.plans = Plans(group, self.replica)
         self._holdings = Holdings(trained)
         self._values: dict[str, Any] = {}  # of the optimizers of a replica, all together
         self._compared: dict[str, int] = {}  # bytes by name, of what replicas have alike

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpc_train.checkpoint import savable, state
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.state import TrainedState
+from hpc_train.checkpoint.state import TrainingState
 
 PLAIN = (bool, int, float, str, type(None))
 Seen: TypeAlias = "tuple[tuple[list[Any], ...], list[Hashable]]"
@@ -25,7 +25,7 @@ class Holdings:
         trained: model and optimizer.
     """
 
-    def __init__(self, trained: TrainedState) -> None:
+    def __init__(self, trained: TrainingState) -> None:
         self.trained = trained
         self.parts = Parts({})
         self.values: dict[str, Any] = {}

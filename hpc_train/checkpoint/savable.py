@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from hpc_train.checkpoint import module_extras
 from hpc_train.checkpoint.dtypes import DTYPES
-from hpc_train.checkpoint.state import TrainedState
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.errors import UserError
 
 
-def check_savable(trained: TrainedState) -> None:
+def check_savable(trained: TrainingState) -> None:
     """Check that a checkpoint can hold all of this rank's state, as far as it is there.
 
     Raises:
@@ -40,7 +40,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float))  # bool is an int
 
 
-def _check_parameters(trained: TrainedState) -> None:
+def _check_parameters(trained: TrainingState) -> None:
     known = trained.parameters()
     for number, group in enumerate(trained.optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -53,7 +53,7 @@ def _check_parameters(trained: TrainedState) -> None:
                 )
 
 
-def _check_model(trained: TrainedState) -> None:
+def _check_model(trained: TrainingState) -> None:
     model = trained.model
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     saved = model.state_dict(keep_vars=True)
@@ -77,7 +77,7 @@ def _check_model(trained: TrainedState) -> None:
             )
 
 
-def _check_extra(trained: TrainedState) -> set[str]:
+def _check_extra(trained: TrainingState) -> set[str]:
     """Check what modules keep beside tensors; returns its names."""
     found = module_extras.values(trained.model)
     for name, value in found.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint.dtypes import TORCH_DTYPES
+from hpc_train.checkpoint.extra_state import ExtraState, Stateful
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor, TensorForm
+from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointMismatch
+from hpc_train.mpi.group import Group
 from hpc_train.sharding import ParameterSlice, SliceSpec
 
 MODEL = "model."
@@ -70,19 +73,27 @@ def _whole(name: str, tensor: Tensor) -> ParameterSlice:
 
 
 @dataclass(frozen=True)
-class TrainedState:
-    """A model with its optimizer, and what of them this rank has.
+class TrainingState:
+    """What a checkpoint saves and restores in place, and which part of it this rank has.
 
     Args:
         model, optimizer: as they are on this rank.
-        shards: of the model's tensors.
-        pieces: of parameters that the optimizer has not whole: what it has in their place.
+        scaler: the loss scaler, if there is one (`hpc_train.gradients.LossScaler`).
+        shards: the slices of the model's tensors that this rank has; it has the others whole.
+        pieces: what the optimizer has in place of whole parameters.
+        replica: the ranks that hold the model together; by default this rank alone.
+        alike: the ranks that hold the same as this one; None stands for all ranks.
+        extra: what else is saved.
     """
 
     model: nn.Module
     optimizer: Optimizer
-    shards: Shards
-    pieces: Mapping[Parameter, ParameterSlice]
+    scaler: Stateful | None = None
+    shards: Shards = field(default_factory=dict)
+    pieces: Mapping[Parameter, ParameterSlice] = field(default_factory=dict)
+    replica: Group = field(default_factory=Group)
+    alike: Collectives | None = None
+    extra: ExtraState = field(default_factory=ExtraState)
 
     def parameters(self) -> dict[Parameter, ParameterSlice]:
         """What the optimizer has."""
@@ -93,7 +104,9 @@ class TrainedState:
         return {p: known[p] for group in groups for p in group["params"] if p in known}
 
 
-def _optimizer_state(trained: TrainedState) -> Iterator[tuple[str, ParameterSlice, Parameter, Any]]:
+def _optimizer_state(
+    trained: TrainingState,
+) -> Iterator[tuple[str, ParameterSlice, Parameter, Any]]:
     """What the optimizer remembers, by name; what is in a list is named LIST[0] and so on."""
     optimizer, known = trained.optimizer, trained.parameters()
     for parameter, shard in known.items():
@@ -107,7 +120,7 @@ def _optimizer_state(trained: TrainedState) -> Iterator[tuple[str, ParameterSlic
             yield name, shard, parameter, value
 
 
-def optimizer_tensors(trained: TrainedState) -> dict[str, LocalTensor]:
+def optimizer_tensors(trained: TrainingState) -> dict[str, LocalTensor]:
     """The optimizer's tensors, named by parameter and slot: optim.blocks.0.weight.exp_avg.
 
     What has a parameter's shape is cut as the parameter is; anything else each rank has whole.
@@ -123,7 +136,7 @@ def optimizer_tensors(trained: TrainedState) -> dict[str, LocalTensor]:
     return found
 
 
-def optimizer_values(trained: TrainedState) -> dict[str, Any]:
+def optimizer_values(trained: TrainingState) -> dict[str, Any]:
     """What the optimizer remembers that is no tensor: plain JSON values.
 
     Of a list the tensors are None here; of a tensor that is saved as pairs it is the type.
@@ -137,13 +150,13 @@ def optimizer_values(trained: TrainedState) -> dict[str, Any]:
     return values
 
 
-def trained_names(trained: TrainedState) -> dict[str, bool]:
+def trained_names(trained: TrainingState) -> dict[str, bool]:
     """The names of the parameters that this rank's optimizer has."""
     return {shard.name: True for shard in trained.parameters().values()}
 
 
 def make_optimizer_state(
-    trained: TrainedState, entries: Mapping[str, Entry], values: Mapping[str, Any]
+    trained: TrainingState, entries: Mapping[str, Entry], values: Mapping[str, Any]
 ) -> None:
     """Give a fresh optimizer the slots that a checkpoint has, their tensors yet to be filled."""
     optimizer = trained.optimizer

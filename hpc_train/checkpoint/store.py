@@ -9,15 +9,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from torch import nn
-from torch.nn import Parameter
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
-from hpc_train.checkpoint import restore, state
+from hpc_train.checkpoint import restore
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.content import Content
 from hpc_train.checkpoint.directory import (
@@ -27,12 +24,12 @@ from hpc_train.checkpoint.directory import (
     name_of,
     step_of,
 )
-from hpc_train.checkpoint.engines import CheckpointEngine, Ways, WriteEngine
-from hpc_train.checkpoint.extra_state import ExtraState, Stateful
+from hpc_train.checkpoint.engines import Ways, WriteEngine
 from hpc_train.checkpoint.phases import Flight, Phases, agree, carry_out
-from hpc_train.checkpoint.retention import Retention
+from hpc_train.checkpoint.policy import DEFAULT_POLICY, SavePolicy
 from hpc_train.checkpoint.save import saving
 from hpc_train.checkpoint.snapshot import Snapshot
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives
 from hpc_train.errors import (
     CheckpointError,
@@ -42,13 +39,8 @@ from hpc_train.errors import (
     NotFiniteError,
 )
 from hpc_train.mpi.agreement import from_first
-from hpc_train.mpi.group import Group
-from hpc_train.sharding import ParameterSlice
 
 logger = logging.getLogger(__name__)
-
-Replicas = Literal["stop", "warn", "off"]
-Nonfinite = Literal["stop", "warn"]
 
 
 class Checkpoints:
@@ -59,23 +51,10 @@ class Checkpoints:
     Args:
         directory: the folder, made with the first checkpoint.
         collectives: of all ranks that train.
-        model, optimizer: what is saved; restored in place.
-        keep: how many of the newest ones are kept, 0: all; or by which rule.
-        engine: how ranks write.
-        background: whether `save` will be asked to write in the background.
-        verify: whether what was written by POSIX calls is read back, as it is through MPI-IO.
-        replicas: what is done if ranks that should hold the same bits do not, of which each
-            checkpoint compares a sample: "stop", "warn", or "off" for no comparison.
-        nonfinite: what is done if trained parameters are infinite or not numbers: "stop", before
-            anything is written, or "warn", and the checkpoint says so.
+        state: what is saved, and restored in place.
+        policy: how it is saved, and which checkpoints are kept.
         identity: what a checkpoint must have been made with to be continued, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
-        shards: which part of the model's tensors this rank has; by default all.
-        replica: the ranks that hold the model together; by default each holds all of it.
-        alike: the ranks that hold the same as this one; by default all.
-        pieces: what the optimizer has in place of whole parameters.
-        more: what else is saved.
-        scaler: that of the loss, if there is one (`hpc_train.gradients.LossScaler`).
 
     Raises:
         ConfigError: engine mpiio in a process that runs without MPI, or in the background.
@@ -87,42 +66,19 @@ class Checkpoints:
         self,
         directory: Path,
         collectives: Collectives,
-        model: nn.Module,
-        optimizer: Optimizer,
+        state: TrainingState,
+        policy: SavePolicy = DEFAULT_POLICY,
         *,
-        keep: int | Retention = 3,
-        engine: CheckpointEngine = "auto",
-        background: bool = False,
-        verify: bool = True,
-        replicas: Replicas = "stop",
-        nonfinite: Nonfinite = "stop",
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
-        shards: Mapping[str, ParameterSlice] | None = None,
-        replica: Group | None = None,
-        alike: Collectives | None = None,
-        pieces: Mapping[Parameter, ParameterSlice] | None = None,
-        more: ExtraState | None = None,
-        scaler: Stateful | None = None,
     ) -> None:
-        self._ways = Ways(engine, collectives.group, background=background)
+        self._ways = Ways(policy.engine, collectives.group, background=policy.background)
         self.directory = directory
         self.group = collectives.group
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.shards = shards or {}
-        self.identity = {**(identity or {}), "optimizer.name": type(optimizer).__name__.lower()}
-        self._content = Content(
-            state.TrainedState(model, optimizer, self.shards, pieces or {}),
-            self.group,
-            replica or Group(),
-            alike or collectives,
-            more or ExtraState(),
-            self.identity,
-            about or {},
-        )
-        self.keep = Retention(keep) if isinstance(keep, int) else keep
-        self.verify = verify
-        self.replicas, self.nonfinite = replicas, nonfinite
+        self.state, self.policy = state, policy
+        name = type(state.optimizer).__name__.lower()
+        self.identity = {**(identity or {}), "optimizer.name": name}
+        self._content = Content(state, collectives, self.identity, about or {})
         self.saved_step = 0
         self.save_seconds = 0.0
         """What the last one took; 0: this process has written none."""
@@ -244,7 +200,7 @@ class Checkpoints:
         self._check_finite(step)
         if background and self._snapshot is None:
             self._snapshot = Snapshot()
-            self._hook = self.optimizer.register_step_pre_hook(lambda *_: self._wait())
+            self._hook = self.state.optimizer.register_step_pre_hook(lambda *_: self._wait())
         content, snapshot = self._state(step), self._snapshot if background else None
         token = self._own_token()
 
@@ -260,7 +216,7 @@ class Checkpoints:
                         self._content.replica,
                         snapshot,
                         plans=self._content.plans,
-                        verify=self.verify or way != "posix",
+                        verify=self.policy.verify or way != "posix",
                         token=token,
                         check=self._check,
                     )
@@ -305,10 +261,10 @@ class Checkpoints:
     def _compare(self, step: int) -> None:
         """Compare a sample of what all replicas hold whole."""
         try:
-            if self.replicas != "off":
+            if self.policy.replicas != "off":
                 self._content.compare(step)
         except DivergenceError as error:  # the same one on all ranks
-            if self.replicas == "stop":
+            if self.policy.replicas == "stop":
                 raise
             if self.group.rank == 0:
                 logger.warning("%s", error)
@@ -317,7 +273,7 @@ class Checkpoints:
         self._finite[step] = self._content.is_finite()
         if self._finite[step]:
             return
-        if self.nonfinite == "stop":
+        if self.policy.nonfinite == "stop":
             error = NotFiniteError(
                 f"after step {step} trained parameters are infinite or not numbers",
                 "go on from the last checkpoint with a smaller learning rate, or clip gradients",
@@ -397,8 +353,8 @@ class Checkpoints:
 
     def _restore(self, path: Path) -> int:
         saved = self._content.restore(path)
-        if self.scaler is not None and "scaler" in saved:
-            self.scaler.load_state_dict(saved["scaler"])
+        if self.state.scaler is not None and "scaler" in saved:
+            self.state.scaler.load_state_dict(saved["scaler"])
         step = int(saved["step"])
         if not saved.get("finite", True):
             logger.warning("%s has parameters that are infinite or not numbers", path)
@@ -413,15 +369,15 @@ class Checkpoints:
             also["score"] = score
         if not self._finite.get(step, True):
             also["finite"] = False
-        if self.scaler is not None:
-            also["scaler"] = self.scaler.state_dict()
+        if self.state.scaler is not None:
+            also["scaler"] = self.state.scaler.state_dict()
         return self._content.state(step, also)
 
     def _drop_old(self, step: int) -> None:
         """Retention; a later checkpoint, which was damaged, counts for nothing."""
         there = {step_of(path): path for path in find_checkpoints(self.directory, "auto")}
         done = {number: path for number, path in there.items() if number <= step}
-        if self.keep.best:
+        if self.policy.retention.best:
             for number in done.keys() - self.scores.keys():
                 self.scores[number] = _state_of(done[number]).get("score")
         scores = dict(self.scores)  # to which the main thread may add
@@ -432,7 +388,7 @@ class Checkpoints:
                 self._finite[number] = _state_of(done[number]).get("finite", True)
             return self._finite[number]
 
-        for number in self.keep.superfluous(done, known, is_finite):
+        for number in self.policy.retention.superfluous(done, known, is_finite):
             self._check()
             files.remove(done[number])
 

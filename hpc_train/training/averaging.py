@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hpc_train.checkpoint.extra_state import ExtraState
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
 from hpc_train.config import RunConfig
@@ -228,41 +229,45 @@ class AveragingState(Statistics):
         return found
 
 
-def held(
+def training_state(
     config: RunConfig,
     zero: Zero,
     averager: GradientAverager,
     model: nn.Module,
+    optimizer: Optimizer,
     layout: Applied,
     grid: ParallelGrid,
     scaler: LossScaler | None,
-) -> dict[str, Any]:
-    """What `Checkpoints` has to know: which rank holds and writes what.
+) -> TrainingState:
+    """What the Trainer's checkpoints save, and which rank holds and writes what.
 
     All ranks decide alike: also those of stages where nothing is trained, divided or compressed.
     """
-    state = AveragingState(averager, model, connect(grid.data), layout.shards, grid.world, scaler)
+    alike = connect(grid.data)
+    state = AveragingState(averager, model, alike, layout.shards, grid.world, scaler)
     shards, replica = layout.shards, grid.model
     if zero or config.gradients.compression != "none":  # no replica has it all
         first = grid.coordinate.dp == 0
         shards = {n: replace(shard, owned=shard.owned and first) for n, shard in shards.items()}
         replica = grid.world
-    return {"shards": shards, "replica": replica, "pieces": state.pieces, "more": state}
+    return TrainingState(model, optimizer, scaler, shards, state.pieces, replica, alike, state)
 
 
-def held_whole(
+def whole_training_state(
     averager: GradientAverager,
     model: nn.Module,
+    optimizer: Optimizer,
     alike: Collectives,
     scaler: LossScaler | None,
     *,
     divided: bool,
-) -> tuple[AveragingState, dict[str, Any]]:
-    """As `held`, of a model that each rank has whole; and what else belongs to its state.
+) -> TrainingState:
+    """As `training_state`, of a model that each rank has whole.
 
     Args:
         averager: of the loop.
         model: of the loop.
+        optimizer: of the loop.
         alike: of all ranks.
         scaler: of the loop, if it has one.
         divided: whether ranks share what is saved by `memory.zero`, or have compression's rests.
@@ -275,8 +280,9 @@ def held_whole(
         if isinstance(tensor, Tensor)
     }
     state = AveragingState(averager, model, alike, shards, group, scaler)
+    whole = TrainingState(model, optimizer, scaler, extra=state)
     if not divided:
-        return state, {}
+        return whole
     first = group.rank == 0
     shards = {name: replace(shard, owned=first) for name, shard in shards.items()}
-    return state, {"shards": shards, "replica": group, "pieces": state.pieces}
+    return replace(whole, shards=shards, replica=group, pieces=state.pieces)

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +18,8 @@ from torch.optim import Optimizer
 
 from hpc_train.checkpoint import Checkpoints, savable
 from hpc_train.checkpoint.extra_state import Together
-from hpc_train.checkpoint.state import TrainedState
-from hpc_train.checkpoint.store import Nonfinite
+from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.config import GradientsSection
 from hpc_train.data.loader import Loader
@@ -32,7 +33,7 @@ from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel import batch_norm as batch_norms
 from hpc_train.parallel.batch_norm import BatchNorm
-from hpc_train.training.averaging import held_whole
+from hpc_train.training.averaging import whole_training_state
 from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
@@ -120,7 +121,7 @@ class Loop(Stepping):
             one_of(batch_norm=(batch_norm, BatchNorm), nonfinite=(nonfinite, Nonfinite))
             one_of(matmul=(matmul, Matmul))
             whole_numbers(every=(every, 0), keep=(keep, 0))
-            savable.check_savable(TrainedState(model, optimizer, {}, {}))  # before anything is sent
+            savable.check_savable(TrainingState(model, optimizer))  # before anything is sent
         given = (self._gradients, zero, clip_norm, precision, batch_norm, every, keep, background)
         what = "what the loop was given (Loop's options)"
         same(group, what, repr((*given, nonfinite, hang_timeout)), "give all ranks the same")
@@ -148,8 +149,8 @@ class Loop(Stepping):
         ]
         self.averager.at_close.append(self._unhook)
         divided = zero == 1 or self._gradients.compression != "none"
-        state, held = held_whole(
-            self.averager, model, self.collectives, self.scaler, divided=divided
+        state = whole_training_state(
+            self.averager, model, optimizer, self.collectives, self.scaler, divided=divided
         )
         owned = not divided or group.rank == 0
         self.registered = Registered(group, optimizer, model, copied=background, owned=owned)
@@ -157,14 +158,8 @@ class Loop(Stepping):
             self.checkpoints = Checkpoints(
                 Path(directory),
                 self.collectives,
-                model,
-                optimizer,
-                keep=keep,
-                background=background,
-                more=Together([state, self.registered]),
-                nonfinite=nonfinite,
-                scaler=self.scaler,
-                **held,
+                replace(state, extra=Together([state.extra, self.registered])),
+                SavePolicy(keep, background=background, nonfinite=nonfinite),
             )
         except HpcTrainError:  # the same one on all ranks
             self.averager.close()
@@ -329,7 +324,7 @@ class Loop(Stepping):
                 self._end()
                 self.checkpoints.close()
                 self.averager.close()
-                batch_norms.release(self.checkpoints.model, self.collectives)
+                batch_norms.release(self.checkpoints.state.model, self.collectives)
                 self._calls.close()
         except BaseException:
             self._stop_watchdog()
@@ -386,8 +381,9 @@ class Loop(Stepping):
         """The mean of a number over the ranks. Collective."""
         self._settle()
         group = self.group if self._closed else self._calls
+        number = float(torch.as_tensor(value).detach())
         with self._watched():
-            return sum(group.gathered(float(value), "loop.mean")) / group.size
+            return sum(group.gathered(number, "loop.mean")) / group.size
 
     def evaluate(
         self,
@@ -439,7 +435,7 @@ class Loop(Stepping):
         if self._gradients.average_every > 1:
             self.checkpoints.finish()  # what it copies may not change meanwhile
             self.averager.settle()
-        model = self.checkpoints.model
+        model = self.checkpoints.state.model
         batch_norms.average_statistics(model, self.collectives)
         for buffer in model.buffers():
             self.collectives.broadcast_(buffer)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.weights import start_from
 from hpc_train.config import CheckpointSection, DataSection
@@ -21,15 +22,16 @@ from hpc_train.mpi.group import Group
 logger = logging.getLogger(__name__)
 
 
-def options_of(section: CheckpointSection) -> dict[str, Any]:
-    """What `Checkpoints` takes from a configuration."""
-    return {
-        "keep": Retention(section.keep, section.keep_every, section.keep_best),
-        "engine": section.engine,
-        "background": section.background,
-        "verify": section.verify,
-        "replicas": section.replicas,
-    }
+def policy_of(section: CheckpointSection, nonfinite: Nonfinite) -> SavePolicy:
+    """How checkpoints are saved, by the configuration."""
+    return SavePolicy(
+        Retention(section.keep, section.keep_every, section.keep_best),
+        engine=section.engine,
+        background=section.background,
+        verify=section.verify,
+        replicas=section.replicas,
+        nonfinite=nonfinite,
+    )
 
 
 def check_best(
@@ -68,8 +70,8 @@ def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int
     if section.weights and not after:
         start_from(
             Path(section.weights),
-            checkpoints.model,
-            checkpoints.shards,
+            checkpoints.state.model,
+            checkpoints.state.shards,
             checkpoints.group,
             include=section.include,
             exclude=section.exclude,

@@ -54,7 +54,7 @@ from hpc_train.training.saving import (
     Saving,
     check_best,
     finishing_saves,
-    options_of,
+    policy_of,
     resume_or_start,
 )
 from hpc_train.training.steps import guarded_steps
@@ -190,17 +190,19 @@ class Trainer:
         self.checkpoints = Checkpoints(
             Path(run.dir) / "checkpoints",
             self.collectives,
-            self.model,
-            self.optimizer,
-            **options_of(config.checkpoint),
-            nonfinite=run.nonfinite,
+            averaging.training_state(
+                config,
+                zero,
+                self.averager,
+                self.model,
+                self.optimizer,
+                self.layout,
+                self.grid,
+                self.scaler,
+            ),
+            policy_of(config.checkpoint, run.nonfinite),
             identity={**sample_order_identity(config, len(dataset)), **(identity or {})},
             about=about,
-            alike=connect(self.grid.data),
-            scaler=self.scaler,
-            **averaging.held(
-                config, zero, self.averager, self.model, self.layout, self.grid, self.scaler
-            ),
         )
         self.meter = Meter(data.batch, self.group.waiting, tokens_per_sample)
         self._closed = False

@@ -14,11 +14,13 @@ from hpc_train.checkpoint.engines import CheckpointEngine
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.phases import carry_out
+from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.save import saving
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
 
-SMALL = {"EXTENT_BYTES": 1024, "ALIGNMENT": 4096}
+SMALL = {"EXTENT_BYTES": 1024, "FILE_ALIGNMENT": 4096}
 """What `fileformat` has to say for that."""
 
 
@@ -29,13 +31,18 @@ def store(
     torch.manual_seed(seed)
     model = nn.Linear(40, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Checkpoints(directory, connect(group), model, optimizer, engine=engine, keep=keep)
+    return Checkpoints(
+        directory,
+        connect(group),
+        TrainingState(model, optimizer),
+        SavePolicy(engine=engine, keep=keep),
+    )
 
 
 def change(made: Checkpoints, step: int) -> None:
     """The weights after a step."""
     with torch.no_grad():
-        for parameter in made.model.parameters():
+        for parameter in made.state.model.parameters():
             parameter.fill_(step)
 
 
@@ -49,7 +56,7 @@ def save(made: Checkpoints, step: int, *, background: bool = False) -> None:
     change(made, step)
     made.save(step, background=background)
     if background:
-        made.optimizer.step()  # which waits until the weights may be changed
+        made.state.optimizer.step()  # which waits until the weights may be changed
         change(made, -1)
         made.finish()
 
@@ -58,5 +65,5 @@ def found(directory: Path, group: Group) -> int:
     """The step that is found again, complete. Collective."""
     made = store(directory, group, seed=1)
     step = made.resume()
-    assert all(bool((parameter == step).all()) for parameter in made.model.parameters())
+    assert all(bool((parameter == step).all()) for parameter in made.state.model.parameters())
     return step

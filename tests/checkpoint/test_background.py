@@ -11,6 +11,8 @@ from hpc_train import files
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE
 from hpc_train.checkpoint.exchange import Exchange
+from hpc_train.checkpoint.policy import SavePolicy
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.group import Group
@@ -24,7 +26,12 @@ pytestmark = pytest.mark.usefixtures("small_extents")
 def trained_on(directory, group, *, background: bool) -> Checkpoints:
     """Trained for 6 steps, with checkpoints after 2 and 4; the same batches on all ranks."""
     model, optimizer = make()
-    made = Checkpoints(directory, connect(group), model, optimizer, background=background)
+    made = Checkpoints(
+        directory,
+        connect(group),
+        TrainingState(model, optimizer),
+        SavePolicy(background=background),
+    )
     for step in range(1, 7):
         train(model, optimizer, 1, first=step)
         made.poll()
@@ -66,7 +73,7 @@ def test_the_optimizer_waits_until_all_is_copied_and_the_forward_pass_does_not(
 
     monkeypatch.setattr(Exchange, "bring", late)
     model, optimizer = make()
-    made = Checkpoints(tmp_path / "late", connect(Group()), model, optimizer)
+    made = Checkpoints(tmp_path / "late", connect(Group()), TrainingState(model, optimizer))
     train(model, optimizer, 2)
     made.save(2, background=True)
     assert begun.wait(60)
@@ -99,7 +106,7 @@ def test_training_goes_on_while_a_file_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "call", slow)
     model, optimizer = make()
-    made = Checkpoints(tmp_path, connect(Group()), model, optimizer)
+    made = Checkpoints(tmp_path, connect(Group()), TrainingState(model, optimizer))
     train(model, optimizer, 1)
     made.save(1, background=True)
     for step in (2, 3, 4):
@@ -115,7 +122,7 @@ def test_training_goes_on_while_a_file_is_written(tmp_path, monkeypatch):
 
 def test_what_could_not_be_written_is_told_later_and_the_next_one_is(tmp_path, monkeypatch):
     model, optimizer = make()
-    made = Checkpoints(tmp_path, connect(Group()), model, optimizer)
+    made = Checkpoints(tmp_path, connect(Group()), TrainingState(model, optimizer))
     train(model, optimizer, 1)
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_at", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))
@@ -127,7 +134,7 @@ def test_what_could_not_be_written_is_told_later_and_the_next_one_is(tmp_path, m
     train(model, optimizer, 1, first=2)
     made.save(2, background=True)
     made.finish()
-    assert Checkpoints(tmp_path, connect(Group()), *make()).resume() == 2
+    assert Checkpoints(tmp_path, connect(Group()), TrainingState(*make())).resume() == 2
 
 
 @pytest.mark.mpi

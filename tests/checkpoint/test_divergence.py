@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from hpc_train.checkpoint import Checkpoints, divergence
 from hpc_train.checkpoint.directory import find_checkpoints
 from hpc_train.checkpoint.divergence import sample
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.errors import DivergenceError, UserError
 from tests.checkpoint.states import store
@@ -32,10 +35,10 @@ def test_the_turns_go_round_through_all_bytes(sizes, at_once):
 def drifted(directory, group, rank, replicas="stop"):
     """A model of which one rank has another bit. Collective."""
     made = store(directory, group)
-    made.replicas = replicas
+    made.policy = replace(made.policy, replicas=replicas)
     if group.rank == rank:
         with torch.no_grad():
-            made.model.weight.view(-1).view(torch.uint8)[77] ^= 1
+            made.state.model.weight.view(-1).view(torch.uint8)[77] ^= 1
     return made
 
 
@@ -67,9 +70,9 @@ def test_what_is_not_in_a_sample_is_in_a_later_one(job, together, monkeypatch):
     monkeypatch.setattr(divergence, "COMPARED_BYTES", 256)
     made = drifted(together, job.world, 1)
     with torch.no_grad():
-        made.model.weight.view(-1)[77 // 4] = 0.0  # the same again
+        made.state.model.weight.view(-1)[77 // 4] = 0.0  # the same again
         if job.world.rank == 1:
-            made.model.weight.view(-1)[300] += 1.0
+            made.state.model.weight.view(-1)[300] += 1.0
     with pytest.raises(DivergenceError):
         for step in range(1, 200):
             made.save(step)
@@ -78,9 +81,9 @@ def test_what_is_not_in_a_sample_is_in_a_later_one(job, together, monkeypatch):
 
 @pytest.mark.mpi(min_size=4)
 def test_other_tensors_are_no_drift(job, together):
-    model = store(together, job.world).model
+    model = store(together, job.world).state.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    made = Checkpoints(together, connect(job.world), model, optimizer)
+    made = Checkpoints(together, connect(job.world), TrainingState(model, optimizer))
     if job.world.rank == 1:
         model(torch.ones(40)).sum().backward()
         optimizer.step()  # which makes momentum buffers

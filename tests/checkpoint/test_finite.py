@@ -46,7 +46,7 @@ def test_a_number_of_any_rank_stops_all_before_anything_is_written(job, together
         change(made, 1)
         made.save(1)
         with torch.no_grad():
-            made.model.weight[0, 0] = value
+            made.state.model.weight[0, 0] = value
         if math.isfinite(value):
             made.save(2)
             continue
@@ -57,7 +57,7 @@ def test_a_number_of_any_rank_stops_all_before_anything_is_written(job, together
 
 def test_infinities_of_a_mask_are_no_reason_to_stop(tmp_path):
     made = store(tmp_path, Group())
-    made.model.register_buffer("mask", torch.full((3,), -math.inf))
+    made.state.model.register_buffer("mask", torch.full((3,), -math.inf))
     made.save(1)
-    made.model.bias.requires_grad_(False).fill_(math.inf)
+    made.state.model.bias.requires_grad_(False).fill_(math.inf)
     made.save(2)

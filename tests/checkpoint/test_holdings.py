@@ -8,6 +8,7 @@ from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, plan, restore
 from hpc_train.checkpoint.directory import name_of
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
 from tests.checkpoint.test_store import make, store, train
@@ -126,7 +127,7 @@ def test_a_plan_is_made_again_when_one_rank_alone_has_changed(job, together, mon
 
     monkeypatch.setattr(plan, "Routes", Counted)
     model, optimizer = make()
-    checkpoints = Checkpoints(together, connect(job.world), model, optimizer)
+    checkpoints = Checkpoints(together, connect(job.world), TrainingState(model, optimizer))
     for step, plans in ((1, 1), (2, 1), (3, 2), (4, 2)):
         if step == 3 and job.world.rank == job.world.size - 1:
             model.a.weight.data = model.a.weight.data.clone()
@@ -135,5 +136,5 @@ def test_a_plan_is_made_again_when_one_rank_alone_has_changed(job, together, mon
         assert len(made) == plans
     if job.world.rank == 0:
         other, other_optimizer = make(seed=1)
-        Checkpoints(together, connect(Group()), other, other_optimizer).resume()
+        Checkpoints(together, connect(Group()), TrainingState(other, other_optimizer)).resume()
         assert all(map(torch.equal, other.parameters(), model.parameters()))

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.retention import Retention
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
 from hpc_train.training.saving import daly
@@ -56,7 +58,9 @@ def test_without_a_number_all_are_kept(steps, scores, best):
 def store(directory, keep):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Checkpoints(directory, connect(Group()), model, optimizer, keep=keep)
+    return Checkpoints(
+        directory, connect(Group()), TrainingState(model, optimizer), SavePolicy(keep=keep)
+    )
 
 
 def test_the_best_survive_also_in_a_run_that_was_resumed(tmp_path):

@@ -10,6 +10,8 @@ from torch import nn
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.dtypes import DTYPES
 from hpc_train.checkpoint.parts import as_bytes
+from hpc_train.checkpoint.policy import SavePolicy
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.checkpoint.tools import differences
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, UserError
@@ -44,11 +46,16 @@ def test_buffers_of_all_types_come_back_and_are_those_of_rank_0(group, together)
         return
     model = Buffers(seed=group.rank)
     Checkpoints(
-        together, connect(group), model, torch.optim.SGD(model.parameters()), replicas="stop"
+        together,
+        connect(group),
+        TrainingState(model, torch.optim.SGD(model.parameters())),
+        SavePolicy(replicas="stop"),
     ).save(1)
     assert bits_of(model) == bits_of(Buffers(seed=0))
     other = Buffers(seed=9)
-    Checkpoints(together, connect(group), other, torch.optim.SGD(other.parameters())).resume()
+    Checkpoints(
+        together, connect(group), TrainingState(other, torch.optim.SGD(other.parameters()))
+    ).resume()
     assert bits_of(other) == bits_of(model)
 
 
@@ -195,7 +202,7 @@ def test_what_one_rank_cannot_save_is_told_by_all(job, together):
     model, optimizer = with_buffer(torch.zeros(2, dtype=torch.uint8).view(kind))
     message = f"rank {job.world.size - 1} .*odd is a tensor of type bits8"
     with pytest.raises(UserError, match=message if job.world.size > 1 else "bits8"):
-        Checkpoints(together, connect(job.world), model, optimizer)
+        Checkpoints(together, connect(job.world), TrainingState(model, optimizer))
 
 
 @pytest.mark.mpi
@@ -231,17 +238,17 @@ def keeping(module):
 @pytest.mark.mpi
 def test_what_modules_keep_beside_tensors_comes_back(job, together):
     kept = {"steps": 3, "names": ["a", None], "scale": 0.1}
-    Checkpoints(together, connect(job.world), *keeping(Keeps(kept))).save(1)
+    Checkpoints(together, connect(job.world), TrainingState(*keeping(Keeps(kept)))).save(1)
     other = Keeps()
-    Checkpoints(together, connect(job.world), *keeping(other)).resume()
+    Checkpoints(together, connect(job.world), TrainingState(*keeping(other))).resume()
     assert other.kept == kept
     with pytest.raises(CheckpointMismatch, match="only the checkpoint has 0._extra_state"):
-        Checkpoints(together, connect(job.world), *keeping(nn.Linear(2, 2))).resume()
+        Checkpoints(together, connect(job.world), TrainingState(*keeping(nn.Linear(2, 2)))).resume()
 
 
 @pytest.mark.mpi(min_size=2)
 def test_modules_that_keep_something_else_on_each_rank_are_told(job, together):
-    made = Checkpoints(together, connect(job.world), *keeping(Keeps(job.world.rank)))
+    made = Checkpoints(together, connect(job.world), TrainingState(*keeping(Keeps(job.world.rank))))
     with pytest.raises(UserError, match="get_extra_state.* differs"):
         made.save(1)
     assert not list(together.iterdir())

@@ -6,6 +6,8 @@ from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, fileformat
 from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE, newest
+from hpc_train.checkpoint.policy import SavePolicy
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.checkpoint.weights import start_from
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError, CheckpointMismatch
@@ -46,8 +48,10 @@ def train(model, optimizer, steps, first=1):
     return losses
 
 
-def store(directory, model, optimizer, **options):
-    return Checkpoints(directory, connect(Group()), model, optimizer, **options)
+def store(directory, model, optimizer, identity=None, about=None, **policy):
+    state = TrainingState(model, optimizer)
+    own = {"identity": identity, "about": about}
+    return Checkpoints(directory, connect(Group()), state, SavePolicy(**policy), **own)
 
 
 OPTIMIZERS = [

@@ -97,8 +97,8 @@ def test_what_is_proven_to_be_damaged_is_passed_over(folder):
 
 def test_verify_does_not_call_it_damaged(folder, monkeypatch):
     newest = find_checkpoints(folder, "auto")[0]
-    real = tools.Reader.open(newest)
-    monkeypatch.setattr(tools.Reader, "open", lambda _: real)
+    real = tools.CheckpointReader.open(newest)
+    monkeypatch.setattr(tools.CheckpointReader, "open", lambda _: real)
     failing(monkeypatch, errno.EIO, times=1000)
     with pytest.raises(CheckpointError, match="cannot be read"):
         list(tools.damaged(newest))

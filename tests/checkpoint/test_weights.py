@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.policy import SavePolicy
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.checkpoint.weights import start_from
 from hpc_train.collectives import connect
 from hpc_train.errors import (
@@ -49,7 +51,11 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def checkpoint_of(model: nn.Module, run: Path, about: dict | None = None) -> Path:
     optimizer = torch.optim.AdamW(model.parameters())
     made = Checkpoints(
-        run / "checkpoints", connect(Group()), model, optimizer, engine="posix", about=about
+        run / "checkpoints",
+        connect(Group()),
+        TrainingState(model, optimizer),
+        SavePolicy(engine="posix"),
+        about=about,
     )
     return made.save(1)
 

@@ -189,7 +189,7 @@ def test_a_loop_comes_to_the_weights_of_a_plain_one(part, together, options, tra
     if part is not None:
         reference = plain(**same)
         with Job(part, together / "run", **options).train(**training).loop as loop:
-            mine = [tensor.clone() for tensor in loop.checkpoints.model.state_dict().values()]
+            mine = [tensor.clone() for tensor in loop.checkpoints.state.model.state_dict().values()]
         close(mine, reference)
 
 

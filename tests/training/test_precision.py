@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -395,7 +396,8 @@ def own_loop(directory, epochs):
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loop = Loop(alone(), directory, model, optimizer)
-    loop.checkpoints.scaler = scaler = LossScaler(torch.float16)
+    scaler = LossScaler(torch.float16)
+    loop.checkpoints.state = replace(loop.checkpoints.state, scaler=scaler)
     for _, batches in loop.epochs(TensorDataset(torch.ones(24, 6)), batch=6, epochs=epochs):
         for (x,) in batches:
             optimizer.zero_grad()
