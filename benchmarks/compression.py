@@ -38,6 +38,7 @@ from benchmarks.gpt_step import SHAPE
 from benchmarks.gradient_averaging import build
 from hpc_train.config import OptimizerSection
 from hpc_train.data.prepare import find_texts, split_texts
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
 from hpc_train.training.learning_rate import learning_rate
@@ -79,10 +80,12 @@ class Candidate:
             self.model,
             optimizer,
             self.group,
-            engine="mpi",
-            compression=self.compression,
-            two_level="on",
-            bucket_bytes=BUCKET_BYTES[LINKS],
+            AveragingOptions(
+                engine="mpi",
+                compression=self.compression,
+                two_level="on",
+                bucket_bytes=BUCKET_BYTES[LINKS],
+            ),
         )
 
     def turn(self) -> float:
@@ -187,10 +190,9 @@ def train(group: Group, text: dict[str, Tensor], steps: int, compression: str) -
         model,
         optimizer,
         group,
-        engine="mpi",
-        compression=compression,
-        two_level="off",
-        bucket_bytes=BUCKET_BYTES[LOSS],
+        AveragingOptions(
+            engine="mpi", compression=compression, two_level="off", bucket_bytes=BUCKET_BYTES[LOSS]
+        ),
     )
     draw, losses = samples(text["train"], group.rank, SAMPLES), []
     for step in range(1, steps + 1):

@@ -33,6 +33,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks import harness
 from benchmarks.gpt_step import LOADS, SHAPE
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models import GPT
 
 Step = Callable[[], None]
@@ -145,7 +146,9 @@ class Candidates:
         from hpc_train.gradients import average_gradients
 
         model, optimizer = build()
-        self.averagers.append(average_gradients(model, optimizer, self.group, **options))
+        self.averagers.append(
+            average_gradients(model, optimizer, self.group, AveragingOptions(**options))
+        )
         return model, averager_step(model, self.averagers[-1], self.batch)
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ from benchmarks.gradient_averaging import (
 from hpc_train.config.file import load
 from hpc_train.data.loader import Step as Batches
 from hpc_train.data.prepare import prepare_text
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models import GPT, linear
 from hpc_train.mpi import environment
 from hpc_train.mpi.group import Group
@@ -83,7 +84,7 @@ def make(peer: str, batch: tuple[Tensor, Tensor], group: Group) -> tuple[GPT, St
         return model, plain_step(model, optimizer, batch)
     from hpc_train.gradients import average_gradients
 
-    averager = average_gradients(model, optimizer, group, zero=1)
+    averager = average_gradients(model, optimizer, group, AveragingOptions(zero=1))
     return model, averager_step(model, averager, batch)
 
 

@@ -34,6 +34,7 @@ from torch.optim import AdamW
 from benchmarks import harness
 from benchmarks.gpt_step import SHAPE
 from benchmarks.gradient_averaging import CEILING, MPI, ZERO
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
 
@@ -102,7 +103,7 @@ class Trial:
             for p, first in zip(self.model.parameters(), self.first, strict=False):
                 p.copy_(first)  # on rank 0, from which all others get them now
         averager = average_gradients(
-            self.model, self.optimizer, self.group, engine="mpi", zero=zero
+            self.model, self.optimizer, self.group, AveragingOptions(engine="mpi", zero=zero)
         )
 
         def step(batch: tuple[Tensor, Tensor]) -> None:

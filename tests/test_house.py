@@ -25,7 +25,6 @@ LINES = 460  # of a module; the goal is 400
 PARAMETERS = 8
 # To become options that travel as one frozen value.
 MORE_PARAMETERS = {
-    "average_gradients": 13,
     "Loop.__init__": 18,
     "Loop.epochs": 9,
     "saving": 11,

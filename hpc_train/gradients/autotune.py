@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -19,13 +17,14 @@ from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.ring import Library, Ring
-from hpc_train.errors import SetupError, UserError
+from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket, has_slabs, plan_buckets
 from hpc_train.gradients.compression import make_compressor
 from hpc_train.gradients.local import LocalSteps
 from hpc_train.gradients.mpi import BucketAverager
+from hpc_train.gradients.options import AveragingOptions, TwoLevel
 from hpc_train.gradients.ownership import trained
-from hpc_train.gradients.progress import Progress, ThreadProgress
+from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
 from hpc_train.gradients.zero import ShardedAverager, check_divisible
 from hpc_train.mpi.group import Group
@@ -41,21 +40,12 @@ class Closable(Protocol):
         """Give them back. Collective."""
 
 
-TwoLevel = Literal["auto", "on", "off"]
 MakeSums = Callable[[Sequence[Bucket]], Sums]
 ClosableT = TypeVar("ClosableT", bound=Closable)
 
 USUAL_BUCKET = 4 << 20  # bytes, where nothing is measured
 SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 19, 64 << 20
 SMALL_TRIAL = 1 << 18
-SUMMABLE = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-)
 TRIALS = 3
 # A message of our ring takes 21 us (docs/scaling.md), and of n ranks 2 (n - 1) follow each other.
 # With 256 they take 11 ms, in which a link of 6 Gbit/s carries a bucket there and back.
@@ -146,68 +136,8 @@ def bucket_seconds(group: Group, make: MakeSums, nbytes: int) -> float:
     return min(times[1:]) / 1e9
 
 
-@dataclass(frozen=True)
-class Options:
-    """Of engine mpi, as in `average_gradients`."""
-
-    bucket_bytes: int | None
-    two_level: TwoLevel
-    compression: str
-    every: int
-    zero: int
-    whole: frozenset[Parameter]
-    cores: int
-    deterministic: bool
-
-    @property
-    def spare_core(self) -> bool:
-        """Whether this rank has a core that torch does not use."""
-        return self.cores > torch.get_num_threads()
-
-    def check(self, parameters: Sequence[Parameter]) -> None:
-        """Refuse what would be accepted and not done.
-
-        Raises:
-            UserError: options that do not go together, or not with these parameters.
-        """
-        for dtype in {p.dtype for p in parameters}:
-            if dtype not in SUMMABLE:
-                raise UserError(
-                    f"parameters of {dtype} cannot be averaged", "use a floating-point type"
-                )
-        for device in {p.device for p in parameters}:
-            self._check_device(device)
-        if self.compression != "none" and any(p.is_complex() for p in parameters):
-            raise UserError("compression is for real parameters", "leave it out")
-
-    def _check_device(self, device: torch.device) -> None:
-        local, packed = self.every > 1, self.compression != "none"
-        for asked, why, remedy in (
-            (self.zero and local, "zero and average_every do not go together", "leave one out"),
-            (packed and local, "compression and average_every do not go together", "leave one out"),
-            (
-                self.zero and self.two_level == "off",
-                'zero sums in the memory of nodes, two_level is "off"',
-                "leave one out",
-            ),
-            (
-                device.type != "cpu" and (self.zero or packed or self.two_level == "on"),
-                "zero, compression and two levels are for parameters in host memory, these are on "
-                f"{device}",
-                "leave them out",
-            ),
-        ):
-            if asked:
-                raise UserError(why, remedy)
-
-    def progress(self) -> Progress:
-        """A thread where there is a core for it, else hooks."""
-        polite = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # see `runtime.start`
-        return ThreadProgress(polite=polite) if self.spare_core else Progress(polite=polite)
-
-
 def mpi_averager(
-    model: nn.Module, optimizer: Optimizer, levels: Levels, options: Options
+    model: nn.Module, optimizer: Optimizer, levels: Levels, options: AveragingOptions
 ) -> BucketAverager:
     """Put engine mpi together. Collective."""
     planned = trained(model, optimizer)
@@ -227,8 +157,8 @@ def mpi_averager(
         return buckets, make(buckets)
 
     progress = options.progress()
-    if options.every > 1:
-        return LocalSteps(model, optimizer, levels, options.every, made, progress)
+    if options.average_every > 1:
+        return LocalSteps(model, optimizer, levels, options.average_every, made, progress)
     averager = BucketAverager(model, optimizer, group, made, progress)
     averager.at_close += closing
     return averager
@@ -238,7 +168,7 @@ def _sharded(
     model: nn.Module,
     optimizer: Optimizer,
     levels: Levels,
-    options: Options,
+    options: AveragingOptions,
     planned: Sequence[Parameter],
 ) -> BucketAverager:
     check_divisible(optimizer)
@@ -249,7 +179,8 @@ def _sharded(
         )
 
     size = _bucket_bytes(levels.whole, make, planned, options)
-    divisible = [p for p in planned if p not in options.whole and has_slabs(p)]
+    whole = frozenset(options.whole)  # compares parameters by what they are, not by their numbers
+    divisible = [p for p in planned if p not in whole and has_slabs(p)]
     rest = {id(p) for p in divisible}
     divided = plan_buckets(divisible, size)
     kept = plan_buckets([p for p in planned if id(p) not in rest], size)
@@ -281,7 +212,7 @@ def _made_on_all_nodes(group: Group, make: Callable[[], ClosableT]) -> ClosableT
 
 
 def _bucket_bytes(
-    group: Group, make: MakeSums, trained: Sequence[Parameter], options: Options
+    group: Group, make: MakeSums, trained: Sequence[Parameter], options: AveragingOptions
 ) -> int:
     if options.bucket_bytes is not None:
         return options.bucket_bytes
@@ -294,7 +225,7 @@ def _bucket_bytes(
 
 
 def way(
-    levels: Levels, options: Options, device: torch.device
+    levels: Levels, options: AveragingOptions, device: torch.device
 ) -> tuple[MakeSums, list[Callable[[], None]]]:
     """How buckets on a device are summed, and what to call when they no longer are. Collective."""
     if device.type != "cpu":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.gradients.ownership import is_wrapped, parameters_of, take_over
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.state import broadcast_state
@@ -22,11 +24,9 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
 if TYPE_CHECKING:
-    from hpc_train.gradients.autotune import TwoLevel
-    from hpc_train.gradients.horovod import Reduction
     from hpc_train.gradients.mpi import BucketAverager
 
-Engine = Literal["auto", "horovod", "mpi"]
+DEFAULT_OPTIONS = AveragingOptions()
 
 
 class GradientAverager(Protocol):
@@ -118,17 +118,7 @@ def average_gradients(
     model: nn.Module,
     optimizer: Optimizer,
     group: Group | Levels,
-    *,
-    engine: Engine = "auto",
-    bucket_bytes: int | None = None,
-    two_level: TwoLevel = "auto",
-    compression: str = "none",
-    average_every: int = 1,
-    reduction: Reduction = "mean",
-    zero: int = 0,
-    whole: Collection[Parameter] = (),
-    cores: int = 1,
-    deterministic: bool = False,
+    options: AveragingOptions = DEFAULT_OPTIONS,
 ) -> GradientAverager:
     """Set up gradient averaging; all ranks get rank 0's weights and optimizer state. Collective.
 
@@ -141,19 +131,7 @@ def average_gradients(
         group: the ranks to average over, or these ranks by nodes, where the caller knows them. For
             engine horovod all ranks of the job, or one of the process sets that Horovod was started
             with (`runtime.start_horovod`).
-        engine: "horovod", "mpi", or "auto": see `best_engine`.
-        bucket_bytes: size of the flat buckets; None: measured.
-        two_level: of engine mpi: "on": ranks of a node sum in its shared memory, and nodes
-            communicate once; "off": each rank communicates for itself; "auto": the faster.
-        compression: of what crosses nodes; see `gradients.compression`.
-        average_every: steps that each rank takes by itself before parameters and moments are
-            averaged (`gradients.local`); 1: gradients are, in every step. Engine mpi.
-        reduction: "adasum", of engine horovod: see `gradients.adasum`.
-        zero: 1: the ranks of a node share the parameters' memory and the optimizer's work and state
-            (engine mpi, parameters on the CPU).
-        whole: parameters that zero leaves alone.
-        cores: processor cores for this rank alone (`Runtime.cores`).
-        deterministic: measure nothing, so that each run goes the same way.
+        options: how they are averaged.
 
     Raises:
         UserError: the ranks have built different models, or options do not go together.
@@ -162,55 +140,32 @@ def average_gradients(
     given = group
     levels = given if isinstance(given, Levels) else Levels.of(given)
     group = levels.whole
-    if reduction == "adasum" and engine != "horovod":
+    if options.reduction == "adasum" and options.engine != "horovod":
         raise UserError("reduction adasum is Horovod's", 'give engine="horovod" as well')
-    _check(
-        group,
-        model,
-        optimizer,
-        (
-            engine,
-            bucket_bytes,
-            two_level,
-            compression,
-            average_every,
-            reduction,
-            zero,
-            deterministic,
-        ),
-    )
+    _check(group, model, optimizer, replace(options, whole=(), cores=1))
     take_over(optimizer)
     collectives = connect(group)
     tensors = [*model.parameters(), *model.buffers(), *parameters_of(optimizer)]
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         collectives.broadcast_(tensor.data)
     broadcast_state(optimizer, collectives)
-    from hpc_train.gradients.autotune import Options, mpi_averager
+    from hpc_train.gradients.autotune import mpi_averager
 
     device = _device(model)
+    engine = options.engine
     if engine == "auto" and not is_wrapped(optimizer):
-        engine = "mpi" if average_every > 1 else best_engine(device)
+        engine = "mpi" if options.average_every > 1 else best_engine(device)
     if device.type == "cpu":
         keep_freed_memory()
-    options = Options(
-        bucket_bytes,
-        two_level,
-        compression,
-        average_every,
-        zero,
-        frozenset(whole),
-        cores,
-        deterministic,
-    )
     averager: BucketAverager
     if is_wrapped(optimizer):
         from hpc_train.gradients.wrapped import wrapped_averager
 
-        averager = wrapped_averager(model, optimizer, group, engine, options, reduction)
+        averager = wrapped_averager(model, optimizer, group, options)
     elif engine == "horovod" and group.size > 1:
         from hpc_train.gradients.horovod import horovod_averager
 
-        averager = horovod_averager(model, optimizer, group, options, reduction)
+        averager = horovod_averager(model, optimizer, group, options)
     else:
         averager = mpi_averager(model, optimizer, levels, options)
     if levels is not given:

@@ -24,7 +24,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.mpi import BucketAverager
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.gradients.ownership import trained
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
@@ -47,11 +48,8 @@ from hpc_train.mpi.group import Group
 
 if TYPE_CHECKING:
     from hpc_train.collectives.coroutines import Coroutine
-    from hpc_train.gradients.autotune import Options
 
 logger = logging.getLogger(__name__)
-
-Reduction = Literal["mean", "adasum"]
 
 NEVER = 1 << 60  # backward passes in a step
 ADASUM_BYTES = 4 << 20  # of steps that are combined in one operation
@@ -306,8 +304,7 @@ def horovod_averager(
     model: nn.Module,
     optimizer: Optimizer,
     group: Group,
-    options: Options,
-    reduction: Reduction = "mean",
+    options: AveragingOptions,
 ) -> BucketAverager:
     """Put engine horovod together, and start Horovod unless it runs. Collective.
 
@@ -315,21 +312,20 @@ def horovod_averager(
         model: its parameters that require gradients are averaged.
         optimizer: over them.
         group: more than one rank: all of the job, or those of a process set.
-        options: as for engine mpi.
-        reduction: "adasum": see `AdasumAverager`.
+        options: of the averaging.
 
     Raises:
         UserError: this engine cannot do what the options ask for.
         SetupError: Horovod is missing or does not load.
     """
-    _check(options, reduction)
-    fusion_bytes = None if reduction == "adasum" else options.bucket_bytes
+    _check(options)
+    fusion_bytes = None if options.reduction == "adasum" else options.bucket_bytes
     hvd, process_set = _start(group, 0 if options.deterministic else fusion_bytes)
     parameters = trained(model, optimizer)
     options.check(parameters)
     with agreed(group):
         _check_device(hvd, parameters)
-    if reduction == "adasum":
+    if options.reduction == "adasum":
         from hpc_train.gradients.adasum import AdasumAverager
 
         return AdasumAverager(hvd, model, optimizer, group, options.bucket_bytes or ADASUM_BYTES)
@@ -343,17 +339,17 @@ def horovod_averager(
     )
 
 
-def _check(options: Options, reduction: Reduction) -> None:
+def _check(options: AveragingOptions) -> None:
     if parse_scheme(options.compression).kind not in ("none", "fp16"):
         raise UserError(
             f"engine horovod cannot compress by {options.compression}",
             "use engine mpi, or compression fp16",
         )
-    if reduction == "adasum" and options.compression != "none":
+    if options.reduction == "adasum" and options.compression != "none":
         raise UserError("reduction adasum takes no compression", "leave one of the two out")
     for name, asked in (
         ("zero", options.zero),
-        ("average_every", options.every > 1),
+        ("average_every", options.average_every > 1),
         ('two_level "on"', options.two_level == "on"),
     ):
         if asked:

@@ -21,9 +21,7 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
 if TYPE_CHECKING:
-    from hpc_train.gradients.autotune import Options
-    from hpc_train.gradients.averager import Engine
-    from hpc_train.gradients.horovod import Reduction
+    from hpc_train.gradients.options import AveragingOptions
 
 UNWRAP = "leave hvd.DistributedOptimizer out"
 
@@ -32,9 +30,7 @@ def wrapped_averager(
     model: nn.Module,
     optimizer: Any,
     group: Group,
-    engine: Engine,
-    options: Options,
-    reduction: Reduction,
+    options: AveragingOptions,
 ) -> WrappedAverager:
     """An averager for a wrapped optimizer. Collective.
 
@@ -43,13 +39,13 @@ def wrapped_averager(
     """
     fuses = os.environ.get(runtime.THRESHOLD) != "0"
     for name, asked in (
-        ("engine mpi", engine == "mpi"),
+        ("engine mpi", options.engine == "mpi"),
         ("bucket_bytes", options.bucket_bytes is not None),
         ('two_level "on"', options.two_level == "on"),
         ("compression", options.compression != "none"),
-        ("average_every", options.every > 1),
+        ("average_every", options.average_every > 1),
         ("zero", options.zero > 0),
-        ("reduction adasum", reduction == "adasum"),
+        ("reduction adasum", options.reduction == "adasum"),
         (f"deterministic without {runtime.THRESHOLD}=0", options.deterministic and fuses),
     ):
         if asked:

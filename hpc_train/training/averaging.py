@@ -17,13 +17,14 @@ from hpc_train.checkpoint.fileformat import Entry, LocalTensor
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
-from hpc_train.config import RunConfig
+from hpc_train.config import GradientsSection, RunConfig
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
 from hpc_train.gradients.autotune import on_all_nodes
-from hpc_train.gradients.averager import Engine, best_engine
+from hpc_train.gradients.averager import best_engine
 from hpc_train.gradients.buckets import Slab
 from hpc_train.gradients.compression import Compressor
 from hpc_train.gradients.mpi import BucketAverager
+from hpc_train.gradients.options import AveragingOptions, Engine
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.mpi.grid import ParallelGrid
@@ -53,6 +54,19 @@ def start_engine(config: RunConfig, grid: ParallelGrid, device: torch.device) ->
     return engine
 
 
+def options_of(section: GradientsSection, **more: Any) -> AveragingOptions:
+    """The options of averaging, by the configuration; with those that it does not have."""
+    return AveragingOptions(
+        engine=section.engine,
+        bucket_bytes=section.bucket_bytes,
+        two_level=section.two_level,
+        compression=section.compression,
+        average_every=section.average_every,
+        reduction=section.reduction,
+        **more,
+    )
+
+
 def make_averager(
     config: RunConfig,
     model: nn.Module,
@@ -79,25 +93,16 @@ def make_averager(
         zero: from `sharing.decide`.
         cores: of this rank.
     """
-    gradients = config.gradients
     levels = Levels.join(grid.data, grid.data_node, grid.data_cross)
+    options = options_of(
+        replace(config.gradients, engine=engine),
+        whole=layout.gradients.completed,
+        cores=cores,
+        deterministic=config.run.deterministic,
+    )
 
     def make(zero: Zero) -> GradientAverager:
-        return average_gradients(
-            model,
-            optimizer,
-            levels,
-            engine=engine,
-            bucket_bytes=gradients.bucket_bytes,
-            two_level=gradients.two_level,
-            compression=gradients.compression,
-            average_every=gradients.average_every,
-            reduction=gradients.reduction if engine == "horovod" else "mean",
-            zero=zero,
-            whole=layout.gradients.completed,
-            cores=cores,
-            deterministic=config.run.deterministic,
-        )
+        return average_gradients(model, optimizer, levels, replace(options, zero=zero))
 
     if config.memory.zero != "auto" or not zero:
         return make(zero), zero

@@ -26,14 +26,14 @@ from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
 from hpc_train.errors import HpcTrainError, UserError
-from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
-from hpc_train.gradients.averager import Engine
+from hpc_train.gradients import LossScaler, average_gradients
+from hpc_train.gradients.options import Engine
 from hpc_train.host.processor import Matmul
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel import batch_norm as batch_norms
 from hpc_train.parallel.batch_norm import BatchNorm
-from hpc_train.training.averaging import whole_training_state
+from hpc_train.training.averaging import options_of, whole_training_state
 from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
@@ -139,7 +139,8 @@ class Loop(Stepping):
         # Before the averager's: what is refused is refused before anything is summed.
         self._hooks.append(optimizer.register_step_pre_hook(self._begin_step))
         try:
-            self.averager = self._averager(model, zero, runtime.cores)
+            asked = options_of(self._gradients, zero=zero, cores=runtime.cores)
+            self.averager = average_gradients(model, optimizer, group, asked)
         except BaseException:
             self._unhook()
             raise
@@ -168,22 +169,6 @@ class Loop(Stepping):
         # rank that calls `mean` too often would take their numbers for the mean.
         self._calls = group.duplicate()
         self._start_watchdog()
-
-    def _averager(self, model: nn.Module, zero: int, cores: int) -> GradientAverager:
-        asked = self._gradients
-        return average_gradients(
-            model,
-            self.optimizer,
-            self.group,
-            engine=asked.engine,
-            bucket_bytes=asked.bucket_bytes,
-            two_level=asked.two_level,
-            compression=asked.compression,
-            average_every=asked.average_every,
-            reduction=asked.reduction,
-            zero=zero,
-            cores=cores,
-        )
 
     def epochs(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpc_train.config import GradientsSection, RunConfig
-from hpc_train.gradients.averager import Engine
+from hpc_train.gradients.options import Engine
 from hpc_train.mpi.grid import ParallelGrid
 
 logger = logging.getLogger(__name__)

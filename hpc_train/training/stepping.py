@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hpc_train.config import GradientsSection, MemorySection, OptimizerSection, RunConfig
 from hpc_train.errors import UserError
 from hpc_train.gradients import LossScaler
-from hpc_train.gradients.averager import Engine
+from hpc_train.gradients.options import Engine
 from hpc_train.gradients.scaling import clip_factor
 from hpc_train.training.delivery import Delivery
 

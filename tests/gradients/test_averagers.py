@@ -12,6 +12,7 @@ from hpc_train.collectives import node
 from hpc_train.errors import SetupError, UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.averager import best_engine
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from tests.gradients.test_same import Model, levels_of
@@ -27,7 +28,9 @@ def trained(group: Group, engine: str, optimizer_class, *, plain_zero_grad=False
     torch.manual_seed(group.rank)  # all but rank 0's weights are to be replaced
     model = Model().double()
     optimizer = optimizer_class(model.parameters(), lr=0.1)
-    averager = average_gradients(model, optimizer, group, engine=engine, bucket_bytes=bucket_bytes)
+    averager = average_gradients(
+        model, optimizer, group, AveragingOptions(engine=engine, bucket_bytes=bucket_bytes)
+    )
     data = torch.randn(SAMPLES, 7, generator=torch.Generator().manual_seed(1)).double()
     for _ in range(STEPS):
         (optimizer if plain_zero_grad else averager).zero_grad()
@@ -74,7 +77,7 @@ def test_the_optimizers_own_zero_grad_will_do(job, engine):
 def test_step_averages_if_nobody_did(job, engine):
     model = nn.Linear(1, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    averager = average_gradients(model, optimizer, job.world, engine=engine)
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions(engine=engine))
     start = model.weight.item()
     averager.zero_grad()
     (model.weight.sum() * job.world.rank).backward()
@@ -87,7 +90,7 @@ def test_step_averages_if_nobody_did(job, engine):
 def test_the_plain_optimizer_keeps_the_state(job, engine):
     model = nn.Linear(2, 2).double()
     optimizer = torch.optim.AdamW(model.parameters())
-    averager = average_gradients(model, optimizer, job.world, engine=engine)
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions(engine=engine))
     averager.zero_grad()
     model(torch.ones(1, 2).double()).sum().backward()
     averager.step()
@@ -114,7 +117,7 @@ def test_options_that_do_not_go_together_are_refused(job, options):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UserError, match="average_every|two_level"):
-        average_gradients(model, optimizer, job.world, engine="mpi", **options)
+        average_gradients(model, optimizer, job.world, AveragingOptions(engine="mpi", **options))
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -130,8 +133,8 @@ def test_too_little_memory_on_one_node_is_known_on_all(job, monkeypatch, caplog,
     levels = levels_of(job.world, (0, 0, 1, 1))
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"engine": "mpi", "bucket_bytes": 256, "two_level": "on", "zero": zero}
-    set_up = partial(average_gradients, model, optimizer, levels, **options)
+    options = AveragingOptions(engine="mpi", bucket_bytes=256, two_level="on", zero=zero)
+    set_up = partial(average_gradients, model, optimizer, levels, options)
     if zero:
         with pytest.raises(SetupError, match="shared memory|/dev/shm is full"):
             set_up()
@@ -158,7 +161,7 @@ def test_engine_auto_keeps_gradients_on_gpus(monkeypatch, nccl, reads, expected)
 def test_gradients_are_views_of_the_buckets_after_averaging(job):
     model = nn.Linear(2, 2).double()
     averager = average_gradients(
-        model, torch.optim.SGD(model.parameters()), job.world, engine="mpi"
+        model, torch.optim.SGD(model.parameters()), job.world, AveragingOptions(engine="mpi")
     )
     averager.zero_grad()
     model(torch.ones(1, 2).double()).sum().backward()

@@ -11,6 +11,7 @@ from torch import nn
 
 from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
@@ -39,7 +40,7 @@ class Ours:
     def __init__(self, group: Group, model: nn.Module, optimizer, **options) -> None:
         self.group, self.model, self.optimizer = group, model, optimizer
         options = {"bucket_bytes": 100, **options}
-        self.averager = average_gradients(model, optimizer, group, **options)
+        self.averager = average_gradients(model, optimizer, group, AveragingOptions(**options))
 
     def backward(self, step: int) -> None:
         self.model(samples(self.group.rank, step)).square().mean().backward()
@@ -549,7 +550,7 @@ def test_parameters_of_16_bits_are_summed_in_32(job, dtype):
     group = job.world
     model = nn.Linear(1, 300, bias=False).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    averager = average_gradients(model, optimizer, group, bucket_bytes=100)
+    averager = average_gradients(model, optimizer, group, AveragingOptions(bucket_bytes=100))
     torch.manual_seed(0)
     each = torch.rand(group.size, 300, 1).to(dtype)
     (model.weight * each[group.rank]).sum().backward()
@@ -578,7 +579,10 @@ def test_options_that_differ_between_ranks_are_told(job):
     if job.world.size > 1:
         with pytest.raises(UserError, match="what averaging was asked for differs"):
             average_gradients(
-                model, optimizer, job.world, bucket_bytes=1000 + (job.world.rank == 1)
+                model,
+                optimizer,
+                job.world,
+                AveragingOptions(bucket_bytes=1000 + (job.world.rank == 1)),
             )
 
 
@@ -628,7 +632,10 @@ def test_an_averager_takes_no_private_memory_beside_the_shared(job, monkeypatch)
     model = nn.Linear(1000, 1000).double()
     monkeypatch.setattr("hpc_train.gradients.sums.torch.zeros", counted)
     averager = average_gradients(
-        model, torch.optim.SGD(model.parameters()), job.world, bucket_bytes=1 << 20
+        model,
+        torch.optim.SGD(model.parameters()),
+        job.world,
+        AveragingOptions(bucket_bytes=1 << 20),
     )
     averager.close()
     assert sum(made) < 1 << 20

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
@@ -79,7 +80,7 @@ def make(group: Group, optimizer_of=OPTIMIZERS["adamw"], **options):
     model = build(seed=group.rank)
     optimizer = optimizer_of(model.parameters())
     options = {"engine": "horovod", "bucket_bytes": 100, **options}
-    return model, optimizer, average_gradients(model, optimizer, group, **options)
+    return model, optimizer, average_gradients(model, optimizer, group, AveragingOptions(**options))
 
 
 def backward(model: nn.Module, rank: int, step: int, weight: float = 1.0) -> None:
@@ -149,7 +150,9 @@ def test_a_step_can_be_given_up_whatever_has_begun(job):
     rank, size = job.world.rank, job.world.size
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    averager = average_gradients(model, optimizer, job.world, engine="horovod", bucket_bytes=1)
+    averager = average_gradients(
+        model, optimizer, job.world, AveragingOptions(engine="horovod", bucket_bytes=1)
+    )
     part = torch.full((1, 2), 1.0 + rank).double()
     for step in range(2 * STEPS):
         if step == 2 * STEPS - 1:
@@ -311,7 +314,7 @@ def test_a_state_that_the_first_rank_alone_has_is_given_to_all(job, engine):
         model.load_state_dict(earlier[0].state_dict())
         optimizer.load_state_dict(earlier[1].state_dict())
         optimizer.param_groups[0]["lr"] = 0.02
-    averager = average_gradients(model, optimizer, group, engine=engine)
+    averager = average_gradients(model, optimizer, group, AveragingOptions(engine=engine))
     for step in range(2, STEPS):
         averager.zero_grad()
         backward(model, group.rank, step)

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from hpc_train.collectives import connect
 from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.parallel import batch_norm
@@ -206,10 +207,12 @@ def train(case: Case, group: Group | None) -> dict[str, torch.Tensor]:
             model,
             optimizer,
             group,
-            engine=case.engine,
-            bucket_bytes=case.bucket_bytes,
-            two_level=case.two_level,
-            cores=2 if case.thread else 1,
+            AveragingOptions(
+                engine=case.engine,
+                bucket_bytes=case.bucket_bytes,
+                two_level=case.two_level,
+                cores=2 if case.thread else 1,
+            ),
         )
     scheduler = StepLR(optimizer, 2, 0.7) if case.scheduler else None
     for step in range(STEPS):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -128,11 +129,13 @@ def trained(case: Case, group: Group) -> tuple[nn.Module, list[float]]:
         model,
         optimizer,
         group if case.engine == "horovod" else levels_of(group, case.nodes),
-        engine=case.engine,
-        bucket_bytes=case.bucket_bytes,
-        two_level=case.two_level,
-        zero=case.zero,
-        cores=2 if case.thread else 1,
+        AveragingOptions(
+            engine=case.engine,
+            bucket_bytes=case.bucket_bytes,
+            two_level=case.two_level,
+            zero=case.zero,
+            cores=2 if case.thread else 1,
+        ),
     )
     norms = []
     for step in range(STEPS):
@@ -184,7 +187,9 @@ def test_deterministic_runs_are_the_same_bits(job, zero):
         torch.manual_seed(0)
         model = Model()
         optimizer = optimizer_of("AdamW", model)
-        averager = average_gradients(model, optimizer, job.world, deterministic=True, zero=zero)
+        averager = average_gradients(
+            model, optimizer, job.world, AveragingOptions(deterministic=True, zero=zero)
+        )
         for step in range(STEPS):
             averager.zero_grad()
             loss(model, samples(step + job.world.rank).float()).backward()

@@ -13,6 +13,7 @@ from torch import nn
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.gradients import LossScaler, average_gradients, scaling
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.gradients.scaling import BACKOFF, GROWTH, INITIAL_SCALE, clip_factor
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
@@ -171,7 +172,7 @@ def test_clipping_under_a_scale_is_clipping_without_one(job, engine):
     for scaler in (LossScaler(torch.float16), LossScaler(torch.bfloat16)):
         module = model()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        averager = average_gradients(module, optimizer, group, engine=engine)
+        averager = average_gradients(module, optimizer, group, AveragingOptions(engine=engine))
         for step in range(3):
             averager.zero_grad()
             scaler.scaled(mean_square(module, group.rank, group.size, step)).backward()
@@ -196,7 +197,7 @@ def test_clipping_under_a_scale_is_clipping_without_one(job, engine):
 def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(job, engine, value):
     group, module = job.world, model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    averager = average_gradients(module, optimizer, group, engine=engine)
+    averager = average_gradients(module, optimizer, group, AveragingOptions(engine=engine))
     scaler, taken = LossScaler(), []
     for step in range(4):
         before = deepcopy(list(module.parameters()))
@@ -216,7 +217,7 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(job, engine, value
 def test_a_loop_of_ones_own_in_three_lines():
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    averager = average_gradients(module, optimizer, Group(), engine="mpi")
+    averager = average_gradients(module, optimizer, Group(), AveragingOptions(engine="mpi"))
     losses = []
     scaler = LossScaler(torch.float16)
     for _ in range(20):

@@ -11,8 +11,9 @@ from hpc_train.collectives.coroutines import CoroutineScheduler, drive
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.node import sum_into
 from hpc_train.collectives.ring import Library, Ring
-from hpc_train.gradients.autotune import Options, compressed_cross, way, ways
+from hpc_train.gradients.autotune import compressed_cross, way, ways
 from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -51,7 +52,7 @@ def test_ranks_with_unlike_cores_sum_in_one_way(job):
     """Also where tensors are on a device: whether sums begin early is agreed on."""
     world = job.world
     cores = torch.get_num_threads() + (world.rank > 0)
-    options = Options(None, "auto", "none", 1, 0, frozenset(), cores, deterministic=False)
+    options = AveragingOptions(cores=cores)
     make, closing = way(Levels.flat(world), options, torch.device("meta"))
     early = make([]).early
     for close in closing:

@@ -8,6 +8,7 @@ from torch import nn
 
 from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
 
 pytestmark = [
@@ -190,7 +191,7 @@ def test_what_horovod_would_not_do_is_refused(job, hvd, options, name):
     optimizer = hvd.DistributedOptimizer(adamw(model), model.named_parameters())
     refused(
         f"Horovod averages for an optimizer that it has wrapped: {name}",
-        lambda: average_gradients(model, optimizer, job.world, **options),
+        lambda: average_gradients(model, optimizer, job.world, AveragingOptions(**options)),
     )
 
 

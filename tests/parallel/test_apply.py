@@ -14,6 +14,7 @@ from hpc_train.collectives import connect
 from hpc_train.collectives.halving import Halving
 from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models import GPT
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
@@ -119,7 +120,9 @@ def test_sums_over_replicas_begin_while_the_schedule_goes_on(job, schedule):
     model = gpt()
     applied = put_on(model, grid, schedule)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    averager = average_gradients(model, optimizer, grid.data, engine="mpi", bucket_bytes=4000)
+    averager = average_gradients(
+        model, optimizer, grid.data, AveragingOptions(engine="mpi", bucket_bytes=4000)
+    )
     events, begin, backward = [], averager.sums.begin, applied.pipeline._backward
 
     def begun(number):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from hpc_train import run
 from hpc_train.errors import CheckpointMismatch, Stopped, UserError
 from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
 from hpc_train.training.loop import Loop
 from tests.training.test_loop_options import BATCH, alone, data, make_model, sgd
@@ -132,7 +133,7 @@ def test_an_optimizer_that_is_wrapped_too_late(job):
         pytest.skip("one rank has nothing to average")
     model = make_model()
     optimizer = sgd(model.parameters())
-    averager = average_gradients(model, optimizer, job.world, engine="mpi")
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions(engine="mpi"))
     wrapped = hvd.DistributedOptimizer(optimizer)
     inputs, _ = data()[:4]
     with pytest.raises(UserError, match="has wrapped the optimizer after"):

@@ -1,0 +1,105 @@
+"""What a user may ask of gradient averaging, as one value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import Parameter
+
+from hpc_train.errors import UserError
+from hpc_train.gradients.progress import Progress, ThreadProgress
+
+Engine = Literal["auto", "horovod", "mpi"]
+TwoLevel = Literal["auto", "on", "off"]
+Reduction = Literal["mean", "adasum"]
+
+SUMMABLE = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragingOptions:
+    """The options of `average_gradients`; all ranks give the same.
+
+    Args:
+        engine: "horovod", "mpi", or "auto": see `best_engine`.
+        bucket_bytes: size of the flat buckets; None: measured.
+        two_level: of engine mpi: "on": ranks of a node sum in its shared memory, and nodes
+            communicate once; "off": each rank communicates for itself; "auto": the faster.
+        compression: of what crosses nodes; see `gradients.compression`.
+        average_every: steps that each rank takes by itself before parameters and moments are
+            averaged (`gradients.local`); 1: gradients are, in every step. Engine mpi.
+        reduction: "adasum", of engine horovod: see `gradients.adasum`.
+        zero: 1: the ranks of a node share the parameters' memory and the optimizer's work and state
+            (engine mpi, parameters on the CPU).
+        whole: parameters that zero leaves alone.
+        cores: processor cores for this rank alone (`Runtime.cores`).
+        deterministic: measure nothing, so that each run goes the same way.
+    """
+
+    engine: Engine = "auto"
+    bucket_bytes: int | None = None
+    two_level: TwoLevel = "auto"
+    compression: str = "none"
+    average_every: int = 1
+    reduction: Reduction = "mean"
+    zero: int = 0
+    whole: Collection[Parameter] = frozenset()
+    cores: int = 1
+    deterministic: bool = False
+
+    @property
+    def spare_core(self) -> bool:
+        """Whether this rank has a core that torch does not use."""
+        return self.cores > torch.get_num_threads()
+
+    def check(self, parameters: Sequence[Parameter]) -> None:
+        """Refuse what would be accepted and not done.
+
+        Raises:
+            UserError: options that do not go together, or not with these parameters.
+        """
+        for dtype in {p.dtype for p in parameters}:
+            if dtype not in SUMMABLE:
+                raise UserError(
+                    f"parameters of {dtype} cannot be averaged", "use a floating-point type"
+                )
+        for device in {p.device for p in parameters}:
+            self._check_device(device)
+        if self.compression != "none" and any(p.is_complex() for p in parameters):
+            raise UserError("compression is for real parameters", "leave it out")
+
+    def _check_device(self, device: torch.device) -> None:
+        local, packed = self.average_every > 1, self.compression != "none"
+        for asked, why, remedy in (
+            (self.zero and local, "zero and average_every do not go together", "leave one out"),
+            (packed and local, "compression and average_every do not go together", "leave one out"),
+            (
+                self.zero and self.two_level == "off",
+                'zero sums in the memory of nodes, two_level is "off"',
+                "leave one out",
+            ),
+            (
+                device.type != "cpu" and (self.zero or packed or self.two_level == "on"),
+                "zero, compression and two levels are for parameters in host memory, these are on "
+                f"{device}",
+                "leave them out",
+            ),
+        ):
+            if asked:
+                raise UserError(why, remedy)
+
+    def progress(self) -> Progress:
+        """A thread where there is a core for it, else hooks."""
+        polite = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # see `runtime.start`
+        return ThreadProgress(polite=polite) if self.spare_core else Progress(polite=polite)
