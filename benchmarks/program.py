@@ -47,11 +47,11 @@ from hpc_train.config.file import load
 from hpc_train.data.loader import Step as Batches
 from hpc_train.data.prepare import prepare_text
 from hpc_train.gradients.options import AveragingOptions
+from hpc_train.job.program import run
 from hpc_train.models import GPT, linear
 from hpc_train.mpi import environment
 from hpc_train.mpi.group import Group
 from hpc_train.training import gpt
-from hpc_train.training.program import run
 from hpc_train.training.trainer import Trainer
 
 RANKS = 2

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from hpc_train.config import RunConfig as RunConfig
     from hpc_train.config.file import load as load_config
     from hpc_train.data.fork_server import start_workers as start_workers
+    from hpc_train.job.program import run as run
     from hpc_train.mpi.runtime import Runtime as Runtime
     from hpc_train.training.loop import Loop as Loop
-    from hpc_train.training.program import run as run
     from hpc_train.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ _HOMES = {
     "Runtime": ("hpc_train.mpi.runtime", "Runtime"),
     "Trainer": ("hpc_train.training.trainer", "Trainer"),
     "load_config": ("hpc_train.config.file", "load"),
-    "run": ("hpc_train.training.program", "run"),
+    "run": ("hpc_train.job.program", "run"),
     "start_workers": ("hpc_train.data.fork_server", "start_workers"),
 }
 

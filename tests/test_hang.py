@@ -11,8 +11,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from hpc_train.job.heartbeat import HANG
 from hpc_train.mpi import runtime
-from hpc_train.training.heartbeat import HANG
 from tests.programs import ENVIRON, only_line, processes_of, python, run
 
 ENGINES = ["mpi", *(["horovod"] if runtime.horovod_built() else [])]

@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
     own, keys = file.separate(arguments)
     given = options().parse_args(own)
     if given.measure:
-        from hpc_train.training.program import run as run_program
+        from hpc_train.job.program import run as run_program
 
         return run_program(lambda runtime: _measure(given, keys, runtime))
     settings = file.load(given.config, keys)

@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if {"-h", "--help"} & set(arguments):
         return show_help(options(), arguments)
-    from hpc_train.training.program import run as run_program
+    from hpc_train.job.program import run as run_program
 
     return run_program(lambda runtime: _run(arguments, runtime))
 

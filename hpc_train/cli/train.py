@@ -22,7 +22,7 @@ def run(arguments: Sequence[str]) -> int:
     path, given = file.split(arguments)
     if any(option.startswith("--print_config") for option in given):
         file.load(path, given)  # the parser prints it and leaves
-    from hpc_train.training.preemption import hold_signals
+    from hpc_train.job.preemption import hold_signals
 
     hold_signals()  # loading MPI and torch takes seconds, in which a scheduler may want to stop us
     settings: RunConfig | Exception
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
             start_workers()
     except Exception as error:  # noqa: BLE001  # raised where the other ranks hear of it
         settings = error
-    from hpc_train.training.program import run as run_program
+    from hpc_train.job.program import run as run_program
 
     return run_program(lambda runtime: _train(settings, runtime))
 

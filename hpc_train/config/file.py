@@ -24,39 +24,21 @@ DESCRIPTION = (
     "rank imports its libraries itself, in place of one process per node for all."
 )
 
-# Keys and values of the design whose parts do not exist yet: refused by name, never ignored.
-NOT_BUILT = frozenset(
-    [
-        "memory.offload",
-        "memory.recompute",
-    ]
-)
-VALUES_NOT_BUILT = {
-    "model.kind": ("tabular",),
-    "memory.zero": (2, 3, "2", "3"),
-}
-
-
 SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
 KEYS = {f"{name}.{key.name}": key for name, section in SECTIONS.items() for key in fields(section)}
 
 
-def check_key(key: str, value: object = None) -> None:
-    """Refuse a key that does not exist, or that stands for a part that is not built yet.
+def check_key(key: str) -> None:
+    """Refuse a key that does not exist.
 
     Args:
         key: dotted, such as "run.steps".
-        value: what it is to be set to, to refuse values that are not built yet.
 
     Raises:
         ConfigError: naming the nearest right key.
     """
-    if key in NOT_BUILT:
-        raise ConfigError(f"{key}: this part of hpc_train is not built yet", "leave the key out")
     if key not in KEYS:
         raise ConfigError(f"unknown key {key}", _suggestion(key))
-    if value in VALUES_NOT_BUILT.get(key, ()):
-        raise ConfigError(f"{key}: {value} is not built yet", f"it takes {_expected(key)}")
 
 
 def _suggestion(key: str) -> str:
@@ -102,8 +84,8 @@ def check_file(path: Path) -> None:
                 )
             check_key(str(section))
             continue
-        for key, value in keys.items():
-            check_key(f"{section}.{key}", value)
+        for key in keys:
+            check_key(f"{section}.{key}")
 
 
 def check_options(options: Sequence[str]) -> None:
@@ -114,10 +96,10 @@ def check_options(options: Sequence[str]) -> None:
     Raises:
         ConfigError: an unknown key.
     """
-    for option, following in zip(options, [*options, ""][1:], strict=True):
-        name, equals, value = option.partition("=")
+    for option in options:
+        name = option.partition("=")[0]
         if name.startswith("--") and "." in name:
-            check_key(name[2:].removesuffix("+"), value if equals else following)
+            check_key(name[2:].removesuffix("+"))
 
 
 @functools.cache

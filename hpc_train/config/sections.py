@@ -268,7 +268,7 @@ class PrecisionSection:
     """float32, float64: of everything; bfloat16, float16: of matrix products (torch.autocast)."""
     matmul: Literal["auto", "onednn", "torch"] = "auto"
     """Which library multiplies the float32 matrices of linear layers on CPUs: onednn, or torch's
-    own; auto: what was measured to be faster on this kind of processor (docs/architecture)."""
+    own; auto: what was measured to be faster on this kind of processor (docs/decisions)."""
 
     def __post_init__(self) -> None:
         if self.matmul == "onednn" and self.dtype != "float32":

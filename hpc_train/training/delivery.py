@@ -21,15 +21,15 @@ from hpc_train.data.order import SampleOrder
 from hpc_train.errors import ConfigError, Stopped, UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.gradients.ownership import is_wrapped
+from hpc_train.job.deadline import of_job
+from hpc_train.job.heartbeat import Pace
+from hpc_train.job.preemption import StopRequests
 from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import Watchdog
 from hpc_train.seeds import mix
-from hpc_train.training.deadline import of_job
-from hpc_train.training.heartbeat import Pace
-from hpc_train.training.preemption import StopRequests
 from hpc_train.training.registered import Registered
 from hpc_train.training.saving import Saving
 from hpc_train.training.steps import guarded_steps

@@ -29,6 +29,9 @@ from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import LossScaler, average_gradients
 from hpc_train.gradients.options import Engine
 from hpc_train.host.processor import Matmul
+from hpc_train.job.heartbeat import Heartbeat
+from hpc_train.job.leaving import Held, leave_together
+from hpc_train.job.run_directory import claimed_by_job
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel import batch_norm as batch_norms
@@ -37,10 +40,7 @@ from hpc_train.training.averaging import options_of, whole_training_state
 from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
-from hpc_train.training.heartbeat import Heartbeat
-from hpc_train.training.leaving import Held, leave_together
 from hpc_train.training.registered import Registered, Registrable
-from hpc_train.training.run_directory import claimed_by_job
 from hpc_train.training.saving import Saving, finishing_saves
 from hpc_train.training.stepping import Precision, Stepping, checked, one_of, whole_numbers
 

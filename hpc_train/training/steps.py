@@ -10,9 +10,9 @@ from functools import partial
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.loader import GivenUp, Loader, Step
 from hpc_train.errors import ConfigError, Stopped
+from hpc_train.job.heartbeat import Heartbeat, Pace, restarts
+from hpc_train.job.preemption import StopRequests
 from hpc_train.monitoring.meter import Meter
-from hpc_train.training.heartbeat import Heartbeat, Pace, restarts
-from hpc_train.training.preemption import StopRequests
 from hpc_train.training.saving import Saving
 
 

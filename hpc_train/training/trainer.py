@@ -22,6 +22,12 @@ from hpc_train.data.reader import Reader
 from hpc_train.errors import ConfigError, NotFiniteError
 from hpc_train.gradients import LossScaler
 from hpc_train.gradients.scaling import clip_factor
+from hpc_train.job.deadline import of_job
+from hpc_train.job.heartbeat import Heartbeat, Pace
+from hpc_train.job.leaving import leave_together
+from hpc_train.job.preemption import StopRequests
+from hpc_train.job.preflight import preflight
+from hpc_train.job.run_directory import reporting, run_directory
 from hpc_train.launch.protocol import STOP
 from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.agreement import agreed, same
@@ -33,7 +39,6 @@ from hpc_train.parallel import batch_norm
 from hpc_train.parallel.apply import apply
 from hpc_train.seeds import mix
 from hpc_train.training import averaging, sharing
-from hpc_train.training.deadline import of_job
 from hpc_train.training.device import (
     choose_device,
     choose_matmul,
@@ -43,13 +48,8 @@ from hpc_train.training.device import (
     use_cores,
 )
 from hpc_train.training.evaluation import HELD_OUT
-from hpc_train.training.heartbeat import Heartbeat, Pace
 from hpc_train.training.learning_rate import last_step, learning_rate
-from hpc_train.training.leaving import leave_together
 from hpc_train.training.optimizers import build_optimizer
-from hpc_train.training.preemption import StopRequests
-from hpc_train.training.preflight import preflight
-from hpc_train.training.run_directory import reporting, run_directory
 from hpc_train.training.saving import (
     Saving,
     check_best,

@@ -9,7 +9,7 @@ import pytest
 from hpc_train.checkpoint import claim as claims
 from hpc_train.checkpoint.claim import Owner, take_claim
 from hpc_train.errors import ClaimError
-from tests.training.test_leaving import Job
+from tests.job.test_leaving import Job
 from tests.training.test_trainer import config, make, records
 
 

@@ -12,9 +12,10 @@ from torch.utils.data import TensorDataset
 from hpc_train.checkpoint import phases, store
 from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE, find_checkpoints, step_of
 from hpc_train.errors import ConfigError, Stopped
+from hpc_train.job import heartbeat, preemption
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training import heartbeat, preemption, saving, steps
+from hpc_train.training import saving, steps
 from hpc_train.training.loop import Loop
 from tests.checkpoint.faults import Call, Faults
 

@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.errors import UserError
+from hpc_train.job.program import run
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.loop import Loop
-from hpc_train.training.program import run
 
 LAST = 24  # steps: 4 epochs of 6
 

@@ -11,13 +11,13 @@ from hpc_train import files, log
 from hpc_train.checkpoint.claim import Claim, claimed
 from hpc_train.config import RunConfig
 from hpc_train.errors import ConfigError
+from hpc_train.job import jobs
+from hpc_train.job.heartbeat import history
 from hpc_train.launch.protocol import STOP
 from hpc_train.monitoring.console import progress
 from hpc_train.monitoring.metrics import MetricsFile
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
-from hpc_train.training import jobs
-from hpc_train.training.heartbeat import history
 
 
 @contextmanager

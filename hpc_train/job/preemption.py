@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 
+from hpc_train.job.leaving import check_left_by_all
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
-from hpc_train.training.leaving import check_left_by_all
 
 REQUEST_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SOON = 1  # below all signal numbers: no reason to stop

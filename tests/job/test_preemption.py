@@ -7,8 +7,8 @@ import time
 import psutil
 import pytest
 
+from hpc_train.job.preemption import StopRequests
 from hpc_train.mpi.group import Group
-from hpc_train.training.preemption import StopRequests
 
 
 @pytest.fixture

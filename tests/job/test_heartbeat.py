@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from hpc_train.job.heartbeat import HANG, LEARNING, Heartbeat, Pace
 from hpc_train.launch import protocol
 from hpc_train.mpi.group import Group
-from hpc_train.training.heartbeat import HANG, LEARNING, Heartbeat, Pace
 
 TIMEOUT = 1800.0
 

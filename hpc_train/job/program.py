@@ -12,11 +12,11 @@ from contextlib import suppress
 
 from hpc_train import log
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, print_error
+from hpc_train.job import deadline, jobs
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, start_runtime
-from hpc_train.training import deadline, jobs
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from hpc_train.checkpoint.claim import Jobs, ProcessPlace
+from hpc_train.job.deadline import SCHEDULER_PATIENCE
 from hpc_train.launch.protocol import LAUNCH, RESTARTS
-from hpc_train.training.deadline import SCHEDULER_PATIENCE
 
 JOBS = "HPC_TRAIN_JOBS"  # what `note_jobs` has been told
 

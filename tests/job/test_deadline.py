@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from hpc_train.job import deadline
 from hpc_train.launch import protocol
-from hpc_train.training import deadline
 
 PBS_PRO = """Job Id: 7.server
     job_state = R

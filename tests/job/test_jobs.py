@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from hpc_train.checkpoint.claim import ProcessPlace
+from hpc_train.job import jobs
 from hpc_train.launch import protocol
-from hpc_train.training import jobs
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}
 

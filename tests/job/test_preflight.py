@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
-from hpc_train.training import preflight as checks
-from hpc_train.training.preflight import exchange, preflight, rounds
+from hpc_train.job import preflight as checks
+from hpc_train.job.preflight import exchange, preflight, rounds
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,11 @@
+"""A job's life on its ranks: how it starts, what it tells, and how it stops.
+
+program.py        the frame around a program: start, errors as one line, the same exit code
+run_directory.py  the directory of a run, which one job has at a time
+preflight.py      checks before the first step: versions, clocks, disk, memory, links
+heartbeat.py      tells `hpc-train launch` how far the job is, and how long a step may take
+preemption.py     collects the requests to stop: signals, the time limit, the file STOP
+deadline.py       when the scheduler ends the job
+jobs.py           which jobs the scheduler knows
+leaving.py        ranks leave a block of code together
+"""
