@@ -27,34 +27,37 @@ def _at_least(section: object, name: str, **limits: float | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
-    """What to run, for how long, and where it is written."""
+    """What to run, for how long, and where to write."""
 
     dir: str = "runs/run"
-    """Run directory: configuration, metrics, logs and checkpoints; the same line goes on there."""
+    """Run directory, with the configuration, metrics, logs and checkpoints. The same command
+    resumes the run there."""
     seed: int = 0
     """Seed of the initial weights, the sample order and the dropout."""
     steps: int | None = None
-    """Optimizer steps in all, earlier starts of the same run included."""
+    """Number of optimizer steps, including those of earlier starts of the same run."""
     epochs: int | None = None
-    """Passes over the training data, in place of steps."""
+    """Number of passes over the training data. Give it in place of steps."""
     log_every: int = 10
-    """Steps between two records of metrics.jsonl."""
+    """Number of steps between two records of metrics.jsonl."""
     deterministic: bool = False
-    """The same layout gives the same bits."""
+    """Make repeated runs of one layout give the same bits."""
     time_limit: str | int | None = "auto"
-    """Stop with a checkpoint before so much time: seconds or HH:MM:SS since the program's start;
-    auto: before the end of the SLURM or PBS job, if it is in one."""
+    """Time since the program's start before which it stops with a checkpoint, in seconds or as
+    HH:MM:SS. With auto it stops before the end of its SLURM or PBS job, if it is in one."""
     hang_timeout: float = 1800.0
-    """Seconds that a rank waits for another before the job ends with an error; 0: for ever."""
+    """Seconds that a rank waits for another before the job ends with an error. 0 disables the
+    limit."""
     hang_steps: int = 20
-    """The same within a step, in times of the longest one so far, and at least 60 s; 0: not so."""
+    """The same limit inside a step, as a multiple of the longest step so far, but at least 60 s. 0
+    disables it."""
     nonfinite: Literal["stop", "warn"] = "stop"
-    """What is done when a loss, a gradient's norm or a trained parameter is infinite or not a
-    number: stop before the step is taken, or before a checkpoint of it, or warn and go on. Steps
-    that a loss scale skips are no reason to stop."""
+    """What happens when a loss, a gradient's norm or a trained parameter is infinite or not a
+    number. stop ends the run before the step is taken, or before a checkpoint of it is written.
+    warn continues. A step that the loss scale skips does not count."""
     preflight: bool = True
-    """Whether ranks and hosts are looked at before the first step: versions, clocks, memory, the
-    run directory, slow ranks and links; it takes a second or two."""
+    """Whether to check ranks and hosts before the first step: versions, clocks, memory, the run
+    directory, slow ranks and slow links. It takes a second or two."""
 
     def __post_init__(self) -> None:
         _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
@@ -88,19 +91,19 @@ class ModelSection:
     kind: Literal["gpt"] = "gpt"
     """The architecture of the model."""
     layers: int = 6
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     hidden: int = 384
     """Width of the residual stream."""
     heads: int = 6
-    """Attention heads; they divide the width."""
+    """Number of attention heads. It divides hidden."""
     vocab: int | None = None
-    """Vocabulary size; by default the data's."""
+    """Vocabulary size. By default it is that of the data."""
     sequence: int = 256
-    """Tokens per sample."""
+    """Number of tokens per sample."""
     dropout: float = 0.0
-    """Share of activations dropped in training, after the embedding and in each residual branch."""
+    """Share of activations that training drops, after the embedding and in each residual branch."""
     tie_embeddings: bool = True
-    """The output layer shares the token embedding's weights."""
+    """Whether the output layer shares the token embedding's weights."""
 
     def __post_init__(self) -> None:
         _at_least(self, "model", layers=1, hidden=1, heads=1, vocab=1, sequence=1)
@@ -119,19 +122,21 @@ class DataSection:
     """The training data and how it is cut into batches."""
 
     path: str | None = None
-    """Folder that `hpc-train prepare` wrote."""
+    """Folder that `hpc-train prepare` has written."""
     batch: int = 32
     """Samples per optimizer step over the whole job."""
     micro_batch: int | None = None
-    """Samples that a rank computes at a time; by default batch / parallel.dp."""
+    """Samples that a rank computes at a time. By default it is batch / parallel.dp."""
     shuffle: bool = True
-    """A new order of the samples in every epoch, the same on every layout."""
+    """Whether every epoch has a new order of the samples, the same on every layout."""
     validation_every: int = 0
-    """Steps between two passes over the held-out split; 0: only at the end."""
+    """Number of steps between two passes over the held-out split. With 0 there is one at the end
+    only."""
     prefetch: int = 2
-    """Batches read ahead by a thread; 0 reads them in the step itself."""
+    """Number of batches that a thread reads ahead. 0 reads each batch in its step."""
     workers: int = 0
-    """Processes of each rank that read samples ahead; threads where none can be started."""
+    """Number of processes of each rank that read samples ahead. Threads do it where none can be
+    started."""
 
     def __post_init__(self) -> None:
         _at_least(self, "data", batch=1, micro_batch=1, validation_every=0, prefetch=0, workers=0)
@@ -142,21 +147,24 @@ class ParallelSection:
     """How the ranks are laid out: data x tensor x pipeline parallel."""
 
     dp: int | None = None
-    """Data-parallel size; by default what tp and pp leave of the ranks."""
+    """Data-parallel size. By default it is the number of ranks divided by tp and pp."""
     tp: int = 1
-    """Tensor-parallel size: ranks that share each layer; it divides heads and vocabulary."""
+    """Tensor-parallel size: the number of ranks that share each layer. It divides heads and
+    vocabulary."""
     pp: int = 1
-    """Pipeline-parallel size: ranks that the layers are divided over."""
+    """Pipeline-parallel size: the number of ranks that the layers are divided over."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """In which order a pipeline's stages compute their micro-batches."""
+    """The order in which the stages of a pipeline compute their micro-batches."""
     virtual_stages: int | None = None
-    """Runs of layers per rank for schedule interleaved; by default 2 there, else 1."""
+    """Number of virtual stages per rank, for schedule interleaved. By default it is 2 there, and 1
+    otherwise."""
     sequence_parallel: bool = False
-    """Between the layers that tp shares, each of its ranks holds its part of the tokens only."""
+    """Whether each tensor-parallel rank holds only its part of the tokens between the layers that
+    tp shares."""
     batch_norm: Literal["sync", "local", "refuse"] = "sync"
-    """What BatchNorm layers of a model of your own do: sync takes statistics over all replicas'
-    samples of a micro-batch, as one process would; local takes each replica's own; refuse refuses
-    such a model."""
+    """What BatchNorm layers of your own model do. sync takes statistics over all replicas' samples
+    of a micro-batch, as one process would. local takes each replica's own. refuse refuses such a
+    model."""
 
     def __post_init__(self) -> None:
         _at_least(self, "parallel", dp=1, tp=1, pp=1, virtual_stages=1)
@@ -182,18 +190,22 @@ class GradientsSection:
     """How gradients are averaged over the ranks."""
 
     engine: Literal["auto", "horovod", "mpi"] = "auto"
-    """Who averages: hvd.DistributedOptimizer, or we over MPI; auto: docs/reference."""
+    """horovod averages by hvd.DistributedOptimizer, and mpi by this package's own sums over MPI.
+    auto takes horovod for GPUs whose memory MPI cannot read, and mpi otherwise."""
     bucket_mb: float | None = None
-    """Size of the flat buckets, in MiB; by default measured (4 with run.deterministic). With engine
-    horovod the size of its fusion buffer."""
+    """Size of the flat buckets, in MiB. By default it is measured, and 4 with run.deterministic.
+    With engine horovod it is the size of Horovod's fusion buffer."""
     two_level: Literal["auto", "on", "off"] = "auto"
-    """Engine mpi: ranks of a node sum in shared memory, nodes communicate once; auto: if faster."""
+    """With engine mpi, whether the ranks of a node first sum in shared memory, so that nodes
+    communicate once. auto does so where it is faster."""
     average_every: int = 1
-    """Optimizer steps that each replica takes by itself before all are averaged; 1: every step."""
+    """Number of optimizer steps that each replica takes by itself before all replicas are averaged.
+    1 averages the gradients in every step."""
     reduction: Literal["mean", "adasum"] = "mean"
-    """adasum: engine horovod combines the replicas' steps, not their gradients (docs/reference)."""
+    """mean averages the gradients. With adasum, engine horovod combines the replicas' steps
+    instead."""
     compression: str = "none"
-    """What crosses nodes: none, fp16, bf16, topk:RATIO or powersgd:RANK (docs/reference)."""
+    """How gradients are compressed between nodes: none, fp16, bf16, topk:RATIO or powersgd:RANK."""
 
     def __post_init__(self) -> None:
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
@@ -230,11 +242,11 @@ class GradientsSection:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySection:
-    """Where parameters and the optimizer's state lie."""
+    """Where parameters and the optimizer's state are kept."""
 
     zero: Literal["auto", 0, 1] = "auto"
-    """1: the ranks of a node share the parameters' memory, the optimizer's state and its work;
-    auto: 1 for the program's own models on CPUs where that is the faster way, else 0."""
+    """With 1 the ranks of a node share the parameters' memory, the optimizer's state and its work.
+    auto takes 1 for the program's own models on CPUs where that is faster, and 0 otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,15 +258,16 @@ class OptimizerSection:
     lr: float = 3e-4
     """Peak learning rate, before lr_scaling."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply lr by 1, by the data-parallel size, or by its square root."""
+    """What lr is multiplied by: 1 (none), the data-parallel size (linear), or its square root
+    (sqrt)."""
     warmup_steps: int = 0
-    """Steps over which the rate rises from 0 in equal parts."""
+    """Number of steps over which the learning rate rises from 0, by the same amount in each."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The rate after warm-up: constant, or falling to 0 at the last step."""
+    """The learning rate after the warm-up: constant, or falling to 0 at the last step."""
     weight_decay: float = 0.0
-    """Decoupled for adamw; applied to tensors of two or more dimensions."""
+    """Weight decay of tensors with two or more dimensions. For adamw it is decoupled."""
     clip_norm: float = 0.0
-    """Largest global norm of the averaged gradient; 0 is off."""
+    """Largest global norm of the averaged gradients. 0 disables clipping."""
 
     def __post_init__(self) -> None:
         _at_least(self, "optimizer", lr=0, warmup_steps=0, weight_decay=0, clip_norm=0)
@@ -265,10 +278,11 @@ class PrecisionSection:
     """Number formats."""
 
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """float32, float64: of everything; bfloat16, float16: of matrix products (torch.autocast)."""
+    """float32 and float64 are the format of everything. bfloat16 and float16 are that of matrix
+    products (torch.autocast)."""
     matmul: Literal["auto", "onednn", "torch"] = "auto"
-    """Which library multiplies the float32 matrices of linear layers on CPUs: onednn, or torch's
-    own; auto: what was measured to be faster on this kind of processor (docs/decisions)."""
+    """The library that multiplies the float32 matrices of linear layers on CPUs: onednn, or torch's
+    own. auto takes the one that was measured to be faster on this kind of processor."""
 
     def __post_init__(self) -> None:
         if self.matmul == "onednn" and self.dtype != "float32":
@@ -285,47 +299,48 @@ class PrecisionSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """When the state is saved, how much of it is kept, and where a run starts from."""
+    """When checkpoints are written, which of them are kept, and where a run starts from."""
 
     every: int = 1000
-    """Steps between two checkpoints, 0: not by steps; one more is written at the end and at an
-    early stop."""
+    """Number of steps between two checkpoints. 0 writes none by steps. One more is written at the
+    end and at an early stop."""
     minutes: float = 0.0
-    """Minutes between two, besides; 0: not by time."""
+    """Minutes between two checkpoints, besides those by steps. 0 disables it."""
     mtbf_hours: float = 0.0
-    """Mean time between failures of the job: with what a checkpoint takes, which the first step's
-    one tells, it gives the time between two for which least is lost (Daly); 0: not so."""
+    """Mean time between failures of the job, in hours. Checkpoints are then written at the interval
+    that loses the least work (Daly's formula). A checkpoint after the first step measures what one
+    costs. 0 disables this."""
     keep: int = 3
-    """Newest checkpoints that are kept; 0 keeps all."""
+    """Number of newest checkpoints that are kept. 0 keeps all."""
     keep_every: int = 0
-    """Those of steps that this divides are kept for good; 0: none."""
+    """Checkpoints of steps that this number divides are kept for good. 0 disables it."""
     keep_best: int = 0
-    """So many with the lowest validation loss are kept as well."""
+    """Number of checkpoints with the lowest validation loss that are kept as well."""
     on_error: Literal["stop", "warn"] = "stop"
-    """What a checkpoint that cannot be written does: warn goes on training, if it is not the last
-    one."""
+    """What happens when a checkpoint cannot be written. warn continues the training, unless it is
+    the last checkpoint."""
     background: bool = False
-    """Whether training goes on while a checkpoint is written; it takes as much memory as a rank
+    """Whether training continues while a checkpoint is written. It takes as much memory as a rank
     writes."""
     verify: bool = True
-    """Whether all that was written is read back by another rank and compared; always so through
-    MPI-IO, of which some libraries report success on a full disk."""
+    """Whether another rank reads back and compares everything that was written. Through MPI-IO this
+    is always done, because some MPI libraries report success on a full disk."""
     replicas: Literal["stop", "warn", "off"] = "stop"
-    """What is done when replicas, which should hold the same bits, do not: a sample of them is
-    compared at each checkpoint."""
+    """What happens when replicas do not hold the same bits, as they should. Each checkpoint
+    compares a sample of them. off compares nothing."""
     engine: Literal["auto", "mpiio", "mpiio_collective", "posix"] = "auto"
-    """How ranks write the one file; auto: under MPI what was fastest in the first checkpoints,
-    posix in a process alone and in the background."""
+    """How ranks write the checkpoint's file. auto takes what was fastest in the first checkpoints
+    under MPI, and posix in a single process and in the background."""
     resume: str = "auto"
-    """auto: the newest checkpoint of run.dir; none: from the beginning; or a file or run
-    directory to start from."""
+    """Where a run starts from: auto is the newest checkpoint of run.dir, and none is the beginning.
+    A file or a run directory names another checkpoint."""
     weights: str = ""
-    """Where a run that finds no checkpoint takes its first weights from: a checkpoint, a
-    safetensors file, or a folder, also of a Hugging Face GPT-2."""
+    """Where a run that finds no checkpoint takes its initial weights from: a checkpoint, a
+    safetensors file, or a folder, such as one of a Hugging Face GPT-2."""
     include: list[str] = field(default_factory=list)
-    """Shell patterns: which of the model's tensors are taken from there, by name; [] all."""
+    """Shell patterns of the names of tensors that are taken from weights. By default all are."""
     exclude: list[str] = field(default_factory=list)
-    """Of those, which are not taken, and keep their initial values."""
+    """Shell patterns of the names of tensors among them that keep their initial values."""
 
     def __post_init__(self) -> None:
         _at_least(self, "checkpoint", every=0, minutes=0, mtbf_hours=0)

@@ -72,7 +72,7 @@ def load_libraries(what: str) -> str:
         with suppress(ImportError):
             importlib.import_module(name)
     if what != "libraries":
-        importlib.import_module("hpc_train.config.file").parser(documented=False)
+        importlib.import_module("hpc_train.config.file").config_parser(documented=False)
     gc.collect()
     gc.freeze()  # the collector would write to pages that forks share
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
