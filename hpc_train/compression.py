@@ -9,7 +9,7 @@ from hpc_train.errors import ConfigError
 
 TAKES = (
     "it takes none, fp16, bf16, topk:RATIO (above 0, 1 at most) or powersgd:RANK (1 or more); "
-    "with :STEPS behind, topk and powersgd compress fully only after so many steps"
+    "with :STEPS at the end, topk and powersgd compress fully after STEPS steps"
 )
 FORMS = {
     "topk": re.compile(r"topk(?::(\d*\.?\d+(?:e-?\d+)?)(?::(\d+))?)?", re.ASCII),

@@ -11,7 +11,7 @@ class StridedBlock:
     """Equal pieces of memory, at regular distances in the global tensor, in a row in the shard.
 
     Args:
-        place: first element, counted from the begin of the range that was asked for.
+        place: first element, counted from the start of the range that was asked for.
         local: the same element's place in the shard.
         rows: number of pieces.
         length: elements of each.

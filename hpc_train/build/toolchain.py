@@ -56,7 +56,7 @@ def check_headers() -> None:
 
 
 def check_disk(directory: Path, need: int) -> None:
-    """Check that a directory's file system has so many bytes free.
+    """Check that a directory's file system has `need` bytes free.
 
     Raises:
         SetupError: it has less.

@@ -34,7 +34,7 @@ def sample(sizes: Mapping[str, int], turn: int) -> list[tuple[str, int, int]]:
     begin = turn * COMPARED_BYTES % everything
     end = begin + min(COMPARED_BYTES, everything)
     found = []
-    # A turn that passes the end goes on at the begin.
+    # A turn that passes the end goes on at the start.
     for first, last in ((begin, min(end, everything)), (0, end - everything)):
         place = int(np.searchsorted(edges, first, side="right")) - 1
         while first < last:

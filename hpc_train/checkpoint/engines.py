@@ -170,7 +170,7 @@ class Ways:
         return min(self._ways, key=lambda way: min(self._seconds[way], default=0.0))
 
     def give_up(self, way: WriteEngine) -> bool:
-        """After an error: go on by POSIX calls; whether that is another way, and not asked for."""
+        """Fall back to POSIX calls after an error; False if there is nothing to fall back to."""
         other = len(self._ways) > 1 and way != "posix"
         if other:
             self._ways = ("posix",)

@@ -25,20 +25,20 @@ MESSAGES_AT_ONCE = 16  # messages that a rank sends, and ranks that hand out: 25
 WAITING = "extents of a checkpoint"
 
 Room = Callable[[int], Bytes]
-"""Gives memory for so many bytes."""
+"""Gives memory for a number of bytes."""
 
 Expected: TypeAlias = "tuple[MPI.Request, Bytes, list[Piece]]"
 """A message, where it will lie, and what it is."""
 
 
 class Scratch:
-    """Memory for one extent after the other: what it gave before is given again."""
+    """A reusable buffer: each call returns the same memory, so the previous content is lost."""
 
     def __init__(self) -> None:
         self._memory: Bytes = np.empty(0, np.uint8)
 
     def __call__(self, nbytes: int) -> Bytes:
-        """Memory for so many bytes."""
+        """Memory for `nbytes` bytes."""
         if len(self._memory) < nbytes:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes]
@@ -57,12 +57,12 @@ class Outgoing:
         self._requests: list[MPI.Request] = []
 
     def reserve(self, nbytes: list[int]) -> None:
-        """Have memory for messages of so many bytes each."""
+        """Have memory for messages of `nbytes` bytes each."""
         for room in self._rooms[: len(nbytes)]:
             room(max(nbytes))
 
     def send(self, rank: int, nbytes: int, fill: Callable[[Bytes], None]) -> None:
-        """Send so many bytes, if any, which `fill` puts into the memory that it is given."""
+        """Send `nbytes` bytes, if any, which `fill` puts into the memory that it is given."""
         if not nbytes:
             return
         assert self.replica.comm is not None

@@ -190,7 +190,7 @@ class Contents:
         return cls(tuple(entries), _description(entries))
 
     def layout(self, state_bytes: int) -> FileMap:
-        """The whole file's layout, with a state of so many bytes.
+        """The whole file's layout, with a state of `state_bytes` bytes.
 
         Raises:
             CheckpointError: there are too many tensors.
@@ -213,7 +213,7 @@ class Contents:
 
 
 def _data_start(text: int, content: int) -> int:
-    """Where the tensors begin, behind a header of so many bytes without its padding."""
+    """Where the tensors begin, behind a header of `text` bytes without its padding."""
     striped = -(-(8 + text) // EXTENT_BYTES) * EXTENT_BYTES
     if content > STRIPED_BYTES and striped <= MAX_HEADER_BYTES:
         return striped
@@ -303,7 +303,7 @@ def _is_whole(header_bytes: bytes) -> bool:
 
 
 def _check_sizes(entries: Iterable[Entry]) -> None:
-    """Check that tensors lie one behind the other: who made the header may have made up numbers."""
+    """Check that the tensors are contiguous and in order: a file's offsets may be invented."""
     position = 0
     for entry in entries:
         numbers = [*entry.shape, entry.begin, entry.end]

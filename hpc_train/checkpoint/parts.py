@@ -191,7 +191,7 @@ class Parts:
         torch.cat(views, out=torch.from_numpy(into))
 
     def memory(self, pieces: Sequence[Piece | Strip], nbytes: int) -> Bytes | None:
-        """The tensor's own memory, if one piece is all of an extent of so many bytes."""
+        """The tensor's own memory, if one piece is all of an extent of `nbytes` bytes."""
         if len(pieces) != 1 or pieces[0].nbytes != nbytes:
             return None
         piece = pieces[0]

@@ -11,9 +11,9 @@ class Retention:
     """A checkpoint is kept for any of these reasons; the newest one whose numbers are finite is.
 
     Args:
-        newest: so many; 0: all.
-        every: those of steps that this divides; 0: none.
-        best: so many with the lowest score.
+        newest: number of newest checkpoints to keep; 0 keeps all.
+        every: keeps the checkpoints of steps that this number divides; 0 disables it.
+        best: number of checkpoints with the lowest score to keep.
     """
 
     newest: int = 3

@@ -105,6 +105,6 @@ class _Room:
         self._rest = memory
 
     def __call__(self, nbytes: int) -> Bytes:
-        """Memory for so many bytes."""
+        """Memory for `nbytes` bytes."""
         given, self._rest = self._rest[:nbytes], self._rest[nbytes:]
         return given

@@ -206,7 +206,7 @@ def parameter_of(name: str) -> str:
 
 
 def check_slots(names: Iterable[str], trained: Container[str]) -> None:
-    """Check that what a checkpoint remembers of parameters is of those that are trained.
+    """Check that every optimizer slot in a checkpoint belongs to a parameter that is trained.
 
     Raises:
         CheckpointMismatch: the checkpoint has slots of a parameter that the optimizer lacks.

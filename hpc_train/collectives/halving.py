@@ -73,7 +73,7 @@ class Halving(Ring):
         """Sum a segment; `dtype` is what travels, and what that loses is added to `lost`."""
         n, rank = self.group.size, self.group.rank
         power = 1 << n.bit_length() - 1
-        beyond = n - power  # so many ranks give theirs away: of the first ones each other one
+        beyond = n - power  # this number of ranks give theirs away: every other one of the first
         result = flat if lost is None else torch.empty(len(flat), dtype=dtype)
 
         def outgoing(begin: int, end: int) -> Tensor:

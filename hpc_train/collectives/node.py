@@ -119,7 +119,7 @@ def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def _window(nbytes: int, node: Group) -> MPI.Win:
-    """Memory of which each rank of a node has so many bytes. Collective.
+    """Shared memory with `nbytes` bytes for each rank of a node. Collective.
 
     Raises:
         SetupError: this MPI cannot share memory here: its one-sided component is another, or

@@ -258,7 +258,7 @@ def compressed(
 
 
 def compressed_cross(nodes: int) -> type[Ring]:
-    """How so many nodes sum what is compressed: MPI's own sums know no 16-bit floats."""
+    """How `nodes` nodes sum what is compressed. MPI's own sums have no 16-bit floats."""
     return Ring if nodes <= RING_COMPRESSED else Halving
 
 

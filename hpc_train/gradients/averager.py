@@ -81,14 +81,14 @@ class GradientAverager(Protocol):
         """
 
     def parts(self) -> Sequence[tuple[Parameter, Tensor]]:
-        """The averaged gradients of which this rank speaks for the ranks of `shards`."""
+        """The averaged gradients that this rank counts. Across `shards`, each is counted once."""
 
     @property
     def shards(self) -> Collectives:
-        """Of the ranks whose `parts` are all gradients together: mostly this rank alone."""
+        """The ranks whose `parts` together cover every gradient. Usually it is this rank alone."""
 
     def rescale(self, factor: float) -> None:
-        """Losses, and so gradients, will be multiplied by so much more than before."""
+        """Rescale what the averager keeps: the loss scale was multiplied by `factor`."""
 
     def settle(self) -> None:
         """Bring all ranks to one state, before it is saved or judged. Collective."""

@@ -36,7 +36,7 @@ class Compressor(Protocol):
 
     @property
     def steps(self) -> int:
-        """How often buckets were summed, each of them; also what is not finite counts."""
+        """How many sums each bucket has had, including those that were not finite."""
 
     def sum_(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
@@ -67,7 +67,7 @@ class Compressor(Protocol):
             totals: what its ranks had not sent yet, by bucket number, as `unify` returned them; on
                 any number of nodes.
             ranks: n, the number of nodes that share it now.
-            steps: its `steps`; by default, so many that the compression is full.
+            steps: its `steps`; by default the compression is full at once.
         """
 
     def scale_(self, factor: float) -> None:
@@ -99,8 +99,8 @@ class ErrorFeedback(ABC):
     is missing, on all ranks alike.
 
     Args:
-        warmup_steps: so many steps pass before the compression is full. At the begin gradients are
-            large and turn quickly: what is sent late then does most harm.
+        warmup_steps: number of steps before the compression is full. At the start, gradients are
+            large and change direction quickly, so that late parts do the most harm.
     """
 
     def __init__(self, warmup_steps: int = 0) -> None:
@@ -111,7 +111,7 @@ class ErrorFeedback(ABC):
 
     @property
     def steps(self) -> int:
-        """How often buckets were summed, each of them."""
+        """How many sums each bucket has had."""
         return self._before + max(self._sums.values(), default=0)
 
     def sum_(

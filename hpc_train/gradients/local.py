@@ -1,4 +1,4 @@
-"""Local steps: each replica trains by itself, and every so many steps all become their mean.
+"""Local steps: each replica trains by itself, and every N steps all become their mean.
 
 Local SGD (Stich, "Local SGD converges fast and communicates little", ICLR 2019,
 https://arxiv.org/abs/1805.09767). Besides the parameters the optimizer's moments are averaged, so

@@ -70,7 +70,7 @@ class BucketAverager:
         self.progress = progress
         self.awaited = f"the sums of the gradients over {group.size} ranks"
         self.shards: Collectives = AloneCollectives(Group(waiting=group.waiting))
-        """Of the ranks whose `parts` are all gradients together: here each has them all."""
+        """The ranks whose `parts` together cover every gradient: here this rank alone."""
         self.at_close: list[Callable[[], None]] = []
         """What to release."""
         self._make = make
@@ -327,7 +327,7 @@ class BucketAverager:
         return get_total_norm(self._own()).double()
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:
-        """The averaged gradients of which this rank speaks for the ranks of `shards`."""
+        """The averaged gradients that this rank counts. Across `shards`, each is counted once."""
         if self.group.size == 1 and self._changed():
             self._plan()
         everything = [*self.trained, *(slot.parameter for slot in self._filling.strays)]

@@ -34,7 +34,7 @@ class PowerSgd(ErrorFeedback):
 
     Args:
         rank: of the approximations.
-        warmup_steps: steps at the begin in which nothing is approximated.
+        warmup_steps: number of steps at the start in which nothing is approximated.
     """
 
     def __init__(self, rank: int, warmup_steps: int = 0) -> None:

@@ -58,9 +58,9 @@ class LevelSums:
     The ranks of a node add up each other's buffers where they lie: each rank its part of them all.
     Only these parts, one of each node, cross the network; then each rank writes its part of the
     result to all buffers of its node. On a network of nodes with p ranks each this takes
-    1 / p of the traffic of ranks that communicate as if they were alone. Where nodes have unlike
-    numbers of ranks, only so many stand for a part that crosses as every node has; but what is done
-    within a node is shared by all of its ranks.
+    1 / p of the traffic of ranks that communicate as if they were alone. If nodes have different
+    numbers of ranks, as many ranks of each node cross the network as the smallest node has. The
+    work within a node is still shared by all of its ranks.
 
     Collective to make.
 

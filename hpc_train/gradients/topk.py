@@ -32,8 +32,8 @@ class TopK(ErrorFeedback):
 
     Args:
         ratio: the part of the elements that is sent.
-        warmup_steps: over so many steps it falls from 1 to that, by the same factor in each, as in
-            Lin et al., section 3.3.
+        warmup_steps: number of steps over which the part falls from 1 to `ratio`, by the same
+            factor in each, as in Lin et al., section 3.3.
     """
 
     def __init__(self, ratio: float, warmup_steps: int = 0) -> None:

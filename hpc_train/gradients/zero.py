@@ -171,7 +171,7 @@ class ShardedAverager(BucketAverager):
         )
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:
-        """The averaged gradients of which this rank speaks for the ranks of its node."""
+        """The averaged gradients that this rank counts. Across its node, each is counted once."""
         kept = [p for p in self.trained if p not in self.shared]
         whole = [(p, p.grad) for p in kept if p.grad is not None]
         mine = [(s.parameter, p.grad) for p, s in self.slabs.items() if p.grad is not None]

@@ -13,11 +13,11 @@ LARGEST_TRIM, LARGEST_MMAP = (1 << 31) - 1, 1 << 25  # bytes: the most that mall
 def keep_freed_memory() -> None:
     """Let this process keep memory that it frees, for its next use.
 
-    Each step allocates and frees the same tensors. By default glibc gives large ones back to the
-    system and fetches them again in the next step, page by page, each zeroed before: while
-    gradients that are averaged are freed during the backward pass, more of them. The process
-    already had that memory once, so it does not become larger. Where the C library is another one
-    nothing happens; the user's own MALLOC_ variables and GLIBC_TUNABLES stay.
+    Each step allocates and frees the same tensors. By default glibc returns large blocks to the
+    system and must fault them in, zeroed, in the next step. Averaging makes this worse, because
+    gradients are freed during the backward pass. The process does not become larger, as it had that
+    memory once. With another C library nothing happens. The user's own MALLOC_ variables and
+    GLIBC_TUNABLES win.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return

@@ -20,10 +20,10 @@ class Pace:
     """What steps have taken, and so how long a silence may be.
 
     Args:
-        steps: a wait within a step hangs when it takes as long as so many usual ones, and at least
-            HANG seconds; 0: nothing is concluded from steps.
-        timeout: seconds of any wait; 0: for ever.
-        unusual: whether a step takes unlike time, because of a validation for instance.
+        steps: a wait inside a step hangs when it lasts as long as this number of usual steps, and
+            at least HANG seconds; 0 disables this.
+        timeout: seconds that any wait may last; 0 disables the limit.
+        unusual: returns True for steps that take atypically long, such as those with a validation.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ def _numbers(inside: str) -> Iterable[str]:
 
 
 def take_hosts(hosts: Iterable[Host], ranks: int) -> list[Host]:
-    """The first hosts that hold so many ranks, the last one with what is needed of it.
+    """The first hosts that hold `ranks` ranks; the last one has only the slots that are needed.
 
     Raises:
         UserError: they hold fewer.

@@ -294,7 +294,7 @@ def _find_srun(*, needed: bool) -> FoundLauncher | None:
             "srun finds no SLURM here", "use it inside a SLURM job, or --launcher mpirun"
         )
     raise SetupError(
-        f"srun has {', '.join(offered.split())}: no way that this MPI starts by",
+        f"srun offers {', '.join(offered.split())}, and this MPI supports none of them",
         "use --launcher mpirun; `srun --mpi=list` shows what it offers",
     )
 

@@ -21,7 +21,7 @@ LAST_WORDS_SECONDS = 5.0  # for ranks that all end with an error, each after its
 
 
 def step_name() -> str:
-    """Of this process's steps, by which they are found."""
+    """The name given to every SLURM step that this process starts, used to find them again."""
     return f"hpc-train-{os.getpid()}"
 
 
@@ -49,7 +49,7 @@ class LeftBehind:
         return not self._ended and time.monotonic() >= self._when
 
     def end(self) -> None:
-        """End the steps of this process; it is due once."""
+        """Kill the SLURM steps that this process has started. After that, `due` stays false."""
         self._ended = True
         job = os.environ.get("SLURM_JOB_ID", "")
         steps = _output("squeue", "--steps", "--noheader", "--jobs", job, "--format=%i %j")

@@ -56,7 +56,7 @@ class SubmitRequest:
         max_restarts: within a job, by `hpc-train launch`; None: RESTARTS.
         requeue_by: how it is queued again when it has stopped early.
         max_requeues: maximum number of requeues; None: REQUEUES.
-        chain: so many jobs at once, each of which waits for the one before.
+        chain: number of jobs to queue at once, each of which waits for the one before.
         sweep: section.key=V1,V2,...: an array with a task for each combination.
         image: of containers, for mpijob.
         dry_run: print the script, and queue nothing.

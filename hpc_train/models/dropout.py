@@ -31,7 +31,7 @@ class SampleDropout(nn.Module):
         self.place = place
         self.seeds: Sequence[int] = ()
         self.section: tuple[int, int, int] | None = None
-        """(dim, index, parts): x is but the index-th of so many equal parts along a dimension."""
+        """(dim, index, parts): x is only part `index` of `parts` equal parts along a dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of x, of shape (B, ...), in training; B seeds must have been set."""

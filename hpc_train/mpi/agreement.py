@@ -140,7 +140,7 @@ def same(group: Group, what: str, value: str, remedy: str) -> None:
 
 
 def all_arrive(group: Group, seconds: float) -> bool:
-    """Whether all ranks of the group call this within so many seconds.
+    """Whether all ranks of the group call this within `seconds` seconds.
 
     For a rank that has failed outside `agreed`: if all have, they can leave together; if not, the
     job has to be ended. After False the communicator is of no further use.

@@ -216,7 +216,7 @@ def _ranks(count: int) -> str:
 
 
 def _nearest(world: int, dp: int | None, tp: int, pp: int) -> list[str]:
-    """Layouts of so many ranks, by the factors in which their sizes differ from these."""
+    """Layouts of `world` ranks, by the factors in which their sizes differ from these."""
 
     def distance(layout: tuple[int, int, int]) -> float:
         wanted = (layout[0] if dp is None else dp, tp, pp)

@@ -125,9 +125,8 @@ class Watchdog:
     """Watches this rank's waits and answers for it when others wait.
 
     A wait counts only while this process runs: a job that was suspended and goes on is not blamed.
-    To ask is the part of the lowest rank that waits, so that one rank speaks and ten thousand do
-    not ask ten thousand each: a rank begins the later the higher it is, and not at all soon after
-    another has asked it.
+    Only one rank should ask, so that 10 000 ranks do not all query each other. Each rank waits
+    before it asks, longer the higher its number, and stays silent if another has just asked it.
 
     Args:
         world: all ranks of the job, with a communicator, of which a duplicate is made. Collective.
@@ -244,7 +243,7 @@ class Watchdog:
         self._end(error, PARTING)
 
     def _end(self, error: HpcTrainError, after: float) -> None:
-        """Write to the log what this rank knows, and end the job after so many seconds."""
+        """Write to the log what this rank knows, and end the job after `after` seconds."""
         operation, seconds = self._state()
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         logger.debug(

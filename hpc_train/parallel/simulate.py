@@ -152,7 +152,7 @@ def simulate(schedule: Schedule, chunks: int = 1, costs: Costs | Sequence[Costs]
 
 @functools.lru_cache(maxsize=1 << 14)
 def makespan(name: Name, stages: int, micro_batches: int, costs: tuple[Costs, ...]) -> float:
-    """Time of a schedule; of a long one the begin is played, and what a micro-batch more takes.
+    """Time of a schedule. Of a long one only the start is played, and one micro-batch more.
 
     Args:
         name: of the schedule.

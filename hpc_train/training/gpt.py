@@ -83,7 +83,7 @@ def trained_shape(section: ModelSection, manifest: Manifest) -> Shape:
     if vocab < manifest.vocab:
         raise ConfigError(
             f"model.vocab is {vocab}, the data has {manifest.vocab} tokens",
-            "leave model.vocab out, or give at least so many",
+            f"leave model.vocab out, or give at least {manifest.vocab}",
         )
     return shape_of(section, vocab)
 

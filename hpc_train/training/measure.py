@@ -265,7 +265,7 @@ def _by_node(found: Sequence[Found], number: Callable[[Found], float]) -> list[f
 
 
 def _link(taken: Sequence[tuple[MessageCost, MessageCost]], sharing: int) -> Link | None:
-    """What messages take, from small and large ones that so many ranks share a link for."""
+    """What messages take, from small and large ones for which `sharing` ranks share a link."""
     if not taken:
         return None
     alpha = statistics.median(small.seconds for small, _ in taken)
@@ -281,7 +281,7 @@ def short(number: float) -> float:
 
 
 def write(made: Machine, path: Path, ranks: int) -> None:
-    """Write a description that was measured on so many ranks.
+    """Write a description that was measured on `ranks` ranks.
 
     Raises:
         UserError: the file cannot be written.

@@ -34,8 +34,9 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
 def _lean(kind: type[Optimizer]) -> Callable[..., Optimizer]:
     """The same optimizer without `torch.compile`, which takes as long to load as torch itself.
 
-    Methods of optimizers load it to be left out of what it compiles (torch/_compile.py), once each
-    unless they find that done; `step` loads it to part what it compiles (torch/optim/optimizer.py).
+    torch wraps each optimizer method to keep it out of compilation, and the wrapper imports
+    torch._dynamo on first use (torch/_compile.py). Setting the wrapper's marker avoids the import.
+    `step` imports it for a graph break (torch/optim/optimizer.py), so `step` is unwrapped.
     """
     for method in vars(Optimizer).values():
         if plain := getattr(method, "__wrapped__", None):

@@ -90,7 +90,7 @@ def daly(save_seconds: float, mtbf_seconds: float) -> float:
         mtbf_seconds: the mean time between two failures of the job.
 
     Returns:
-        Seconds from the end of one checkpoint to the begin of the next.
+        Seconds from the end of one checkpoint to the start of the next.
     """
     if save_seconds >= 2 * mtbf_seconds:
         return mtbf_seconds
@@ -116,10 +116,10 @@ class Saving:
     """Writes checkpoints while a job trains.
 
     Args:
-        steps: between two; 0: not by steps.
-        minutes: between two; 0: not by time.
-        mtbf_hours: mean time between failures of the job, from which the time between two follows
-            once one has been measured; 0: not so.
+        steps: number of steps between two checkpoints; 0 disables saving by steps.
+        minutes: minutes between two checkpoints; 0 disables saving by time.
+        mtbf_hours: mean time between failures of the job. The time between two checkpoints follows
+            from it once one has been measured; 0 disables it.
         on_error: "stop": one that cannot be written ends the job; "warn": only the last one does.
         background: whether training goes on while one is written.
     """
