@@ -23,6 +23,7 @@ from typing import Any
 
 from hpc_train.cli.verb import Parser
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError
+from hpc_train.host.programs import output
 from hpc_train.mpi import environment, runtime
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -129,11 +130,7 @@ def launchers() -> list[Finding]:
 
 def _output(command: Sequence[str]) -> str:
     """What a program prints; "nothing" if it does not run."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "nothing"
-    return done.stdout.strip() or "nothing"
+    return output(*command, timeout=20).strip() or "nothing"
 
 
 def mpi_io_component() -> str:

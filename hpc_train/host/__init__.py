@@ -1,5 +1,6 @@
 """The host that a process runs on.
 
 allocator.py  keeps freed memory in the process
+programs.py   runs another program, and returns what it prints
 processor.py  tells which library multiplies float32 matrices faster on its kind of processor
 """

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 
 from hpc_train.errors import UserError
+from hpc_train.host import programs
 from hpc_train.launch.protocol import DEADLINE
 from hpc_train.mpi.group import Group
 
@@ -43,10 +43,22 @@ def ask_end(environ: Mapping[str, str]) -> float | None:
     if "SLURM_JOB_ID" in environ:
         if environ.get("SLURM_JOB_END_TIME", "").isdigit():  # since Slurm 22.05, or later
             return float(environ["SLURM_JOB_END_TIME"])
-        left = seconds_of_slurm(_output("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%L"))
+        left = seconds_of_slurm(
+            programs.output(
+                "squeue",
+                "-h",
+                "-j",
+                environ["SLURM_JOB_ID"],
+                "-o",
+                "%L",
+                timeout=SCHEDULER_PATIENCE,
+            )
+        )
         return None if left is None else time.time() + left
     if "PBS_JOBID" in environ:
-        return pbs_end(_output("qstat", "-f", environ["PBS_JOBID"]))
+        return pbs_end(
+            programs.output("qstat", "-f", environ["PBS_JOBID"], timeout=SCHEDULER_PATIENCE)
+        )
     return None
 
 
@@ -72,12 +84,3 @@ def pbs_end(text: str) -> float | None:
     with suppress(ValueError):
         return time.mktime(time.strptime(begin[1].strip(), "%a %b %d %H:%M:%S %Y")) + length
     return None
-
-
-def _output(*words: str) -> str:
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=SCHEDULER_PATIENCE, check=False
-        )
-        return done.stdout
-    return ""

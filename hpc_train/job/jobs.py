@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import pwd
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 
 from hpc_train.checkpoint.claim import Jobs, ProcessPlace
+from hpc_train.host import programs
 from hpc_train.job.deadline import SCHEDULER_PATIENCE
 from hpc_train.launch.protocol import LAUNCH, RESTARTS
 
@@ -84,9 +84,4 @@ def _user() -> str:
 
 
 def _lines(*words: str) -> list[str]:
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=SCHEDULER_PATIENCE, check=False
-        )
-        return [] if done.returncode else done.stdout.splitlines()
-    return []
+    return programs.output(*words, timeout=SCHEDULER_PATIENCE, needs_success=True).splitlines()

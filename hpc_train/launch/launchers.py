@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from hpc_train.errors import SetupError, UserError
+from hpc_train.host.programs import output
 from hpc_train.launch.hosts import Host
 from hpc_train.launch.left_behind import step_name
 from hpc_train.mpi.environment import for_launcher
@@ -327,13 +327,7 @@ def _find_horovodrun() -> FoundLauncher:
 
 
 def _output(*words: str, needs_success: bool = False) -> str:
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    if needs_success and done.returncode:
-        return ""
-    return done.stdout + done.stderr
+    return output(*words, timeout=60, errors=True, needs_success=needs_success)
 
 
 def cores_here() -> int:

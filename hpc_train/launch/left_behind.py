@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
 import time
-from contextlib import suppress
+
+from hpc_train.host.programs import output
 
 KILLED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: (?!Exited with exit code)")
 EXITED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?!75\b)")
+TIMEOUT = 30.0  # seconds for SLURM's answer
 STEP_END_SECONDS = 0.1  # seconds for srun to tell of others
 LAST_WORDS_SECONDS = 5.0  # for ranks that all end with an error, each after its last words
 
@@ -52,15 +53,10 @@ class LeftBehind:
         """Kill the SLURM steps that this process has started. After that, `due` stays false."""
         self._ended = True
         job = os.environ.get("SLURM_JOB_ID", "")
-        steps = _output("squeue", "--steps", "--noheader", "--jobs", job, "--format=%i %j")
+        steps = output(
+            "squeue", "--steps", "--noheader", "--jobs", job, "--format=%i %j", timeout=TIMEOUT
+        )
         for line in steps.splitlines():
             step, _, name = line.strip().partition(" ")
             if name.strip() == step_name():
-                _output("scancel", "--signal=KILL", step)
-
-
-def _output(*words: str) -> str:
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-        return done.stdout
-    return ""
+                output("scancel", "--signal=KILL", step, timeout=TIMEOUT)
