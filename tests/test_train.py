@@ -212,7 +212,7 @@ def test_a_run_may_start_from_another_runs_checkpoint_and_goes_on_from_its_own(p
     assert losses == program.losses("whole")[5:]
 
 
-LIMIT = 5  # seconds
+LIMIT = 8  # seconds; a start beside other tests takes three
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
