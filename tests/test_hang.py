@@ -178,16 +178,19 @@ def test_a_rank_that_stays_away_in_the_users_code_is_named(tmp_path, engine):
 @pytest.mark.parametrize(
     ("call", "operation"),
     [
-        ("loop.mean(1.0)", "loop.mean"),
-        ("loop.register('it', torch.optim.swa_utils.AveragedModel(model))", "an agreement"),
-        ("loop.evaluate([0.0], lambda batch: batch)", "an agreement"),
+        ("loop.mean(1.0)", "ranks 0-1 (HOST) for loop.mean"),
+        (
+            "loop.register('it', torch.optim.swa_utils.AveragedModel(model))",
+            "ranks 0-1 (HOST) for ",
+        ),
+        ("loop.evaluate([0.0], lambda batch: batch)", "they went different ways"),
     ],
     ids=["mean", "register", "evaluate"],
 )
 def test_ranks_that_call_the_loop_too_often_are_named(tmp_path, call, operation):
     line = astray(tmp_path, (0, 1), call, before=True)
     assert line.startswith("all ranks wait for each other: ")
-    assert f"ranks 0-1 ({HOST}) for {operation}" in line
+    assert operation.replace("HOST", HOST) in line
 
 
 def test_ranks_that_wait_in_different_operations_are_told_apart(tmp_path):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hpc_train.errors import UserError
 from hpc_train.gradients import LossScaler
-from hpc_train.gradients.scaling import clip_gradients
+from hpc_train.gradients.scaling import clip_factor, clip_gradients
 from hpc_train.training.delivery import Delivery
 
 logger = logging.getLogger(__name__)
@@ -131,8 +131,13 @@ class Stepping(Delivery):
             The 2-norm of all averaged gradients before, without the loss scale.
         """
         self._check_due("loop.clip()")
-        scale = 1.0 if self.scaler is None else self.scaler.scale  # `step` undoes it
-        return clip_gradients(self.averager, max_norm * scale) / scale
+        if self.scaler is None:
+            return clip_gradients(self.averager, max_norm)
+        self.averager.average()
+        norm = float(self.averager.norm()) / self.scaler.scale  # which stays until the step
+        if (factor := clip_factor(norm, max_norm)) != 1.0:
+            self.averager.scale_(factor)
+        return norm
 
     def weight(self, items: int) -> float:
         """The factor for a loss that is a mean over `items` items of this rank. Collective.

@@ -137,7 +137,7 @@ def test_steps_or_epochs_are_needed(tmp_path):
 
 def test_epochs_are_counted_in_whole_batches(tmp_path):
     settings = load(None, ["--run.dir", str(tmp_path), "--data.batch", "24", "--run.epochs", "3"])
-    assert make(settings, alone()).last_step == 6
+    assert make(settings, alone()).plan.last == 6
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path):
