@@ -1,4 +1,4 @@
-"""Put a layout on a model: its stages, its tensor-parallel layers, what each rank then holds."""
+"""Apply a layout to a model: cut it into stages, and its layers over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ParallelOptions(Protocol):
-    """What `apply` reads of the configuration's section `parallel`."""
+    """The options of the configuration's section `parallel` that `apply` reads."""
 
     @property
     def schedule(self) -> Name:
@@ -35,7 +35,7 @@ class ParallelOptions(Protocol):
 
     @property
     def chunks(self) -> int:
-        """Virtual stages of each pipeline rank."""
+        """The number of virtual stages of each pipeline rank."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -44,13 +44,14 @@ class ParallelOptions(Protocol):
 
 @dataclass(frozen=True)
 class Applied:
-    """A model that a layout was put on, for one rank.
+    """This rank's part of a model after a layout was applied to it.
 
     Args:
-        pipeline: runs micro-batches through it.
-        gradients: completes its gradients.
-        shards: what this rank holds, by the names of the local module's parameters and buffers.
-        collectives: what the model computes with, closed with this.
+        pipeline: runs micro-batches through the model.
+        gradients: completes the model's gradients.
+        shards: the slice that this rank holds of each tensor, by the names that the local module's
+            parameters and buffers have.
+        collectives: the collectives that the model computes with. `close` closes them.
     """
 
     pipeline: Pipeline
@@ -75,21 +76,22 @@ def apply(
     *,
     overlap: bool = False,
 ) -> Applied:
-    """Leave of a model, in place, what this rank computes. Collective over all ranks.
+    """Reduce a model, in place, to the part that this rank computes. Collective over all ranks.
 
-    All ranks build the same whole model. For tp above 1 it has an attribute `tensor_plan`
-    (see `parallelize`), for pp above 1 an attribute `stages` (see `stages.stage_names`).
+    All ranks build the same whole model; rank 0's weights are sent to the others. For tp above 1
+    the model needs an attribute `tensor_plan` (see `parallelize`), for pp above 1 an attribute
+    `stages` (see `stages.stage_names`).
 
     Args:
-        model: as above.
+        model: the whole model.
         grid: the ranks' places and groups.
-        layout: schedule and sequence parallelism.
-        device: where the model will lie.
-        overlap: whether tensor-parallel sums go on in a thread while this rank computes; it needs a
-            core to itself.
+        layout: the schedule, the virtual stages, and whether to use sequence parallelism.
+        device: the device that the model will be moved to.
+        overlap: whether a thread sums over tensor-parallel ranks while this rank computes. The
+            thread needs a core of its own.
 
     Raises:
-        UserError: the model lacks what the layout needs, or its sizes do not fit.
+        UserError: the model lacks an attribute that the layout needs, or its sizes do not fit.
     """
     everyone = connect(grid.world)
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -136,12 +138,14 @@ def apply(
 
 @dataclass(frozen=True)
 class _Whole:
-    """The names and shapes of the whole model, before anything is taken from it.
+    """The names and shapes of the whole model's tensors, before the model is cut.
+
+    A tensor that several modules share has several names.
 
     Args:
-        first: the name that stands for a tensor, for each of the names that it has.
-        shapes: by any name.
-        parameters: those of the names that are not buffers'.
+        first: maps each name of a tensor to the tensor's first name.
+        shapes: maps each name of a tensor to its shape.
+        parameters: the names that belong to parameters and not to buffers.
     """
 
     first: Mapping[str, str]
@@ -161,7 +165,7 @@ class _Whole:
         """First names of the parameters that the first and the last pipeline rank share.
 
         Raises:
-            UserError: other ranks share one.
+            UserError: other pipeline ranks share a parameter.
         """
         home = {
             names[position]: rank
@@ -189,10 +193,10 @@ class _Whole:
         place: Coordinate,
         stages: Sequence[str],
     ) -> dict[str, ParameterSlice]:
-        """What this rank has.
+        """The slice that this rank holds of each tensor, and whether the rank owns it.
 
-        For what all of a tensor group have its first rank speaks, and the first stage for buffers
-        that lie in no stage.
+        Each slice has one owner. The first rank of a tensor group owns the tensors that all ranks
+        of the group hold. The first pipeline rank owns the buffers that lie in no stage.
         """
         found = {}
         local: list[tuple[str, torch.Tensor | Parameter]] = [
