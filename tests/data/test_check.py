@@ -255,7 +255,7 @@ def test_a_shard_may_be_a_link_and_the_tokenizer_may_not_leave_the_folder(out, t
     check_shards(out, read_manifest(out))
     (tmp_path / "secret").write_text("a key")
     (out / "tokenizer.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(DataError, match=r"tokenizer.json is no file of its folder"):
+    with pytest.raises(DataError, match=r"tokenizer.json is not a file of its folder"):
         describe_tokenizer("tokenizer.json", out)
     (tmp_path / "link").symlink_to(out)  # the folder itself may be reached by one
     (out / "tokenizer.json").unlink()

@@ -119,7 +119,7 @@ def test_a_data_set_that_draws_is_not_read_ahead(caplog):
     steps = iter(loader(OnlyTorch()))
     next(steps)
     assert {*threading.enumerate()} <= before
-    assert "draws random numbers (torch's): none is read ahead" in caplog.text
+    assert "draws random numbers (torch's): no batch is read ahead" in caplog.text
 
 
 def test_one_that_begins_to_draw_later_is_told_if_it_is_read_ahead():
