@@ -260,7 +260,7 @@ def test_closing_does_not_wait_for_a_data_set_that_does_not_return(stuck, caplog
             stuck.here.wait()
             break
     made.close()
-    assert "still reads a sample" in caplog.text
+    assert "is still reading a sample" in caplog.text
 
 
 def test_waiting_for_a_data_set_can_be_given_up(stuck):
