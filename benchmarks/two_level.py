@@ -183,7 +183,7 @@ def report_training(samples: harness.Samples, bucket_bytes: int) -> tuple[Figure
 
 
 def milliseconds(samples: harness.Samples) -> harness.Samples:
-    """Of seconds."""
+    """Convert samples from seconds to milliseconds."""
     return {name: [1e3 * value for value in values] for name, values in samples.items()}
 
 

@@ -56,7 +56,7 @@ def check_shard(path: Path, shard: Shard, dtype: str) -> None:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise DataError(f"shard {path} is no file", PREPARE_AGAIN)
+            raise DataError(f"shard {path} is not a file", PREPARE_AGAIN)
         if found.st_size != shard.file_bytes:
             raise DataError(
                 f"shard {path} has {found.st_size} bytes, its manifest says {shard.file_bytes}",
@@ -72,7 +72,7 @@ def check_shard(path: Path, shard: Shard, dtype: str) -> None:
     finally:
         os.close(descriptor)
     if not before.startswith(SIGNATURE):
-        raise DataError(f"shard {path} is damaged (it is no HDF5 file)", PREPARE_AGAIN)
+        raise DataError(f"shard {path} is damaged (it is not an HDF5 file)", PREPARE_AGAIN)
     around = before + behind
     if not all(re.search(label, around, re.DOTALL) for label in _labels(shard, dtype)):
         raise _foreign(path)

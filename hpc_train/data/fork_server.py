@@ -213,7 +213,7 @@ def _check_guard() -> None:
         if not GUARD.search(Path(file).read_text()):
             raise UserError(
                 f'workers import {file}, and it has no line `if __name__ == "__main__":`',
-                "put what the script does below such a line",
+                "put the code of the script below such a line",
             )
 
 

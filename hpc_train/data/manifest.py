@@ -138,7 +138,7 @@ def parse_manifest(tree: Any) -> Manifest:
 
 def _shards(split: str, trees: Any, dtype: str) -> tuple[Shard, ...]:
     if not isinstance(trees, list):
-        raise ValueError(f"split {split} is no list of shards")
+        raise ValueError(f"split {split} is not a list of shards")
     return tuple(_shard(f"shard {n} of {split}", tree, dtype) for n, tree in enumerate(trees))
 
 
@@ -156,7 +156,7 @@ def _shard(what: str, tree: Any, dtype: str) -> Shard:
 
 def _check_keys(what: str, tree: Any, keys: list[str]) -> None:
     if not isinstance(tree, dict):
-        raise ValueError(f"{what} is no object with keys")
+        raise ValueError(f"{what} is not an object with keys")
     if missing := [key for key in keys if key not in tree]:
         raise ValueError(f"{what} lacks the key {missing[0]}")
     if unknown := sorted(set(tree) - set(keys)):
@@ -165,7 +165,7 @@ def _check_keys(what: str, tree: Any, keys: list[str]) -> None:
 
 def _check_number(what: str, value: Any, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:  # True is an int, too
-        raise ValueError(f"{what} is {_short(value)}, no whole number from {least} to {most}")
+        raise ValueError(f"{what} is {_short(value)}, not a whole number from {least} to {most}")
 
 
 def _check_text(what: str, value: Any, pattern: re.Pattern[str], wanted: str) -> None:

@@ -72,7 +72,7 @@ def prepare_text(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError(f"{target} exists already", "give another --out, or delete it first")
     if not 0 <= validation < 1:
-        raise DataError(f"--validation is {validation}", "give a share from 0 to below 1")
+        raise DataError(f"--validation is {validation}", "give a share of at least 0 and below 1")
     if shard_mb <= 0:
         raise DataError(f"--shard_mb is {shard_mb}", "give a size above 0")
     texts = find_texts(paths)

@@ -31,7 +31,7 @@ def divide(costs: Sequence[float], parts: int) -> list[range]:
     if not 1 <= parts <= len(costs):
         raise ValueError(f"{len(costs)} items cannot be divided into {parts} runs")
     if not all(0 <= cost < math.inf for cost in costs):
-        raise ValueError(f"costs are finite and not negative: {list(costs)}")
+        raise ValueError(f"costs must be finite and not negative: {list(costs)}")
     integers = _integers(costs)
     totals = [0, *accumulate(integers)]
     return _even_runs(integers, totals, parts, _least_bound(totals, parts))

@@ -28,7 +28,7 @@ Forward = Callable[[int, int], Tensor]
 
 @dataclass
 class Live:
-    """What a chunk keeps of a micro-batch from its forward pass to the end of its backward pass."""
+    """The tensors that a chunk keeps of a micro-batch until its backward pass has ended."""
 
     output: Tensor
     seeds: SeedsInUse

@@ -99,7 +99,8 @@ def _check_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> Non
     if name not in get_args(Name):
         raise ValueError(f"unknown schedule {name!r}: it is one of {', '.join(get_args(Name))}")
     if min(stages, micro_batches, chunks) < 1:
-        raise ValueError(f"{stages} stages, {micro_batches} micro-batches, {chunks} chunks")
+        sizes = f"{stages} stages, {micro_batches} micro-batches, {chunks} chunks"
+        raise ValueError(f"{sizes}: each number must be at least 1")
     if chunks > 1 and name != "interleaved":
         raise ValueError(f"schedule {name} has one chunk per rank, not {chunks}")
 

@@ -23,7 +23,7 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.tensor import matching
 
-REMEDY = "let it call each of its `stages` once, in their order, with the last one's result"
+REMEDY = "let it call each of its `stages` once and in order, with the result of the stage before"
 
 
 class _Leave(Exception):
@@ -105,7 +105,7 @@ class Stages:
                 traceback.clear_frames(leave.__traceback__)
                 return leave.activation
         if cursor.due < len(self.names):
-            raise UserError(f"the forward pass did not come to {self._due(cursor)}", REMEDY)
+            raise UserError(f"the forward pass did not reach {self._due(cursor)}", REMEDY)
         return result
 
     def recomputing(self, chunk: int, activation: Tensor | None) -> AbstractContextManager[None]:
@@ -133,7 +133,9 @@ class Stages:
         cursor, name = self._cursor, self.names[position]
         if cursor is None:  # called by itself
             if original is None:
-                raise UserError(f"stage {name} is another rank's", "call it in the model's forward")
+                raise UserError(
+                    f"stage {name} belongs to another rank", "call it in the model's forward"
+                )
             return original(*args, **how)
         if not cursor.again:
             self._check(cursor, position, args)
@@ -202,7 +204,9 @@ def stage_names(model: nn.Module) -> list[str]:
             raise UserError(f"stages: {inner} is part of {outer}", "name each module once")
     for name, _ in model.named_parameters():
         if not any(name.startswith(f"{stage}.") for stage in names):
-            raise UserError(f"parameter {name} is in none of the model's stages", "add its module")
+            raise UserError(
+                f"parameter {name} is in none of the model's stages", "add its module to `stages`"
+            )
     return names
 
 

@@ -83,7 +83,7 @@ def _check_tied(module: nn.Module, before: Mapping[str, Parameter]) -> None:
         other = first.setdefault(parameter, name)
         if module.get_parameter(name) is not module.get_parameter(other):
             raise UserError(
-                f"tensor plan: {other} and {name} are one parameter, but not cut alike",
+                f"tensor plan: {other} and {name} are one parameter, but are cut differently",
                 "give both layers, or none, styles that cut it",
             )
 
@@ -138,7 +138,7 @@ class _Sharing:
         new = self.part_of(layer, style)
         if new is None:
             raise UserError(
-                f"tensor plan: {name} is {style}, which this {type(layer).__name__} cannot be",
+                f"tensor plan: style {style} of {name} does not fit this {type(layer).__name__}",
                 "see hpc_train.parallel.parallelize for what each style takes",
             )
         if new is not layer:

@@ -89,7 +89,7 @@ def _memory_policy() -> str:
         with open("/proc/self/numa_maps") as file:
             return file.readline().split()[1]
     except OSError:
-        return ""  # the kernel knows no memory nodes
+        return ""  # the kernel is built without memory nodes
 
 
 def text_of(path: str) -> str:

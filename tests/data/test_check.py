@@ -196,7 +196,7 @@ def test_a_damaged_shard_is_refused_or_verify_finds_it(sound, out, data):
     ("path", "value", "message"),
     [
         (["dtype"], "object", "dtype is 'object', not one of uint8, uint16, uint32"),
-        (["vocab"], 257, "vocab is 257, no whole number from 1 to 256"),
+        (["vocab"], 257, "vocab is 257, not a whole number from 1 to 256"),
         (["vocab"], True, "vocab is True"),
         (["tokenizer"], "/etc/passwd", "tokenizer is '/etc/passwd', not a plain file name"),
         (["splits", "train", 0, "name"], "../x.h5", "shard 0 of train: name is '../x.h5'"),
@@ -207,7 +207,7 @@ def test_a_damaged_shard_is_refused_or_verify_finds_it(sound, out, data):
         (["splits", "train", 1, "name"], "train-00000.h5", "two shards have the same name"),
         (["splits", "test"], [], "not some of train, validation"),
         (["splits"], [], "not some of train, validation"),
-        ([], 3, "the manifest is no object"),
+        ([], 3, "the manifest is not an object"),
     ],
 )
 def test_the_line_says_what_is_wrong_in_a_manifest(sound, out, path, value, message):

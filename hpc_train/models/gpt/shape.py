@@ -25,10 +25,11 @@ class GptShape(Shape):
     """
 
     NOTE: ClassVar[str] = """\
-of a micro-batch, numbers per token: in a block hidden x (4 + 12 / tp),
-with dropout hidden x (6 + 12 / tp); in the head 2 x hidden + vocab / tp;
-with sequence_parallel tp divides all of it. After Korthikanti et al.
-2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
+numbers that a rank keeps per token of a micro-batch: in a block
+hidden x (4 + 12 / tp), with dropout hidden x (6 + 12 / tp), and in the
+head 2 x hidden + vocab / tp. With sequence_parallel, tp divides all of
+it. From Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198,
+without an attention matrix"""
 
     dropout: float = 0.0
     tie_embeddings: bool = True
