@@ -25,8 +25,8 @@ whatis("Description: trains PyTorch models on HPC clusters over MPI and Horovod"
 help([[
 hpc_train trains PyTorch models on HPC clusters over MPI and Horovod.
 
-    hpc-train doctor    what works here, what does not, and what mends it
-    hpc-train --help    all commands
+    hpc-train doctor    says what works here, what does not, and how to mend it
+    hpc-train --help    lists all commands
 
 PATH gets $HPC_TRAIN_ROOT/bin; HPC_TRAIN_ROOT is ]] .. prefix .. ".\n")
 
