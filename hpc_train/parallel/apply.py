@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,24 +26,8 @@ if TYPE_CHECKING:
     from hpc_train.parallel.schedule import Name
 
 
-class ParallelOptions(Protocol):
-    """The options of the configuration's section `parallel` that `apply` reads."""
-
-    @property
-    def schedule(self) -> Name:
-        """The pipeline's schedule."""
-
-    @property
-    def chunks(self) -> int:
-        """The number of virtual stages of each pipeline rank."""
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether tokens are cut between the tensor-parallel layers."""
-
-
 @dataclass(frozen=True)
-class Applied:
+class ParallelModel:
     """This rank's part of a model after a layout was applied to it.
 
     Args:
@@ -71,11 +55,13 @@ class Applied:
 def apply(
     model: nn.Module,
     grid: ParallelGrid,
-    layout: ParallelOptions,
     device: torch.device,
     *,
+    schedule: Name = "1f1b",
+    chunks: int = 1,
+    sequence_parallel: bool = False,
     overlap: bool = False,
-) -> Applied:
+) -> ParallelModel:
     """Reduce a model, in place, to the part that this rank computes. Collective over all ranks.
 
     All ranks build the same whole model; rank 0's weights are sent to the others. For tp above 1
@@ -85,8 +71,10 @@ def apply(
     Args:
         model: the whole model.
         grid: the ranks' places and groups.
-        layout: the schedule, the virtual stages, and whether to use sequence parallelism.
         device: the device that the model will be moved to.
+        schedule: the pipeline's schedule.
+        chunks: number of virtual stages of each pipeline rank.
+        sequence_parallel: whether tokens are divided between the tensor-parallel layers.
         overlap: whether a thread sums over tensor-parallel ranks while this rank computes. The
             thread needs a core of its own.
 
@@ -104,10 +92,10 @@ def apply(
             "say there how its layers are shared: docs/how-to/parallel.md",
         )
     names = stage_names(model) if grid.pp > 1 else []
-    chunks = layout.chunks if grid.pp > 1 else 1
+    chunks = chunks if grid.pp > 1 else 1
     runs = runs_of(model, names, grid.pp, chunks) if names else []
-    deferred = Deferred() if names and layout.schedule == "zero_bubble" else None
-    cut = layout.sequence_parallel and grid.tp > 1
+    deferred = Deferred() if names and schedule == "zero_bubble" else None
+    cut = sequence_parallel and grid.tp > 1
     specs = parallelize(
         model,
         getattr(model, "tensor_plan", {}) if grid.tp > 1 else {},
@@ -130,10 +118,10 @@ def apply(
         [p for name, p in parameters.items() if shards[name].owned],
         **over,
     )
-    name = "1f1b" if layout.schedule == "zero_bubble" and not names else layout.schedule
+    name = "1f1b" if schedule == "zero_bubble" and not names else schedule
     dropouts = [layer for layer in model.modules() if isinstance(layer, SampleDropout)]
     pipeline = Pipeline(grid.pipe, device, name, chunks, stages, deferred, dropouts)
-    return Applied(pipeline, gradients, shards, [everyone, *over.values()])
+    return ParallelModel(pipeline, gradients, shards, [everyone, *over.values()])
 
 
 @dataclass(frozen=True)
@@ -195,7 +183,7 @@ class _Whole:
     ) -> dict[str, ParameterSlice]:
         """The slice that this rank holds of each tensor, and whether the rank owns it.
 
-        Each slice has one owner. The first rank of a tensor group owns the tensors that all ranks
+        In a replica each slice has one owner. A tensor group's first rank owns tensors that all ranks
         of the group hold. The first pipeline rank owns the buffers that lie in no stage.
         """
         found = {}
