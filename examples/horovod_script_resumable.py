@@ -1,6 +1,6 @@
 """The script horovod_script.py with checkpoints, exact resume, and a stop at the time limit.
 
-Run it with horovodrun -np N, mpirun -np N, srun or hpc-train launch; run it again to go on after a
+Run it with horovodrun -np N, mpirun -np N, srun or hpc-train launch. Run it again to resume after a
 stop. Compare the two: `diff examples/horovod_script.py examples/horovod_script_resumable.py`.
 """
 

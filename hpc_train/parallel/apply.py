@@ -1,4 +1,4 @@
-"""Put a layout on a model: its stages, its tensor-parallel layers, what each rank then holds."""
+"""Apply a layout to a model: cut it into stages, and its layers over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model that a layout was put on, for one rank.
+    """This rank's part of a model after a layout was applied to it.
 
     Args:
-        pipeline: runs micro-batches through it.
-        gradients: completes its gradients.
-        shards: what this rank holds, by the names of the local module's parameters and buffers.
-        collectives: what the model computes with, closed with this.
+        pipeline: runs micro-batches through the model.
+        gradients: completes the model's gradients.
+        shards: the slice that this rank holds of each tensor, by the names that the local module's
+            parameters and buffers have.
+        collectives: the collectives that the model computes with. `close` closes them.
     """
 
     pipeline: Pipeline
@@ -61,23 +62,24 @@ def apply(
     sequence_parallel: bool = False,
     overlap: bool = False,
 ) -> ParallelModel:
-    """Leave of a model, in place, what this rank computes. Collective over all ranks.
+    """Reduce a model, in place, to the part that this rank computes. Collective over all ranks.
 
-    All ranks build the same whole model. For tp above 1 it has an attribute `tensor_plan`
-    (see `parallelize`), for pp above 1 an attribute `stages` (see `stages.stage_names`).
+    All ranks build the same whole model; rank 0's weights are sent to the others. For tp above 1
+    the model needs an attribute `tensor_plan` (see `parallelize`), for pp above 1 an attribute
+    `stages` (see `stages.stage_names`).
 
     Args:
-        model: as above.
+        model: the whole model.
         grid: the ranks' places and groups.
-        device: where the model will lie.
-        schedule: the pipeline's.
-        chunks: virtual stages of each pipeline rank.
+        device: the device that the model will be moved to.
+        schedule: the pipeline's schedule.
+        chunks: number of virtual stages of each pipeline rank.
         sequence_parallel: whether tokens are divided between the tensor-parallel layers.
-        overlap: whether tensor-parallel sums go on in a thread while this rank computes; it needs a
-            core to itself.
+        overlap: whether a thread sums over tensor-parallel ranks while this rank computes. The
+            thread needs a core of its own.
 
     Raises:
-        UserError: the model lacks what the layout needs, or its sizes do not fit.
+        UserError: the model lacks an attribute that the layout needs, or its sizes do not fit.
     """
     everyone = connect(grid.world)
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -124,12 +126,14 @@ def apply(
 
 @dataclass(frozen=True)
 class _Whole:
-    """The names and shapes of the whole model, before anything is taken from it.
+    """The names and shapes of the whole model's tensors, before the model is cut.
+
+    A tensor that several modules share has several names.
 
     Args:
-        first: the name that stands for a tensor, for each of the names that it has.
-        shapes: by any name.
-        parameters: those of the names that are not buffers'.
+        first: maps each name of a tensor to the tensor's first name.
+        shapes: maps each name of a tensor to its shape.
+        parameters: the names that belong to parameters and not to buffers.
     """
 
     first: Mapping[str, str]
@@ -149,7 +153,7 @@ class _Whole:
         """First names of the parameters that the first and the last pipeline rank share.
 
         Raises:
-            UserError: other ranks share one.
+            UserError: other pipeline ranks share a parameter.
         """
         home = {
             names[position]: rank
@@ -177,10 +181,10 @@ class _Whole:
         place: Coordinate,
         stages: Sequence[str],
     ) -> dict[str, ParameterSlice]:
-        """What this rank has.
+        """The slice that this rank holds of each tensor, and whether the rank owns it.
 
-        For what all of a tensor group have its first rank speaks, and the first stage for buffers
-        that lie in no stage.
+        In a replica each slice has one owner. A tensor group's first rank owns tensors that all ranks
+        of the group hold. The first pipeline rank owns the buffers that lie in no stage.
         """
         found = {}
         local: list[tuple[str, torch.Tensor | Parameter]] = [
