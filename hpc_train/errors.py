@@ -53,7 +53,7 @@ class HpcTrainError(Exception):
 
 
 class UserError(HpcTrainError):
-    """Something the user can mend."""
+    """An error that the user can mend."""
 
     exit_code = EXIT_USER
 

@@ -124,7 +124,7 @@ class CoroutineScheduler:
     def _resume(self, steps: Coroutine[Any]) -> None:
         try:
             wait = next(steps)
-            while callable(wait) and wait():
+            while callable(wait) and wait():  # the condition holds already
                 wait = next(steps)
         except StopIteration:
             return

@@ -40,7 +40,10 @@ class Halving(Ring):
         return self._in_turn(tag, lambda first: self._segmented(flat, dtype, residual, first))
 
     def gather(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
-        """Exchange twice as many payloads in each round (Bruck et al., IEEE TPDS 8, 1997)."""
+        """The payloads of all ranks (see `Cross`), in log2(n) rounds.
+
+        Each round exchanges twice as many payloads (Bruck et al., IEEE TPDS 8, 1997).
+        """
         return self._in_turn(tag, lambda first: self._gathered(payload, first))
 
     def _gathered(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:

@@ -56,7 +56,7 @@ class HorovodCollectives:
         self.start_sum_(tensor).wait()
 
     def max_(self, tensor: Tensor) -> None:
-        """Replace the tensor by the largest of the ranks' elements."""
+        """Replace the tensor by its elementwise maximum over the ranks."""
         self._reduce("max", tensor, self.hvd.Max).wait()
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:

@@ -98,7 +98,7 @@ class MpiCollectives:
         self._reduce(tensor, MPI.SUM, self._sum)
 
     def max_(self, tensor: Tensor) -> None:
-        """Replace the tensor by the largest of the ranks' elements."""
+        """Replace the tensor by its elementwise maximum over the ranks."""
         self._reduce(tensor, MPI.MAX, f"a maximum over {self.group.size} ranks")
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
@@ -144,7 +144,7 @@ class MpiCollectives:
         whole = near.new_empty((size, *near.shape))
         mine, every = _bits(near), _bits(whole).view(size, near.nbytes)
         with self.group.waiting(f"a gather over {size} ranks"):
-            for columns in _columns(near.nbytes, size):
+            for columns in _columns(near.nbytes, size):  # no message above LARGEST_MESSAGE
                 part = every[:, columns]
                 there = part if part.is_contiguous() else part.new_empty(part.shape)
                 self.comm.Allgather([_buffer(mine[columns]), MPI.BYTE], [_buffer(there), MPI.BYTE])

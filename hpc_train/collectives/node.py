@@ -125,7 +125,7 @@ def _window(nbytes: int, node: Group) -> MPI.Win:
         SetupError: this MPI cannot share memory here, because it uses another one-sided component
             or because the ranks are in different containers.
     """
-    from mpi4py import MPI  # a group with a communicator has MPI
+    from mpi4py import MPI  # it is running, because the group has a communicator
 
     assert node.comm is not None
     info = MPI.Info.Create({"alloc_shared_noncontig": "true"})

@@ -38,7 +38,7 @@ class Collectives(Protocol):
         """Replace a tensor by its sum over the ranks."""
 
     def max_(self, tensor: Tensor) -> None:
-        """Replace a tensor by the largest of the ranks' elements."""
+        """Replace a tensor by its elementwise maximum over the ranks."""
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root` of the group; any dtype."""
@@ -70,7 +70,7 @@ class Done:
         self.result = result
 
     def wait(self) -> Tensor:
-        """The result."""
+        """The result, without waiting."""
         return self.result
 
     def done(self) -> bool:

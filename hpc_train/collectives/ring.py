@@ -178,6 +178,7 @@ class Ring:
             sends.append(self._send(short[own], tag))
             yield receive
             chunks[theirs].add_(arrived)
+        # The finished chunk is rounded here, too, so that all ranks get the same bits.
         mine = (rank + 1) % n
         short[mine] = rounded(chunks[mine], dtype, losses[mine])
         yield from sends
@@ -198,6 +199,8 @@ class Ring:
         def rounds() -> Iterator[tuple[Any, Tensor, int, int]]:
             n, rank = self.group.size, self.group.rank
             for number in range(n - 1):
+                # The chunk that arrives in one round has this rank's numbers added and is sent in
+                # the next. After n - 1 rounds chunk rank + 1 has the numbers of all ranks.
                 own, theirs = (rank - number) % n, (rank - number - 1) % n
                 arrived = torch.empty(len(chunks[theirs]), dtype=dtype)
                 yield self._receive(arrived, tag), arrived, own, theirs

@@ -124,6 +124,7 @@ def bucket_size(group: Group, make: MakeSums, total: int) -> int:
     """
     small = bucket_seconds(group, make, SMALL_TRIAL)
     large = bucket_seconds(group, make, USUAL_BUCKET)
+    # The bounds keep both numbers positive where noise exceeds the difference of the two times.
     per_byte = max(large - small, 0.1 * large) / (USUAL_BUCKET - SMALL_TRIAL)
     latency = max(small - SMALL_TRIAL * per_byte, 1e-6)
     best = math.sqrt(latency / per_byte * total)

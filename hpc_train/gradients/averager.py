@@ -153,11 +153,12 @@ def average_gradients(
     group = levels.whole
     if options.reduction == "adasum" and options.engine != "horovod":
         raise UserError("reduction adasum needs engine horovod", 'give engine="horovod" as well')
+    # Ranks may have different cores. `whole` has parameters, whose values are not to be compared.
     _check(group, model, optimizer, replace(options, whole=(), cores=1))
     take_over(optimizer)
     collectives = connect(group)
     tensors = [*model.parameters(), *model.buffers(), *parameters_of(optimizer)]
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():  # tied ones only once
         collectives.broadcast_(tensor.data)
     broadcast_state(optimizer, collectives)
     from hpc_train.gradients.autotune import mpi_averager

@@ -82,7 +82,7 @@ def told(group: Group, place: Place, drops: int, facts: Facts) -> Coroutine[Fact
     """
     if group.comm is None:
         return facts
-    from mpi4py import MPI  # a group with a communicator has MPI
+    from mpi4py import MPI  # it is running, because the group has a communicator
 
     # The first word has the place in bits 0 to 7, the drops in bits 8 to 31, then the flags. Place
     # and drops set one bit each: if the result has two, the ranks differ.

@@ -94,6 +94,7 @@ class Filling:
         for number, some in enumerate(self.by_bucket):
             for slot in some:
                 slot.learn()
+            # Nobody knows when a bucket with an unsteady parameter is full: `average` sums it.
             steady = self.early and all(slot.expected != UNSTEADY for slot in some)
             self._missing[number] = sum(s.expected > 0 for s in some) if steady else math.inf
 

@@ -177,7 +177,7 @@ class DistributedSums:
         begin = time.perf_counter()
         before = {parameter: parameter.grad for parameter in self.stands}
         for parameter, stand in self.stands.items():
-            parameter.grad = stand
+            parameter.grad = stand  # Horovod sums what it finds in `grad`
         self._distributed.synchronize()
         for parameter, gradient in before.items():
             parameter.grad = gradient

@@ -83,7 +83,7 @@ class BucketAverager:
         self._drops = 0  # how often gradients were dropped since the last average
         self._closed = False
         self._plan()
-        # A user's own zero_grad begins a step here as well.
+        # So that a step begins here as well when the user calls the optimizer's zero_grad.
         self._zero_optimizer = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._step_hooks = [
@@ -98,7 +98,7 @@ class BucketAverager:
         ]
         self.buckets, self.sums = self._make(self.trained)
         self._filling = self._fill()
-        self._done = False  # whether `average` has nothing to do until something happens
+        self._done = False  # whether all gradients are averaged, so that `average` does nothing
         self._outdated = False  # whether parameters have come or gone
         claim(self.trained, self)
         self._remember()

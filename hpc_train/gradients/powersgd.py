@@ -72,7 +72,7 @@ class PowerSgd(ErrorFeedback):
         for i, result in enumerate(results):
             result.copy_(lefts[i].T @ rights[i] if i in lefts else sums[i])
         if is_finite(part):
-            kept.sub_(part, alpha=1 / cross.group.size)
+            kept.sub_(part, alpha=1 / cross.group.size)  # `mine` are views of `kept`
             for i in firsts.keys() - lefts.keys():
                 mine[i].zero_()
             self.residuals[number] = kept

@@ -106,6 +106,7 @@ class LossScaler:
         """
         before = self.scale
         true = norm / before
+        # With local steps the norms differ between ranks: if one rank skips a step, all do.
         if self.group.largest(int(not math.isfinite(true))):
             true = math.nan
             self._skip()

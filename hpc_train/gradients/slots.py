@@ -165,5 +165,5 @@ def _scaled(gradient: Tensor, share: float, view: Tensor) -> None:
         torch.mul(gradient, share, out=view)
     elif gradient.layout is not torch.strided:
         view.zero_().add_(gradient, alpha=share)
-    else:  # in the view's wider numbers
+    else:  # multiply in the view's wider dtype
         view.copy_(gradient).mul_(share)

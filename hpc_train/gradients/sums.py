@@ -189,7 +189,7 @@ class LevelSums:
         begin, end = self.part(number)
         parts = [buffer[begin:end] for buffer in self._buffers[number]]
         mine = parts[self.levels.node.rank]
-        shared = self._shares is not None
+        shared = self._shares is not None  # then `_add_share` has summed, and `_copy_share` copies
         others = [part for part in parts if part is not mine] if self.whole[number] else []
         if self.cross is None:
             sum_into(parts, [mine, *others])

@@ -141,6 +141,7 @@ class WrappedAverager(BucketAverager):
         with self.group.waiting("the sums of the gradients by Horovod"):
             self.progress.complete(self._told(Place.AVERAGE))
             self._synchronize()
+        # Horovod's `step` averages unless it is called in this context, which `_begin_anew` leaves.
         self._skipping = self.wrapped.skip_synchronize()
         self._skipping.__enter__()
         self._done, self._drops = True, 0

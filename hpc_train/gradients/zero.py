@@ -99,7 +99,7 @@ class ShardedAverager(BucketAverager):
         self._remember()
 
     def _share_parameters(self, sums: LevelSums, divided: list[Bucket]) -> None:
-        """Put the parameters where the node's ranks can all read them. Collective."""
+        """Move the parameters to memory that all ranks of the node can read. Collective."""
         if self.memory is None:
             flats = [torch.empty(b.numel, dtype=b.dtype) for b in divided]
         else:
@@ -114,7 +114,7 @@ class ShardedAverager(BucketAverager):
                 piece = Parameter(mine)
                 self.slabs[piece] = slab
                 self._gradients[piece] = slab.of(sums.flats[number])
-        self.levels.node.barrier()
+        self.levels.node.barrier()  # all slabs are written before anybody reads the parameters
         for bucket, flat in zip(divided, flats, strict=True):
             for parameter, view in bucket.views(flat).items():
                 parameter.data = view
@@ -135,6 +135,7 @@ class ShardedAverager(BucketAverager):
         pairs = list(zip(self._filling.slots, used, strict=True))
         for slot, flag in pairs:
             if slot.parameter in self.shared:
+                # The promise only shows that there is a gradient: a look at it raises (`_look`).
                 slot.parameter.grad = slot.pending if flag else None
             else:
                 slot.publish(used=flag)

@@ -75,7 +75,7 @@ class ParallelGrid:
         if world.rank == 0 and (warning := placement.warning()):
             logger.warning(warning)
         made: GroupCache = {frozenset(): Group(waiting=world.waiting)}
-        made[_several([tuple(range(world.size))])] = world
+        made[_several([tuple(range(world.size))])] = world  # for an axis that spans the job
         with world.waiting("the groups of the layout"):
             groups = {
                 axis: _join(world, groups, made) for axis, groups in placement.groups().items()

@@ -42,11 +42,11 @@ class Group:
 
     @classmethod
     def of(cls, comm: MPI.Intracomm) -> Group:
-        """The group of a communicator's ranks, on a duplicate of it. Collective."""
+        """The group of a communicator's ranks, with a duplicate of it. Collective."""
         return cls(comm.rank, comm.size, comm.Dup())
 
     def split(self, color: int, key: int) -> Group:
-        """The ranks that give the same color, ordered by key. Collective over this group.
+        """The group of the ranks that give the same color, ordered by key. Collective.
 
         Colors are 0 or larger. A group of one rank has no communicator.
         """
@@ -114,7 +114,7 @@ class Group:
         """
         if self.comm is None:
             return True
-        from mpi4py import MPI  # a group with a communicator has MPI
+        from mpi4py import MPI  # it is running, because the group has a communicator
 
         mine = array("q", data)
         # ~x reverses the order of integers, so one MAX gives both the largest and the smallest.
@@ -144,7 +144,7 @@ class Group:
     def _combined(self, operation: str, number: int, what: str) -> int:
         if self.comm is None:
             return number
-        from mpi4py import MPI  # a group with a communicator has MPI
+        from mpi4py import MPI  # it is running, because the group has a communicator
 
         result = array("q", [number])
         with self.waiting(what):

@@ -37,11 +37,11 @@ class Levels:
         """Find out which ranks share memory. Collective."""
         if whole.comm is None:
             return cls.flat(whole)
-        from mpi4py import MPI  # a group with a communicator has MPI
+        from mpi4py import MPI  # it is running, because the group has a communicator
 
         with whole.waiting("the search for ranks that share memory"):
             shared = whole.comm.Split_type(MPI.COMM_TYPE_SHARED, key=whole.rank)
-            first = shared.bcast(whole.rank)
+            first = shared.bcast(whole.rank)  # the lowest rank of the node, which stands for it
             shared.Free()
         node = whole.split(color=first, key=whole.rank)
         cross = whole.split(color=node.rank, key=whole.rank)

@@ -147,7 +147,7 @@ def bundle(items: Sequence[Ranks], size: int, topology: Topology) -> list[list[R
         near: dict[Hashable, list[Ranks]] = {}
         for item in left:
             near.setdefault(_home(item, homes), []).append(item)
-        left = near.pop(None, [])
+        left = near.pop(None, [])  # items that lie across these homes, for the next larger ones
         for members in near.values():
             whole = len(members) - len(members) % size
             made += [members[i : i + size] for i in range(0, whole, size)]

@@ -30,7 +30,11 @@ class Watch:
         self._outer: list[str] = []
 
     def __call__(self, operation: str) -> Watch:
-        """Name the operation, such as "the sum of a bucket over 4 ranks", and enter the result."""
+        """Name the operation of the next wait, such as "the sum of a bucket over 4 ranks".
+
+        Returns:
+            This object, for `with`.
+        """
         self._next = operation
         return self
 

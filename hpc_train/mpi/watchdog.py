@@ -212,7 +212,7 @@ class Watchdog:
             match self.comm.recv():
                 case ("ask", asker, number):
                     self._send(asker, ("answer", self.rank, number, self._state()))
-                    if self._asked is None or asker < self.rank:
+                    if self._asked is None or asker < self.rank:  # of two askers the lower goes on
                         self._asked = None
                         self._silent_until = self._clock + 2 * self.grace
                 case ("answer", rank, number, state) if number == self._number:
@@ -223,6 +223,7 @@ class Watchdog:
     def _look(self) -> None:
         """Ask the other ranks, or end the job, if it is time for that."""
         operation, waited = self._state()
+        # Ranks 0, 1, 2-3, 4-7 and so on ask one period after each other.
         patience = self.limit - self.grace + self.rank.bit_length() * self.period
         if not (self.armed and operation) or waited < patience or self._clock < self._silent_until:
             return
