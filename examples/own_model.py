@@ -33,7 +33,8 @@ def main(runtime):
     config = hpc_train.load_config(options=[*DEFAULTS, *sys.argv[1:]])
     torch.manual_seed(config.run.seed)
     model = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
-    trainer = hpc_train.Trainer(config, model, training, loss, runtime, validation=validation)
+    task = hpc_train.TrainingTask(model, training, loss, validation=validation)
+    trainer = hpc_train.Trainer(config, task, runtime)
     trainer.train()
     held_out = trainer.validate()  # every rank takes part
     runtime.print(f"loss on held-out wines: {held_out:.3f}")

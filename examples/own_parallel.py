@@ -63,9 +63,8 @@ def main(runtime):
 
     config = hpc_train.load_config(options=[*DEFAULTS, *sys.argv[1:]])
     torch.manual_seed(config.run.seed)
-    trainer = hpc_train.Trainer(
-        config, Classifier(), training, loss, runtime, validation=validation
-    )
+    task = hpc_train.TrainingTask(Classifier(), training, loss, validation=validation)
+    trainer = hpc_train.Trainer(config, task, runtime)
     trainer.train()
     held_out = trainer.validate()  # every rank takes part
     runtime.print(f"loss on held-out digits: {held_out:.12f}")

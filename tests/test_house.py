@@ -25,10 +25,7 @@ LINES = 460  # of a module; the goal is 400
 PARAMETERS = 8
 # To become options that travel as one frozen value.
 MORE_PARAMETERS = {
-    "Loop.__init__": 18,
-    "Loop.epochs": 9,
     "saving": 11,
-    "Trainer.__init__": 10,
 }
 OF_TORCH = {"_Normalize.forward"}
 

@@ -24,7 +24,8 @@ folder, how = sys.argv[1:]
 def main(runtime):
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = hpc_train.Loop(runtime, folder, model, optimizer, background=True, hang_timeout=6)
+    options = hpc_train.LoopOptions(background=True, hang_timeout=6)
+    loop = hpc_train.Loop(runtime, folder, model, optimizer, options)
     data = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
     for epoch, batches in loop.epochs(data, batch=4, epochs=3):
         for number, (inputs, targets) in enumerate(batches, start=1):

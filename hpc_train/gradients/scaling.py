@@ -11,7 +11,7 @@ same number on all of them, so they do the same without asking each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,42 @@ def clip_factor(norm: float, limit: float) -> float:
     1. With a limit, a norm of NaN gives NaN.
     """
     return min(limit / (norm + 1e-6), 1.0) if limit else 1.0
+
+
+def clip_gradients(
+    averager: GradientAverager,
+    max_norm: float,
+    scaler: LossScaler | None = None,
+    norm: Callable[[GradientAverager], Tensor] | None = None,
+) -> float:
+    """Average the gradients, undo their loss scale and clip them by one factor. Collective.
+
+    Args:
+        averager: has the gradients. They keep their values if a scaled step has to be skipped.
+        max_norm: largest 2-norm that they keep; 0 disables clipping.
+        scaler: has scaled the loss. Its scale is adapted to the norm.
+        norm: computes the 2-norm of the whole model's gradients, if the ranks of a replica divide
+            the model. By default it is the averager's norm.
+
+    Returns:
+        The norm before clipping, without the loss scale. With a scaler it is NaN if the gradients
+        of any rank are not finite: the step must be skipped.
+
+    Raises:
+        HpcTrainError: too many steps in a row had to be skipped; on all ranks.
+    """
+    averager.average()
+    scale = scaler.scale if scaler is not None else 1.0
+    found = float(averager.norm() if norm is None else norm(averager)) / scale
+    if scaler is None or scaler.adapt(found):
+        factor = clip_factor(found, max_norm) / scale
+        if factor != 1.0:
+            averager.scale_(factor)
+    else:
+        found = math.nan
+    if scaler is not None and scaler.scale != scale:
+        averager.rescale(scaler.scale / scale)
+    return found
 
 
 class LossScaler:
@@ -83,41 +119,30 @@ class LossScaler:
         Raises:
             HpcTrainError: too many steps in a row had to be skipped; on all ranks.
         """
-        averager.average()
-        norm = self.unscale(averager, float(averager.norm()), clip_norm=clip_norm)
-        if math.isfinite(norm):
+        finite = math.isfinite(clip_gradients(averager, clip_norm, self))
+        if finite:
             averager.step()
-        return math.isfinite(norm)
+        return finite
 
-    def unscale(self, averager: GradientAverager, norm: float, *, clip_norm: float = 0.0) -> float:
-        """Divide averaged gradients by the scale, clip them, and adapt the scale. Collective.
+    def adapt(self, norm: float) -> bool:
+        """Adapt the scale to a step's gradients. Collective if the scaler has a group.
 
         Args:
-            averager: has the gradients. They are left as they are if the norm is not finite.
-            norm: the norm of the whole model's averaged gradients, which still have the scale.
-            clip_norm: as for `step`.
+            norm: the 2-norm of the whole model's averaged gradients.
 
         Returns:
-            The norm without the scale, before clipping. If it is not finite, the caller must skip
-            the step.
+            Whether the norm is finite on all ranks. If not, the step must be skipped.
 
         Raises:
             HpcTrainError: too many steps in a row had to be skipped; on all ranks.
         """
-        before = self.scale
-        true = norm / before
         # With local steps the norms differ between ranks: if one rank skips a step, all do.
-        if self.group.largest(int(not math.isfinite(true))):
-            true = math.nan
-            self._skip()
-        else:
-            factor = clip_factor(true, clip_norm) / before
-            if factor != 1.0:
-                averager.scale_(factor)
+        finite = not self.group.largest(int(not math.isfinite(norm)))
+        if finite:
             self._count_good()
-        if self.scale != before:
-            averager.rescale(self.scale / before)
-        return true
+        else:
+            self._skip()
+        return finite
 
     def describe(self) -> str:
         """The reason why a step was skipped, as text for a message."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,24 +26,8 @@ if TYPE_CHECKING:
     from hpc_train.parallel.schedule import Name
 
 
-class ParallelOptions(Protocol):
-    """What `apply` reads of the configuration's section `parallel`."""
-
-    @property
-    def schedule(self) -> Name:
-        """The pipeline's schedule."""
-
-    @property
-    def chunks(self) -> int:
-        """Virtual stages of each pipeline rank."""
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether tokens are cut between the tensor-parallel layers."""
-
-
 @dataclass(frozen=True)
-class Applied:
+class ParallelModel:
     """A model that a layout was put on, for one rank.
 
     Args:
@@ -70,11 +54,13 @@ class Applied:
 def apply(
     model: nn.Module,
     grid: ParallelGrid,
-    layout: ParallelOptions,
     device: torch.device,
     *,
+    schedule: Name = "1f1b",
+    chunks: int = 1,
+    sequence_parallel: bool = False,
     overlap: bool = False,
-) -> Applied:
+) -> ParallelModel:
     """Leave of a model, in place, what this rank computes. Collective over all ranks.
 
     All ranks build the same whole model. For tp above 1 it has an attribute `tensor_plan`
@@ -83,8 +69,10 @@ def apply(
     Args:
         model: as above.
         grid: the ranks' places and groups.
-        layout: schedule and sequence parallelism.
         device: where the model will lie.
+        schedule: the pipeline's.
+        chunks: virtual stages of each pipeline rank.
+        sequence_parallel: whether tokens are divided between the tensor-parallel layers.
         overlap: whether tensor-parallel sums go on in a thread while this rank computes; it needs a
             core to itself.
 
@@ -102,10 +90,10 @@ def apply(
             "say there how its layers are shared: docs/how-to/parallel.md",
         )
     names = stage_names(model) if grid.pp > 1 else []
-    chunks = layout.chunks if grid.pp > 1 else 1
+    chunks = chunks if grid.pp > 1 else 1
     runs = runs_of(model, names, grid.pp, chunks) if names else []
-    deferred = Deferred() if names and layout.schedule == "zero_bubble" else None
-    cut = layout.sequence_parallel and grid.tp > 1
+    deferred = Deferred() if names and schedule == "zero_bubble" else None
+    cut = sequence_parallel and grid.tp > 1
     specs = parallelize(
         model,
         getattr(model, "tensor_plan", {}) if grid.tp > 1 else {},
@@ -128,10 +116,10 @@ def apply(
         [p for name, p in parameters.items() if shards[name].owned],
         **over,
     )
-    name = "1f1b" if layout.schedule == "zero_bubble" and not names else layout.schedule
+    name = "1f1b" if schedule == "zero_bubble" and not names else schedule
     dropouts = [layer for layer in model.modules() if isinstance(layer, SampleDropout)]
     pipeline = Pipeline(grid.pipe, device, name, chunks, stages, deferred, dropouts)
-    return Applied(pipeline, gradients, shards, [everyone, *over.values()])
+    return ParallelModel(pipeline, gradients, shards, [everyone, *over.values()])
 
 
 @dataclass(frozen=True)

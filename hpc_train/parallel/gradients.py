@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
 
 from hpc_train.collectives import Collectives
+from hpc_train.gradients import GradientAverager
 
 SMALL = 1 << 18  # bytes, up to which to copy a gradient costs less than a call of its own
 
@@ -49,22 +50,23 @@ class LayoutGradients:
         """The parameters whose gradients `complete` changes."""
         return [*self.partial, *self.tied]
 
-    def norm(self, parts: Iterable[tuple[Parameter, Tensor]], shards: Collectives) -> Tensor:
-        """The norm of all gradients of the whole model, float64. Collective over both groups.
+    def norm(self, averager: GradientAverager) -> Tensor:
+        """The 2-norm of the whole model's averaged gradients, float64. Collective over the job.
 
-        One that is not finite, on any of the ranks, makes it so on all of them.
+        If a gradient is not finite on any of the ranks, the norm is not finite on all of them.
 
         Args:
-            parts: averaged gradients that this rank speaks for.
-            shards: of the ranks that speak for all of the replica's together.
+            averager: has averaged and completed the gradients.
         """
+        if self.model.group.size == 1:  # an averager need not go through all parameters
+            return averager.norm()
         mine: list[Tensor] = []
         copies: list[Tensor] = []
-        for parameter, part in parts:
+        for parameter, part in averager.parts():
             (mine if parameter in self._counted else copies).append(part)
-        # Other ranks speak for the copies: they add nothing, but NaN if one is not finite.
+        # Other ranks count the copies. Here they add nothing, or NaN if one is not finite.
         total = _square(mine) + 0 * _square(copies)
-        for over in (shards, self.model):
+        for over in (averager.shards, self.model):
             if over.group.size > 1:
                 over.sum_(total)
         return total.sqrt()
