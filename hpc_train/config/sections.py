@@ -8,13 +8,13 @@ itself; what depends on the number of ranks or on the data is checked by the par
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import yaml
 
 from hpc_train.compression import parse_scheme as parse_compression
+from hpc_train.config.durations import TIME_FORMS, parse_duration
 from hpc_train.errors import ConfigError
 
 
@@ -43,8 +43,9 @@ class RunSection:
     deterministic: bool = False
     """Make repeated runs of one layout give the same bits."""
     time_limit: str | int | None = "auto"
-    """Time since the program's start before which it stops with a checkpoint, in seconds or as
-    HH:MM:SS. With auto it stops before the end of its SLURM or PBS job, if it is in one."""
+    """Time after the program's start, in seconds, as HH:MM:SS, as D-HH:MM:SS or as 1h30m. The
+    program stops with a checkpoint before it is over. With auto it stops before the end of its
+    SLURM or PBS job, if it is in one."""
     hang_timeout: float = 1800.0
     """Seconds that a rank waits for another before the job ends with an error. 0 disables the
     limit."""
@@ -69,19 +70,19 @@ class RunSection:
         self.time_limit_seconds()
 
     def time_limit_seconds(self) -> int | None:
-        """The time limit in seconds; None if there is none of the run's own.
+        """The time limit in seconds. None if there is none, or if it is auto.
 
         Raises:
-            ConfigError: it is neither seconds nor HH:MM:SS.
+            ConfigError: it is not a time span.
         """
         if self.time_limit in (None, "auto"):
             return None
-        text = str(self.time_limit)
-        if not re.fullmatch(r"\d+|\d+:[0-5]?\d:[0-5]?\d", text):
-            raise ConfigError(f"run.time_limit is {text!r}", "give seconds, HH:MM:SS or auto")
-        *hours_minutes, seconds = (int(part) for part in text.split(":"))
-        hours, minutes = hours_minutes or (0, 0)
-        return hours * 3600 + minutes * 60 + seconds
+        seconds = parse_duration(str(self.time_limit))
+        if seconds is None:
+            raise ConfigError(
+                f"run.time_limit is {self.time_limit!r}", f"give seconds, {TIME_FORMS}, or auto"
+            )
+        return seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from hpc_train.errors import UserError
 from hpc_train.gradients.progress import Progress, ThreadProgress
+from hpc_train.mpi.environment import ranks_yield
 
 Engine = Literal["auto", "horovod", "mpi"]
 TwoLevel = Literal["auto", "on", "off"]
@@ -101,5 +102,5 @@ class AveragingOptions:
 
     def progress(self) -> Progress:
         """A thread where there is a core for it, else hooks."""
-        polite = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # see `runtime.start`
+        polite = ranks_yield(os.environ)
         return ThreadProgress(polite=polite) if self.spare_core else Progress(polite=polite)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from hpc_train.config.durations import parse_duration
 from hpc_train.errors import UserError
 from hpc_train.host import programs
 from hpc_train.launch.protocol import DEADLINE
@@ -43,32 +44,16 @@ def ask_end(environ: Mapping[str, str]) -> float | None:
     if "SLURM_JOB_ID" in environ:
         if environ.get("SLURM_JOB_END_TIME", "").isdigit():  # since Slurm 22.05, or later
             return float(environ["SLURM_JOB_END_TIME"])
-        left = seconds_of_slurm(
-            programs.output(
-                "squeue",
-                "-h",
-                "-j",
-                environ["SLURM_JOB_ID"],
-                "-o",
-                "%L",
-                timeout=SCHEDULER_PATIENCE,
-            )
-        )
+        words = ("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%L")
+        text = programs.output(*words, timeout=SCHEDULER_PATIENCE).strip()
+        # squeue leaves out the hours of less than one, and says UNLIMITED where there is no limit.
+        left = parse_duration(f"0:{text}" if text.count(":") == 1 else text)
         return None if left is None else time.time() + left
     if "PBS_JOBID" in environ:
         return pbs_end(
             programs.output("qstat", "-f", environ["PBS_JOBID"], timeout=SCHEDULER_PATIENCE)
         )
     return None
-
-
-def seconds_of_slurm(text: str) -> int | None:
-    """Seconds of Slurm's [days-][hours:]minutes:seconds; None for UNLIMITED and the like."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if not found:
-        return None
-    days, hours, minutes, rest = (int(number or 0) for number in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
 def pbs_end(text: str) -> float | None:
@@ -78,7 +63,7 @@ def pbs_end(text: str) -> float | None:
     """
     limit = re.search(r"Resource_List\.walltime = (\S+)", text)
     begin = re.search(r"\b(?:stime|start_time) = (.+)", text)
-    length = seconds_of_slurm(limit[1]) if limit else None
+    length = parse_duration(limit[1]) if limit else None
     if length is None or not begin:
         return None
     with suppress(ValueError):

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jinja2
 import yaml
 
+from hpc_train.config.durations import format_duration
 from hpc_train.errors import UserError
 from hpc_train.launch import Scheduler
 
@@ -114,24 +115,6 @@ def _filled(name: str, directives: str, settings: str) -> str:
     return environment.get_template(name).render(values)
 
 
-def clock(seconds: int) -> str:
-    """Seconds as HH:MM:SS."""
-    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
-
-
-def seconds_of(text: str) -> int:
-    """Seconds of HH:MM:SS.
-
-    Raises:
-        UserError: it is something else, or nothing.
-    """
-    found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
-    seconds = sum(int(n) * unit for n, unit in zip(found.groups(), (3600, 60, 1))) if found else 0  # noqa: B905
-    if not seconds:
-        raise UserError(f"--time is {text!r}", "give HH:MM:SS, such as 02:00:00")
-    return seconds
-
-
 def _checked(line: str) -> str:
     """A directive, if it has only characters that mean nothing to a shell or a scheduler.
 
@@ -162,7 +145,7 @@ def _slurm(batch: BatchJob) -> list[str]:
         f"--nodes={batch.nodes}",
         f"--ntasks-per-node={batch.ranks_per_node}",
         f"--cpus-per-task={batch.threads}",
-        f"--time={clock(batch.seconds)}",
+        f"--time={format_duration(batch.seconds)}",
         f"--output={_word('run.dir', output)}",
         "--open-mode=append",
         "--requeue",
@@ -188,7 +171,7 @@ def _pbs(batch: BatchJob) -> list[str]:
     lines = [
         f"-N {_word('the name', batch.name)}",
         f"-l {batch.resources or usual}",
-        f"-l walltime={clock(batch.seconds)}",
+        f"-l walltime={format_duration(batch.seconds)}",
         f"-o {_word('run.dir', batch.run_dir)}/",
         "-j oe",
         "-r y",

@@ -22,7 +22,7 @@ from hpc_train.errors import SetupError, UserError
 from hpc_train.host.programs import output
 from hpc_train.launch.hosts import Host
 from hpc_train.launch.left_behind import step_name
-from hpc_train.mpi.environment import for_launcher
+from hpc_train.mpi.environment import YIELD, for_launcher
 
 # Handed to ranks on other hosts by launchers that would leave them out.
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
@@ -140,7 +140,7 @@ def open_mpi(program: str, job: Job) -> Line:
     elif job.crowded:
         words += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
         # Version 4 would have ranks that wait spin; 5 calls its component otherwise, and yields.
-        environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        environ[YIELD] = "1"
     else:
         words += ["--map-by", "slot", "--bind-to", "none"]
     if job.hosts:

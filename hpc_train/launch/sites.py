@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
+from hpc_train.config.keys import check_fields, read_mapping
 from hpc_train.errors import UserError
 from hpc_train.launch import Scheduler
 from hpc_train.launch.batch import TEMPLATES
@@ -71,22 +70,14 @@ def load_site(name: str) -> Site:
     Raises:
         UserError: there is none, or it is not one.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else SITES / f"{name}.yaml"
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
+    own = name.endswith((".yaml", ".yml"))
+    if not own and name not in names():
         raise UserError(
-            f"no site profile {name}", f"there are {', '.join(names())}; or give a .yaml file"
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"site profile {path}: {' '.join(str(error).split())}") from None
-    known = {key.name for key in fields(Site)}
-    if not isinstance(tree, dict) or "scheduler" not in tree:
-        raise UserError(f"site profile {path} has no scheduler", "write scheduler: slurm, or pbs")
-    for key in tree:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1) or sorted(known)
-            raise UserError(f"site profile {path}: unknown key {key}", f"take {', '.join(near)}")
+            f"there is no site profile {name}",
+            f"take {', '.join(names())}, or give a .yaml file of your own",
+        )
+    path = Path(name) if own else SITES / f"{name}.yaml"
+    tree = check_fields(read_mapping(path, "site profile"), Site, path)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Site)
     try:
@@ -95,11 +86,11 @@ def load_site(name: str) -> Site:
             filled(words, dict.fromkeys(NUMBERS, 1))
     except (ArgumentError, KeyError, IndexError, ValueError) as error:
         told = " ".join(str(error).split())
-        raise UserError(f"site profile {path}: {told}", "hpc_train/launch/sites.py tells") from None
+        raise UserError(f"{path}: {told}", "hpc_train/launch/sites.py tells") from None
     if site.resources and site.scheduler == "slurm":
-        raise UserError(f"site profile {path}: resources are PBS's", "write directives")
+        raise UserError(f"{path}: resources are PBS's", "write directives")
     if "account_option" in tree and site.scheduler == "slurm":
-        raise UserError(f"site profile {path}: account_option is PBS's", "leave it out")
+        raise UserError(f"{path}: account_option is PBS's", "leave it out")
     return site
 
 

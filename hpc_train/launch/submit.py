@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_train.config import file as config_file
+from hpc_train.config.durations import TIME_FORMS, parse_duration
+from hpc_train.config.keys import check_key
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch import Scheduler, sites
-from hpc_train.launch.batch import BatchJob, seconds_of, text
+from hpc_train.launch.batch import BatchJob, text
 from hpc_train.launch.launchers import srun_plugin
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.sites import Site
@@ -26,7 +28,7 @@ COMMANDS = {
     "torque": ("qsub",),
     "mpijob": ("kubectl", "create", "-o", "name", "-f"),
 }
-HOUR = "01:00:00"
+HOUR = 3600
 RESTARTS, REQUEUES = 3, 50
 # Options that mean nothing to a scheduler: to take them and do nothing would be to lie.
 NOT_FOR: dict[str, tuple[str, ...]] = {
@@ -166,7 +168,7 @@ def make(request: SubmitRequest) -> BatchJob:
         nodes=request.nodes,
         ranks_per_node=ranks_per_node,
         threads=threads,
-        seconds=seconds_of(request.time or HOUR),
+        seconds=_time_limit(request.time),
         command=[*program, "train", request.config, *request.options],
         run_dir=run_dir,
         launcher=_launcher(request, site, scheduler, program, numbers),
@@ -255,6 +257,20 @@ def _check_site(request: SubmitRequest, site: Site, scheduler: Scheduler) -> Non
             )
 
 
+def _time_limit(text: str | None) -> int:
+    """Seconds of --time.
+
+    Raises:
+        UserError: it is not a time span, or has no unit: 30 is minutes to SLURM, seconds to PBS.
+    """
+    if text is None:
+        return HOUR
+    seconds = None if text.isdecimal() else parse_duration(text)
+    if not seconds:
+        raise UserError(f"--time is {text!r}", f"give {TIME_FORMS}, such as 02:00:00")
+    return seconds
+
+
 def _requeue_by(
     request: SubmitRequest, scheduler: Scheduler
 ) -> Literal["requeue", "submit", "never"]:
@@ -320,6 +336,6 @@ def _sweep(axes: Sequence[str]) -> list[list[str]]:
             raise UserError("--sweep has run.dir", "each task has a directory of its own anyhow")
         if [other.partition("=")[0] for other in axes].count(key) > 1:
             raise UserError(f"--sweep has {key} twice", f"write {key}=VALUE,VALUE once")
-        config_file.check_key(key)
+        check_key(key, config_file.KEYS)
         choices.append([(f"--{key}", value) for value in values.split(",")])
     return [list(itertools.chain(*combination)) for combination in itertools.product(*choices)]

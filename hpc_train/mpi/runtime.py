@@ -91,7 +91,7 @@ def start_runtime() -> Runtime:
     if (launch.local_size or 1) > (os.cpu_count() or 1):
         # Ranks that wait would hold the cores of those they wait for. Open MPI notices this only
         # where the launcher was told of too few slots; horovodrun -H tells it of as many as ranks.
-        os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        os.environ[environment.YIELD] = "1"
     for component in ("romio321", "romio341"):
         # Open MPI's own component, which it prefers, reports success on a full disk.
         os.environ.setdefault(f"OMPI_MCA_io_{component}_priority", "50")
@@ -249,7 +249,7 @@ def yield_while_waiting(switch: bool) -> None:
     ranks computed on, in a machine that was busy otherwise, too; yielding, 0.6 %. The variable is
     read when MPI starts, which it has.
     """
-    if "OMPI_MCA_mpi_yield_when_idle" in os.environ:
+    if environment.YIELD in os.environ:
         return
     library = ctypes.CDLL(import_mpi().__file__)
     set_yield = getattr(library, "opal_progress_set_yield_when_idle", None)

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hpc_train.errors import UserError
+from hpc_train.config.keys import check_fields, read_mapping
+from hpc_train.errors import ConfigError
 
 GUIDE = "docs/how-to/plan.md has an example"
 DEVICES, LINKS = ("cpu", "cuda"), ("inside", "across")
@@ -89,57 +89,39 @@ class Machine:
 
 
 def load_machine(path: Path) -> Machine:
-    """Read a description.
+    """Read a machine description.
 
     Raises:
-        UserError: there is none, or something in it is wrong; the message names its key.
+        ConfigError: there is no such file, or something in it is wrong; the message names the key.
     """
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"there is no machine description {path}",
+    given = check_fields(
+        read_mapping(
+            path,
+            "machine description",
             "measure one on a job's ranks: `mpirun -np 8 hpc-train plan CONFIG.yaml --measure`, "
             f"or write it: {GUIDE}",
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"machine description {path}: {' '.join(str(error).split())}") from None
-    return _machine(tree, f"machine description {path}:")
-
-
-def _machine(tree: object, where: str) -> Machine:
-    given = _known(tree, Machine, where)
+        ),
+        Machine,
+        path,
+    )
     compute, device = given.pop("compute"), given.pop("device", "cpu")
     if not isinstance(compute, dict) or not compute:
-        raise UserError(f"{where} compute has no number format", GUIDE)
+        raise ConfigError(f"{path}: compute has no number format", GUIDE)
     if device not in DEVICES:
-        raise UserError(f"{where} device is {device!r}", f"it is one of {', '.join(DEVICES)}")
-    formats = {
-        str(name): _numbers(_known(keys, Compute, f"{where} compute.{name}"), f"{where} {name}.")
-        for name, keys in compute.items()
+        raise ConfigError(f"{path}: device is {device!r}", f"it is one of {', '.join(DEVICES)}")
+
+    def checked(tree: object, kind: type, section: str) -> Any:
+        return kind(**_numbers(check_fields(tree, kind, path, section), f"{path}: {section}."))
+
+    speeds = {
+        str(name): checked(tree, Compute, f"compute.{name}") for name, tree in compute.items()
     }
     links: dict[str, Any] = {
-        name: Link(**_numbers(_known(keys, Link, f"{where} {name}"), f"{where} {name}."))
+        name: checked(tree, Link, name)
         for name in LINKS
-        if (keys := given.pop(name, None)) is not None
+        if (tree := given.pop(name, None)) is not None
     }
-    made = {name: Compute(**numbers) for name, numbers in formats.items()}
-    return Machine(made, device=device, **links, **_numbers(given, f"{where} "))
-
-
-def _known(tree: object, kind: type, where: str) -> dict[str, Any]:
-    """A mapping whose keys are a dataclass's, with all those that have no default."""
-    keys = {key.name: key for key in fields(kind)}
-    if not isinstance(tree, dict):
-        raise UserError(f"{where} {tree!r} is no mapping", f"write {', '.join(keys)} below it")
-    for key in tree:
-        if key not in keys:
-            near = difflib.get_close_matches(str(key), keys, n=1) or list(keys)
-            raise UserError(f"{where} unknown key {key}", f"take {', '.join(near)}")
-    for name, key in keys.items():
-        if key.default is MISSING and name not in tree:
-            raise UserError(f"{where} {name} is missing", GUIDE)
-    return dict(tree)
+    return Machine(speeds, device=device, **links, **_numbers(given, f"{path}: "))
 
 
 def _numbers(given: Mapping[str, object], where: str) -> dict[str, Any]:
@@ -155,6 +137,6 @@ def _numbers(given: Mapping[str, object], where: str) -> dict[str, Any]:
             number = math.nan
         if not 0 <= number < math.inf or (number == 0 and key not in MAY_BE_ZERO):
             least = "0 or more" if key in MAY_BE_ZERO else "above 0"
-            raise UserError(f"{where}{key} is {value!r}", f"give a number {least}")
+            raise ConfigError(f"{where}{key} is {value!r}", f"give a number {least}")
         found[key] = number
     return found
