@@ -45,7 +45,7 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ("model: {hidden: 64, heads: 3}", "does not divide model.hidden 64: nearest that do: 2, 4"),
         ("model: {dropout: 1.0}", "model.dropout is 1.0"),
         ("gradients: {engine: nccl}", "it takes one of auto, horovod, mpi"),
-        ("gradients: {reduction: adasum}", "engine auto: use --gradients.engine horovod"),
+        ("gradients: {reduction: adasum}", "engine is auto: use --gradients.engine horovod"),
         (
             ADASUM + "optimizer: {clip_norm: 1}",
             "have no common norm: leave optimizer.clip_norm out",

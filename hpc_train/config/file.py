@@ -1,4 +1,4 @@
-"""From a YAML file and dotted options to a configuration; mistakes are named with their key."""
+"""Make a configuration from a YAML file and dotted options. An error names the wrong key."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 DESCRIPTION = (
-    "Train a model; a YAML file, then --section.key options, which win over it. With --cold every "
-    "rank imports its libraries itself, in place of one process per node for all."
+    "Train the model of a configuration file. --section.key options override the file. By default "
+    "one process per node imports the libraries for all its ranks; with --cold each rank does."
 )
 
 SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
@@ -69,10 +69,13 @@ def config_parser(*, documented: bool) -> ArgumentParser:
     """The command-line parser of a run's configuration, made from the dataclasses.
 
     Args:
-        documented: with the text of every key, for the help; reading the texts takes most of the
-            time that making the parser takes.
+        documented: whether the help has the text of every key. Reading these texts takes most of
+            the time that the parser takes.
     """
-    from jsonargparse import ArgumentParser, set_parsing_settings  # not for users' own loops
+    from jsonargparse import (
+        ArgumentParser,
+        set_parsing_settings,
+    )  # late: users' own loops need no parser
 
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
     made = ArgumentParser(prog="hpc-train train", exit_on_error=False, description=DESCRIPTION)
@@ -83,13 +86,13 @@ def config_parser(*, documented: bool) -> ArgumentParser:
 
 
 def split(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """The path of CONFIG.yaml, if the arguments begin with one, and the options behind it."""
+    """Split arguments into the path of CONFIG.yaml, or None, and the options after it."""
     given = bool(arguments) and not arguments[0].startswith("-")
     return (arguments[0], arguments[1:]) if given else (None, arguments)
 
 
 def separate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A verb's own arguments, and the dotted options with their values that are the training's."""
+    """Split a verb's arguments into its own and the dotted options of the configuration."""
     own: list[str] = []
     options: list[str] = []
     target = own
@@ -108,10 +111,10 @@ def separate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def load(path: str | Path | None = None, options: Sequence[str] = ()) -> RunConfig:
-    """Make a configuration from a YAML file and dotted options, which win over the file.
+    """Make a configuration from a YAML file and dotted options, which override the file.
 
     Args:
-        path: the file; without one, the defaults.
+        path: the file; None takes the defaults.
         options: as on the command line: ["--run.steps", "100", "--model.layers=2"].
 
     Raises:

@@ -1,8 +1,8 @@
 """The configuration: one frozen dataclass per section.
 
-`file.py` makes them from YAML and options. A part takes its own section, never the
-whole. Values are checked where they are made, so that a configuration that exists is sound by
-itself; what depends on the number of ranks or on the data is checked by the part that knows them.
+`file.py` makes them from YAML and options. Each part of the package takes its own section, never
+the whole. A section checks its values when it is made, so every configuration that exists is valid
+by itself. What depends on the number of ranks or on the data is checked by the part that knows it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RunSection:
         _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
         _at_least(self, "run", hang_timeout=0, hang_steps=0)
         if self.seed >= 1 << 63:
-            raise ConfigError(f"run.seed is {self.seed}", "give one below 2**63")
+            raise ConfigError(f"run.seed is {self.seed}", "give a number below 2**63")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError("run.steps and run.epochs are both given", "give one of them")
         self.time_limit_seconds()
@@ -171,18 +171,19 @@ class ParallelSection:
         _at_least(self, "parallel", dp=1, tp=1, pp=1, virtual_stages=1)
         if self.schedule != "interleaved" and (self.virtual_stages or 1) > 1:
             raise ConfigError(
-                f"parallel.virtual_stages is {self.virtual_stages}, the schedule {self.schedule}",
+                f"parallel.virtual_stages is {self.virtual_stages}, but parallel.schedule is "
+                f"{self.schedule}",
                 "use --parallel.schedule interleaved, or leave virtual_stages out",
             )
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError(
                 "parallel.sequence_parallel is on, but parallel.tp is 1",
-                "set parallel.tp, or leave it off",
+                "set parallel.tp, or leave sequence_parallel out",
             )
 
     @property
     def chunks(self) -> int:
-        """Runs of layers that each pipeline rank has."""
+        """Number of virtual stages of each pipeline rank."""
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 
@@ -217,27 +218,28 @@ class GradientsSection:
     def _check_horovod(self, compression: str) -> None:
         if self.engine == "horovod" and self.two_level == "on":
             raise ConfigError(
-                "gradients.two_level is on, gradients.engine horovod", "use --gradients.engine mpi"
+                "gradients.two_level is on, but gradients.engine is horovod",
+                "use --gradients.engine mpi",
             )
         if self.engine == "horovod" and compression not in ("none", "fp16"):
             raise ConfigError(
-                f"gradients.compression is {self.compression}, gradients.engine horovod",
+                f"gradients.compression is {self.compression}, but gradients.engine is horovod",
                 "use --gradients.engine mpi, or compression fp16",
             )
         if self.reduction == "adasum" and self.engine != "horovod":
             raise ConfigError(
-                f"gradients.reduction is adasum, gradients.engine {self.engine}",
+                f"gradients.reduction is adasum, but gradients.engine is {self.engine}",
                 "use --gradients.engine horovod",
             )
         if self.reduction == "adasum" and compression != "none":
             raise ConfigError(
-                f"gradients.reduction is adasum, gradients.compression {self.compression}",
+                f"gradients.reduction is adasum, but gradients.compression is {self.compression}",
                 "leave gradients.compression out",
             )
 
     @property
     def bucket_bytes(self) -> int | None:
-        """The size of the buckets, if it is given."""
+        """Size of the buckets in bytes; None if it is not given."""
         return None if self.bucket_mb is None else max(1, int(self.bucket_mb * (1 << 20)))
 
 
@@ -279,8 +281,8 @@ class PrecisionSection:
     """Number formats."""
 
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """float32 and float64 are the format of everything. bfloat16 and float16 are that of matrix
-    products (torch.autocast)."""
+    """With float32 and float64 all numbers have that format. With bfloat16 and float16 matrix
+    products have it (torch.autocast), and parameters are float32."""
     matmul: Literal["auto", "onednn", "torch"] = "auto"
     """The library that multiplies the float32 matrices of linear layers on CPUs: onednn, or torch's
     own. auto takes the one that was measured to be faster on this kind of processor."""
@@ -289,7 +291,7 @@ class PrecisionSection:
         if self.matmul == "onednn" and self.dtype != "float32":
             raise ConfigError(
                 f"precision.matmul is onednn, but precision.dtype is {self.dtype}",
-                "leave precision.matmul out: it is about float32",
+                "leave precision.matmul out: it applies to float32 only",
             )
 
     @property
@@ -348,13 +350,13 @@ class CheckpointSection:
         _at_least(self, "checkpoint", keep=0, keep_every=0, keep_best=0)
         if self.weights and self.resume not in ("auto", "none"):
             raise ConfigError(
-                "checkpoint.resume names a file, and checkpoint.weights is given",
-                "leave out weights to go on with the optimizer's state, or else resume",
+                "checkpoint.resume names a file, but checkpoint.weights is given",
+                "leave out weights to resume with the optimizer's state, or leave out resume",
             )
         if (self.include or self.exclude) and not self.weights:
             raise ConfigError(
                 "checkpoint.include and exclude choose from checkpoint.weights, which is not given",
-                "give it, or leave them out",
+                "give checkpoint.weights, or leave them out",
             )
 
 
@@ -376,13 +378,13 @@ class RunConfig:
         zero, gradients = self.memory.zero == 1, self.gradients
         if zero and gradients.engine == "horovod":
             raise ConfigError(
-                "memory.zero is 1, gradients.engine horovod",
+                "memory.zero is 1, but gradients.engine is horovod",
                 "use --gradients.engine mpi",
             )
         if zero and gradients.two_level == "off":
             raise ConfigError(
-                "memory.zero is 1, gradients.two_level off",
-                "leave one out: zero sums in the memory of nodes",
+                "memory.zero is 1, but gradients.two_level is off",
+                "leave one out: memory.zero sums in the shared memory of a node",
             )
         if gradients.average_every > 1 and (
             zero or gradients.engine == "horovod" or gradients.compression != "none"
@@ -393,8 +395,8 @@ class RunConfig:
             )
         if gradients.reduction == "adasum" and self.optimizer.clip_norm:
             raise ConfigError(
-                f"optimizer.clip_norm is {self.optimizer.clip_norm}, gradients.reduction adasum: "
-                "the replicas' gradients have no common norm",
+                f"optimizer.clip_norm is {self.optimizer.clip_norm}, but with gradients.reduction "
+                "adasum the replicas' gradients have no common norm",
                 "leave optimizer.clip_norm out",
             )
 

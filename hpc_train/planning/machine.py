@@ -1,6 +1,7 @@
 """A description of a machine, as YAML: how fast its ranks compute, and how fast they communicate.
 
-`hpc-train plan` predicts step times from it; `hpc-train plan --measure` writes one, and people may.
+`hpc-train plan` predicts step times from it. `hpc-train plan --measure` writes one; it can also be
+written by hand.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class Compute:
     """How fast ranks train in one number format.
 
     Args:
-        rank: flop/s of a rank in forward and backward passes, while all others sleep.
-        node: of the ranks of a node together, while all of them compute; None: each is as fast as
-            alone.
-        job: of a node's ranks together, while those of all nodes compute: less than `node` where
-            nodes share processors, as emulated ones do; None: the same.
-        layer: seconds that a layer takes for a micro-batch however small it is, forward and
-            backward.
+        rank: flop/s of one rank in forward and backward passes while all others sleep.
+        node: flop/s of all ranks of a node together while all of them compute; None: each rank is
+            as fast as alone.
+        job: flop/s of all ranks of a node together while the ranks of all nodes compute. It is less
+            than `node` where nodes share processors, as emulated nodes do; None: the same.
+        layer: seconds that a layer's forward and backward pass take for a micro-batch, however
+            small it is.
     """
 
     rank: float
@@ -44,14 +45,13 @@ class Compute:
 
 @dataclass(frozen=True)
 class Link:
-    """What messages take.
+    """What messages cost.
 
     Args:
         alpha: seconds for each message.
-        beta: seconds for each byte, in one direction: inside a node of one rank while all of it
-            send, across nodes of a node, whose ranks share it.
-        processor: seconds for each byte in which a rank that sends it and one that receives it,
-            together, cannot compute.
+        beta: seconds for each byte, in one direction. Inside a node it is for each rank, while all
+            ranks of the node send. Across nodes it is for each node; its ranks share the link.
+        processor: seconds of computing that each byte costs the sender and the receiver together.
     """
 
     alpha: float
@@ -61,17 +61,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine on which every node is like the others.
+    """A machine whose nodes are all alike.
 
     Args:
-        compute: by number format, as `precision.dtype` names them.
-        memory_bandwidth: bytes/s that a rank reads and writes, with cores to itself.
-        inside: between ranks of a node; None: not known.
-        across: between nodes; None: not known.
+        compute: speed in each number format, by the names of `precision.dtype`.
+        memory_bandwidth: bytes/s that a rank reads and writes when it shares its cores with nobody.
+        inside: messages between ranks of a node; None: not known.
+        across: messages between nodes; None: not known.
         node_gib: memory of a node, for all its ranks; None: not limited.
         rank_gib: memory of a rank, such as its GPU's; None: not limited.
-        device: cpu or cuda; on cpu the ranks of a node average gradients in memory that they share.
-        ranks_per_node: with which it was measured; None: it was written.
+        device: cpu or cuda; on cpu the ranks of a node average gradients in shared memory.
+        ranks_per_node: ranks on each node when it was measured; None: it was written by hand.
     """
 
     compute: Mapping[str, Compute]
@@ -125,7 +125,7 @@ def load_machine(path: Path) -> Machine:
 
 
 def _numbers(given: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Checked numbers; YAML reads 1e-6, which has no point, as text."""
+    """Check numbers, and make them floats: YAML reads 1e-6, which has no point, as text."""
     found: dict[str, float | None] = {}
     for key, value in given.items():
         if value is None and key in UNLIMITED:

@@ -106,7 +106,7 @@ def test_the_vocabulary_comes_from_the_data(config, text_data):
             "--parallel.tp=3",
             "does not divide model.heads 4: nearest that it divides: model.heads 3",
         ),
-        ("--model.vocab=null", "the vocabulary is not known: give model.vocab, or data.path"),
+        ("--model.vocab=null", "the vocabulary size is not known: give model.vocab, or data.path"),
         ("--model.layer=3", "unknown key model.layer: did you mean model.layers?"),
     ],
 )
