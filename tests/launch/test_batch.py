@@ -110,7 +110,7 @@ def test_directives_take_plain_words_only(scheduler, field, value):
     try:
         script = text(replace(PLAIN, scheduler=scheduler, **{field: value}))
     except UserError as error:
-        assert "cannot stand" in str(error)
+        assert "cannot be used" in str(error)
         return
     directives = [line for line in script.splitlines() if line.startswith(("#SBATCH", "#PBS"))]
     usual = text(replace(PLAIN, scheduler=scheduler)).splitlines()
