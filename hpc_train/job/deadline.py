@@ -1,6 +1,6 @@
-"""When this process's batch job ends, as its scheduler tells.
+"""Find out from the scheduler when this process's batch job ends.
 
-It is asked once, by one rank, before MPI is started: a process that has MPI must not start others.
+One rank asks, once, before MPI is started: a process that has MPI must not start others.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from hpc_train.host import programs
 from hpc_train.launch.protocol import DEADLINE
 from hpc_train.mpi.group import Group
 
-SCHEDULER_PATIENCE = 20.0  # seconds for the scheduler's answer
-SECONDS_TO_END = 8.0  # seconds before the job's end, for the launcher and the script to end in
+SCHEDULER_PATIENCE = 20.0  # seconds to wait for the scheduler's answer
+SECONDS_TO_END = 8.0  # seconds before the job's end, in which the launcher and the script end
 
 
 def note_end() -> None:
-    """Set DEADLINE to the end of the job, in seconds since 1970, if it is in one that ends."""
+    """Set DEADLINE to the end of this process's batch job, in seconds since 1970, if it has one."""
     if DEADLINE not in os.environ and (end := ask_end(os.environ)) is not None:
         os.environ[DEADLINE] = str(int(end))
 
 
 def of_job(group: Group) -> float | None:
-    """When training has to be over, by the end of the job that rank 0 has noted. Collective.
+    """When training must be over, in seconds since 1970; None without a limit. Collective.
+
+    It is SECONDS_TO_END before the end of the job that rank 0 has noted.
 
     Raises:
-        UserError: DEADLINE was set to something else.
+        UserError: DEADLINE is set to something that is no number.
     """
     noted = group.from_first(lambda: os.environ.get(DEADLINE))
     with suppress(ValueError):
@@ -40,7 +42,7 @@ def of_job(group: Group) -> float | None:
 
 
 def ask_end(environ: Mapping[str, str]) -> float | None:
-    """The end of the job in seconds since 1970; None: there is no job, no limit, or no answer."""
+    """The end of the job in seconds since 1970; None without a job, a limit or an answer."""
     if "SLURM_JOB_ID" in environ:
         if environ.get("SLURM_JOB_END_TIME", "").isdigit():  # since Slurm 22.05, or later
             return float(environ["SLURM_JOB_END_TIME"])
@@ -57,9 +59,9 @@ def ask_end(environ: Mapping[str, str]) -> float | None:
 
 
 def pbs_end(text: str) -> float | None:
-    """The end of a job that `qstat -f` describes: its start and its walltime.
+    """The end of a job that `qstat -f` describes, its start plus its walltime; seconds since 1970.
 
-    PBS Pro has `stime`, Torque `start_time`; both write them as ctime does.
+    PBS Pro calls the start `stime`, Torque `start_time`; both write it as ctime does.
     """
     limit = re.search(r"Resource_List\.walltime = (\S+)", text)
     begin = re.search(r"\b(?:stime|start_time) = (.+)", text)
