@@ -201,7 +201,7 @@ def test_the_training_is_known_however_it_is_written(program):
     [
         (["--", "train"], "the number of ranks is not given"),
         (["-np", "2"], "no command"),
-        (["-np", "2", "train"], "write the command behind --"),
+        (["-np", "2", "train"], "write the command after --"),
         (["-np", "2", "--", "trian", "my.yaml"], "did you mean train?"),
         (["-np", "2", "--", "/none/program"], "there is no program '/none/program'"),
         (["-np", "2", "--", "train"], "train has no configuration"),
