@@ -72,10 +72,8 @@ def config_parser(*, documented: bool) -> ArgumentParser:
         documented: whether the help has the text of every key. Reading these texts takes most of
             the time that the parser takes.
     """
-    from jsonargparse import (
-        ArgumentParser,
-        set_parsing_settings,
-    )  # late: users' own loops need no parser
+    # Loaded here, because users' own loops load this module and need no parser.
+    from jsonargparse import ArgumentParser, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
     made = ArgumentParser(prog="hpc-train train", exit_on_error=False, description=DESCRIPTION)

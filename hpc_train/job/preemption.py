@@ -64,9 +64,8 @@ class StopRequests:
             number: signal.signal(number, self._note) for number in REQUEST_SIGNALS
         }
         self._stopping = False
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, REQUEST_SIGNALS
-        )  # signals that were held back arrive now
+        # Signals that `hold_signals` has held back arrive now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUEST_SIGNALS)
 
     @property
     def limited(self) -> bool:

@@ -32,9 +32,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "mpi4py", "numpy", "h5py", "horovod")
 COMPUTE_SECONDS = 0.1  # seconds of each rank's trial
-TRIAL_ROUNDS = (
-    3  # rounds of each trial; only the fastest counts, because others use the machine too
-)
+TRIAL_ROUNDS = 3  # rounds of each trial; the fastest counts, because others use the machine too
 MESSAGE_BYTES = 1 << 20
 SLOW = 1.5  # times the median: a rank or host that takes longer is slow
 CLOCKS = 2.0  # seconds that hosts' clocks may differ: logs and time limits depend on them

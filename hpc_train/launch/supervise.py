@@ -209,9 +209,8 @@ class Supervisor:
         # Ignored signals stay ignored, so that `nohup` outlives the terminal.
         heard = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._note) for number in heard}
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, STOP_SIGNALS
-        )  # signals that were held back arrive now
+        # Signals that were held back since the start of the program arrive now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             yield
         finally:

@@ -162,9 +162,8 @@ def memory(
         ITEM_BYTES[config.precision.dtype],
         ITEM_BYTES[config.precision.parameters],
     )
-    copies = (
-        1 + (1 + OPTIMIZER_TENSORS[config.optimizer.name]) / share
-    )  # gradient; parameter, state
+    # Each rank has its gradients. Ranks of a node may share parameters and optimizer state.
+    copies = 1 + (1 + OPTIMIZER_TENSORS[config.optimizer.name]) / share
     return [
         (
             round(peak_live(actions, kept[rank::pp]) * micro_batch * activation),
