@@ -52,6 +52,7 @@ LAUNCHERS = (
     ),
     Names("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
 )
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
 # Launchers that start ranks without MPI: each rank would train alone, in the same run directory.
 WITHOUT_MPI = {
     "HOROVOD_RANK": "horovodrun --gloo",
@@ -110,6 +111,14 @@ def for_launcher(environ: Mapping[str, str], uid: int) -> dict[str, str]:
     """
     consent = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**environ, **(consent if uid == 0 else {})}
+
+
+def ranks_yield(environ: Mapping[str, str]) -> bool:
+    """Whether ranks that wait should leave their cores to others, because ranks share cores.
+
+    `start_runtime` and the launcher's line set the variable where a node has more ranks than cores.
+    """
+    return environ.get(YIELD) == "1"
 
 
 @dataclass(frozen=True)
