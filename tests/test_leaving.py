@@ -88,4 +88,6 @@ def test_a_rank_that_fails_alone_shows_its_traceback_at_once(leave):
 def test_a_rank_that_exits_alone_is_named(leave):
     done, _ = leave("exit")
     assert done.returncode != 0
-    assert f"rank 1 ({HOST}) left the program by SystemExit(0), but other ranks did not" in done.stdout
+    assert (
+        f"rank 1 ({HOST}) left the program by SystemExit(0), but other ranks did not" in done.stdout
+    )
