@@ -104,12 +104,6 @@ class AveragingOptions:
                 raise UserError(why, remedy)
 
     def progress(self) -> Progress:
-<<<<<<< HEAD
         """A new `Progress`: with a thread if there is a core for it, else by hooks alone."""
-        # `start_runtime` sets the variable if the node has more ranks than cores.
-        polite = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"
-=======
-        """A thread where there is a core for it, else hooks."""
         polite = ranks_yield(os.environ)
->>>>>>> once
         return ThreadProgress(polite=polite) if self.spare_core else Progress(polite=polite)

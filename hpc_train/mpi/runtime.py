@@ -89,15 +89,9 @@ def start_runtime() -> Runtime:
     # Drivers have to see the choice of a GPU before MPI starts.
     os.environ |= environment.visible_device(os.environ, launch, _gpus())
     if (launch.local_size or 1) > (os.cpu_count() or 1):
-<<<<<<< HEAD
         # Waiting ranks would hold the cores of the ranks they wait for. Open MPI notices this only
         # if the launcher was told fewer slots than ranks; horovodrun -H tells it as many as ranks.
-        os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
-=======
-        # Ranks that wait would hold the cores of those they wait for. Open MPI notices this only
-        # where the launcher was told of too few slots; horovodrun -H tells it of as many as ranks.
         os.environ[environment.YIELD] = "1"
->>>>>>> once
     for component in ("romio321", "romio341"):
         # Open MPI prefers a component of its own, which reports success on a full disk.
         os.environ.setdefault(f"OMPI_MCA_io_{component}_priority", "50")

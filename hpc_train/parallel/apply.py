@@ -183,8 +183,8 @@ class _Whole:
     ) -> dict[str, ParameterSlice]:
         """The slice that this rank holds of each tensor, and whether the rank owns it.
 
-        In a replica each slice has one owner. A tensor group's first rank owns tensors that all ranks
-        of the group hold. The first pipeline rank owns the buffers that lie in no stage.
+        In a replica each slice has one owner. A tensor group's first rank owns tensors that all
+        ranks of the group hold. The first pipeline rank owns the buffers that lie in no stage.
         """
         found = {}
         local: list[tuple[str, torch.Tensor | Parameter]] = [
