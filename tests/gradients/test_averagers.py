@@ -120,8 +120,8 @@ def test_options_that_do_not_go_together_are_refused(job, options):
         average_gradients(model, optimizer, job.world, AveragingOptions(engine="mpi", **options))
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_too_little_memory_on_one_node_is_known_on_all(job, monkeypatch, caplog, zero):
+@pytest.mark.parametrize("needs", [{}, {"zero": 1}, {"compression": "bf16"}], ids=str)
+def test_too_little_memory_on_one_node_is_known_on_all(job, monkeypatch, caplog, needs):
     if job.world.size < 4:
         return
 
@@ -133,9 +133,9 @@ def test_too_little_memory_on_one_node_is_known_on_all(job, monkeypatch, caplog,
     levels = levels_of(job.world, (0, 0, 1, 1))
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = AveragingOptions(engine="mpi", bucket_bytes=256, two_level="on", zero=zero)
+    options = AveragingOptions(engine="mpi", bucket_bytes=256, two_level="on", **needs)
     set_up = partial(average_gradients, model, optimizer, levels, options)
-    if zero:
+    if needs:
         with pytest.raises(SetupError, match="shared memory|/dev/shm is full"):
             set_up()
     else:
