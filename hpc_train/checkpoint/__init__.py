@@ -7,7 +7,7 @@ savable                 what a checkpoint cannot hold, before training begins
 extra                   what modules keep beside tensors
 directory, retention    names of files; which are kept
 claim                   one writer for a directory
-fileformat, dtypes      where each byte of a file lies: pure; names of torch's types
+fileformat              where each byte of a file lies, and names of types: pure
 parts                   bytes of extents in a rank's tensors
 plan, routes, exchange  who writes what; who has what of an extent; bytes moved between ranks
 save, phases, snapshot  write a file; on the spot or in the background

@@ -18,6 +18,7 @@ Nothing in the file speaks of ranks: the same state gives the same bytes on any 
 from __future__ import annotations
 
 import bisect
+import functools
 import json
 import math
 import re
@@ -44,28 +45,46 @@ STATE = "__hpc_train__.state"
 HASHES = "__hpc_train__.hash"
 NO_HASH = "0" * 2 * HASH_BYTES
 
-# Bytes of an element, by the format's names of types; `dtypes.py` has torch's for them.
-DTYPE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "U16": 2,
-    "U32": 4,
-    "U64": 8,
-    "C64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "F8_E8M0": 1,
+_TYPES = {
+    "F64": (8, "float64"),
+    "F32": (4, "float32"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "I64": (8, "int64"),
+    "I32": (4, "int32"),
+    "I16": (2, "int16"),
+    "I8": (1, "int8"),
+    "U8": (1, "uint8"),
+    "BOOL": (1, "bool"),
+    "U16": (2, "uint16"),
+    "U32": (4, "uint32"),
+    "U64": (8, "uint64"),
+    "C64": (8, "complex64"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
+    "F8_E8M0": (1, "float8_e8m0fnu"),  # from torch 2.7 on
 }
+"""By the format's name of a type: bytes of an element, and torch's name."""
+
+DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _TYPES.items()}
+
+
+@functools.cache
+def format_dtypes() -> dict[torch.dtype, str]:
+    """The format's names of the types that this torch has. It loads torch."""
+    import torch  # here, because a header is read without it
+
+    known = ((name, theirs) for name, (_, theirs) in _TYPES.items())
+    return {getattr(torch, theirs): name for name, theirs in known if hasattr(torch, theirs)}
+
+
+@functools.cache
+def torch_dtypes() -> dict[str, torch.dtype]:
+    """Torch's types by their names in the format; those that this torch has. It loads torch."""
+    return {name: dtype for dtype, name in format_dtypes().items()}
+
 
 TensorForm: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
 """Type and shape of a whole tensor."""
@@ -176,16 +195,15 @@ class Contents:
         Raises:
             CheckpointError: a tensor's dtype has no name in the format.
         """
-        from hpc_train.checkpoint.dtypes import DTYPES  # torch; reading a header does without
-
+        names = format_dtypes()
         for name, (dtype, _) in forms.items():
-            if dtype not in DTYPES:
+            if dtype not in names:
                 raise CheckpointError(f"{name} has dtype {dtype}, which checkpoints cannot hold")
         ordered = sorted(forms.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
         entries, position = [], 0
         for name, (dtype, shape) in ordered:
             end = position + math.prod(shape) * dtype.itemsize
-            entries.append(Entry(name, DTYPES[dtype], shape, position, end))
+            entries.append(Entry(name, names[dtype], shape, position, end))
             position = end
         return cls(tuple(entries), _description(entries))
 

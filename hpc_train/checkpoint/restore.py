@@ -18,9 +18,16 @@ import numpy as np
 import torch
 
 from hpc_train.checkpoint import extents, fileformat, headers
-from hpc_train.checkpoint.dtypes import TORCH_DTYPES
 from hpc_train.checkpoint.exchange import MESSAGES_AT_ONCE, Exchange, Scratch
-from hpc_train.checkpoint.fileformat import HASHES, STATE, Entry, FileMap, LocalTensor, hash_in
+from hpc_train.checkpoint.fileformat import (
+    HASHES,
+    STATE,
+    Entry,
+    FileMap,
+    LocalTensor,
+    hash_in,
+    torch_dtypes,
+)
 from hpc_train.checkpoint.headers import BROKEN
 from hpc_train.checkpoint.parts import Bytes, Parts, Specs, pieces_of, total
 from hpc_train.checkpoint.reading import patiently
@@ -114,7 +121,7 @@ class Tensors:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry, layout = self.entries[name], self.reader.layout
-        tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        tensor = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype])
         held = LocalTensor.whole(tensor)
         parts = Parts({name: held})
         for number in range(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint import module_extras
-from hpc_train.checkpoint.dtypes import DTYPES
+from hpc_train.checkpoint.fileformat import format_dtypes
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.errors import UserError
 
@@ -137,7 +137,7 @@ def _check_tensor(name: str, tensor: Tensor, other: str) -> None:
         what = f"{str(tensor.layout).removeprefix('torch.')} tensor"
     elif tensor.is_conj() or tensor.is_neg():
         what = "view that is conjugated or negated when it is read"
-    elif tensor.dtype not in DTYPES and tensor.dtype != torch.complex128:
+    elif tensor.dtype not in format_dtypes() and tensor.dtype != torch.complex128:
         what = f"tensor of type {str(tensor.dtype).removeprefix('torch.')}"
     else:
         return

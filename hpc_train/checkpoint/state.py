@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint.dtypes import TORCH_DTYPES
 from hpc_train.checkpoint.extra_state import ExtraState, Stateful
-from hpc_train.checkpoint.fileformat import Entry, LocalTensor, TensorForm
+from hpc_train.checkpoint.fileformat import Entry, LocalTensor, TensorForm, torch_dtypes
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointMismatch
 from hpc_train.mpi.group import Group
@@ -176,7 +175,7 @@ def make_optimizer_state(
         if name not in entries:
             optimizer.state[parameter][slot] = values[name]
             continue
-        dtype, shape = TORCH_DTYPES[entries[name].dtype], entries[name].shape
+        dtype, shape = torch_dtypes()[entries[name].dtype], entries[name].shape
         if values.get(name) == COMPLEX:
             dtype, shape = torch.complex128, shape[:-1]
         # Step counters stay on the host, where plain optimizers expect them.
@@ -231,7 +230,7 @@ def check_model(
             where = "the model" if name in forms else "the checkpoint"
             raise CheckpointMismatch(f"{path} is of another model: only {where} has {name}", remedy)
         have, (dtype, shape) = saved[name], forms[name]
-        if have.shape != shape or TORCH_DTYPES.get(have.dtype) != dtype:
+        if have.shape != shape or torch_dtypes().get(have.dtype) != dtype:
             raise CheckpointMismatch(
                 f"{path} is of another model: its {name} is {have.dtype} {list(have.shape)}, "
                 f"the model's is {str(dtype).removeprefix('torch.')} {list(shape)}",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.dtypes import DTYPES
+from hpc_train.checkpoint.fileformat import format_dtypes
 from hpc_train.errors import UserError
 
 TENSOR, FLOAT, METADATA = "tensor", "float", "metadata"
@@ -76,7 +76,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def _name(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         what = "sparse, or a view that is conjugated or negated when it is read"
-    elif tensor.dtype not in DTYPES:
+    elif tensor.dtype not in format_dtypes():
         what = f"of type {str(tensor.dtype).removeprefix('torch.')}"
     else:
         while path in tensors:  # {"a.b": ..., "a": {"b": ...}}

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hpc_train import files
-from hpc_train.checkpoint.dtypes import TORCH_DTYPES
-from hpc_train.checkpoint.fileformat import Contents, Entry, TensorForm, names_between
+from hpc_train.checkpoint.fileformat import Contents, Entry, TensorForm, names_between, torch_dtypes
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.restore import CheckpointReader, Tensors
 from hpc_train.checkpoint.state import MODEL
@@ -163,7 +162,7 @@ def export_model(
     for name in chosen:
         new, change = (name, _same) if convert is None else convert(name)
         entry = saved.entries[MODEL + name]
-        empty = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
+        empty = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
         empty = change(_as(empty, dtype))
         forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (MODEL + name, change)
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from hpc_train.checkpoint import state
 from hpc_train.checkpoint.directory import find_checkpoints, newest
-from hpc_train.checkpoint.dtypes import DTYPES
-from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, LocalTensor, TensorForm
+from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, LocalTensor, TensorForm, format_dtypes
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.checkpoint.state import MODEL
 from hpc_train.checkpoint.tools import selected
@@ -220,14 +219,14 @@ def _check(
             there = f"; it has {_few(list(source.forms))}" if source.forms else ""
             raise CheckpointMismatch(f"{source.path} has no {name}{there}", remedy)
         word, have = source.forms[name]
-        if word.startswith("F8_") and word != DTYPES.get(dtype):
+        if word.startswith("F8_") and word != format_dtypes().get(dtype):
             raise CheckpointMismatch(
                 f"{source.path}: its {name} is {word}, numbers of 8 bits that stand for others "
                 "only together with their scales, which are not read",
                 "give weights of 16 or 32 bits",
             )
         floating = dtype.is_floating_point and word.startswith(("F", "BF"))
-        if have != shape or not (floating or word == DTYPES.get(dtype)):
+        if have != shape or not (floating or word == format_dtypes().get(dtype)):
             raise CheckpointMismatch(
                 f"{source.path}: its {name} is {word} {list(have)}, "
                 f"the model's is {str(dtype).removeprefix('torch.')} {list(shape)}",
