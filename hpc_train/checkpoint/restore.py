@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_train.checkpoint import extents, fileformat, headers
+from hpc_train.checkpoint import fileformat
 from hpc_train.checkpoint.exchange import MESSAGES_AT_ONCE, Exchange, Scratch
 from hpc_train.checkpoint.fileformat import (
     HASHES,
@@ -28,9 +28,8 @@ from hpc_train.checkpoint.fileformat import (
     hash_in,
     torch_dtypes,
 )
-from hpc_train.checkpoint.headers import BROKEN
 from hpc_train.checkpoint.parts import Bytes, Parts, Specs, pieces_of, total
-from hpc_train.checkpoint.reading import patiently
+from hpc_train.checkpoint.reading import BROKEN, patiently, read_extent, read_header
 from hpc_train.checkpoint.routes import NOBODY, Routes, extents_of
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.agreement import agreed, from_first
@@ -60,7 +59,7 @@ class CheckpointReader:
             CheckpointUnreadable: the file is missing, or the file system does not give it.
             CheckpointError: it was never committed, or is damaged.
         """
-        return cls(path, *headers.read_header(path))
+        return cls(path, *read_header(path))
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -81,7 +80,7 @@ class CheckpointReader:
         expected = hash_in(self.table, number)
         sound = patiently(
             self.path,
-            lambda file: extents.read_extent(file, self.layout, number, expected, into.data),
+            lambda file: read_extent(file, self.layout, number, expected, into.data),
         )
         if not sound:
             begin, end = self.layout.extent(number)

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_train import files
-from hpc_train.checkpoint import extents, fileformat, striping
+from hpc_train.checkpoint import fileformat, striping
 from hpc_train.checkpoint.engines import PosixWriter, WriteEngine, Writer, open_writer
 from hpc_train.checkpoint.exchange import Exchange, Scratch
 from hpc_train.checkpoint.fileformat import HASH_BYTES, FileMap, hash_in
 from hpc_train.checkpoint.parts import Bytes, Parts
 from hpc_train.checkpoint.phases import Phases, agree
 from hpc_train.checkpoint.plan import Plans, owned
+from hpc_train.checkpoint.reading import read_extent
 from hpc_train.checkpoint.snapshot import Snapshot, enough_memory
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.agreement import agreed
@@ -234,7 +235,7 @@ def _read_back(
     """Compare what another rank wrote."""
     with files.opened(partial) as descriptor:
         for place, number in enumerate(numbers):
-            if not extents.read_extent(descriptor, layout, number, hash_in(hashes, place)):
+            if not read_extent(descriptor, layout, number, hash_in(hashes, place)):
                 begin, _ = layout.extent(number)
                 raise OSError(f"what rank {other} wrote from byte {begin} on is not on the disk")
 

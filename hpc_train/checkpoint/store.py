@@ -15,15 +15,15 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
 from hpc_train.checkpoint import restore
-from hpc_train.checkpoint.claim import Claim
-from hpc_train.checkpoint.content import Content
-from hpc_train.checkpoint.directory import (
+from hpc_train.checkpoint.catalogue import (
     LATEST,
     SAVE_SECONDS_FILE,
     find_checkpoints,
     name_of,
     step_of,
 )
+from hpc_train.checkpoint.claim import Claim
+from hpc_train.checkpoint.content import Content
 from hpc_train.checkpoint.engines import Ways, WriteEngine
 from hpc_train.checkpoint.phases import Flight, Phases, agree, carry_out
 from hpc_train.checkpoint.policy import DEFAULT_POLICY, SavePolicy

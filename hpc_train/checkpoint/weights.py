@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hpc_train.checkpoint import state
-from hpc_train.checkpoint.directory import find_checkpoints, newest
+from hpc_train.checkpoint.catalogue import find_checkpoints, newest
 from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, LocalTensor, TensorForm, format_dtypes
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.checkpoint.state import MODEL

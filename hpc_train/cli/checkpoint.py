@@ -79,9 +79,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def show_list(run: str) -> int:
     """Print the checkpoints of a run directory; no tensor is read."""
-    from hpc_train.checkpoint import headers
+    from hpc_train.checkpoint.catalogue import listed
 
-    for found in headers.listed(Path(run)):
+    for found in listed(Path(run)):
         complete = "complete" if found.finite else "complete, but with numbers that are not finite"
         size, when = f"{found.nbytes / 2**20:.1f} MiB", f"{found.written:%Y-%m-%d %H:%M}"
         print(f"{found.path.name}  {size:>12}  {when}  {found.damage or complete}")
@@ -90,7 +90,7 @@ def show_list(run: str) -> int:
 
 def verify_checkpoints(source: str, *, every: bool) -> int:
     """Read all bytes of a checkpoint, or of every one of a run; returns 1 if any is damaged."""
-    from hpc_train.checkpoint.directory import find_checkpoints, newest
+    from hpc_train.checkpoint.catalogue import find_checkpoints, newest
 
     path = newest(Path(source))
     if every and not Path(source).is_dir():
@@ -121,7 +121,7 @@ def _verify(path: Path, *, foreign: bool = False) -> int:
 def diff(first: str, second: str, *, every: bool) -> int:
     """Print in what two checkpoints differ; returns 1 if they do."""
     from hpc_train.checkpoint import tools
-    from hpc_train.checkpoint.directory import newest
+    from hpc_train.checkpoint.catalogue import newest
 
     count = 0
     for difference in tools.differences(newest(Path(first)), newest(Path(second))):
@@ -146,7 +146,7 @@ def export(
     import torch
 
     from hpc_train.checkpoint import tools
-    from hpc_train.checkpoint.directory import newest
+    from hpc_train.checkpoint.catalogue import newest
     from hpc_train.checkpoint.restore import Tensors
     from hpc_train.models.gpt.gpt2 import as_gpt2, config_json
 

@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint import claim as claims
 from hpc_train.checkpoint import fileformat, tools
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.errors import ClaimError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime

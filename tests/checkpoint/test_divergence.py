@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.checkpoint import Checkpoints, divergence
-from hpc_train.checkpoint.directory import find_checkpoints
+from hpc_train.checkpoint.catalogue import find_checkpoints
 from hpc_train.checkpoint.divergence import sample
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect

@@ -14,7 +14,7 @@ import pytest
 
 from hpc_train import files
 from hpc_train.checkpoint import Checkpoints, tools
-from hpc_train.checkpoint.directory import find_checkpoints
+from hpc_train.checkpoint.catalogue import find_checkpoints
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import Call, fail, fail_late, faults, kill, write_less, write_nothing

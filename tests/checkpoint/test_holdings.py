@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, plan, restore
-from hpc_train.checkpoint.directory import name_of
+from hpc_train.checkpoint.catalogue import name_of
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train import files
 from hpc_train.checkpoint import reading, tools
-from hpc_train.checkpoint.directory import find_checkpoints
+from hpc_train.checkpoint.catalogue import find_checkpoints
 from hpc_train.errors import CheckpointError, CheckpointUnreadable
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import found, save, store

@@ -27,7 +27,7 @@ from random import Random
 import psutil
 
 from hpc_train.checkpoint import tools
-from hpc_train.checkpoint.directory import find_checkpoints
+from hpc_train.checkpoint.catalogue import find_checkpoints
 from tests.checkpoint.soak import Job, wait
 from tests.conftest import small_program, small_text
 from tests.programs import COLD, ENVIRON, only_line, processes_of, ranks_of

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint import phases, store
-from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE, find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, find_checkpoints, step_of
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.job import heartbeat, preemption
 from hpc_train.mpi.group import Group

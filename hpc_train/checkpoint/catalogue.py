@@ -1,13 +1,22 @@
-"""The files of a run's checkpoints: their names, and which of them there are."""
+"""The checkpoint files of a run: their names, which there are, and what a list of them shows.
+
+Nothing here loads torch.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from hpc_train.errors import CheckpointMismatch
+from hpc_train import files
+from hpc_train.checkpoint.fileformat import FileMap
+from hpc_train.checkpoint.reading import read_header
+from hpc_train.errors import CheckpointError, CheckpointMismatch
 
 logger = logging.getLogger(__name__)
 
@@ -65,3 +74,55 @@ def newest(path: Path) -> Path:
             )
             return named
     return found[0]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One checkpoint of a run.
+
+    Args:
+        path: the file.
+        nbytes: of the file.
+        written: when.
+        damage: what is wrong with its header, or "".
+        finite: whether its trained parameters were all finite.
+    """
+
+    path: Path
+    nbytes: int
+    written: datetime
+    damage: str
+    finite: bool = True
+
+
+def listed(run: Path) -> list[Listed]:
+    """The checkpoints of a run directory, newest first; no tensor is read.
+
+    Raises:
+        CheckpointMismatch: it has none.
+    """
+    found = find_checkpoints(run / "checkpoints", "auto") or find_checkpoints(run, "auto")
+    if not found:
+        raise CheckpointMismatch(f"{run} has no checkpoints", "give a run directory")
+    return [_listed(path) for path in found]
+
+
+def _listed(path: Path) -> Listed:
+    damage, finite = "", True
+    try:
+        layout, _ = read_header(path)
+        finite = _is_finite(path, layout)
+    except (CheckpointError, CheckpointMismatch) as error:
+        damage = error.cause.removeprefix(f"checkpoint {path}: ")
+    status = path.stat()
+    written = datetime.fromtimestamp(status.st_mtime)
+    return Listed(path, status.st_size, written, damage, finite)
+
+
+def _is_finite(path: Path, layout: FileMap) -> bool:
+    """What the checkpoint's state says, of which only a look is taken: nothing is verified."""
+    entry = layout.entries[-2]
+    with suppress(OSError, ValueError, AttributeError), files.opened(path) as descriptor:
+        size, begin = entry.end - entry.begin, layout.data_start + entry.begin
+        return json.loads(files.read_at(descriptor, size, begin)).get("finite", True) is True
+    return True
