@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hpc_train.checkpoint import divergence, module_extras, restore, savable, state
+from hpc_train.checkpoint import divergence, restore, savable, state
 from hpc_train.checkpoint.finite import Batch, batches, parts_are_finite
 from hpc_train.checkpoint.holdings import Holdings
 from hpc_train.checkpoint.parts import Parts
@@ -55,7 +55,7 @@ class Content:
         self._compared: dict[str, int] = {}  # bytes by name, of what replicas have alike
         self._batches: list[Batch] = []  # of which this rank looks whether they are finite
         self.check()
-        has_extra = bool(module_extras.modules(trained.model))
+        has_extra = bool(state.modules_with_extra(trained.model))
         self._has_extra = bool(group.largest(int(has_extra), "whether modules keep more"))
         self._extra: dict[str, Any] = {}
 
@@ -104,7 +104,7 @@ class Content:
     def _look_at_extra(self) -> None:
         self.check()  # what modules keep may be of another type now
         with agreed(self.group):
-            self._extra = module_extras.values(self.trained.model)
+            self._extra = state.module_extras(self.trained.model)
             kept = json.dumps(self._extra, sort_keys=True)
         what = "what the model's modules keep beside tensors (get_extra_state)"
         same(self.group, what, kept, "keep there what all ranks have alike")
@@ -189,7 +189,7 @@ class Content:
             if contiguous[name].tensor is not part.tensor:
                 part.tensor.copy_(contiguous[name].tensor)
         with agreed(self.group):
-            module_extras.put(trained.model, saved.get("extra_state", {}), path)
+            state.put_module_extras(trained.model, saved.get("extra_state", {}), path)
         self.more.take(saved.get("more", {}))
         return saved
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint import module_extras
 from hpc_train.checkpoint.fileformat import format_dtypes
-from hpc_train.checkpoint.state import TrainingState
+from hpc_train.checkpoint.state import TrainingState, module_extras, modules_with_extra
 from hpc_train.errors import UserError
 
 
@@ -79,7 +78,7 @@ def _check_model(trained: TrainingState) -> None:
 
 def _check_extra(trained: TrainingState) -> set[str]:
     """Check what modules keep beside tensors; returns its names."""
-    found = module_extras.values(trained.model)
+    found = module_extras(trained.model)
     for name, value in found.items():
         what = f"{name} of the model's state_dict (get_extra_state)"
         if not is_plain(value):
@@ -89,7 +88,7 @@ def _check_extra(trained: TrainingState) -> set[str]:
                 "(register_buffer)",
             )
         if (
-            type(module_extras.modules(trained.model)[name]).set_extra_state
+            type(modules_with_extra(trained.model)[name]).set_extra_state
             is nn.Module.set_extra_state
         ):
             raise UserError(f"{what} could not be restored", "give the module set_extra_state")

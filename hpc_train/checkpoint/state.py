@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint.extra_state import ExtraState, Stateful
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor, TensorForm, torch_dtypes
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointMismatch
@@ -21,10 +20,107 @@ from hpc_train.sharding import ParameterSlice, SliceSpec
 MODEL = "model."
 OPTIMIZER = "optim."
 COMPLEX = "complex128"
-
+EXTRA_SUFFIX = "_extra_state"
 
 Shards = Mapping[str, ParameterSlice]
 """What a rank holds, by the names of its own module's tensors; those not named it holds whole."""
+
+
+class Stateful(Protocol):
+    """Has a few numbers that belong to a run's state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers: plain JSON values, the same on all ranks and layouts."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such numbers."""
+
+
+class ExtraState:
+    """What else a checkpoint holds; this one nothing. All ranks call each method."""
+
+    def unify(self) -> None:
+        """Bring all ranks to the state that is saved; training goes on from it as well."""
+
+    def collect(self) -> dict[str, LocalTensor]:
+        """The tensors to save, after `unify`."""
+        return {}
+
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
+        """Memory for those of a checkpoint's tensors that this rank wants."""
+        return {}
+
+    def values(self) -> dict[str, Any]:
+        """Numbers to save: plain JSON values, the same on all ranks."""
+        return {}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Go on with the tensors of `expect`, which have been filled, and with saved `values`."""
+
+
+class Together(ExtraState):
+    """Several such things as one. Each has names of its own for tensors and values.
+
+    Args:
+        parts: of it, in the order in which they are brought to one state and restored.
+    """
+
+    def __init__(self, parts: Sequence[ExtraState]) -> None:
+        self.parts = parts
+
+    def unify(self) -> None:
+        """Of all parts."""
+        for part in self.parts:
+            part.unify()
+
+    def collect(self) -> dict[str, LocalTensor]:
+        """Of all parts."""
+        return {name: held for part in self.parts for name, held in part.collect().items()}
+
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
+        """Of all parts."""
+        return {name: held for part in self.parts for name, held in part.expect(entries).items()}
+
+    def values(self) -> dict[str, Any]:
+        """Of all parts."""
+        return {name: value for part in self.parts for name, value in part.values().items()}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Every part is given all values."""
+        for part in self.parts:
+            part.take(values)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint saves and restores in place, and which part of it this rank has.
+
+    Args:
+        model, optimizer: as they are on this rank.
+        scaler: the loss scaler, if there is one (`hpc_train.gradients.LossScaler`).
+        shards: the slices of the model's tensors that this rank has; it has the others whole.
+        pieces: what the optimizer has in place of whole parameters.
+        replica: the ranks that hold the model together; by default this rank alone.
+        alike: the ranks that hold the same as this one; None stands for all ranks.
+        extra: what else is saved.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scaler: Stateful | None = None
+    shards: Shards = field(default_factory=dict)
+    pieces: Mapping[Parameter, ParameterSlice] = field(default_factory=dict)
+    replica: Group = field(default_factory=Group)
+    alike: Collectives | None = None
+    extra: ExtraState = field(default_factory=ExtraState)
+
+    def parameters(self) -> dict[Parameter, ParameterSlice]:
+        """What the optimizer has."""
+        named = self.model.named_parameters()
+        known = {p: self.shards.get(name) or _whole(name, p) for name, p in named}
+        known |= self.pieces
+        groups = self.optimizer.param_groups
+        return {p: known[p] for group in groups for p in group["params"] if p in known}
 
 
 def model_tensors(model: nn.Module, shards: Shards) -> dict[str, LocalTensor]:
@@ -69,38 +165,6 @@ def _held(tensor: Tensor, spec: SliceSpec, *, owned: bool) -> LocalTensor:
 
 def _whole(name: str, tensor: Tensor) -> ParameterSlice:
     return ParameterSlice(name, SliceSpec.whole(tuple(tensor.shape)))
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """What a checkpoint saves and restores in place, and which part of it this rank has.
-
-    Args:
-        model, optimizer: as they are on this rank.
-        scaler: the loss scaler, if there is one (`hpc_train.gradients.LossScaler`).
-        shards: the slices of the model's tensors that this rank has; it has the others whole.
-        pieces: what the optimizer has in place of whole parameters.
-        replica: the ranks that hold the model together; by default this rank alone.
-        alike: the ranks that hold the same as this one; None stands for all ranks.
-        extra: what else is saved.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-    scaler: Stateful | None = None
-    shards: Shards = field(default_factory=dict)
-    pieces: Mapping[Parameter, ParameterSlice] = field(default_factory=dict)
-    replica: Group = field(default_factory=Group)
-    alike: Collectives | None = None
-    extra: ExtraState = field(default_factory=ExtraState)
-
-    def parameters(self) -> dict[Parameter, ParameterSlice]:
-        """What the optimizer has."""
-        named = self.model.named_parameters()
-        known = {p: self.shards.get(name) or _whole(name, p) for name, p in named}
-        known |= self.pieces
-        groups = self.optimizer.param_groups
-        return {p: known[p] for group in groups for p in group["params"] if p in known}
 
 
 def _optimizer_state(
@@ -236,3 +300,34 @@ def check_model(
                 f"the model's is {str(dtype).removeprefix('torch.')} {list(shape)}",
                 remedy,
             )
+
+
+def modules_with_extra(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that keep something, by its name in the model's `state_dict`."""
+    return {
+        f"{name}.{EXTRA_SUFFIX}" if name else EXTRA_SUFFIX: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def module_extras(model: nn.Module) -> dict[str, Any]:
+    """What they keep now."""
+    return {name: module.get_extra_state() for name, module in modules_with_extra(model).items()}
+
+
+def put_module_extras(model: nn.Module, saved: Mapping[str, Any], path: object) -> None:
+    """Give modules what they kept when a checkpoint was made.
+
+    Raises:
+        CheckpointMismatch: the checkpoint has it of other modules.
+    """
+    keep = modules_with_extra(model)
+    for name in sorted(keep.keys() ^ saved.keys()):
+        where = "the model" if name in keep else "the checkpoint"
+        raise CheckpointMismatch(
+            f"{path} is of another model: only {where} has {name}",
+            "use the model that it was made with",
+        )
+    for name, module in keep.items():
+        module.set_extra_state(saved[name])

@@ -17,9 +17,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint import Checkpoints, savable
-from hpc_train.checkpoint.extra_state import Together
 from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
-from hpc_train.checkpoint.state import TrainingState
+from hpc_train.checkpoint.state import Together, TrainingState
 from hpc_train.collectives import connect
 from hpc_train.config import GradientsSection
 from hpc_train.data.loader import Loader

@@ -15,9 +15,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint.extra_state import ExtraState
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor, torch_dtypes
 from hpc_train.checkpoint.parts import as_bytes
+from hpc_train.checkpoint.state import ExtraState
 from hpc_train.checkpoint.tagged import decode, encode
 from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.mpi.agreement import agreed, same
