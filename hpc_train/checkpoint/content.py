@@ -34,6 +34,8 @@ Seen: TypeAlias = "tuple[tuple[list[Any], ...], list[Hashable]]"
 class Holdings:
     """This rank's tensors of a model and its optimizer, as parts of a checkpoint.
 
+    They are looked for anew only where something has changed.
+
     Args:
         trained: model and optimizer.
     """

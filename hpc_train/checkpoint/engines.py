@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import stat
+import struct
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hpc_train import files
-from hpc_train.checkpoint.fileformat import EXTENT_BYTES
+from hpc_train.checkpoint.fileformat import EXTENT_BYTES, STRIPED_BYTES
 from hpc_train.errors import ConfigError
 from hpc_train.files import Buffer
 from hpc_train.mpi.group import Group
+
+logger = logging.getLogger(__name__)
 
 WriteEngine = Literal["mpiio", "mpiio_collective", "posix"]
 CheckpointEngine = Literal["auto", "mpiio", "mpiio_collective", "posix"]
 
 TRIES = 2  # of each way before `auto` decides: the first one may pay for a cold disk
+
+# Stripes by size of a shared file, in bytes: NERSC's recommendation for Lustre
+# (docs.nersc.gov, "Lustre file striping"). Smaller files stay on one server.
+STRIPES = ((100 * 10**9, 72), (10 * 10**9, 24), (STRIPED_BYTES, 8))
+
+# Lustre tells and takes a file's stripes as an extended attribute. So no program has to be started,
+# which a process that communicates through MPI must not do.
+LUSTRE_ATTRIBUTE = "lustre.lov"
+# lov_user_md_v1 of Lustre's lustre_user.h: magic number, pattern, the file's id (not to be set),
+# bytes of a stripe, number of stripes, first server.
+LUSTRE_LAYOUT = struct.Struct("=II16xIHH")
+LUSTRE_MAGIC, LUSTRE_MAGIC_WITH_POOL = 0x0BD10BD0, 0x0BD30BD0
+RAID0 = 1
+ANY_SERVER = 0xFFFF
 
 
 class Writer(Protocol):
@@ -179,3 +200,45 @@ class Ways:
     def note(self, way: WriteEngine, seconds: float) -> None:
         """What writing took, the same number on all ranks."""
         self._seconds[way].append(seconds)
+
+
+def create_striped(path: Path, nbytes: int) -> bool:
+    """Make an empty file with stripes as long as an extent; returns whether it was made.
+
+    Stripes can only be chosen while a file has no content and was not opened. What the system made
+    of it is read back, since it may have fewer servers than asked for.
+    """
+    if not _is_lustre(path.parent):
+        return False
+    count = next((stripes for size, stripes in STRIPES if nbytes > size), 1)
+    try:
+        files.call("create", os.mknod, path, stat.S_IFREG | 0o666)
+        os.setxattr(
+            path,
+            LUSTRE_ATTRIBUTE,
+            LUSTRE_LAYOUT.pack(LUSTRE_MAGIC, RAID0, EXTENT_BYTES, count, ANY_SERVER),
+        )
+    except OSError:
+        with suppress(OSError):  # who makes it without stripes finds out
+            files.remove(path)
+        return False
+    found = _stripes(path)
+    if found != count:
+        logger.info("%s has %s stripes, %d were asked for", path, found, count)
+    return True
+
+
+def _is_lustre(folder: Path) -> bool:
+    try:
+        os.getxattr(folder, LUSTRE_ATTRIBUTE)
+    except OSError as error:
+        return error.errno == errno.ENODATA  # it has no stripes of its own
+    return True
+
+
+def _stripes(path: Path) -> int | None:
+    """The number of a file's stripes, if Lustre tells it."""
+    with suppress(OSError, struct.error):
+        magic, _, _, count, _ = LUSTRE_LAYOUT.unpack_from(os.getxattr(path, LUSTRE_ATTRIBUTE))
+        return int(count) if magic in (LUSTRE_MAGIC, LUSTRE_MAGIC_WITH_POOL) else None
+    return None

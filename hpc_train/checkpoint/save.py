@@ -19,8 +19,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_train import files
-from hpc_train.checkpoint import fileformat, striping
-from hpc_train.checkpoint.engines import PosixWriter, WriteEngine, Writer, open_writer
+from hpc_train.checkpoint import fileformat
+from hpc_train.checkpoint.engines import (
+    PosixWriter,
+    WriteEngine,
+    Writer,
+    create_striped,
+    open_writer,
+)
 from hpc_train.checkpoint.exchange import Exchange, Scratch
 from hpc_train.checkpoint.fileformat import HASH_BYTES, FileMap, hash_in
 from hpc_train.checkpoint.parts import Bytes, Parts
@@ -174,7 +180,7 @@ def _reserve(partial: Path, size: int) -> None:
     """Make the file at its full size, so that a lack of space shows before anything is written."""
     partial.parent.mkdir(parents=True, exist_ok=True)
     files.remove(partial)  # left by a job that was killed
-    made = striping.create(partial, size)
+    made = create_striped(partial, size)
     flags = os.O_WRONLY | os.O_CLOEXEC | (0 if made else os.O_CREAT | os.O_EXCL)
     descriptor = files.call("create", os.open, partial, flags, 0o666)
     try:

@@ -1,4 +1,4 @@
-"""Name the tensors of a model and its optimizer, and put named tensors back."""
+"""What a checkpoint holds: the tensors of a model and its optimizer by name, and all else."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def check_model(
 
 
 def modules_with_extra(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that keep something, by its name in the model's `state_dict`."""
+    """The modules that keep something beside tensors, by its name in the model's `state_dict`."""
     return {
         f"{name}.{EXTRA_SUFFIX}" if name else EXTRA_SUFFIX: module
         for name, module in model.named_modules()
@@ -312,7 +312,7 @@ def modules_with_extra(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def module_extras(model: nn.Module) -> dict[str, Any]:
-    """What they keep now."""
+    """What modules keep beside tensors (`get_extra_state`) now; a checkpoint holds plain JSON."""
     return {name: module.get_extra_state() for name, module in modules_with_extra(model).items()}
 
 

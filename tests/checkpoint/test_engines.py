@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from hpc_train import files
-from hpc_train.checkpoint import striping
-from hpc_train.checkpoint.engines import MpiWriter, Ways
+from hpc_train.checkpoint.engines import MpiWriter, Ways, create_striped
 from hpc_train.checkpoint.fileformat import EXTENT_BYTES, Contents, header, parse_header
 from hpc_train.checkpoint.plan import shift
 from hpc_train.errors import ConfigError
@@ -131,7 +130,7 @@ def test_large_files_have_more_stripes_of_which_fewer_are_told(tmp_path, lustre,
     asked = []
     for number, nbytes in enumerate((10**9, 10**9 + 1, 10**10 + 1, 10**11 + 1)):
         path = tmp_path / "lustre" / str(number)
-        assert striping.create(path, nbytes)
+        assert create_striped(path, nbytes)
         asked.append(lustre.asked[path][3])
     assert asked == [1, 8, 24, 72]
     assert "has 4 stripes, 8 were asked for" in caplog.text
