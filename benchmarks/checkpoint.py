@@ -44,9 +44,9 @@ from torch import Tensor, nn
 
 from benchmarks import harness
 from hpc_train.checkpoint import Checkpoints, restore
+from hpc_train.checkpoint.background import carry_out
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.phases import carry_out
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.save import saving
 from hpc_train.checkpoint.state import TrainingState

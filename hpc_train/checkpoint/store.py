@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
 from hpc_train.checkpoint import restore
+from hpc_train.checkpoint.background import BackgroundSave, Phases, Snapshot, agree, carry_out
 from hpc_train.checkpoint.catalogue import (
     LATEST,
     SAVE_SECONDS_FILE,
@@ -25,10 +26,8 @@ from hpc_train.checkpoint.catalogue import (
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.content import Content
 from hpc_train.checkpoint.engines import Ways, WriteEngine
-from hpc_train.checkpoint.phases import Flight, Phases, agree, carry_out
 from hpc_train.checkpoint.policy import DEFAULT_POLICY, SavePolicy
 from hpc_train.checkpoint.save import saving
-from hpc_train.checkpoint.snapshot import Snapshot
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives
 from hpc_train.errors import (
@@ -86,7 +85,7 @@ class Checkpoints:
         """What the longest one of this process has taken, failures and one under way included."""
         self.earlier_save = 0.0
         """What the longest one of an earlier process took; 0: nobody knows. Set by `resume`."""
-        self._flight: tuple[int, Flight] | None = None
+        self._flight: tuple[int, BackgroundSave] | None = None
         self._snapshot: Snapshot | None = None
         self._hook: RemovableHandle | None = None
         self.claim: Claim | None = None
@@ -121,7 +120,7 @@ class Checkpoints:
             return path
         phases = self._saving(path, step, background=background)
         if background:
-            self._flight = step, Flight(phases, self.group)
+            self._flight = step, BackgroundSave(phases, self.group)
         else:
             begin = time.monotonic()
             try:

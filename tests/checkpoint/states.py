@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.background import carry_out
 from hpc_train.checkpoint.engines import CheckpointEngine
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.phases import carry_out
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.save import saving
 from hpc_train.checkpoint.state import TrainingState
