@@ -18,7 +18,7 @@ from hpc_train.checkpoint.background import enough_memory
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.finite import Batch, batches, parts_are_finite
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.plan import Plans
+from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointMismatch

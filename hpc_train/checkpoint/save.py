@@ -31,8 +31,8 @@ from hpc_train.checkpoint.engines import (
 from hpc_train.checkpoint.exchange import Exchange, Scratch
 from hpc_train.checkpoint.fileformat import HASH_BYTES, FileMap, hash_in
 from hpc_train.checkpoint.parts import Bytes, Parts
-from hpc_train.checkpoint.plan import Plans, owned
 from hpc_train.checkpoint.reading import read_extent
+from hpc_train.checkpoint.routes import Plans, owned
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group

@@ -15,7 +15,7 @@ import torch
 from hpc_train import files
 from hpc_train.checkpoint.engines import MpiWriter, Ways, create_striped
 from hpc_train.checkpoint.fileformat import EXTENT_BYTES, Contents, header, parse_header
-from hpc_train.checkpoint.plan import shift
+from hpc_train.checkpoint.routes import reader_shift
 from hpc_train.errors import ConfigError
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import fail
@@ -66,7 +66,7 @@ def test_auto_goes_on_by_posix_calls_where_mpi_io_fails(job, together, monkeypat
 def test_a_rank_reads_back_what_another_host_wrote_where_there_is_one():
     hosts = {"packed": "aabb", "dealt": "abab", "uneven": "aaab", "one": "aaaa", "alone": "a"}
     for name, letters in hosts.items():
-        partners = [(rank + shift(letters)) % len(letters) for rank in range(len(letters))]
+        partners = [(rank + reader_shift(letters)) % len(letters) for rank in range(len(letters))]
         assert sorted(partners) == list(range(len(letters)))
         crossing = sum(letters[a] != letters[b] for a, b in enumerate(partners))
         assert crossing == {"packed": 4, "dealt": 4, "uneven": 2, "one": 0, "alone": 0}[name]

@@ -13,7 +13,7 @@ from hpc_train.checkpoint import fileformat, restore
 from hpc_train.checkpoint.fileformat import format_dtypes
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.restore import CheckpointReader
-from hpc_train.checkpoint.save import owned
+from hpc_train.checkpoint.routes import owned
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import save_tensors
