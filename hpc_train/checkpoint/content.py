@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint import divergence, restore, savable, state
+from hpc_train.checkpoint import checks, restore, state
 from hpc_train.checkpoint.background import enough_memory
+from hpc_train.checkpoint.checks import Batch, batches_to_check, parts_are_finite
 from hpc_train.checkpoint.fileformat import LocalTensor
-from hpc_train.checkpoint.finite import Batch, batches, parts_are_finite
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.state import TrainingState
@@ -71,7 +71,7 @@ class Holdings:
         changed = seen is None or seen != self._seen
         if changed:
             self._seen = None
-            savable.check_savable(self.trained)
+            checks.check_savable(self.trained)
             model, shards = self.trained.model, self.trained.shards
             self._held = state.model_tensors(model, shards) | state.optimizer_tensors(self.trained)
             self.values = state.optimizer_values(self.trained)
@@ -179,7 +179,7 @@ class Content:
             UserError: it cannot.
         """
         with agreed(self.group):
-            savable.check_savable(self.trained)
+            checks.check_savable(self.trained)
 
     def unify(self) -> None:
         """Bring all replicas to one state: running statistics in buffers differ."""
@@ -205,7 +205,7 @@ class Content:
             self._values = self.replica.united(self._holdings.values)
             self._compared = self._whole_in_replicas()
             mine = self._holdings.trained_names[alike.rank :: alike.size]
-            self._batches = batches(self.parts.held, mine)
+            self._batches = batches_to_check(self.parts.held, mine)
         if self._has_extra:
             self._look_at_extra()
 
@@ -235,7 +235,7 @@ class Content:
             DivergenceError: it differs; on all ranks.
         """
         turn = Random(step).randrange(1 << 32)  # by chance: a count would begin anew with each job
-        divergence.compare(self.parts, self._compared, self.alike.group, self.group, turn)
+        checks.compare_replicas(self.parts, self._compared, self.alike.group, self.group, turn)
 
     def is_finite(self) -> bool:
         """Whether all trained parameters are finite, after `look`."""

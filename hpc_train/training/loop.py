@@ -16,7 +16,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint import Checkpoints, savable
+from hpc_train.checkpoint import Checkpoints, checks
 from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
 from hpc_train.checkpoint.state import Together, TrainingState
 from hpc_train.collectives import connect
@@ -120,7 +120,7 @@ class Loop(Stepping):
             one_of(batch_norm=(batch_norm, BatchNorm), nonfinite=(nonfinite, Nonfinite))
             one_of(matmul=(matmul, Matmul))
             whole_numbers(every=(every, 0), keep=(keep, 0))
-            savable.check_savable(TrainingState(model, optimizer))  # before anything is sent
+            checks.check_savable(TrainingState(model, optimizer))  # before anything is sent
         given = (self._gradients, zero, clip_norm, precision, batch_norm, every, keep, background)
         what = "what the loop was given (Loop's options)"
         same(group, what, repr((*given, nonfinite, hang_timeout)), "give all ranks the same")
