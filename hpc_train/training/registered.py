@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor, torch_dtypes
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.state import ExtraState
-from hpc_train.checkpoint.tagged import decode, encode
 from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import SliceSpec
+from hpc_train.training.tagged_json import decode, encode
 
 logger = logging.getLogger(__name__)
 
