@@ -1,28 +1,38 @@
-"""Start from weights alone: a checkpoint's, a safetensors file's, or a Hugging Face folder's.
+"""A model's weights alone: start from them, and export them.
 
-Rank 0 reads one tensor at a time, of which all ranks receive the whole and keep their part: each
-byte is read once, and beside the model a rank has one tensor in memory.
+To start, they come from a checkpoint, a safetensors file or a Hugging Face folder. Rank 0 reads one
+tensor at a time, all ranks receive the whole tensor, and each keeps its part. So each byte is read
+once, and a rank has one tensor in memory beside the model.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from hpc_train import files
 from hpc_train.checkpoint import state
 from hpc_train.checkpoint.catalogue import find_checkpoints, newest
-from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, LocalTensor, TensorForm, format_dtypes
+from hpc_train.checkpoint.fileformat import (
+    MAX_HEADER_BYTES,
+    Contents,
+    LocalTensor,
+    TensorForm,
+    format_dtypes,
+    torch_dtypes,
+)
+from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.checkpoint.state import MODEL
-from hpc_train.checkpoint.tools import selected
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
 from hpc_train.mpi.agreement import agreed, from_first
@@ -32,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GIVE = "give a checkpoint, a run directory, a safetensors file, or a folder with model.safetensors"
+SUFFIXES = (".safetensors", ".pt")
+_Change: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def start_from(
@@ -123,16 +135,16 @@ def _open(path: Path) -> _Source:
         if not path.is_dir():
             return _checkpoint(path) if _is_checkpoint(path) else _plain(path, [path])
         if (path / ONE_FILE).is_file():
-            files = [path / ONE_FILE]
+            paths = [path / ONE_FILE]
         elif (path / INDEX).is_file():
             names = _tree(path / INDEX).get("weight_map", {}).values()
-            files = [path / name for name in sorted(set(names))]
+            paths = [path / name for name in sorted(set(names))]
         elif find_checkpoints(path / "checkpoints", "auto"):
             return _checkpoint(newest(path))
         else:
             raise DataError(f"{path} has neither {ONE_FILE} nor checkpoints", GIVE)
         config = path / "config.json"
-        return _plain(path, files, _tree(config) if config.is_file() else {})
+        return _plain(path, paths, _tree(config) if config.is_file() else {})
     except OSError as error:
         name = error.filename or path
         raise DataError(f"{name} cannot be read ({error.strerror})", GIVE) from None
@@ -165,9 +177,9 @@ def _checkpoint(path: Path) -> _Source:
     return _Source(path, forms, lambda name: saved[MODEL + name], saved.state().get("about", {}))
 
 
-def _plain(path: Path, files: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
+def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
     forms, homes = {}, {}
-    for file in files:
+    for file in paths:
         try:
             opened = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -248,3 +260,113 @@ def _tell(
 def _few(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def export_model(
+    path: Path,
+    target: Path,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]]] | None = None,
+) -> dict[str, TensorForm]:
+    """Write the model's tensors alone, by the names that the module gives them.
+
+    One tensor at a time is in memory. For .pt the folder needs room for the tensors twice.
+
+    Args:
+        path: a checkpoint.
+        target: the file to make: .safetensors, or .pt for a state dict that
+            `torch.load(weights_only=True)` reads.
+        include: shell patterns of names; by default all.
+        exclude: of those, which not.
+        dtype: what floating-point tensors are turned into; by default they stay as they are.
+        convert: for programs that name and arrange them in another way: of a name, the other one,
+            and what makes their tensor of ours.
+
+    Returns:
+        The forms of what was written, by name.
+
+    Raises:
+        ConfigError: the target has another suffix, exists, or cannot be written; no tensor is left.
+        CheckpointError: the checkpoint is damaged.
+    """
+    if target.suffix not in SUFFIXES:
+        raise ConfigError(f"--out is {target}", f"end it with {' or '.join(SUFFIXES)}")
+    if target.exists():
+        raise ConfigError(f"{target} exists", "give another --out, or move it away")
+    saved = Tensors(path)
+    names = [name.removeprefix(MODEL) for name in saved.names if name.startswith(MODEL)]
+    chosen = [name for name in names if selected(name, include, exclude)]
+    if not chosen:
+        raise ConfigError(
+            f"no tensor of {path} is left to export", f"its first ones are {', '.join(names[:3])}"
+        )
+    sources: dict[str, tuple[str, _Change]] = {}
+    forms: dict[str, TensorForm] = {}
+    for name in chosen:
+        new, change = (name, _same) if convert is None else convert(name)
+        entry = saved.entries[MODEL + name]
+        empty = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
+        empty = change(_as(empty, dtype))
+        forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (MODEL + name, change)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for new, (name, change) in sources.items():  # in the file's order
+            yield new, change(_as(saved[name], dtype))
+
+    _write(forms, tensors(), target)
+    return forms
+
+
+def _write(
+    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], target: Path
+) -> None:
+    """Write tensors, of which one at a time is in memory."""
+    partial = target.with_name(f".{target.name}.partial")
+    pickled = target.with_name(f".{target.name}.pickled")
+    try:
+        _write_safetensors(forms, tensors, partial)
+        if target.suffix == ".pt":
+            from safetensors.torch import load_file
+
+            torch.save(load_file(partial), pickled)  # which are still in the file, not in memory
+            pickled.replace(partial)
+        files.sync(partial)
+        files.rename(partial, target)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"{target} could not be written ({error})", "give a folder that is there, with room"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
+        pickled.unlink(missing_ok=True)
+
+
+def _write_safetensors(
+    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], path: Path
+) -> None:
+    contents = Contents.of(forms)
+    header = b'{"__metadata__":{"format":"pt"},' + contents.description[1:]
+    header = header.ljust(-(-len(header) // 8) * 8)
+    begins = {entry.name: 8 + len(header) + entry.begin for entry in contents.entries}
+    with path.open("wb") as file:
+        files.write_at(file.fileno(), len(header).to_bytes(8, "little") + header, 0)
+        for name, tensor in tensors:
+            files.write_at(file.fileno(), as_bytes(tensor.contiguous()).numpy().data, begins[name])
+            del tensor  # before the next one is read
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a name fits one of the patterns to include, if there are any, and none to exclude."""
+    fits = any(fnmatch.fnmatchcase(name, pattern) for pattern in include) or not include
+    return fits and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

@@ -101,11 +101,11 @@ def verify_checkpoints(source: str, *, every: bool) -> int:
 
 
 def _verify(path: Path, *, foreign: bool = False) -> int:
-    from hpc_train.checkpoint import tools
+    from hpc_train.checkpoint import inspection
 
     damage = 0
     try:
-        for begin, end, names in tools.damaged(path):
+        for begin, end, names in inspection.damaged(path):
             damage = EXIT_FAILURE
             print(f"{path}: bytes {begin} to {end} are not what was saved: {', '.join(names)}")
     except (CheckpointError, CheckpointMismatch) as error:
@@ -120,11 +120,11 @@ def _verify(path: Path, *, foreign: bool = False) -> int:
 
 def diff(first: str, second: str, *, every: bool) -> int:
     """Print in what two checkpoints differ; returns 1 if they do."""
-    from hpc_train.checkpoint import tools
+    from hpc_train.checkpoint import inspection
     from hpc_train.checkpoint.catalogue import newest
 
     count = 0
-    for difference in tools.differences(newest(Path(first)), newest(Path(second))):
+    for difference in inspection.differences(newest(Path(first)), newest(Path(second))):
         count += 1
         if every or count <= DIFFERENCES_SHOWN:
             print(f"{difference.name}: {difference.what}")
@@ -145,7 +145,7 @@ def export(
     """Write the model's tensors alone: to a file, or to a folder for Hugging Face."""
     import torch
 
-    from hpc_train.checkpoint import tools
+    from hpc_train.checkpoint import weights
     from hpc_train.checkpoint.catalogue import newest
     from hpc_train.checkpoint.restore import Tensors
     from hpc_train.models.gpt.gpt2 import as_gpt2, config_json
@@ -159,7 +159,7 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         convert = as_gpt2(shape)
     kind = getattr(torch, dtype) if dtype else None
-    forms = tools.export_model(
+    forms = weights.export_model(
         path, target, include=include, exclude=exclude, dtype=kind, convert=convert
     )
     if gpt2:

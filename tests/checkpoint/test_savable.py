@@ -9,10 +9,10 @@ from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.fileformat import format_dtypes
+from hpc_train.checkpoint.inspection import differences
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.state import TrainingState
-from hpc_train.checkpoint.tools import differences
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.training.loop import Loop
