@@ -27,7 +27,6 @@ PARAMETERS = 8
 MORE_PARAMETERS = {
     "Loop.__init__": 18,
     "Loop.epochs": 9,
-    "saving": 11,
     "Trainer.__init__": 10,
 }
 OF_TORCH = {"_Normalize.forward"}

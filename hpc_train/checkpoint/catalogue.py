@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,6 +75,45 @@ def newest(path: Path) -> Path:
             )
             return named
     return found[0]
+
+
+def start_candidates(directory: Path, source: str) -> list[Path]:
+    """Where a run may start from, in the order to try.
+
+    Args:
+        directory: the folder of the run's checkpoints, which need not exist.
+        source: "auto", the folder's checkpoints; "none"; or a file or run directory, from which the
+            run starts while its folder is empty. The folder's own checkpoints come before it.
+
+    Raises:
+        CheckpointMismatch: the folder has checkpoints, and `source` is "none" or one of them that
+            is not the newest; or the given file does not exist, or the run directory has none.
+    """
+    own = find_checkpoints(directory, "auto")
+    if source == "auto":
+        return own
+    given = [] if source == "none" else find_checkpoints(directory, source)
+    inside = any(path.resolve().parent == directory.resolve() for path in given)
+    if own and (source == "none" or (inside and not own[0].samefile(given[0]))):
+        raise CheckpointMismatch(
+            f"{directory} has checkpoints beyond this start, up to {own[0].name}",
+            "give another directory, or move them away",
+        )
+    return own or given
+
+
+def earlier_save_seconds(directory: Path) -> float:
+    """Seconds that the longest save of an earlier process took; 0 if they are not known."""
+    with suppress(OSError, ValueError):
+        seconds = float((directory / SAVE_SECONDS_FILE).read_text())
+        return seconds if 0 < seconds < math.inf else 0.0
+    return 0.0
+
+
+def note_save_seconds(directory: Path, seconds: float) -> None:
+    """Note for the next start what the longest save took."""
+    with suppress(OSError):  # the next start would only know less
+        (directory / SAVE_SECONDS_FILE).write_text(f"{seconds:.3f}\n")
 
 
 @dataclass(frozen=True)

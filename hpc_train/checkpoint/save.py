@@ -21,6 +21,7 @@ from typing import TypeVar
 from hpc_train import files
 from hpc_train.checkpoint import fileformat
 from hpc_train.checkpoint.background import Phases, Snapshot, agree, enough_memory
+from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.engines import (
     PosixWriter,
     WriteEngine,
@@ -45,15 +46,12 @@ def saving(
     path: Path,
     parts: Parts,
     state: bytes,
-    group: Group,
-    engine: WriteEngine = "posix",
-    replica: Group | None = None,
-    snapshot: Snapshot | None = None,
+    plans: Plans,
     *,
-    plans: Plans | None = None,
+    engine: WriteEngine = "posix",
     verify: bool = True,
-    token: str = "",
-    check: Callable[[], None] = lambda: None,
+    snapshot: Snapshot | None = None,
+    claim: Claim | None = None,
 ) -> Phases[float]:
     """Write a checkpoint, in phases. Collective.
 
@@ -61,15 +59,13 @@ def saving(
         path: the file to make; one that exists is replaced when the new one is complete.
         parts: this rank's parts of tensors.
         state: what is no tensor, as JSON, the same on all ranks.
-        group: the ranks that write.
-        engine: how they write.
-        replica: the ranks that hold the state together; by default each rank holds all of it.
+        plans: of the ranks that write; those that made the plans of earlier saves know them still.
+        engine: how ranks write.
+        verify: whether all is read back and compared.
         snapshot: keeps this rank's extents while the tensors change; by default they must not
             change until the end.
-        plans: of the saves before, of the same groups; by default there were none.
-        verify: whether all is read back and compared.
-        token: of the one who writes; a part of the name of what is not complete.
-        check: makes sure, on rank 0, that the directory is still ours; may raise a ClaimError.
+        claim: of the directory, if the job holds one. Rank 0 checks it before it makes or completes
+            the file. Its token is a part of the name of a file that is not complete.
 
     Returns:
         Seconds that the slowest rank took to write and sync.
@@ -77,14 +73,16 @@ def saving(
     Raises:
         CheckpointError: it could not be written, or the ranks of a replica do not own all of a
             tensor together; nothing is left of it.
-        ClaimError: as `check`.
+        ClaimError: another job has the directory.
         UserError: the ranks do not have the same tensors or state.
     """
-    replica = replica or Group()
-    plan = (plans or Plans(group, replica)).of(parts.held, state)
+    group, replica = plans.group, plans.replica
+    plan = plans.of(parts.held, state)
     layout, size = plan.layout, group.size
+    token = f".{claim.token}" if claim is not None and claim.token else ""
+    check = claim.check if claim is not None else lambda: None
     exchange = Exchange(parts, plan.routes, layout, replica, state)
-    partial_path = path.with_name(f".{path.name}{token and f'.{token}'}.partial")
+    partial_path = path.with_name(f".{path.name}{token}.partial")
     explained = partial(_explained, path)
     room, mine = Scratch(), [layout.size(number) for number in plan.runs[replica.rank]]
     with agreed(group), enough_memory("extents"):

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from hpc_train.checkpoint import restore
 from hpc_train.checkpoint.background import BackgroundSave, Phases, Snapshot, agree, carry_out
 from hpc_train.checkpoint.catalogue import (
     LATEST,
-    SAVE_SECONDS_FILE,
+    earlier_save_seconds,
     find_checkpoints,
     name_of,
+    note_save_seconds,
+    start_candidates,
     step_of,
 )
 from hpc_train.checkpoint.claim import Claim
@@ -90,7 +92,7 @@ class Checkpoints:
         self._hook: RemovableHandle | None = None
         self.claim: Claim | None = None
         """Of the directory, while one is held; without one, nobody else may write there."""
-        self._token = ""
+        self._unclaimed: Claim | None = None
         self.scores: dict[int, float | None] = {}
         """By step: how good the model was, lower is better, where known; the same on all ranks."""
         self._finite: dict[int, bool] = {}  # by step, where known
@@ -189,8 +191,7 @@ class Checkpoints:
             "step %d: checkpoint %s (%.1f s)", step, self.directory / name_of(step), seconds
         )
         if self.group.rank == 0 and (self.claim is None or self.claim.lost() is None):
-            with suppress(OSError):  # the next start would only know less
-                (self.directory / SAVE_SECONDS_FILE).write_text(f"{self.longest_save:.3f}\n")
+            note_save_seconds(self.directory, self.longest_save)
 
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         self.unify()
@@ -200,33 +201,26 @@ class Checkpoints:
         if background and self._snapshot is None:
             self._snapshot = Snapshot()
             self._hook = self.state.optimizer.register_step_pre_hook(lambda *_: self._wait())
-        content, snapshot = self._state(step), self._snapshot if background else None
-        token = self._own_token()
+        write = partial(
+            saving,
+            path,
+            self._content.parts,
+            self._state(step),
+            self._content.plans,
+            snapshot=self._snapshot if background else None,
+            claim=self._own_claim(),
+        )
 
         def written(way: WriteEngine) -> Phases[float]:
+            verify = self.policy.verify or way != "posix"
             try:
-                return (
-                    yield from saving(
-                        path,
-                        self._content.parts,
-                        content,
-                        self.group,
-                        way,
-                        self._content.replica,
-                        snapshot,
-                        plans=self._content.plans,
-                        verify=self.policy.verify or way != "posix",
-                        token=token,
-                        check=self._check,
-                    )
-                )
+                return (yield from write(engine=way, verify=verify))
             except CheckpointError:  # the same one on all ranks
                 yield from agree(self.group, self._check)  # another job has removed the file?
                 raise
 
-        way: WriteEngine = (
-            "posix" if background else self._ways.next()
-        )  # the thread makes no MPI calls
+        # The thread of a save in the background makes no MPI calls.
+        way: WriteEngine = "posix" if background else self._ways.next()
         try:
             try:
                 seconds = yield from written(way)
@@ -241,12 +235,17 @@ class Checkpoints:
         self._ways.note(way, seconds)
         yield from agree(self.group, lambda: self._publish(path, step))
 
-    def _own_token(self) -> str:
-        """What tells this job's unfinished files from those of others. Collective at first."""
+    def _own_claim(self) -> Claim:
+        """The claim of the directory, or one that only tells this job's files from others'.
+
+        Collective where the job holds none.
+        """
         if self.claim is not None:
-            return self.claim.token
-        self._token = self._token or self.group.from_first(lambda: secrets.token_hex(8))
-        return self._token
+            return self.claim
+        if self._unclaimed is None:
+            token = self.group.from_first(lambda: secrets.token_hex(8))
+            self._unclaimed = Claim(self.directory, token)
+        return self._unclaimed
 
     def _check(self) -> None:
         """Make sure, on rank 0, that the directory is still this job's."""
@@ -308,7 +307,7 @@ class Checkpoints:
         """
         found, self.earlier_save = from_first(
             self.group,
-            lambda: (self._candidates(source), _seconds(self.directory / SAVE_SECONDS_FILE)),
+            lambda: (self._candidates(source), earlier_save_seconds(self.directory)),
         )
         for number, path in enumerate(found):
             try:
@@ -334,21 +333,10 @@ class Checkpoints:
         """Where to resume from, in the order to try; unfinished files of dead jobs are removed."""
         if self.directory.is_dir():
             self._check()
-            for partial in self.directory.glob(".step-*.partial"):
-                files.remove(partial)
-            for partial in self.directory.glob(f".{LATEST}.*.partial"):
-                files.remove(partial)
-        own = find_checkpoints(self.directory, "auto")
-        if source == "auto":
-            return own
-        given = [] if source == "none" else find_checkpoints(self.directory, source)
-        inside = any(path.resolve().parent == self.directory.resolve() for path in given)
-        if own and (source == "none" or (inside and not own[0].samefile(given[0]))):
-            raise CheckpointMismatch(
-                f"{self.directory} has checkpoints beyond this start, up to {own[0].name}",
-                "give another directory, or move them away",
-            )
-        return own or given
+            for pattern in (".step-*.partial", f".{LATEST}.*.partial"):
+                for unfinished in self.directory.glob(pattern):
+                    files.remove(unfinished)
+        return start_candidates(self.directory, source)
 
     def _restore(self, path: Path) -> int:
         saved = self._content.restore(path)
@@ -390,14 +378,6 @@ class Checkpoints:
         for number in self.policy.retention.superfluous(done, known, is_finite):
             self._check()
             files.remove(done[number])
-
-
-def _seconds(path: Path) -> float:
-    """What an earlier process wrote; 0: nothing."""
-    with suppress(OSError, ValueError):
-        seconds = float(path.read_text())
-        return seconds if 0 < seconds < math.inf else 0.0
-    return 0.0
 
 
 def _state_of(path: Path) -> dict[str, Any]:
