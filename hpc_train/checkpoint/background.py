@@ -25,17 +25,21 @@ from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
 T = TypeVar("T")
-Work = Callable[[], Any]
-PhaseOutcome = tuple[Any, Exception | None]
+Work = Callable[[], Any]  # the work of one rank in one phase
+PhaseOutcome = tuple[Any, Exception | None]  # the work's result, or its error
 Phases = Generator[Work, PhaseOutcome, T]
-Kept = tuple[int, Bytes] | None
+Kept = tuple[int, Bytes] | None  # an extent with its number, or nothing in this round
 
 
 def agree(group: Group, work: Callable[[], T]) -> Phases[T]:
-    """Let each rank do its work; what fails on one rank is raised on all.
+    """One phase: each rank does its work, then they agree. Collective.
+
+    Returns:
+        What this rank's work returned.
 
     Raises:
-        HpcTrainError: as `hpc_train.mpi.agreement.settle`.
+        HpcTrainError: the work failed on a rank. All ranks raise it, as in
+            `hpc_train.mpi.agreement.settle`.
     """
     value, failure = yield work
     settle(group, failure)
@@ -44,10 +48,10 @@ def agree(group: Group, work: Callable[[], T]) -> Phases[T]:
 
 
 def carry_out(phases: Phases[T]) -> T:
-    """Carry out all phases here and now. Collective.
+    """Carry out all phases at once, in the calling thread. Collective.
 
     Raises:
-        HpcTrainError: one of them failed.
+        HpcTrainError: a phase failed.
     """
     try:
         work = next(phases)
@@ -61,7 +65,7 @@ def carry_out(phases: Phases[T]) -> T:
 def _outcome(work: Work) -> PhaseOutcome:
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001  # the phase's end raises it, on all ranks
+    except Exception as error:  # noqa: BLE001  # the end of the phase raises it on all ranks
         return None, error
 
 
@@ -69,11 +73,11 @@ class BackgroundSave:
     """Phases whose work a thread does. All ranks make it and call its methods.
 
     Args:
-        phases: the first of them begins at once.
+        phases: the phases. The first one begins at once.
         group: the ranks.
 
     Raises:
-        HpcTrainError: what comes before the first work failed.
+        HpcTrainError: an agreement before the first work failed.
     """
 
     def __init__(self, phases: Phases[None], group: Group) -> None:
@@ -86,7 +90,7 @@ class BackgroundSave:
 
     @property
     def seconds(self) -> float:
-        """What it has taken this rank, without the waiting for the end of steps."""
+        """Seconds that it has taken this rank, without the time that it waited for steps to end."""
         return self._done + (0.0 if self._work.done() else time.monotonic() - self._begin)
 
     def _timed(self, work: Work) -> PhaseOutcome:
@@ -96,13 +100,16 @@ class BackgroundSave:
         return outcome
 
     def poll(self, *, wait: bool = False) -> bool:
-        """Go on if all ranks have done their work; returns whether the last phase has ended.
+        """Begin the next phase if all ranks have done their work. Collective.
 
         Args:
-            wait: until then.
+            wait: whether to wait until the last phase has ended.
+
+        Returns:
+            Whether the last phase has ended.
 
         Raises:
-            HpcTrainError: a phase failed; that was the end.
+            HpcTrainError: a phase failed. There is no further phase.
         """
         while wait or not self._group.largest(int(not self._work.done())):
             try:
@@ -118,16 +125,17 @@ class BackgroundSave:
 
 @contextmanager
 def enough_memory(what: str) -> Iterator[None]:
-    """Tell a lack of memory in a block as one of a checkpoint.
+    """Turn an error for lack of memory in a block into one of a checkpoint.
 
     Raises:
-        CheckpointError: there was too little for `what`.
+        CheckpointError: there was too little memory for `what`.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
+        # torch's allocators raise a RuntimeError whose text has the word.
         if not isinstance(error, MemoryError) and "memory" not in str(error):
-            raise  # torch's allocators raise a RuntimeError, which says it
+            raise
         first = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
             f"there is no memory for {what} of a checkpoint ({first})",
@@ -138,11 +146,12 @@ def enough_memory(what: str) -> Iterator[None]:
 class Snapshot:
     """Keeps this rank's extents while training goes on to change the tensors.
 
-    Its memory is the same for one checkpoint after the other.
+    Its memory serves one checkpoint after the other.
 
-    Parameters and optimizer state change when the optimizer steps, not before; so a rank that holds
+    Parameters and optimizer state do not change before the optimizer steps. So a rank that holds
     all tensors copies them in the thread that writes, while the next step's forward and backward
-    pass run, and only the optimizer waits for it. What comes from other ranks is copied at once.
+    pass run, and only the optimizer waits. If other ranks hold some of the tensors, the extents are
+    brought together at once, because the thread makes no MPI calls.
     """
 
     def __init__(self) -> None:
@@ -155,23 +164,23 @@ class Snapshot:
         self._taken.wait()
 
     def reserve(self, nbytes: int) -> None:
-        """Have memory for the extents of this rank, before `of`. It calls no other rank.
+        """Get memory for this rank's extents. Call it before `of`. It calls no other rank.
 
         Raises:
-            CheckpointError: there is too little.
+            CheckpointError: there is too little memory.
         """
         if len(self._memory) >= nbytes:
             return
         pinned = torch.cuda.is_available()
         with enough_memory(f"the {nbytes} bytes"):
-            self._memory = np.empty(0, np.uint8)  # what it had counts for what it gets
+            self._memory = np.empty(0, np.uint8)  # frees the old memory before it gets the new
             self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
-            self._memory[:] = 0  # so that the system gives it now
+            self._memory[:] = 0  # makes the system provide the pages now, where an error is caught
 
     def of(self, exchange: Exchange, runs: Sequence[Sequence[int]], rounds: int) -> Iterator[Kept]:
-        """This rank's extents, as `Exchange.bring` has them. Collective over its replica.
+        """This rank's extents, as from `Exchange.bring`. Collective over its replica.
 
-        With a replica of one rank the tensors must not change before `wait` returns.
+        In a replica of one rank the tensors must not change before `wait` returns.
         """
         room = _Room(self._memory)
         if exchange.replica.comm is not None:

@@ -1,4 +1,4 @@
-"""The checkpoint files of a run: their names, which there are, and what a list of them shows.
+"""The checkpoint files of a run: their names, which of them exist, and a list of them.
 
 Nothing here loads torch.
 """
@@ -21,12 +21,12 @@ from hpc_train.errors import CheckpointError, CheckpointMismatch
 
 logger = logging.getLogger(__name__)
 
-LATEST = "LATEST"
-SAVE_SECONDS_FILE = ".save-seconds"  # what the longest save took, for the next start
+LATEST = "LATEST"  # the file that names the checkpoint that was completed last
+SAVE_SECONDS_FILE = ".save-seconds"  # tells the next start how long the longest save took
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint's file name."""
+    """The step that a checkpoint's file name states."""
     return int(path.stem.removeprefix("step-"))
 
 
@@ -36,10 +36,15 @@ def name_of(step: int) -> str:
 
 
 def find_checkpoints(directory: Path, source: str) -> list[Path]:
-    """Checkpoint files to try: the given one (see `newest`), or those of the folder, newest first.
+    """The checkpoint files of a folder, or the one that a source gives.
+
+    Args:
+        directory: the folder, which need not exist.
+        source: "auto" for the folder's files, newest first. Otherwise a file or a run directory,
+            for the one file that `newest` finds.
 
     Raises:
-        CheckpointMismatch: the given file does not exist, or the run directory has none.
+        CheckpointMismatch: the source does not exist, or is a run directory without checkpoints.
     """
     if source != "auto":
         return [newest(Path(source))]
@@ -51,12 +56,12 @@ def find_checkpoints(directory: Path, source: str) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """A checkpoint file itself, or of a run directory the one that was completed last.
+    """The checkpoint file of a path: the path itself, or a run directory's last completed one.
 
-    That is the one that LATEST names: later files may be damaged ones, which a run has passed over.
+    The file LATEST names that one. Files of later steps may be damaged ones that a run passed over.
 
     Raises:
-        CheckpointMismatch: there is none.
+        CheckpointMismatch: the path does not exist, or is a run directory without checkpoints.
     """
     if path.is_file():
         return path
@@ -78,16 +83,17 @@ def newest(path: Path) -> Path:
 
 
 def start_candidates(directory: Path, source: str) -> list[Path]:
-    """Where a run may start from, in the order to try.
+    """The files that a run may resume from, in the order to try.
 
     Args:
         directory: the folder of the run's checkpoints, which need not exist.
-        source: "auto", the folder's checkpoints; "none"; or a file or run directory, from which the
-            run starts while its folder is empty. The folder's own checkpoints come before it.
+        source: "auto" for the folder's checkpoints; "none" to start anew; or a file or a run
+            directory to start from, until the folder has checkpoints of its own. So the same source
+            resumes the run after a stop.
 
     Raises:
-        CheckpointMismatch: the folder has checkpoints, and `source` is "none" or one of them that
-            is not the newest; or the given file does not exist, or the run directory has none.
+        CheckpointMismatch: the folder has checkpoints, and the source is "none" or one of them that
+            is not the newest. Or the source does not exist, or has no checkpoints.
     """
     own = find_checkpoints(directory, "auto")
     if source == "auto":
@@ -111,21 +117,21 @@ def earlier_save_seconds(directory: Path) -> float:
 
 
 def note_save_seconds(directory: Path, seconds: float) -> None:
-    """Note for the next start what the longest save took."""
-    with suppress(OSError):  # the next start would only know less
+    """Write down for the next start how long the longest save took."""
+    with suppress(OSError):  # the next start can do without
         (directory / SAVE_SECONDS_FILE).write_text(f"{seconds:.3f}\n")
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint of a run.
+    """One checkpoint in a list.
 
     Args:
         path: the file.
-        nbytes: of the file.
-        written: when.
-        damage: what is wrong with its header, or "".
-        finite: whether its trained parameters were all finite.
+        nbytes: the file's size.
+        written: when the file was changed last, in local time.
+        damage: how its header is damaged, or "".
+        finite: whether all its trained parameters are finite.
     """
 
     path: Path
@@ -136,10 +142,10 @@ class Listed:
 
 
 def listed(run: Path) -> list[Listed]:
-    """The checkpoints of a run directory, newest first; no tensor is read.
+    """The checkpoints of a run directory or of a folder, newest first. No tensor is read.
 
     Raises:
-        CheckpointMismatch: it has none.
+        CheckpointMismatch: there are none.
     """
     found = find_checkpoints(run / "checkpoints", "auto") or find_checkpoints(run, "auto")
     if not found:
@@ -160,8 +166,8 @@ def _listed(path: Path) -> Listed:
 
 
 def _is_finite(path: Path, layout: FileMap) -> bool:
-    """What the checkpoint's state says, of which only a look is taken: nothing is verified."""
-    entry = layout.entries[-2]
+    """Whether the state records finite numbers. It is read without being verified."""
+    entry = layout.entries[-2]  # the state
     with suppress(OSError, ValueError, AttributeError), files.opened(path) as descriptor:
         size, begin = entry.end - entry.begin, layout.data_start + entry.begin
         return json.loads(files.read_at(descriptor, size, begin)).get("finite", True) is True

@@ -31,17 +31,18 @@ from hpc_train.errors import DivergenceError, UserError
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
-COMPARED_BYTES = 16 << 20  # bytes of a rank in a checkpoint: a few milliseconds
-TOGETHER = 1 << 20  # bytes of small tensors that are looked at as one
+COMPARED_BYTES = 16 << 20  # bytes that a rank compares for a checkpoint, in a few milliseconds
+TOGETHER = 1 << 20  # bytes of small tensors that are checked in one call
 
 Batch: TypeAlias = "tuple[torch.dtype, list[str]]"
+"""The names of some tensors, and the real type as which their bytes are checked together."""
 
 
 def check_savable(trained: TrainingState) -> None:
-    """Check that a checkpoint can hold all of this rank's state, as far as it is there.
+    """Check that a checkpoint can hold all of this rank's state that exists by now.
 
     Raises:
-        UserError: it cannot; the message names the first thing that it cannot hold.
+        UserError: it cannot. The message names the first thing that it cannot hold.
     """
     _check_parameters(trained)
     _check_model(trained)
@@ -50,7 +51,7 @@ def check_savable(trained: TrainingState) -> None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value comes back from JSON as it went there."""
+    """Whether JSON returns a value as it was given."""
     if isinstance(value, dict):
         return all(type(key) is str and is_plain(one) for key, one in value.items())
     if isinstance(value, list):
@@ -96,7 +97,7 @@ def _check_model(trained: TrainingState) -> None:
 
 
 def _check_extra(trained: TrainingState) -> set[str]:
-    """Check what modules keep beside tensors; returns its names."""
+    """Check what modules keep beside tensors; returns its names in `state_dict`."""
     found = module_extras(trained.model)
     for name, value in found.items():
         what = f"{name} of the model's state_dict (get_extra_state)"
@@ -120,7 +121,7 @@ def _check_extra(trained: TrainingState) -> set[str]:
 
 
 def _slots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """What the optimizer remembers of parameters, with a name for messages."""
+    """The values in the optimizer's state, each with a name for messages."""
     kind = type(optimizer).__name__
     for parameter, slots in optimizer.state.items():
         if not isinstance(parameter, Tensor):
@@ -167,9 +168,13 @@ def _form(tensor: Tensor) -> str:
 
 
 def bytes_to_compare(sizes: Mapping[str, int], turn: int) -> list[tuple[str, int, int]]:
-    """Which bytes are compared in a turn: name, first byte, byte behind the last.
+    """The bytes that are compared in a turn: name, first byte, byte behind the last.
 
     The turns go round through all bytes, COMPARED_BYTES at a time.
+
+    Args:
+        sizes: bytes of each tensor, by name.
+        turn: counted from 0.
     """
     names, edges = [*sizes], np.cumsum([0, *sizes.values()])
     everything = int(edges[-1])
@@ -195,17 +200,18 @@ def compare_replicas(
 ) -> None:
     """Compare a sample between ranks that should hold the same bits. Collective over both groups.
 
+    Ranks that hold other tensors raise nothing here: the comparison of plans finds them.
+
     Args:
-        parts: what this rank holds.
-        sizes: bytes of those that are compared, in the same order on all ranks of `alike`. Ranks
-            with other tensors are left to those who compare plans.
-        alike: these ranks.
-        group: all ranks of the job, each in one such group.
-        turn: which sample.
+        parts: the tensors of this rank.
+        sizes: bytes of the tensors to compare, by name, in the same order on all ranks of `alike`.
+        alike: the ranks that should hold the same bits.
+        group: all ranks of the job. Each is in one such group.
+        turn: selects the sample.
 
     Raises:
-        DivergenceError: on all ranks, naming rank, host and tensor; if one rank of several differs
-            from all others, it is that one.
+        DivergenceError: they differ. All ranks raise it. The message names ranks, hosts and a
+            tensor; only the ranks that differ, if most ranks agree.
     """
     failure: DivergenceError | None = None
     if alike.size > 1:
@@ -222,7 +228,10 @@ def compare_replicas(
 def _divergence(
     parts: Parts, pieces: Sequence[tuple[str, int, int]], names: bytes, alike: Group, group: Group
 ) -> DivergenceError | None:
-    """The first tensor that differs, unless the ranks have others. Collective over `alike`."""
+    """The error for the first tensor that differs. Collective over `alike`.
+
+    It is None if the ranks hold other tensors.
+    """
     found = alike.gathered((group.rank, alike.host, names))
     if len({names for *_, names in found}) > 1:
         return None
@@ -251,7 +260,12 @@ def _divergence_error(
 
 
 def batches_to_check(held: Mapping[str, LocalTensor], names: Iterable[str]) -> list[Batch]:
-    """Divide tensors of numbers into a few batches of one type and device each."""
+    """Divide tensors of floating-point or complex numbers into batches of one type and device.
+
+    Args:
+        held: this rank's parts.
+        names: the tensors to divide; those of integers are left out.
+    """
     found: list[Batch] = []
     begun: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
     for name in names:
@@ -271,12 +285,12 @@ def batches_to_check(held: Mapping[str, LocalTensor], names: Iterable[str]) -> l
 def parts_are_finite(parts: Parts, mine: Iterable[Batch], group: Group) -> bool:
     """Whether the numbers of all ranks' batches are finite. Collective.
 
-    Only what is trained has to be looked at: a mask in a buffer may well have infinities. A step
+    Only trained parameters have to be checked: a mask in a buffer may well have infinities. A step
     that makes the optimizer's state infinite makes its parameter so, then or in the next step.
 
     Args:
-        parts: what this rank holds.
-        mine: what of it this rank looks at.
+        parts: the tensors of this rank.
+        mine: the batches that this rank checks.
         group: all ranks of the job.
     """
     finite = are_finite([parts.flat(names).view(dtype) for dtype, names in mine])
@@ -284,12 +298,13 @@ def parts_are_finite(parts: Parts, mine: Iterable[Batch], group: Group) -> bool:
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all numbers of some tensors are finite, at the cost of reading them once."""
+    """Whether all numbers of some tensors are finite. If their sums are, each is read once."""
     sums = [t.sum(dtype=_wide(t.dtype)) for t in tensors if t.is_floating_point()]
     sums += [torch.view_as_real(t).sum() for t in tensors if t.is_complex()]
     if all(bool(torch.stack(some).isfinite().all()) for some in _by_kind(sums)):
         return True
-    # Finite ones may add up to more. torch does not look at numbers of 8 bits.
+    # A sum of finite numbers may be infinite, so now each number is checked. Numbers of 8 bits are
+    # widened, because torch.isfinite does not take them.
     return all(bool(torch.isfinite(t.to(_wide(t.dtype))).all()) for t in tensors)
 
 

@@ -1,4 +1,4 @@
-"""What goes into the checkpoints of a run, and comes back: looked at before it is saved."""
+"""The content of a run's checkpoints: collected and checked before a save, and restored."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))  # values that cannot change without being replaced
 Seen: TypeAlias = "tuple[tuple[list[Any], ...], list[Hashable]]"
+"""What tells one look at a rank's tensors from another: see `Holdings._walk`."""
 
 
 class Holdings:
     """This rank's tensors of a model and its optimizer, as parts of a checkpoint.
 
-    They are looked for anew only where something has changed.
+    They are collected anew only if something other than their numbers has changed.
 
     Args:
         trained: model and optimizer.
@@ -44,13 +45,13 @@ class Holdings:
         self.trained = trained
         self.parts = Parts({})
         self.values: dict[str, Any] = {}
-        """What the optimizer remembers that is no tensor."""
+        """The values in the optimizer's state that are not tensors."""
         self.trained_names: list[str] = []
-        """Of the parameters that require gradients."""
+        """The names of the parameters that require gradients."""
         self._seen: Seen | None = None
-        self._tensors: list[Tensor] = []  # so that none of them is gone and its id another one's
+        self._tensors: list[Tensor] = []  # keeps them alive: a freed tensor's id would come again
         self._held: dict[str, LocalTensor] = {}
-        self._odd: set[str] = set()  # not contiguous: a copy is saved
+        self._odd: set[str] = set()  # tensors that are not contiguous, which are saved as copies
         self._buffers: set[str] = set()
         self._passing: set[str] = set()  # what `parts` has for one save only
 
@@ -58,14 +59,15 @@ class Holdings:
         """Bring `parts` up to date.
 
         Args:
-            more: what else is saved.
-            copy_buffers: for a save that goes on while a forward pass may change them.
+            more: other tensors to save, by name.
+            copy_buffers: whether buffers are copied, because a forward pass may change them before
+                the save has ended.
 
         Returns:
             Whether tensors, their forms, parts or owners, or `values` are others than last time.
 
         Raises:
-            UserError: a checkpoint cannot hold all of it.
+            UserError: a checkpoint cannot hold all of them.
         """
         tensors, seen = self._walk(more)
         changed = seen is None or seen != self._seen
@@ -92,15 +94,16 @@ class Holdings:
         return changed
 
     def release(self) -> None:
-        """Give back the memory of what `parts` has for one save only."""
+        """Free the copies that `parts` has for one save only."""
         for name in self._passing:
             self.parts.drop(name)
         self._passing = set()
 
     def _walk(self, more: Mapping[str, LocalTensor]) -> tuple[list[Tensor], Seen | None]:
-        """All tensors, and what stays the same while only their numbers change; None: nobody knows.
+        """All tensors, and a value that stays equal as long as only their numbers change.
 
-        Of a tensor that is the same object `.data` may still be another.
+        It is None if that cannot be told. A tensor that is the same object may have got other
+        `.data`, so the addresses are part of the value.
         """
         trained = self.trained
         saved = trained.model.state_dict(keep_vars=True)
@@ -121,7 +124,8 @@ class Holdings:
         marks += [(name, part.form, part.spec, part.owned) for name, part in more.items()]
         if not known or any(tensor.layout is not torch.strided for tensor in tensors):
             return tensors, None
-        # Of contiguous tensors these tell the shape as well, which takes ten times as long.
+        # The strides and the size of a contiguous tensor tell its shape. Asking for the shape takes
+        # ten times as long.
         forms = (
             [*map(id, tensors)],
             [*map(Tensor.data_ptr, tensors)],
@@ -134,12 +138,12 @@ class Holdings:
 
 
 class Content:
-    """A model with its optimizer, and what else is saved. All ranks call each method.
+    """A model with its optimizer, and the other state that is saved. All ranks call each method.
 
     Args:
-        trained: what is saved, and restored in place.
+        trained: is saved, and restored in place.
         collectives: of all ranks that train.
-        identity: what a checkpoint must have been made with to be continued, by configuration key.
+        identity: what a resumed run must have in common with a checkpoint, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
 
     Raises:
@@ -159,9 +163,9 @@ class Content:
         self.identity, self.about = identity, about
         self.plans = Plans(group, self.replica)
         self._holdings = Holdings(trained)
-        self._values: dict[str, Any] = {}  # of the optimizers of a replica, all together
-        self._compared: dict[str, int] = {}  # bytes by name, of what replicas have alike
-        self._batches: list[Batch] = []  # of which this rank looks whether they are finite
+        self._values: dict[str, Any] = {}  # of all optimizers of a replica
+        self._compared: dict[str, int] = {}  # bytes of the tensors that all replicas hold, by name
+        self._batches: list[Batch] = []  # the tensors whose numbers this rank checks
         self.check()
         has_extra = bool(state.modules_with_extra(trained.model))
         self._has_extra = bool(group.largest(int(has_extra), "whether modules keep more"))
@@ -169,11 +173,11 @@ class Content:
 
     @property
     def parts(self) -> Parts:
-        """This rank's parts, from `look` to `release`."""
+        """This rank's parts. They are complete from `look` until `release`."""
         return self._holdings.parts
 
     def check(self) -> None:
-        """Check that a checkpoint can hold all of it, as far as it is there.
+        """Check that a checkpoint can hold all state that exists by now.
 
         Raises:
             UserError: it cannot.
@@ -182,16 +186,17 @@ class Content:
             checks.check_savable(self.trained)
 
     def unify(self) -> None:
-        """Bring all replicas to one state: running statistics in buffers differ."""
+        """Bring all replicas to one state: running statistics in their buffers differ."""
         self.more.unify()
         for buffer in self.trained.model.buffers():
             self.alike.broadcast_(buffer)
 
     def look(self, *, copy_buffers: bool) -> None:
-        """Bring `parts`, plans and values up to date, after `unify`.
+        """Bring `parts`, plans and values up to date. Call it after `unify`.
 
         Args:
-            copy_buffers: for a save that goes on while a forward pass may change them.
+            copy_buffers: whether buffers are copied, because a forward pass may change them before
+                the save has ended.
 
         Raises:
             CheckpointError: there is no memory for copies.
@@ -210,7 +215,7 @@ class Content:
             self._look_at_extra()
 
     def _look_at_extra(self) -> None:
-        self.check()  # what modules keep may be of another type now
+        self.check()  # modules may keep values of another type now
         with agreed(self.group):
             self._extra = state.module_extras(self.trained.model)
             kept = json.dumps(self._extra, sort_keys=True)
@@ -229,24 +234,25 @@ class Content:
         }
 
     def compare(self, step: int) -> None:
-        """Compare a sample of what all replicas hold whole, after `look`.
+        """Compare a sample of the tensors that all replicas hold whole. Call it after `look`.
 
         Raises:
-            DivergenceError: it differs; on all ranks.
+            DivergenceError: they differ. All ranks raise it.
         """
-        turn = Random(step).randrange(1 << 32)  # by chance: a count would begin anew with each job
+        # A random turn, because a count would begin again with each job.
+        turn = Random(step).randrange(1 << 32)
         checks.compare_replicas(self.parts, self._compared, self.alike.group, self.group, turn)
 
     def is_finite(self) -> bool:
-        """Whether all trained parameters are finite, after `look`."""
+        """Whether all trained parameters are finite. Call it after `look`."""
         return parts_are_finite(self.parts, self._batches, self.group)
 
     def state(self, step: int, also: Mapping[str, Any]) -> bytes:
-        """What is no tensor, as JSON, after `look`.
+        """All values to save that are not tensors, as JSON. Call it after `look`.
 
         Args:
-            step: that has ended.
-            also: what else is to be in it.
+            step: the step that has ended.
+            also: further values.
         """
         tree = {
             "step": step,
@@ -262,19 +268,19 @@ class Content:
         return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
     def release(self) -> None:
-        """Give back the memory of what was copied for one save."""
+        """Free the copies that were made for one save."""
         self._holdings.release()
 
     def restore(self, path: Path) -> dict[str, Any]:
-        """Bring model, optimizer and all else to what a checkpoint has.
+        """Bring model, optimizer and all other state to that of a checkpoint.
 
         Returns:
-            What is no tensor in it.
+            All values of the checkpoint that are not tensors.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the checkpoint is damaged.
             CheckpointUnreadable: a rank cannot read it.
-            CheckpointMismatch: it is of another model or optimizer, or of another identity.
+            CheckpointMismatch: it is of another model or optimizer, or has another identity.
         """
         reader = restore.open_together(path, self.group)
         saved = restore.load_state(reader, self.group)
@@ -302,7 +308,10 @@ class Content:
         return saved
 
     def _grid(self) -> tuple[Group, Group] | tuple[()]:
-        """The ranks that hold the whole, and those that hold what this one does, if they fit."""
+        """The ranks that hold the model together, and those that hold what this rank does.
+
+        It is empty unless each rank is in one such pair of groups.
+        """
         fits = self.alike.group.size * self.replica.size == self.group.size
         return (self.replica, self.alike.group) if fits else ()
 

@@ -16,15 +16,15 @@ from hpc_train.errors import CheckpointError, CheckpointUnreadable
 
 
 def damaged(path: Path) -> Iterator[tuple[int, int, list[str]]]:
-    """Read every byte of a checkpoint.
+    """Read every byte of a checkpoint and find the ranges that are not as they were saved.
 
     Yields:
-        First byte, the byte behind the last, and the names of the tensors of what is not as it was
-        saved.
+        The range's first byte in the file, the byte behind its last, and the names of its tensors.
 
     Raises:
-        CheckpointUnreadable: the file system does not give it.
-        CheckpointError: header or hash table are damaged, so that nothing else can be told.
+        CheckpointMismatch: another program wrote the file, or its format has another version.
+        CheckpointUnreadable: the file system cannot read it.
+        CheckpointError: header or hash table are damaged, so the rest cannot be checked.
     """
     reader = CheckpointReader.open(path)
     for number in range(reader.layout.extents):
@@ -40,11 +40,11 @@ def damaged(path: Path) -> Iterator[tuple[int, int, list[str]]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one name differs between two checkpoints.
+    """One difference between two checkpoints.
 
     Args:
-        name: of a tensor, or of a number of the state.
-        what: in words.
+        name: of a tensor, or of a value of the state.
+        what: the difference in words.
     """
 
     name: str
@@ -52,10 +52,12 @@ class Difference:
 
 
 def differences(first: Path, second: Path) -> Iterator[Difference]:
-    """What two checkpoints do not have in common, in the order of names.
+    """The differences between two checkpoints: first of tensors, then of other values, by name.
 
     Raises:
         CheckpointError: one of them is damaged.
+        CheckpointUnreadable: the file system cannot read one of them.
+        CheckpointMismatch: another program wrote one of them, or its format has another version.
     """
     one, other = Tensors(first), Tensors(second)
     for name in sorted({*one.names, *other.names}):

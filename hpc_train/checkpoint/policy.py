@@ -14,12 +14,14 @@ Nonfinite = Literal["stop", "warn"]
 
 @dataclass(frozen=True)
 class Retention:
-    """A checkpoint is kept for any of these reasons; the newest one whose numbers are finite is.
+    """The rule by which checkpoints are kept: each of these numbers is a reason to keep some.
+
+    The newest checkpoint whose numbers are finite is always kept.
 
     Args:
-        newest: number of newest checkpoints to keep; 0 keeps all.
-        every: keeps the checkpoints of steps that this number divides; 0 disables it.
-        best: number of checkpoints with the lowest score to keep.
+        newest: the number of newest checkpoints to keep; 0 keeps all.
+        every: keeps the checkpoints whose step this number divides; 0 disables it.
+        best: the number of checkpoints with the lowest scores to keep.
     """
 
     newest: int = 3
@@ -32,12 +34,13 @@ class Retention:
         scores: Mapping[int, float],
         is_finite: Callable[[int], bool] = lambda step: True,
     ) -> list[int]:
-        """Those to remove, oldest first.
+        """The steps whose checkpoints are to be removed, oldest first.
 
         Args:
-            steps: of all checkpoints that are complete.
-            scores: of those that have one.
-            is_finite: whether the numbers of one are; asked from the newest one on, until one is.
+            steps: the steps of all complete checkpoints.
+            scores: the scores of those that have one, by step; a lower score is better.
+            is_finite: whether the checkpoint of a step has finite numbers. It is called for the
+                newest step first, then for older ones, until it returns True.
         """
         if not self.newest:
             return []
@@ -60,11 +63,12 @@ class SavePolicy:
         keep: the number of newest checkpoints to keep, where 0 keeps all; or a rule.
         engine: how ranks write.
         background: whether `save` will be asked to write in the background.
-        verify: whether what was written by POSIX calls is read back, as it is through MPI-IO.
+        verify: whether the ranks read back a file that POSIX calls have written. A file written
+            through MPI-IO is always read back.
         replicas: what happens if ranks that should hold the same bits do not. Each checkpoint
             compares a sample of them: "stop", "warn", or "off" for no comparison.
         nonfinite: what happens if trained parameters are infinite or not numbers: "stop" before
-            anything is written, or "warn", and the checkpoint says so.
+            anything is written, or "warn" and record it in the checkpoint.
     """
 
     keep: int | Retention = 3

@@ -1,7 +1,7 @@
-"""Read header and extents of a checkpoint file, verified, by one rank and without torch.
+"""One rank reads a checkpoint file's header and extents and verifies them, without torch.
 
-A file system may fail for a moment. What cannot be read now is not damaged: going back to an older
-checkpoint for it would lose work.
+A file system may fail for a moment. A file that cannot be read at the moment is not damaged: going
+back to an older checkpoint would lose work.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
-LASTING = frozenset(  # a further attempt ends as the first one did
+LASTING = frozenset(  # errors that a further attempt does not mend
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 )
-PIECE = 1 << 20  # bytes, which stay in a core's cache between being read and being hashed
+PIECE = 1 << 20  # bytes read at once: they are still in the core's cache when they are hashed
 BROKEN = "it is damaged: use an older one, or delete it"
 
 
 def patiently(path: Path, work: Callable[[int], T]) -> T:
-    """What `work` makes of a descriptor of a file, which is opened anew for each attempt.
+    """Read a file, again and again if that fails; returns what `work` returns.
 
     Args:
-        path: the file, opened to be read.
-        work: reads it; called again after an OSError that may pass, such as a stale handle.
+        path: the file. Each attempt opens it anew.
+        work: reads from the descriptor that it is given. An OSError that may pass, such as a stale
+            handle, leads to another attempt.
 
     Raises:
-        CheckpointUnreadable: the file cannot be read, after all attempts.
+        CheckpointUnreadable: the last attempt failed, or the error is one that does not pass.
     """
     pauses = list(PAUSES)
     while True:
@@ -63,9 +64,9 @@ def read_header(path: Path) -> tuple[FileMap, bytes]:
     """Read and check a file's header and hash table; returns its layout and the extents' hashes.
 
     Raises:
-        CheckpointMismatch: it is a safetensors file of somebody else, or of another version.
-        CheckpointUnreadable: the file is missing, or the file system does not give it.
-        CheckpointError: it was never committed, or is damaged.
+        CheckpointMismatch: another program wrote the file, or its format has another version.
+        CheckpointUnreadable: the file is missing, or the file system cannot read it.
+        CheckpointError: the file was never completed, or it is damaged.
     """
     try:
         layout, table, table_hash = patiently(path, _header_and_table)
@@ -81,7 +82,7 @@ def read_header(path: Path) -> tuple[FileMap, bytes]:
 
 
 def _header_and_table(descriptor: int) -> tuple[FileMap, bytes, str]:
-    """The layout, the hash table, and the hash that it must have."""
+    """The layout, the hash table, and the hash that the table must have, hexadecimal."""
     size = files.call("size", os.fstat, descriptor).st_size
     length = int.from_bytes(files.read_at(descriptor, 8, 0), "little")
     if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.FILE_ALIGNMENT):
@@ -94,14 +95,14 @@ def _header_and_table(descriptor: int) -> tuple[FileMap, bytes, str]:
 def read_extent(
     descriptor: int, layout: FileMap, number: int, expected: bytes, into: memoryview | None = None
 ) -> bool:
-    """Read an extent; returns whether it is what its hash says.
+    """Read an extent; returns whether it has the expected hash.
 
     Args:
-        descriptor: of the file.
+        descriptor: of the file, open for reading.
         layout: of the file.
-        number: the extent's.
+        number: which extent.
         expected: its hash.
-        into: memory for it; without any it is only compared.
+        into: memory for it. Without any, the extent is only hashed.
     """
     begin, end = layout.extent(number)
     spare = memoryview(bytearray(min(PIECE, end - begin)))

@@ -55,25 +55,25 @@ def start_from(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> None:
-    """Fill a model with weights; floating-point types are converted. Collective.
+    """Fill a model with weights. Floating-point types are converted. Collective.
 
-    A model may have a method `foreign_weights(about, *, whole)` for weights that are named or
-    arranged in another way: see `hpc_train.models.gpt.gpt2.foreign_weights`.
+    A model may have a method `foreign_weights(about, *, whole)` for weights with other names or
+    another arrangement: see `hpc_train.models.gpt.gpt2.foreign_weights`.
 
     Args:
-        path: a checkpoint, a run directory (its newest one), a safetensors file, or a folder with
-            `model.safetensors`, in one piece or with an index; only rank 0 has to see it.
-        model: this rank's part of the model, filled in place.
-        shards: which part of the model's tensors this rank has; of those not named all.
+        path: a checkpoint, a run directory (for its newest checkpoint), a safetensors file, or a
+            folder with `model.safetensors`, in one piece or with an index. Only rank 0 reads it.
+        model: this rank's part of the model. It is filled in place.
+        shards: the slices of the model's tensors that this rank has. It has all others whole.
         group: all ranks that train.
-        include: shell patterns of the model's names to take; by default all.
-        exclude: of those, which not: they keep their values.
+        include: shell patterns of the names of the model's tensors to fill; by default all.
+        exclude: shell patterns of the names of tensors that keep their values.
 
     Raises:
-        CheckpointMismatch: a tensor is missing there, or has another shape or kind.
-        CheckpointError: the checkpoint is damaged; some tensors may have been filled.
-        DataError: it is no such file or folder.
-        ConfigError: the patterns leave nothing, or the model has to be configured otherwise.
+        CheckpointMismatch: the source lacks a tensor, or has it with another shape or type.
+        CheckpointError: the checkpoint is damaged. Some tensors may have been filled.
+        DataError: the path is no such file or folder.
+        ConfigError: the patterns leave no tensor, or the model has to be configured otherwise.
     """
     named = state.model_tensors(model, shards).items()
     held = {name.removeprefix(MODEL): part for name, part in named}
@@ -89,7 +89,8 @@ def start_from(
         sources.append(source)
         _check(source, wanted, forms)
         _tell(source, wanted, forms)
-        return [name for name in source.forms if name in wanted]  # a checkpoint's in its order
+        # In the order of the source, because a checkpoint is read fastest in its own order.
+        return [name for name in source.forms if name in wanted]
 
     collectives = connect(group)
     for name in from_first(group, choose):
@@ -114,14 +115,14 @@ def _take(held: LocalTensor, tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """Tensors in files, of which no more than the headers have been read.
+    """Tensors in files. Only the files' headers have been read.
 
     Args:
-        path: what was given.
-        forms: safetensors' word for the type, and the shape, by name; a checkpoint's
-            in the file's order, so that no part of it is read twice.
-        read: gives a tensor by its name.
-        about: what is told beside them.
+        path: as given by the user.
+        forms: safetensors' name of the type, and the shape, by the tensors' names. A checkpoint's
+            are in the file's order, so that no extent is read twice.
+        read: reads the tensor of a name.
+        about: the checkpoint's `about`, or the folder's `config.json`.
     """
 
     path: Path
@@ -161,9 +162,10 @@ def _tree(path: Path) -> dict[str, Any]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a file is one of ours, sound or not: a header of no length was never completed."""
+    """Whether a file is a checkpoint of hpc_train, sound or not."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        # A checkpoint that was never completed has a header of no length.
         return length == 0 or b"hpc_train" in file.read(min(length, MAX_HEADER_BYTES))
 
 
@@ -184,7 +186,7 @@ def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = 
             opened = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file} is no sound safetensors file ({error})", GIVE) from None
-        for name in opened.keys():  # noqa: SIM118  # it is no mapping
+        for name in opened.keys():  # noqa: SIM118  # safe_open's object is not a mapping
             part = opened.get_slice(name)
             forms[name] = part.get_dtype(), tuple(part.get_shape())
             homes[name] = opened
@@ -194,13 +196,19 @@ def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = 
 def _converted(
     source: _Source, convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]] | None]
 ) -> _Source:
-    """The same tensors by our names and in our arrangement."""
+    """The same tensors with our names and in our arrangement.
+
+    Args:
+        source: of tensors with foreign names.
+        convert: returns for a foreign name our name, and the function that makes our tensor of the
+            foreign one; None for a tensor that is not needed.
+    """
     forms, reads = {}, {}
     for theirs, (word, shape) in source.forms.items():
         if (known := convert(theirs)) is None:
             continue
         name, change = known
-        try:  # on a tensor without content
+        try:  # a tensor without content tells the shape
             forms[name] = word, tuple(change(torch.empty(shape, device="meta")).shape)
         except RuntimeError as error:
             cause = f"{source.path}: {theirs} has the shape {list(shape)}"
@@ -217,7 +225,13 @@ def _converted(
 def _check(
     source: _Source, wanted: Mapping[str, TensorForm], all_forms: Mapping[str, TensorForm]
 ) -> None:
-    """Check that every wanted tensor is there, of the model's shape and of a type that fits."""
+    """Check that the source has each wanted tensor, with the model's shape and a type that fits.
+
+    Args:
+        source: of the tensors.
+        wanted: type and shape of the tensors to fill, by name.
+        all_forms: type and shape of all tensors of the model, by name.
+    """
     if not wanted:
         raise ConfigError(
             "checkpoint.include and exclude leave no tensor of the model",
@@ -271,7 +285,7 @@ def export_model(
     dtype: torch.dtype | None = None,
     convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]]] | None = None,
 ) -> dict[str, TensorForm]:
-    """Write the model's tensors alone, by the names that the module gives them.
+    """Write the model's tensors alone, with the names that the module gives them.
 
     One tensor at a time is in memory. For .pt the folder needs room for the tensors twice.
 
@@ -279,17 +293,18 @@ def export_model(
         path: a checkpoint.
         target: the file to make: .safetensors, or .pt for a state dict that
             `torch.load(weights_only=True)` reads.
-        include: shell patterns of names; by default all.
-        exclude: of those, which not.
-        dtype: what floating-point tensors are turned into; by default they stay as they are.
-        convert: for programs that name and arrange them in another way: of a name, the other one,
-            and what makes their tensor of ours.
+        include: shell patterns of the names to write; by default all.
+        exclude: shell patterns of the names to leave out.
+        dtype: the type that floating-point tensors are converted to; by default they keep theirs.
+        convert: for programs with other names or another arrangement. It returns for a name the
+            other name, and the function that makes their tensor of ours.
 
     Returns:
-        The forms of what was written, by name.
+        Type and shape of each tensor that was written, by name.
 
     Raises:
-        ConfigError: the target has another suffix, exists, or cannot be written; no tensor is left.
+        ConfigError: the target has another suffix, exists, or cannot be written. Or the patterns
+            leave no tensor.
         CheckpointError: the checkpoint is damaged.
     """
     if target.suffix not in SUFFIXES:
@@ -313,7 +328,7 @@ def export_model(
         forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (MODEL + name, change)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for new, (name, change) in sources.items():  # in the file's order
+        for new, (name, change) in sources.items():  # in the file's order, to read it once
             yield new, change(_as(saved[name], dtype))
 
     _write(forms, tensors(), target)
@@ -323,7 +338,7 @@ def export_model(
 def _write(
     forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], target: Path
 ) -> None:
-    """Write tensors, of which one at a time is in memory."""
+    """Write tensors to a file that is complete or does not exist. One at a time is in memory."""
     partial = target.with_name(f".{target.name}.partial")
     pickled = target.with_name(f".{target.name}.pickled")
     try:
@@ -331,7 +346,7 @@ def _write(
         if target.suffix == ".pt":
             from safetensors.torch import load_file
 
-            torch.save(load_file(partial), pickled)  # which are still in the file, not in memory
+            torch.save(load_file(partial), pickled)  # load_file maps the file: it is not in memory
             pickled.replace(partial)
         files.sync(partial)
         files.rename(partial, target)
@@ -355,7 +370,7 @@ def _write_safetensors(
         files.write_at(file.fileno(), len(header).to_bytes(8, "little") + header, 0)
         for name, tensor in tensors:
             files.write_at(file.fileno(), as_bytes(tensor.contiguous()).numpy().data, begins[name])
-            del tensor  # before the next one is read
+            del tensor  # frees it before the next one is read
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -363,7 +378,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Whether a name fits one of the patterns to include, if there are any, and none to exclude."""
+    """Whether a name matches a pattern of `include`, or there is none, and none of `exclude`."""
     fits = any(fnmatch.fnmatchcase(name, pattern) for pattern in include) or not include
     return fits and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpc_train import files
-from hpc_train.checkpoint.engines import MpiWriter, Ways, create_striped
+from hpc_train.checkpoint.engines import EngineChoice, MpiWriter, create_striped
 from hpc_train.checkpoint.fileformat import EXTENT_BYTES, Contents, header, parse_header
 from hpc_train.checkpoint.routes import reader_shift
 from hpc_train.errors import ConfigError
@@ -27,26 +27,26 @@ LAYOUT = struct.Struct("=II16xIHH")
 
 
 def test_a_process_alone_and_a_thread_use_posix_calls():
-    assert Ways("auto", Group()).next() == "posix"
-    assert Ways("auto", Group(0, 2), background=True).next() == "posix"
+    assert EngineChoice("auto", Group()).next() == "posix"
+    assert EngineChoice("auto", Group(0, 2), background=True).next() == "posix"
     for engine in ("mpiio", "mpiio_collective"):
         with pytest.raises(ConfigError, match=f"checkpoint.engine is {engine}, but .* without MPI"):
-            Ways(engine, Group())
+            EngineChoice(engine, Group())
 
 
 @pytest.mark.mpi(min_size=2)
 def test_auto_tries_each_way_twice_and_stays_with_the_fastest(job):
     seconds = {"posix": [9.0, 2.0], "mpiio": [3.0, 3.0]}
-    ways = Ways("auto", job.world)
+    ways = EngineChoice("auto", job.world)
     tried = []
     for _ in range(4):
         tried.append(ways.next())
         ways.note(tried[-1], seconds[tried[-1]].pop(0))
     assert sorted(tried) == ["mpiio", "mpiio", "posix", "posix"]
     assert ways.next() == "posix"
-    assert Ways("mpiio", job.world).next() == "mpiio"
+    assert EngineChoice("mpiio", job.world).next() == "mpiio"
     with pytest.raises(ConfigError, match=r"thread of checkpoint.background makes no MPI calls"):
-        Ways("mpiio", job.world, background=True)
+        EngineChoice("mpiio", job.world, background=True)
 
 
 @pytest.mark.mpi(min_size=2)
