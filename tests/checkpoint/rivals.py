@@ -36,6 +36,7 @@ from hpc_train.errors import ClaimError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
 from tests.checkpoint.states import SMALL
 
 STEPS = 60
@@ -54,16 +55,8 @@ def train(directory: Path, *, background: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(40, 16).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    loop = Loop(
-        Runtime(Group(), Group()),
-        directory,
-        model,
-        optimizer,
-        every=2,
-        keep=2,
-        background=background,
-        hang_timeout=SILENCE,
-    )
+    options = LoopOptions(every=2, keep=2, background=background, hang_timeout=SILENCE)
+    loop = Loop(Runtime(Group(), Group()), directory, model, optimizer, options)
     data = TensorDataset(torch.randn(4 * STEPS, 40, dtype=torch.float64))
     for _, batches in loop.epochs(data, batch=4, epochs=1):
         for (inputs,) in batches:

@@ -28,6 +28,7 @@ from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 STEPS = 20
@@ -100,14 +101,13 @@ def train(directory: Path, shape: dict, options: dict, place: Runtime) -> None:
     text = torch.randint(12, (140, 9), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(7)
     with redirect_stdout(StringIO()):
-        Trainer(
-            configuration(None, words),
+        task = TrainingTask(
             GPT(**shape),
             TensorDataset(text[:100, :-1], text[:100, 1:]),
             lambda gpt, batch: gpt(*batch),
-            place,
             validation=TensorDataset(text[100:, :-1], text[100:, 1:]),
-        ).train()
+        )
+        Trainer(configuration(None, words), task, place).train()
 
 
 def results(directory: Path) -> tuple[list[float], dict[str, torch.Tensor]]:

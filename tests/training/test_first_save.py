@@ -17,6 +17,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training import saving, steps
 from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
 from tests.checkpoint.faults import Call, Faults
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 10))]
@@ -48,7 +49,9 @@ class Job:
         model = torch.nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         runtime = Runtime(Group(), Group())
-        self.loop = Loop(runtime, directory, model, self.optimizer, every=1000, **options)
+        self.loop = Loop(
+            runtime, directory, model, self.optimizer, LoopOptions(every=1000, **options)
+        )
         self.loop._stop_requests = lambda: preemption.StopRequests(end=self.end)  # type: ignore[method-assign]
 
     def train(self) -> int:
