@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from tests.programs import only_line, python, run
 
 HOST = socket.gethostname()

@@ -30,8 +30,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint import claim as claims
-from hpc_train.checkpoint import fileformat, tools
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint import fileformat, inspection
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.errors import ClaimError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -162,7 +162,7 @@ def case(folder: Path, random: Random) -> list[str]:
     events += [rival.end() for rival in rivals]
     assert newest(directory) >= reached, "a complete checkpoint is gone"
     for path in find_checkpoints(directory, "auto"):
-        assert not [*tools.damaged(path)], path
+        assert not [*inspection.damaged(path)], path
     time.sleep(SILENCE)
     assert Rival(directory, folder / "said").end() == "trained"
     return events

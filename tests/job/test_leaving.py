@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.errors import UserError
 from hpc_train.job.program import run

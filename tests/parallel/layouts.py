@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.dtypes import TORCH_DTYPES
-from hpc_train.checkpoint.fileformat import LocalTensor
+from hpc_train.checkpoint.fileformat import LocalTensor, torch_dtypes
 from hpc_train.checkpoint.restore import CheckpointReader, load_tensors
 from hpc_train.config.file import load as configuration
 from hpc_train.models import GPT
@@ -118,7 +117,7 @@ def results(directory: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     numbers = [json.loads(line).get(key, 0.0) for line in lines for key in keys]
     reader = CheckpointReader.open(directory / "checkpoints" / f"step-{STEPS:09d}.safetensors")
     tensors = {
-        name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        name: torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype])
         for name, entry in reader.entries.items()
     }
     load_tensors(

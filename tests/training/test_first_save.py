@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint import phases, store
-from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE, find_checkpoints, step_of
+from hpc_train.checkpoint import background, store
+from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, find_checkpoints, step_of
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.job import heartbeat, preemption
 from hpc_train.mpi.group import Group
@@ -30,7 +30,7 @@ class Clock(Faults):
         super().__init__(lambda *_: None, -1)
         self.now, self.save = 1e9, seconds_of_save
         read = SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now)
-        for module in (store, phases, preemption, saving, steps, heartbeat):
+        for module in (store, background, preemption, saving, steps, heartbeat):
             monkeypatch.setattr(module, "time", read)
         monkeypatch.setattr("hpc_train.files.call", self)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.cli.checkpoint import show_list
 from hpc_train.config import RunConfig
 from hpc_train.config.file import load
