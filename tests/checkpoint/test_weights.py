@@ -29,7 +29,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from tests.parallel.test_apply import LAYOUTS, built, put_on
 from tests.programs import hpc_train, run
-from tests.test_mistakes import refused
+from tests.system.test_mistakes import refused
 from tests.training.test_trainer import check_equal, config, make
 
 SIZES = {"vocab": 40, "sequence": 16, "layers": 3, "hidden": 24, "heads": 4}

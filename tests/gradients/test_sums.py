@@ -17,7 +17,7 @@ from hpc_train.gradients.options import AveragingOptions
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
-from tests.gradients.test_same import levels_of
+from tests.system.test_same import levels_of
 
 pytestmark = pytest.mark.mpi
 ROUNDS = 50

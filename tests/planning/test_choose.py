@@ -34,7 +34,7 @@ from hpc_train.planning.machine import Compute, Link, Machine
 from hpc_train.planning.model import division_of, planned_shape
 from hpc_train.planning.predict import NO_COST, StepModel, predict, summing
 from hpc_train.planning.schedules import micro_batching
-from tests.cluster.test_layouts import crossing, sent_in_a_step
+from tests.cluster.test_traffic import crossing, sent_in_a_step
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
 

@@ -1,6 +1,6 @@
 """Jobs whose first save takes longer than anybody could expect, under a time limit.
 
-    python -m tests.training.slow_disk --cases 10 --limit 25
+    python -m tests.system.slow_disk --cases 10 --limit 25
 
 Each job trains with its checkpoints far apart, on a disk that takes a random time for each of them.
 It has to end before its limit, with exit code 75 and a checkpoint of its last step.

@@ -1,4 +1,4 @@
-"""Jobs that die while they save; `tests/checkpoint/kills.py` tries all calls, by hand."""
+"""Jobs that die while they save; `kills.py` beside it tries all calls, by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.checkpoint.kills import ALL, LAUNCHER, cases, try_case
+from tests.system.checkpoint.kills import ALL, LAUNCHER, cases, try_case
 
 RANKS, SAMPLE = 3, 1
 

@@ -15,7 +15,7 @@ from hpc_train.gradients.averager import best_engine
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
-from tests.gradients.test_same import Model, levels_of
+from tests.system.test_same import Model, levels_of
 
 pytestmark = pytest.mark.mpi
 SAMPLES, PASSES, STEPS = 24, 2, 4

@@ -1,6 +1,6 @@
 """Kills training jobs at random moments until they are through, and compares what they leave.
 
-    python -m tests.checkpoint.soak --kills 200 --seed 0
+    python -m tests.system.checkpoint.soak --kills 200 --seed 0
 
 Each job is four ranks that train a small GPT and save every few steps. A rank, all ranks or the
 launcher is killed while the job starts, after some steps, or when a save has begun after some.

@@ -1,11 +1,11 @@
-"""Any layout is saved and any other loads it; `tests/checkpoint/reshard.py` draws them."""
+"""Any layout is saved and any other loads it; `reshard.py` beside it draws them."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.checkpoint.reshard import try_many
 from tests.programs import python, run
+from tests.system.checkpoint.reshard import try_many
 
 
 @pytest.mark.mpi
@@ -20,7 +20,7 @@ def test_what_some_ranks_save_in_parts_others_load_in_other_parts(job, together,
 
 @pytest.mark.slow("eight ranks")
 def test_eight_ranks_save_and_load_in_any_parts():
-    words = ["mpirun", "-np", "8", *python("-m", "tests.checkpoint.reshard")]
+    words = ["mpirun", "-np", "8", *python("-m", "tests.system.checkpoint.reshard")]
     done = run(*words, "--cases", "50", "--seed", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "50 cases on up to 8 ranks, 0 wrong" in done.stdout

@@ -11,7 +11,7 @@ import pytest
 from hpc_train.mpi.runtime import horovod_built
 from tests.programs import python, run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 

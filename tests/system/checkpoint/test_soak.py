@@ -1,10 +1,10 @@
-"""A job that is killed at random moments; `tests/checkpoint/soak.py` does it for hours, by hand."""
+"""A job that is killed at random moments; `soak.py` beside it does it for hours, by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.checkpoint.soak import soak
+from tests.system.checkpoint.soak import soak
 
 
 @pytest.mark.slow("jobs of four ranks that start again after each kill")

@@ -1,6 +1,6 @@
 """Kills a rank, all ranks or the launcher at every call of a save, and looks what is left.
 
-    python -m tests.checkpoint.kills [--ranks 3] [--sample N] [--how posix|mpiio|background]
+    python -m tests.system.checkpoint.kills [--ranks 3] [--sample N] [--how posix|mpiio|background]
 
 Each case is a job of its own: it resumes from step 2, and is killed while it saves step 3. Then one
 process has to find step 2 or step 3, complete. Without --sample all calls of all ranks are tried.
@@ -71,7 +71,7 @@ def rank(directory: Path, case: Case | None, how: str) -> None:
 
 def job(ranks: int, directory: Path, case: Case | None, how: str) -> int:
     """Run the ranks; returns mpirun's exit code."""
-    words = ["mpirun", "-np", str(ranks), *python("-m", "tests.checkpoint.kills")]
+    words = ["mpirun", "-np", str(ranks), *python("-m", "tests.system.checkpoint.kills")]
     words += ["--directory", str(directory), "--how", how]
     words += ["--case", json.dumps(case)] if case is not None else []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -31,7 +31,7 @@ from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.generate import load_gpt
 from hpc_train.training.loop import Loop
 from hpc_train.training.trainer import Trainer
-from tests.test_train import assert_succeeded
+from tests.system.test_train import assert_succeeded
 
 several = pytest.mark.mpi
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")

@@ -19,7 +19,7 @@ def options(dp: int, tp: int, pp: int, *more: str) -> list[str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.long)])
 def test_random_layouts_give_the_results_of_one_rank(count):
-    command = python("-m", "tests.parallel.layouts", "--count", str(count), "--seed", "0")
+    command = python("-m", "tests.system.layouts", "--count", str(count), "--seed", "0")
     done = run("mpirun", "-np", "8", *command, timeout=580)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("ok", "BAD"))]
     assert done.returncode == 0, f"{lines[-1:]}\n{done.stderr}"

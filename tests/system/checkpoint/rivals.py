@@ -1,13 +1,13 @@
 """Two loops in one directory, killed and put to sleep at random; what is left is compared.
 
-    python -m tests.checkpoint.rivals --cases 500 --seed 0
+    python -m tests.system.checkpoint.rivals --cases 500 --seed 0
 
 In each case two processes, forks of this one, train into the same directory. At random moments one
 of them is killed, or stopped (SIGSTOP) and later let go on. Whoever gives way has to say to whom;
 no checkpoint may be damaged or lost; and when one more process has come to the end, the last
 checkpoint has to be, bit for bit, that of a loop which had its directory to itself.
 
-`tests.checkpoint.two_jobs` does the same with whole jobs of several ranks.
+`tests.system.checkpoint.two_jobs` does the same with whole jobs of several ranks.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from hpc_train.build import horovod as horovod_build
 from hpc_train.build import toolchain
 from hpc_train.errors import SetupError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MADE_BY_SET_UP = pytest.mark.skipif(
     not (ROOT / ".venv" / "ready").exists(), reason="this environment was not made by make"
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.checkpoint.two_jobs import EVENTS, many
 from tests.programs import python, run
+from tests.system.checkpoint.two_jobs import EVENTS, many
 
 
 @pytest.mark.slow("each case waits until one that is asleep is taken for gone")
 def test_two_loops_in_one_directory_lose_nothing():
-    done = run(*python("-m", "tests.checkpoint.rivals", "--cases", "6"))
+    done = run(*python("-m", "tests.system.checkpoint.rivals", "--cases", "6"))
     assert done.returncode == 0, done.stderr
     assert "6 interleavings" in done.stdout
 

@@ -1,10 +1,10 @@
-"""Damaged checkpoints are noticed; `tests/checkpoint/corruption.py` tries more of them by hand."""
+"""Damaged checkpoints are noticed; `corruption.py` beside it tries more of them by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.checkpoint.corruption import damage_many
+from tests.system.checkpoint.corruption import damage_many
 
 COUNT = 5000
 

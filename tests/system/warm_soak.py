@@ -1,6 +1,6 @@
 """Starts jobs again and again, and kills ranks, stand-ins, servers and launchers at random moments.
 
-    python -m tests.warm.soak [--starts 1000] [--ranks 2] [--seed 0] [--cold]
+    python -m tests.system.warm_soak [--starts 1000] [--ranks 2] [--seed 0] [--cold]
 
 Each start has to end, with all that belongs to it. At the end no process, no socket and no shared
 memory may be left. With --cold nothing is forked, which shows what a killed Open MPI leaves.

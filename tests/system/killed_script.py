@@ -1,6 +1,6 @@
 """Kills a script written for Horovod at random moments, and compares what it comes to.
 
-    python -m tests.training.killed_script --kills 10 --seed 0
+    python -m tests.system.killed_script --kills 10 --seed 0
 
 The script is examples/horovod_script_resumable.py on two ranks, under each launcher. A rank, or
 what has started the ranks, is killed or asked to stop while the script starts or trains. The same

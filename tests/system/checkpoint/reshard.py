@@ -1,6 +1,6 @@
 """Saves states in random layouts on some ranks, and loads them in others on other ranks.
 
-    mpirun -np 8 python -m tests.checkpoint.reshard --cases 60 --seed 1
+    mpirun -np 8 python -m tests.system.checkpoint.reshard --cases 60 --seed 1
 
 Each case has tensors of all types and shapes, cut at random places, along any dimension and also
 between rows, with parts that several ranks hold. All ranks draw the same cases from the seed. The

@@ -1,6 +1,6 @@
 """Loops of people's own: random models, optimizers and habits, against the same in one process.
 
-By hand, for more cases: `mpirun -np 4 python -m tests.gradients.test_own_loops 200 2000`.
+By hand, for more cases: `mpirun -np 4 python -m tests.system.test_own_loops 200 2000`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train one model under many random layouts and compare each with one rank.
 
-    mpirun -np 8 python -m tests.parallel.layouts --count 40 --seed 0
+    mpirun -np 8 python -m tests.system.layouts --count 40 --seed 0
 
 A layout of fewer ranks than the job has leaves the others idle. Prints a line for each; ends with
 code 1 at the first whose losses or parameters differ.

@@ -1,6 +1,6 @@
 """Damages checkpoints at random: each is refused by name, unless nothing has changed.
 
-    python -m tests.checkpoint.corruption --count 100000 --seed 0
+    python -m tests.system.checkpoint.corruption --count 100000 --seed 0
 
 Some have a header that somebody made up, with hashes that fit it: those may be read, if that makes
 sense, but must not crash the reader or make it ask for much memory. Prints how many of each kind

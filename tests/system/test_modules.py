@@ -1,6 +1,6 @@
 """The modulefiles, loaded and unloaded by both module systems in real shells.
 
-`tests/install_modules.sh` installs the systems and the shells; what is missing is skipped.
+`tests/system/install_modules.sh` installs the systems and the shells; what is missing is skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 import hpc_train
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 VERSION = hpc_train.__version__
 SYSTEM_PATH = "/usr/bin:/bin"
 LOAD = "module load hpc_train; echo code $?"
@@ -39,7 +39,7 @@ class System:
         """The file that defines `module` in a shell; skips the test where it is not there."""
         path = self.home / "init" / shell
         if not path.is_file() or shutil.which(shell) is None:
-            pytest.skip(f"no {path} or no {shell}: see tests/install_modules.sh")
+            pytest.skip(f"no {path} or no {shell}: see tests/system/install_modules.sh")
         return path
 
 

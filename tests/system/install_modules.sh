@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install what tests/test_modules.py needs, as root on Debian: Environment Modules, Lmod, shells.
+# Install what tests/system/test_modules.py needs, as root on Debian: Environment Modules, Lmod, shells.
 # The two packages exclude each other, so Lmod is unpacked aside and told where it lies.
 set -eu
 aside=/opt/lmod

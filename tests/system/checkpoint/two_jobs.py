@@ -1,6 +1,6 @@
 """Two jobs in one run directory, killed and put to sleep at random; what is left is compared.
 
-    python -m tests.checkpoint.two_jobs --cases 50 --seed 0
+    python -m tests.system.checkpoint.two_jobs --cases 50 --seed 0
 
 In each case a job trains, and at a random moment the same command is started once more. Nothing
 happens, or one of the two is killed, or the first is stopped (SIGSTOP) until the other has taken
@@ -28,9 +28,9 @@ import psutil
 
 from hpc_train.checkpoint import tools
 from hpc_train.checkpoint.directory import find_checkpoints
-from tests.checkpoint.soak import Job, wait
 from tests.conftest import small_program, small_text
 from tests.programs import COLD, ENVIRON, only_line, processes_of, ranks_of
+from tests.system.checkpoint.soak import Job, wait
 
 EVENTS = ("nothing", "first killed", "second killed", "first asleep")
 USED = r"is in use by process \d+ on \S+, which was last heard of \d+ s ago: wait until it ends; "
