@@ -26,11 +26,10 @@ def total(size: int, count: int, dtype=torch.float64):
 KINDS = [Ring, Library, Halving]
 
 
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [0, 1, 3, 1000, 300_001])
 def test_a_ring_sums(group, kind, count):
-    if not group or group.size == 1:
-        return
     ring = kind(group)
     flat = numbers(group.rank, count)
     drive(ring.sum_(flat, 3))
@@ -40,24 +39,21 @@ def test_a_ring_sums(group, kind, count):
     ring.close()
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_ring_sends_what_is_optimal(job, kind):
-    world = job.world
-    if world.size not in (2, 4):
-        return
-    ring, flat = kind(world), numbers(world.rank, 8 * world.size)
+def test_a_ring_sends_what_is_optimal(group, kind):
+    ring, flat = kind(group), numbers(group.rank, 8 * group.size)
     drive(ring.sum_(flat, 0))
-    assert ring.bytes_sent == 2 * (world.size - 1) * flat.nbytes // world.size
+    assert ring.bytes_sent == 2 * (group.size - 1) * flat.nbytes // group.size
     ring.close()
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("slots", [None, 1, 2])
 def test_several_sums_are_under_way_at_once(job, kind, slots):
     """Also more of them than MPI has tags for."""
     world = job.world
-    if world.size == 1:
-        return
     ring = kind(world)
     ring.slots = slots or ring.slots
     flats = [numbers(world.rank + 10 * n, 5000) for n in range(5)]
@@ -72,13 +68,12 @@ def test_several_sums_are_under_way_at_once(job, kind, slots):
     ring.close()
 
 
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("kind", [Ring, Halving])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 10_001, 300_001])
 def test_what_16_bits_lose_is_kept(group, kind, dtype, count):
     """The sum and all that was lost are the sum of what went in: nothing disappears."""
-    if not group or group.size == 1:
-        return
     ring = kind(group)
     flat, lost = numbers(group.rank, count), torch.zeros(count, dtype=torch.float64)
     drive(ring.sum_16_(flat, dtype, lost, 0))
@@ -91,10 +86,9 @@ def test_what_16_bits_lose_is_kept(group, kind, dtype, count):
     assert len(set(everyone)) == 1, "not the same bits on all ranks"
 
 
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("kind", [Ring, Halving])
 def test_a_ring_gathers_any_type_and_finds_the_largest(group, kind):
-    if not group or group.size == 1:
-        return
     ring = kind(group)
     payload = torch.full((3, 2), group.rank, dtype=torch.uint8)
     whole = drive(ring.gather(payload, 1))
@@ -119,10 +113,9 @@ class Limited:
         return self.comm.Iallreduce(place, buffer, op=op)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_the_librarys_sums_are_cut_where_counts_would_be_too_large(job, monkeypatch):
     world = job.world
-    if world.size == 1:
-        return
     monkeypatch.setattr("hpc_train.collectives.mpi.LARGEST_MESSAGE", 800)
     ring = Library(world)
     comm, ring.comm = ring.comm, Limited(ring.comm, 800)
@@ -139,10 +132,9 @@ def test_the_librarys_sums_are_cut_where_counts_would_be_too_large(job, monkeypa
         assert torch.allclose(flat, expected, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_ranks_see_what_others_wrote_before_they_told(job):
     world = job.world
-    if world.size == 1:
-        return
     memory = NodeMemory(world, 800, signals=1)
     for value in range(1, 50):
         memory.parts[world.rank].view(torch.int64)[:100] = value
@@ -159,9 +151,8 @@ def test_ranks_see_what_others_wrote_before_they_told(job):
     memory.close()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_too_little_shared_memory_is_told_and_not_a_bus_error(job):
-    if job.world.size == 1:
-        return
     with pytest.raises(SetupError, match="/dev/shm of .* has .* MiB free"):
         NodeMemory(job.world, 1 << 60, signals=1)
 
@@ -185,12 +176,10 @@ def test_levels_of_one_machine_are_one_node(job):
     levels.close()
 
 
-def test_nodes_with_unlike_numbers_of_ranks(job):
-    world = job.world
-    if world.size != 4:
-        return
-    node = world.split(color=int(world.rank == 3), key=world.rank)
-    levels = Levels.join(world, node, world.split(color=node.rank, key=world.rank))
+@pytest.mark.ranks(4)
+def test_nodes_with_unlike_numbers_of_ranks(group):
+    node = group.split(color=int(group.rank == 3), key=group.rank)
+    levels = Levels.join(group, node, group.split(color=node.rank, key=group.rank))
     assert (levels.owners, levels.nodes) == (1, 2)
-    assert levels.owns == (world.rank in (0, 3))
+    assert levels.owns == (group.rank in (0, 3))
     levels.close()

@@ -48,11 +48,10 @@ def assert_same(model, reference):
         assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-13), name
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("bucket_bytes", [1, 256, 1 << 20])
 def test_engine_mpi_equals_one_process(group, optimizer_class, bucket_bytes):
-    if not group:
-        return
     reference = trained(Group(), "mpi", optimizer_class)
     model = trained(group, "mpi", optimizer_class, bucket_bytes=bucket_bytes)
     assert_same(model, reference)
@@ -120,11 +119,9 @@ def test_options_that_do_not_go_together_are_refused(job, options):
         average_gradients(model, optimizer, job.world, AveragingOptions(engine="mpi", **options))
 
 
+@pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_too_little_memory_on_one_node_is_known_on_all(job, monkeypatch, caplog, zero):
-    if job.world.size < 4:
-        return
-
     def full(nbytes):
         raise SetupError("/dev/shm is full", "enlarge it")
 

@@ -618,9 +618,8 @@ def test_averagers_are_made_again_and_leave_nothing(job):
     optimizers[-1].step()  # a plain optimizer again
 
 
+@pytest.mark.mpi(min_size=2)
 def test_an_averager_takes_no_private_memory_beside_the_shared(job, monkeypatch):
-    if job.world.size < 2:
-        return
     made = []
     zeros = torch.zeros
 
@@ -641,6 +640,7 @@ def test_an_averager_takes_no_private_memory_beside_the_shared(job, monkeypatch)
     assert sum(made) < 1 << 20
 
 
+@pytest.mark.mpi(min_size=2)
 def test_windows_that_cannot_be_had_for_any_reason(job, monkeypatch, caplog):
     from mpi4py import MPI
 
@@ -649,8 +649,6 @@ def test_windows_that_cannot_be_had_for_any_reason(job, monkeypatch, caplog):
         def Allocate_shared(*_):  # noqa: N802  # as MPI names it
             raise MPI.Exception(MPI.ERR_INTERN)
 
-    if job.world.size < 2:
-        return
     monkeypatch.setattr(MPI, "Win", Broken)
     assert not both(job, steps)
     if job.world.rank == 0:

@@ -103,7 +103,7 @@ def references(job, tmp_path_factory):
     return root
 
 
-@several
+@pytest.mark.ranks(1, 2, 3, 4, everywhere=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_replicas_train_as_one_rank_and_nearly_as_in_float32(
     job, group, together, references, dtype

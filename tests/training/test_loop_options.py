@@ -544,10 +544,8 @@ def test_a_state_that_becomes_one_that_cannot_be_saved_ends_the_loop_after_a_ste
     assert job.steps == 1
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_a_state_that_differs_between_ranks_is_an_error_that_names_one(job, together):
-    if job.world.size == 1:
-        return
     loop = Job(job, together / "run").loop
     rank = job.world.rank
     for state in ({"n": int(rank == 1)}, {"t": torch.full((3,), float(rank == 1))}):

@@ -47,10 +47,8 @@ def content(directory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_they_have_the_bytes_of_those_that_training_waits_for(group, together):
-    if not group:
-        return
     folders = {how: together / f"{group.size}-{how}" for how in (True, False)}
     for background, folder in folders.items():
         trained_on(folder, group, background=background)

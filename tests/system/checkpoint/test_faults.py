@@ -87,7 +87,7 @@ def test_a_loss_of_power_at_any_call_leaves_one_that_is_complete(tmp_path, monke
             shutil.rmtree(after)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("engine", "fault", "background"),
     [
@@ -102,8 +102,6 @@ def test_a_loss_of_power_at_any_call_leaves_one_that_is_complete(tmp_path, monke
 )
 def test_an_error_on_one_rank_is_the_same_error_on_all(job, together, engine, fault, background):
     world = job.world
-    if world.size == 1:
-        return
     made, step = store(together / "run", world, engine), 0
     calls = every_call(together / "counted", world, engine, background=background)
     for rank, number, name in calls:
@@ -124,7 +122,7 @@ def test_an_error_on_one_rank_is_the_same_error_on_all(job, together, engine, fa
     assert found(together / "run", world) == step + 1
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("engine", "fault"),
     [
@@ -137,8 +135,6 @@ def test_an_error_on_one_rank_is_the_same_error_on_all(job, together, engine, fa
 )
 def test_short_writes_are_seen_or_made_up_for(job, together, engine, fault):
     world = job.world
-    if world.size == 1:
-        return
     made, step, failed = store(together / "run", world, engine), 1, 0
     save(made, step)
     for rank, number, name in every_call(together / "counted", world, engine):
