@@ -307,7 +307,7 @@ def test_what_an_optimizer_cannot_save_is_told_after_its_first_step(
     assert not list(tmp_path.iterdir())
 
 
-def test_parameters_that_are_added_later_from_elsewhere_are_told_at_the_next_save(tmp_path):
+def test_a_save_refuses_parameters_added_later_that_are_not_the_models(tmp_path):
     model, optimizer = make()
     checkpoints = store(tmp_path, model, optimizer)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})

@@ -70,7 +70,7 @@ def modules_of(*arguments: object) -> tuple[str, set[str]]:
         ("checkpoint export --help", "--include"),
     ],
 )
-def test_what_only_tells_something_loads_no_libraries(words, shown):
+def test_help_version_and_usage_errors_load_no_libraries(words, shown):
     text, modules = modules_of(*words.split())
     assert shown in text
     assert not UNUSED & modules
@@ -87,7 +87,7 @@ def test_cancel_loads_no_libraries(tmp_path):
     assert loaded == {f"{LAUNCH}cancel", f"{LAUNCH}protocol"}
 
 
-def test_a_list_of_checkpoints_loads_what_checks_hashes_alone(tmp_path):
+def test_checkpoint_list_loads_no_library_but_xxhash(tmp_path):
     held = {"model.weight": LocalTensor.whole(torch.ones(3))}
     save_tensors(tmp_path / "step-000000007.safetensors", held, b"{}", Group())
     text, modules = modules_of("checkpoint", "list", tmp_path)

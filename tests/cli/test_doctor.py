@@ -69,7 +69,7 @@ def test_without_thread_support_the_main_job_cannot_run():
     assert "unset MPI4PY_RC_THREAD_LEVEL" in done.stdout
 
 
-def test_without_mpi_the_main_job_cannot_run(tmp_path):
+def test_doctor_says_without_mpi_that_the_main_job_cannot_run(tmp_path):
     hide = "import sys\nsys.modules['mpi4py'] = None\n"
     (tmp_path / "sitecustomize.py").write_text(hide)
     done = run(*hpc_train("doctor"), environ={"PYTHONPATH": str(tmp_path)})
@@ -125,7 +125,7 @@ def products(way, light, heavy, why="AMD with AVX2, measured 2026-11-22"):
         ("onednn", 0.8, 0.8, "--precision.matmul torch"),
     ],
 )
-def test_a_table_that_is_wrong_here_is_a_warning_with_the_key_that_mends_it(
+def test_a_matmul_table_that_is_wrong_here_is_a_warning_with_the_key_to_set(
     way, light, heavy, remedy
 ):
     (finding,) = doctor.matrix_products(products(way, light, heavy))

@@ -279,7 +279,7 @@ def test_a_signal_that_comes_before_the_ranks_listen_stops_it_too(program):
         assert process.returncode == 75, text
 
 
-def test_what_is_started_again_at_the_very_end_is_queued_again(program):
+def test_a_restart_too_close_to_the_deadline_is_requeued(program):
     """The job has come far; that no time is left for a step is no mistake of the user's."""
     soon = {"HPC_TRAIN_DEADLINE": str(int(time.time()) + 5)}
     assert program.train("run", environ=soon).returncode == 2, "too short for anything"

@@ -107,7 +107,9 @@ class TestEveryImplementation:
         torch.testing.assert_close(part, added(every).chunk(size, dim)[rank])
         assert torch.equal(every[rank], mine)
 
-    def test_many_go_on_at_once_also_of_two_that_have_the_same_ranks(self, implementation, join):
+    def test_many_operations_overlap_also_of_two_groups_of_the_same_ranks(
+        self, implementation, join
+    ):
         over, tensors = implementation
         twin, size, rank = join(), over.group.size, over.group.rank
         every = tensors(4 * size, 3)
@@ -182,7 +184,7 @@ class Limited:
 @pytest.mark.ranks(1, 2, 4)  # 3 does not divide the shape
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("shape", [(4, 8, 12), (4, 0, 12)])
-def test_what_is_gathered_and_scattered_is_cut_where_counts_would_be_too_large(
+def test_gathers_and_scatters_are_split_where_counts_would_be_too_large(
     group, monkeypatch, shape, dim
 ):
     monkeypatch.setattr("hpc_train.collectives.mpi.LARGEST_MESSAGE", 320)

@@ -114,7 +114,7 @@ class Limited:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_librarys_sums_are_cut_where_counts_would_be_too_large(job, monkeypatch):
+def test_sums_by_the_library_are_split_where_counts_would_be_too_large(job, monkeypatch):
     world = job.world
     monkeypatch.setattr("hpc_train.collectives.mpi.LARGEST_MESSAGE", 800)
     ring = Library(world)

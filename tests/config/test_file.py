@@ -74,7 +74,7 @@ def test_a_mistake_is_named_with_what_is_right(tmp_path, text, message):
         assert str(tmp_path) in str(caught.value), "the file is named"
 
 
-def test_a_value_that_there_is_not_is_refused_with_those_that_there_are():
+def test_an_unknown_value_is_refused_with_the_allowed_ones():
     with pytest.raises(ConfigError, match=r"memory\.zero.*'?2'?.*: .*auto"):
         load(None, ["--memory.zero=2"])
 

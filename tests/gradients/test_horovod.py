@@ -90,7 +90,7 @@ def backward(model: nn.Module, rank: int, step: int, weight: float = 1.0) -> Non
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("clear", [{}, {"set_to_none": True}, {"set_to_none": False}], ids=str)
-def test_the_users_zero_grad_whatever_it_is_told(job, name, clear):
+def test_zero_grad_with_any_argument_gives_the_same_parameters(job, name, clear):
     rank, ranks = job.world.rank, range(job.world.size)
     model, optimizer, averager = make(job.world, OPTIMIZERS[name])
     for step in range(STEPS):

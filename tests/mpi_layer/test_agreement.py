@@ -114,7 +114,7 @@ def test_the_group_works_on_after_an_error(group):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_from_first_runs_on_rank_0_only_and_its_failure_is_everybodys(group):
+def test_from_first_runs_on_rank_0_and_fails_on_all_ranks(group):
     assert from_first(group, lambda: group.rank) == 0
     with pytest.raises(DataError):
         from_first(group, lambda: (_ for _ in ()).throw(DataError("gone")))

@@ -137,9 +137,7 @@ def pair():
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("inputs", [False, True], ids=["", "of inputs too"])
 @pytest.mark.parametrize("frozen", [(), ("up.weight",), ("up.bias", "down.weight"), ("down.bias",)])
-def test_frozen_parameters_stay_so_and_gradients_go_to_the_input_if_it_wants_one(
-    group, frozen, inputs
-):
+def test_frozen_parameters_get_no_gradients_and_inputs_do_on_request(group, frozen, inputs):
     reference, results = pair(), []
     for name in frozen:
         reference.get_parameter(name).requires_grad_(False)

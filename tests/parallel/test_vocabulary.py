@@ -51,7 +51,7 @@ def test_loss_and_gradient_are_torchs(group, scale, ignored):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_where_all_targets_are_ignored_the_loss_is_no_number_as_torchs(group):
+def test_with_all_targets_ignored_the_loss_is_nan_as_in_torch(group):
     loss, _ = in_parts(group, logits_of(4, 12), torch.full((4,), -100))
     assert loss.isnan()
 

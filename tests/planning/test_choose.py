@@ -204,7 +204,7 @@ def test_a_sum_moves_twice_what_all_but_one_have():
         "pp=8",
     ],
 )
-def test_what_crosses_nodes_is_what_is_measured_there(words):
+def test_the_predicted_traffic_across_nodes_is_the_measured_one(words):
     """`sent_in_a_step` is compared with the emulated links' counters in tests/cluster."""
     options = [*MODEL.split(), "--precision.dtype=float64", "--data.batch=32"]
     layout_options = [f"--parallel.{word}" for word in words.split()]

@@ -95,7 +95,7 @@ def test_a_resumed_job_knows_what_a_save_took(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_first_save_slower_than_the_one_of_the_attempt_before(tmp_path, monkeypatch, seed):
+def test_a_first_save_slower_than_in_the_attempt_before_is_in_time(tmp_path, monkeypatch, seed):
     draw = Random(seed)
     clock = Clock(monkeypatch, seconds_of_save=0.1)
     first = Job(tmp_path, clock, end=100, step=1).train()
@@ -103,7 +103,7 @@ def test_a_first_save_slower_than_the_one_of_the_attempt_before(tmp_path, monkey
     assert Job(tmp_path, clock, end=100, step=1).train() > first
 
 
-def test_a_save_is_not_made_for_its_time_alone_where_there_is_no_limit(tmp_path, monkeypatch):
+def test_without_a_time_limit_no_early_save_measures_the_cost(tmp_path, monkeypatch):
     clock = Clock(monkeypatch, seconds_of_save=10)
     job = Job(tmp_path, clock, end=0, step=1)
     job.loop._stop_requests = lambda: preemption.StopRequests()  # type: ignore[method-assign]
@@ -113,7 +113,7 @@ def test_a_save_is_not_made_for_its_time_alone_where_there_is_no_limit(tmp_path,
     assert [*map(step_of, find_checkpoints(tmp_path, "auto"))] == [20]
 
 
-def test_a_save_that_fails_is_not_tried_at_each_step_for_its_time(tmp_path, monkeypatch):
+def test_a_failed_early_save_is_not_repeated_at_each_step(tmp_path, monkeypatch):
     clock = Clock(monkeypatch, seconds_of_save=1)
     job = Job(tmp_path, clock, end=100, step=1)
     job.loop.saving.on_error = "warn"

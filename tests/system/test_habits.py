@@ -104,7 +104,7 @@ def test_gradients_that_are_clipped_before_the_step_are_averaged_first(job, engi
     assert norms[:4] == pytest.approx(norms[4:], rel=1e-12)
 
 
-def test_a_look_at_a_gradient_shows_the_mean_whatever_is_called(job):
+def test_reading_a_gradient_in_any_way_shows_the_mean(job):
     looks = []
 
     def loop(run):
@@ -262,7 +262,7 @@ def test_gradients_that_nobody_drops_add_up(job):
         ("given up", "mpi"),
     ],
 )
-def test_what_earlier_steps_left_for_a_parameter_that_this_rank_does_not_use(job, clear, engine):
+def test_old_gradients_of_a_parameter_that_this_rank_does_not_use_do_no_harm(job, clear, engine):
     """Its bucket's sum begins in the backward pass, and may end there."""
     group = job.world
 
@@ -408,7 +408,7 @@ def test_parameters_that_come_later_or_from_elsewhere(job, engine, way):
     assert all(torch.allclose(a, b, **EXACT) for a, b in zip(*found, strict=True))
 
 
-def test_new_parameters_with_other_values_on_each_rank_are_told_and_refreshed(job):
+def test_new_parameters_that_differ_between_ranks_are_an_error_until_refresh(job):
     group, model = job.world, build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ours = Ours(group, model, optimizer)
@@ -474,7 +474,7 @@ def test_optimizers_that_call_a_closure(job):
 
 
 @ENGINES
-def test_two_averagers_of_which_one_model_is_part_of_the_others_loss(job, engine):
+def test_two_averagers_where_one_model_is_part_of_the_others_loss(job, engine):
     """As in a GAN: the generator's backward pass leaves gradients in the discriminator."""
     group, found = job.world, []
     for kind, more in ((Ours, {"engine": engine}), (Plain, {})):

@@ -194,7 +194,7 @@ def test_no_environment(site):
     assert site.dump("after") == site.dump("before")
 
 
-def test_modules_that_it_stands_on(site):
+def test_required_modules_are_loaded_and_unloaded_with_it(site):
     lua = site.system is LMOD
     site.set_line("requires", '{"one", "two"}' if lua else "{one two}")
     other = 'setenv("OTHER", "1")' if lua else "#%Module1.0\nsetenv OTHER 1"
@@ -227,7 +227,7 @@ def test_two_versions_exclude_each_other(site):
     assert site.dump("after") == site.dump("before")
 
 
-def test_what_it_tells_without_an_environment(site):
+def test_the_modulefile_describes_itself_without_an_environment(site):
     shutil.rmtree(site.prefix)
     verbs = ("avail", "whatis", "help", "show")
     said = site.run(*[f"module {verb} hpc_train; echo code $?" for verb in verbs])

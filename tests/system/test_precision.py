@@ -299,7 +299,7 @@ def test_nan_on_one_rank_skips_the_step_on_all(job, together, caplog, name, dtyp
 
 
 @several
-def test_a_fault_in_one_ranks_copy_of_a_parameter_is_seen_too(job, together):
+def test_an_infinity_in_any_ranks_copy_of_a_parameter_is_noticed(job, together):
     """Layer norms are on all ranks of a tensor group, and one of them counts for the norm."""
     trainer = make(
         config(together / "run", "bfloat16", "--parallel.tp", str(min(2, job.world.size))), job

@@ -62,7 +62,7 @@ def test_our_models_share_inside_nodes(together, replicas):
         ({}, {"only_optimizer_writes": False}, "once per rank"),
     ],
 )
-def test_all_else_does_not_and_the_reason_is_named(section, facts, why):
+def test_otherwise_memory_is_not_shared_and_the_reason_is_named(section, facts, why):
     zero, reason = choose_zero(GradientsSection(**section), SharingFacts(**facts))
     assert zero == 0
     assert why in reason

@@ -48,7 +48,7 @@ def content(directory) -> dict[str, bytes]:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_they_have_the_bytes_of_those_that_training_waits_for(group, together):
+def test_background_checkpoints_have_the_bytes_of_blocking_ones(group, together):
     folders = {how: together / f"{group.size}-{how}" for how in (True, False)}
     for background, folder in folders.items():
         trained_on(folder, group, background=background)
@@ -118,7 +118,7 @@ def test_training_goes_on_while_a_file_is_written(tmp_path, monkeypatch):
     assert (tmp_path / "LATEST").read_text() == "step-000000004.safetensors\n"
 
 
-def test_what_could_not_be_written_is_told_later_and_the_next_one_is(tmp_path, monkeypatch):
+def test_a_failed_background_save_is_reported_and_the_next_one_succeeds(tmp_path, monkeypatch):
     model, optimizer = make()
     made = Checkpoints(tmp_path, connect(Group()), TrainingState(model, optimizer))
     train(model, optimizer, 1)

@@ -74,14 +74,14 @@ def assert_has(found: dict[str, np.ndarray], named: dict[str, torch.Tensor]) -> 
         assert found[name].tobytes() == tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), name
 
 
-def test_what_the_page_says_reads_a_file_of_version_1():
+def test_a_reader_from_the_documentation_reads_version_1():
     named, state = of_version_1()
     found, tree = read(VERSION_1)
     assert_has(found, named)
     assert tree == json.loads(state)
 
 
-def test_what_the_page_says_reads_all_types(tmp_path):
+def test_a_reader_from_the_documentation_reads_all_types(tmp_path):
     named = {f"a.{dtype}": torch.arange(7).view(7, 1).to(dtype) for dtype in DTYPES}
     named |= {"ä": torch.tensor(3.5), "z": torch.zeros(2, 0), "large": torch.randn(5000, 1000)}
     held = {name: LocalTensor.whole(tensor) for name, tensor in named.items()}
@@ -91,7 +91,7 @@ def test_what_the_page_says_reads_all_types(tmp_path):
     assert tree == {"step": 7}
 
 
-def test_what_the_page_says_reads_a_checkpoint_of_training(program):
+def test_a_reader_from_the_documentation_reads_a_trained_checkpoint(program):
     assert program.train("run", launcher="mpirun", ranks=2).returncode == 0
     found, tree = read(program.checkpoint("run", 12))
     assert tree["step"] == len(records(program.root / "run")) == 12

@@ -135,7 +135,7 @@ def place_in(spec: SliceSpec, element: int) -> int | None:
 
 
 @given(huge_specs(), st.sampled_from([1, 2, 8]), st.data())
-def test_blocks_are_right_however_large_the_numbers(spec, itemsize, data):
+def test_overlaps_are_right_for_numbers_of_any_size(spec, itemsize, data):
     corner = 0
     for size, (first, last) in zip(spec.shape, bounds(spec), strict=True):
         corner = corner * size + data.draw(st.sampled_from([first, max(first, last - 1), 0]))

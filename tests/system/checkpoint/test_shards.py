@@ -110,7 +110,7 @@ def test_a_rank_alone_reads_what_four_wrote_and_four_what_one_wrote(job, togethe
     assert group.rank > 0 or alike
 
 
-def test_a_part_is_owned_by_one_rank_and_others_bytes_do_not_count(job, together, place):
+def test_only_the_bytes_of_a_parts_owner_are_saved(job, together, place):
     parts = held_at(place, whole())
     for part in parts.values():
         if not part.owned and part.tensor.is_floating_point():
