@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains a model to the configuration's last step, from its newest checkpoint on.
+    """Trains a model from its newest checkpoint to the last step of the configuration.
 
     All ranks must make it and call `train`, with the same arguments.
 
     Args:
-        config: every section but `model`, which whoever built the model has used.
-        task: what is trained, and on what.
-        runtime: from `hpc_train.mpi.runtime.start_runtime`.
+        config: the configuration. `model` is not used here: the caller has built the model.
+        task: the model, its loss and its data.
+        runtime: the runtime from `hpc_train.mpi.runtime.start_runtime`.
 
     Raises:
         HpcTrainError: as `assemble`.
@@ -71,7 +71,7 @@ class Trainer:
     def close(self) -> None:
         """Release hooks, threads, shared memory and communicators. Collective.
 
-        The model stays with the parameters that this rank has of it. Another Trainer may be made.
+        The model keeps this rank's part of the parameters. Another Trainer may be made.
         """
         if self._closed:
             return
@@ -91,13 +91,14 @@ class Trainer:
         """Train until the last step. Collective.
 
         Raises:
-            Stopped: a signal or the time limit stopped it, with a checkpoint.
-            HpcTrainError: as the parts raise them, the same on all ranks.
+            Stopped: a signal, the stop file or the time limit stopped it, with a checkpoint.
+            HpcTrainError: a part of the job failed; the same error is raised on all ranks.
         """
         self._train()
         Heartbeat(self.group).finish(self.plan.last)
 
     def _train(self) -> None:
+        """Claim the run directory, resume, and take all steps."""
         with (
             run_directory(self.group, self.config) as (directory, claim),
             watch_over(self.group, self.config.run.hang_timeout),
@@ -136,20 +137,22 @@ class Trainer:
                 batches = [move(self._read_held_out(some), self.device) for some in indices]
             with torch.no_grad():
                 losses = self._evaluate(batches, [len(some) for some in indices])
-            for loss, some in zip(losses, indices, strict=False):  # none where nothing ends
+            for loss, some in zip(losses, indices, strict=False):  # other ranks have no losses
                 totals += torch.tensor([loss.item() * len(some), len(some)], dtype=torch.float64)
         self.model.train()
         self.collectives.sum_(totals)
         return float(totals[0] / totals[1])
 
     def _read_held_out(self, indices: range) -> Any:
+        """A batch of held-out samples. What the data set draws is the same each time."""
+
         def seed_of(place: int) -> int:
             return mix(self.config.run.seed, HELD_OUT, indices[place])
 
         return self.held_out.read(indices, seed_of)
 
     def _validation_rounds(self) -> Iterator[list[range]]:
-        """Which samples this replica evaluates; all replicas go as many rounds."""
+        """Yield this replica's micro-batches in rounds. All replicas have as many rounds."""
         total, replicas = len(self.task.validation), self.grid.dp
         size, at_once = self.plan.parts[0].count, 2 * self.grid.pp - 1
         mine = range(self.grid.coordinate.dp, total, replicas)
@@ -158,6 +161,7 @@ class Trainer:
             yield [mine[begin : begin + size] for begin in cuts]
 
     def _evaluate(self, batches: list[Any], samples: list[int]) -> list[Tensor]:
+        """The losses of micro-batches, on the rank whose losses count; others return none."""
         if not batches:
             return []
         losses = self.layout.pipeline.evaluate(
@@ -167,10 +171,11 @@ class Trainer:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank's losses count: of the ranks of a replica one does."""
+        """Whether this rank's losses count. In each replica those of one rank do."""
         return self.layout.pipeline.is_last and self.grid.coordinate.tp == 0
 
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
+        """Compute one step, and report its numbers if that is due. Collective."""
         due = self._due(step.number)
         losses = self._backward(step)
         self.averager.average()
@@ -195,7 +200,7 @@ class Trainer:
             report(record)
 
     def _backward(self, step: Step) -> list[Tensor]:
-        """Accumulate the step's gradients; returns the micro-batches' losses, where they end."""
+        """Accumulate the step's gradients. The last stage returns the micro-batches' losses."""
         self.averager.zero_grad()
         micro_batches = step.micro_batches
         batches = [move(micro_batch.data, self.device) for micro_batch in micro_batches]
@@ -217,8 +222,9 @@ class Trainer:
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
     def _seed(self, step: int, micro_batch: MicroBatch, chunk: int) -> None:
+        """Seed the random generators, and the model's own draws, for a micro-batch."""
         base, part = self.config.run.seed, micro_batch.part
-        stage = chunk * self.grid.pp + self.grid.coordinate.pp  # unlike draws in unlike layers
+        stage = chunk * self.grid.pp + self.grid.coordinate.pp  # virtual stages draw differently
         seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:
@@ -226,13 +232,14 @@ class Trainer:
             seed_samples([mix(base, step, place) for place in places])
 
     def _clip(self, *, needed: bool) -> float:
-        """Clip the averaged gradients; returns their global norm before, if anybody needs it."""
+        """Clip the averaged gradients. Returns their norm before; 0 if nothing needs it."""
         limit = self.config.optimizer.clip_norm
         if not limit and not needed and self.scaler is None:
             return 0.0
         return clip_gradients(self.averager, limit, self.scaler, self.layout.gradients.norm)
 
     def _set_learning_rate(self, step: int) -> float:
+        """Set and return the learning rate of a step."""
         rate = learning_rate(self.config.optimizer, step, self.plan.last, self.grid.dp)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -247,20 +254,22 @@ class Trainer:
         return float(total) / self.grid.dp
 
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
-        """Stop before a step that would spoil the model; 0 for what is not known. Collective.
+        """Stop before a step with a loss or a norm that is not finite. Collective.
+
+        Such a step would spoil the model. A number that was not computed is 0.
 
         Raises:
             NotFiniteError: the loss or the norm is not finite; on all ranks.
         """
-        bad = not math.isfinite(loss + norm) and self.scaler is None  # which skips such steps
+        bad = not math.isfinite(loss + norm) and self.scaler is None  # the scaler skips such steps
         if self.config.gradients.average_every > 1:  # else all ranks have the same numbers
             bad = self.group.largest(int(bad)) > 0
         if not bad:
             return
         error = NotFiniteError(
             f"step {step} has a loss of {loss} and gradients with a norm of {norm}",
-            "give a smaller optimizer.lr, or optimizer.clip_norm, and start again: it goes on from "
-            "the last checkpoint; run.nonfinite warn goes on all the same",
+            "set a smaller optimizer.lr, or optimizer.clip_norm, and start again: the run resumes "
+            "from the last checkpoint; run.nonfinite warn only warns and continues",
         )
         if self.config.run.nonfinite == "warn":
             logger.warning("%s", error.cause)
@@ -269,15 +278,18 @@ class Trainer:
         raise error
 
     def _due(self, step: int) -> bool:
+        """Whether a step's numbers are reported."""
         regular = step % self.config.run.log_every == 0
         return regular or step in (1, self.plan.last) or self._validation_due(step)
 
     def _validation_due(self, step: int) -> bool:
+        """Whether the held-out data is evaluated after a step."""
         every = self.config.data.validation_every
         due = step == self.plan.last or (every > 0 and step % every == 0)
         return self.task.validation is not None and due
 
     def _loader(self, after: int) -> Loader:
+        """The loader of all steps after step `after`."""
         return Loader(
             self.reader,
             self.plan.order,
@@ -289,6 +301,7 @@ class Trainer:
         )
 
     def _stop_requests(self, directory: Path) -> StopRequests:
+        """The reasons to stop: signals, the stop file and `run.time_limit`."""
         run = self.config.run
         end = of_job(self.group) if run.time_limit == "auto" else None
         return StopRequests(run.time_limit_seconds(), end, directory / STOP)
