@@ -28,9 +28,9 @@ import grimp
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "plan.svg"
 PACKAGE = "hpc_train"
-WIDTHS = ((330, 112), (800, 114), (2700, 124), (math.inf, 140))  # of a box with at most these lines
+WIDTHS = ((330, 118), (800, 122), (2700, 132), (math.inf, 146))  # of a box with at most these lines
 PASSAGE = 10  # the width of an arrow that passes a floor
-HEIGHT, FLOOR, GAP, MARGIN = 38, 84, 12, 26
+HEIGHT, FLOOR, GAP, MARGIN = 40, 86, 10, 26
 
 STYLE = """
 .plan { --paper: #ffffff; --band: #f4f5f7; --ink: #1d2733; --faint: #7b8794; --line: #8794a3;
@@ -38,9 +38,9 @@ STYLE = """
 @media (prefers-color-scheme: dark) { .plan { --paper: #14181d; --band: #1b2027; --ink: #e8edf2;
   --faint: #8c97a3; --line: #6f7c8a; --box: #22364d; --edge: #6f9bcc; --login: #26381f;
   --login-edge: #84b06c; } }
-.plan text { font: 15px ui-sans-serif, system-ui, "DejaVu Sans", sans-serif; fill: var(--ink);
+.plan text { font: 17px ui-sans-serif, system-ui, "DejaVu Sans", sans-serif; fill: var(--ink);
   text-anchor: middle; dominant-baseline: central; }
-.plan .floor { font-size: 13px; fill: var(--faint); }
+.plan .floor { font-size: 14px; fill: var(--faint); }
 .plan .paper { fill: var(--paper); } .plan .band { fill: var(--band); }
 .plan .box rect { fill: var(--box); stroke: var(--edge); }
 .plan .login rect { fill: var(--login); stroke: var(--login-edge); }
