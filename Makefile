@@ -1,28 +1,28 @@
-# The project's commands. Each sets up .venv first, which takes no time once it is there.
+# The project's commands. Each first sets up .venv, which takes no time if it exists.
 #
 #   make demo    train a GPT on Python's own sources, stop it, resume it, read what it writes
-#   make test    all tests, but for the long ones
-#   make test-quick    those of one process, in less than a minute
-#   make test-long    the long ones, each of which takes minutes; COLD=1: no rank is forked
-#   make test-mpich, make test-openmpi5    those of several ranks, with another MPI
-#   make lint    formatting, types, import rules
-#   make docs    the documentation as HTML, in docs/_build
-#   make clean   remove what the others made, .venv too; built Horovod wheels stay in the cache
+#   make test    run all tests except the long ones
+#   make test-quick    run the tests of one process, in less than a minute
+#   make test-long    run the long tests, which take minutes each; with COLD=1 no rank is forked
+#   make test-mpich, make test-openmpi5    run the tests of several ranks with another MPI
+#   make lint    check formatting, types and import rules
+#   make docs    build the documentation as HTML in docs/_build
+#   make clean   remove all that the others made, and .venv; Horovod wheels stay in the cache
 
 PYTHON ?= python3
 RANKS ?= 4
 PYTEST_OPTIONS ?=
-# Tests of one process that run side by side.
+# The number of tests of one process that run at the same time.
 WORKERS ?= 2
-# The folder that the durations of all tests are written to.
+# A folder to write the durations of all tests to.
 DURATIONS ?=
-# "" is the site's MPI, or else Open MPI 4 from a wheel.
+# The MPI: mpich, openmpi5, or "" for the site's MPI (Open MPI 4 from a wheel if there is none).
 WITH ?=
 
 export PATH := $(CURDIR)/.venv$(addprefix -,$(WITH))/bin:$(PATH)
-# Threads of several ranks on one machine would fight for its cores.
+# With several threads each, ranks on one machine would compete for its cores.
 test-mpi test test-quick test-long: export OMP_NUM_THREADS := 1
-# Ranks may outnumber cores on a laptop: Open MPI 4 and 5 each want to be told so.
+# A laptop may have fewer cores than there are ranks. Open MPI 4 and 5 allow that only if told so.
 test-mpi test test-quick test-long: export OMPI_MCA_rmaps_base_oversubscribe := 1
 test-mpi test test-quick test-long: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 ifdef COLD

@@ -1,10 +1,10 @@
 """Set up `.venv` in this checkout: MPI, torch, Horovod, mpi4py, h5py and this package.
 
-    python3 bootstrap.py            what `make` runs first; does nothing when all is there
-    python3 bootstrap.py mpich      the same with another MPI, in .venv-mpich; or openmpi5
+    python3 bootstrap.py            make .venv; does nothing if it is complete (`make` runs this)
+    python3 bootstrap.py mpich      make .venv-mpich, with another MPI; likewise openmpi5
 
-MPI is the site's where mpicc is on the PATH, else a wheel that needs no root. On a cluster follow
-docs/how-to/cluster.md instead, which builds on the site's modules.
+If mpicc is on the PATH, the MPI is the site's, else a wheel that needs no root. On a cluster follow
+docs/how-to/cluster.md instead, which uses the site's modules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STAMP = VENV / "ready"
 CONSTRAINTS = ROOT / "constraints.txt"
 FREE_BYTES = 4 << 30
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# What decides the environment's content: a change of any of these sets it up again.
+# The environment is set up again if one of these files changes.
 INPUTS = (
     "bootstrap.py",
     "constraints.txt",
@@ -53,9 +53,9 @@ INPUTS = (
 
 
 def main() -> int:
-    """Set up the environment if it is not; returns the exit code."""
+    """Set up the environment unless it is complete. Returns the exit code."""
     if MPI not in WHEELS:
-        print(f"bootstrap: error: no MPI {MPI!r}: take mpich or openmpi5", file=sys.stderr)
+        print(f"bootstrap: error: unknown MPI {MPI!r}: give mpich or openmpi5", file=sys.stderr)
         return 2
     stamp = expected_stamp()
     if STAMP.is_file() and STAMP.read_text() == stamp:
@@ -70,15 +70,16 @@ def main() -> int:
 
 
 def expected_stamp() -> str:
-    """What the environment is made from, hashed."""
+    """A hash of all that the environment is made from."""
     content = b"".join((ROOT / name).read_bytes() for name in INPUTS)
     place = f"{ROOT} {sys.version} {site_mpicc()}"
     return hashlib.sha256(content + place.encode()).hexdigest()
 
 
 def site_mpicc() -> str | None:
-    """The compiler of the site's MPI, if there is one and no other is asked for."""
-    folders = os.environ.get("PATH", "").split(os.pathsep)  # with this environment's own
+    """The compiler of the site's MPI; None if there is none or another MPI is asked for."""
+    # make has put this environment's own programs on the PATH.
+    folders = os.environ.get("PATH", "").split(os.pathsep)
     path = os.pathsep.join(folder for folder in folders if folder != str(VENV / "bin"))
     return None if MPI else shutil.which("mpicc", path=path)
 
@@ -87,7 +88,7 @@ def set_up() -> None:
     """Make the environment.
 
     Raises:
-        SetupError: something is missing; the message says what and how to mend it.
+        SetupError: something is missing. The message names it and the remedy.
     """
     check_compiler()
     check_headers()
@@ -106,11 +107,11 @@ def set_up() -> None:
         match_mpi4py()
     build = subprocess.run([PYTHON, "-m", "hpc_train.build.horovod"], cwd=ROOT, check=False)
     if build.returncode:
-        raise SetupError("Horovod could not be built", "mend what the line above names")
+        raise SetupError("Horovod could not be built", "follow the remedy in the line above")
 
 
 def say(text: str) -> None:
-    """Tell what is going on."""
+    """Print what set-up does now."""
     print(f"set-up: {text}", flush=True)
 
 
@@ -118,7 +119,7 @@ def make_venv() -> None:
     """Make the virtual environment.
 
     Raises:
-        SetupError: this Python cannot.
+        SetupError: this Python cannot make one.
     """
     done = run_program([sys.executable, "-m", "venv", "--clear", str(VENV)])
     if done.returncode:
@@ -133,7 +134,7 @@ def pip(*arguments: str, environment: dict[str, str] | None = None) -> None:
     """Install packages at the versions of constraints.txt.
 
     Raises:
-        SetupError: pip failed; the message has its last error.
+        SetupError: pip failed. The message has its last error.
     """
     command = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["-c", str(CONSTRAINTS), *arguments]
@@ -147,7 +148,10 @@ def pip(*arguments: str, environment: dict[str, str] | None = None) -> None:
 
 
 def cpu_torch() -> dict[str, str]:
-    """Without a CUDA toolkit prefer torch's CPU wheels: the default ones hold gigabytes of CUDA."""
+    """Variables that make pip prefer torch's CPU wheels if there is no CUDA toolkit.
+
+    The default wheels contain gigabytes of CUDA libraries.
+    """
     if shutil.which("nvcc"):
         return {}
     with suppress(OSError), urllib.request.urlopen(CPU_INDEX, timeout=5):
@@ -157,7 +161,7 @@ def cpu_torch() -> dict[str, str]:
 
 
 def match_mpi4py() -> None:
-    """Build mpi4py against the site's MPI if its wheel does not find that library."""
+    """Build mpi4py against the site's MPI if mpi4py's wheel does not find the MPI's library."""
     ask = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; MPI.get_vendor()"
     tried = subprocess.run([PYTHON, "-c", ask], capture_output=True, check=False)
     if tried.returncode:

@@ -1,1 +1,1 @@
-"""One module per claim, each beside a peer and the limit: `python -m benchmarks.NAME`."""
+"""Each module measures one claim, beside peers and a limit: `python -m benchmarks.NAME` runs it."""

@@ -1,29 +1,30 @@
-"""Saving and loading checkpoints: GiB/s beside raw writes and reads of the same ranks, and peers.
+"""Speed of saving and loading checkpoints in GiB/s, beside raw writes and reads, and peers.
 
     python -m benchmarks.checkpoint [--rounds 5] [--mib 1024]
 
 Each rank holds the whole state, as in data-parallel training: tensors of 64 MiB, or 5000 of 1 KiB.
-Saving begins without files of the candidate, and with all else on the disk (sync); it ends when the
-last rank has its bytes on the disk (fsync). Candidates:
+When a save begins, the candidate has no files, and all else is on the disk (sync). The save ends
+when the last rank has its bytes on the disk (fsync). These are the candidates:
 
-- ours, posix, mpiio and collective: hashed, read back by another rank and compared, committed;
-- unverified: ours, posix, not read back;
-- columns: ours, posix, of ranks that hold some columns of each tensor, as in tensor parallelism;
-- raw: each rank writes its part of as many bytes into one file, and nothing else;
-- torch.save: each rank a file of its part of the tensors;
-- DCP: torch.distributed.checkpoint over gloo, which divides a state that all ranks have;
-- safetensors: rank 0 writes all with the safetensors library.
+- ours, posix, mpiio and collective: extents are hashed, read back by another rank and compared, and
+  the file is committed.
+- unverified: ours with posix, without reading back.
+- columns: ours with posix. Each rank holds some columns of each tensor, as in tensor parallelism.
+- raw: each rank writes its part of the same number of bytes into one file, and does nothing else.
+- torch.save: each rank writes a file with its part of the tensors.
+- DCP: torch.distributed.checkpoint over gloo. It divides a state that all ranks have.
+- safetensors: rank 0 writes everything with the safetensors library.
 
-Loading begins with files that are not in memory (posix_fadvise) and ends when all ranks have the
-whole state. Raw: each rank reads its part, and all receive it by MPI_Bcast, so that each byte is
-read once; `torch.load` and safetensors read on each rank what they wrote. Columns: ranks that hold
-some columns load what ranks that hold all have saved.
+When a load begins, no file is in memory (posix_fadvise). The load ends when all ranks have the
+whole state. In raw, each rank reads its part and MPI_Bcast sends it to the others, so that each
+byte is read once. With `torch.load` and safetensors each rank reads all files. In columns, ranks
+that need some columns load a file that was saved by ranks with all columns.
 
-Stall: seconds for which one save keeps a rank that trains from computing, until it is complete:
-what the call that saves takes, and what the optimizer and the looking after it take after each
-step. A step computes for a second, less than a model of this size takes on such cores. Where a rank
-has no core to spare the threads that write also slow down what it computes; that is in none of
-these numbers.
+Stall is the time in seconds for which one save keeps a training rank from computing. It is the time
+of the call that saves, plus the time of the optimizer and of polling the save after each step until
+the save is complete. A step computes for a second, less than a model of this size takes on such
+cores. If a rank has no spare core, the threads that write also slow down its computation. None of
+these numbers includes that.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ from torch import Tensor, nn
 
 from benchmarks import harness
 from hpc_train.checkpoint import Checkpoints, restore
+from hpc_train.checkpoint.background import carry_out
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.phases import carry_out
 from hpc_train.checkpoint.policy import SavePolicy
+from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.save import saving
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
@@ -77,7 +79,7 @@ Named = dict[str, Tensor]
 
 
 def states(mib: int) -> dict[str, Named]:
-    """The states by name."""
+    """The states to save, by their names."""
     generator = torch.Generator().manual_seed(0)
 
     def tensors(count: int, nbytes: int) -> Named:
@@ -94,7 +96,7 @@ def states(mib: int) -> dict[str, Named]:
 
 
 class Ways:
-    """The candidates, all for one state in one folder. All ranks make and call them together."""
+    """The candidates for one state and one folder. Its methods are collective."""
 
     def __init__(self, named: Named, folder: Path, group: Group) -> None:
         self.named, self.folder, self.group = named, folder, group
@@ -109,7 +111,7 @@ class Ways:
         self.shard = folder / f"torch_save-{group.rank}.pt"
 
     def savers(self) -> dict[str, Callable[[], None]]:
-        """How each saves."""
+        """The function with which each candidate saves."""
         return {
             POSIX: partial(self.ours, "posix"),
             MPIIO: partial(self.ours, "mpiio"),
@@ -123,7 +125,7 @@ class Ways:
         }
 
     def loaders(self) -> dict[str, Callable[[], None]]:
-        """How each loads what it saved."""
+        """The function with which each candidate loads what it has saved."""
         return {
             POSIX: self.ours_load,
             COLUMNS: self.ours_columns_load,
@@ -134,10 +136,11 @@ class Ways:
         }
 
     def ours(self, engine: Any, *, verify: bool = True) -> None:
-        """Our save, with all that it checks."""
+        """Save with ours, with all checks."""
         held = {name: LocalTensor.whole(tensor) for name, tensor in self.named.items()}
         path = self.folder / "ours.safetensors"
-        carry_out(saving(path, Parts(held), STATE, self.group, engine, verify=verify))
+        plans = Plans(self.group, Group())
+        carry_out(saving(path, Parts(held), STATE, plans, engine=engine, verify=verify))
 
     @cached_property
     def parts(self) -> dict[str, LocalTensor]:
@@ -148,23 +151,24 @@ class Ways:
         }
 
     def ours_columns(self) -> None:
-        """Of ranks that hold a part each."""
+        """Save with ours, where each rank holds some columns."""
         path = self.folder / "ours_columns.safetensors"
-        carry_out(saving(path, Parts(self.parts), STATE, self.group, replica=self.group))
+        plans = Plans(self.group, self.group)
+        carry_out(saving(path, Parts(self.parts), STATE, plans))
 
     def ours_load(self) -> None:
-        """Our load, verified."""
+        """Load with ours, verified."""
         reader = restore.open_together(self.folder / "ours.safetensors", self.group)
         held = {name: LocalTensor.whole(tensor) for name, tensor in self.empty.items()}
         restore.load_tensors(reader, held, self.group, alike=self.group)
 
     def ours_columns_load(self) -> None:
-        """By ranks that hold a part each."""
+        """Load with ours, where each rank needs some columns."""
         reader = restore.open_together(self.folder / "ours.safetensors", self.group)
         restore.load_tensors(reader, self.parts, self.group, replica=self.group)
 
     def raw(self) -> None:
-        """Nothing but this rank's part of the bytes."""
+        """Write this rank's part of the bytes, and nothing else."""
         path, size = self.folder / "raw.bin", self.nbytes // self.group.size
         if self.group.rank == 0:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -181,11 +185,11 @@ class Ways:
 
     @cached_property
     def buffer(self) -> bytearray:
-        """As many bytes as the state has."""
+        """A buffer of the state's size."""
         return bytearray(self.nbytes)
 
     def raw_load(self) -> None:
-        """Each byte read once, and handed on."""
+        """Read this rank's part and send it to all ranks."""
         size = self.nbytes // self.group.size
         target = memoryview(self.buffer)
         descriptor = os.open(self.folder / "raw.bin", os.O_RDONLY)
@@ -197,34 +201,34 @@ class Ways:
             self.group.comm.Bcast(target[root * size : (root + 1) * size], root)
 
     def torch_save(self) -> None:
-        """A file for each rank."""
+        """Write a file with this rank's tensors."""
         with self.shard.open("wb") as file:
             torch.save({name: self.named[name] for name in self.mine}, file)
             file.flush()
             os.fsync(file.fileno())
 
     def torch_load(self) -> None:
-        """All of these files."""
+        """Read the files of all ranks."""
         for rank in range(self.group.size):
             found = torch.load(self.folder / f"torch_save-{rank}.pt", weights_only=True)
             for name, tensor in found.items():
                 self.empty[name].copy_(tensor)
 
     def dcp_save(self) -> None:
-        """With fsync, which is its default."""
+        """Save with DCP and fsync, which is its default."""
         from torch.distributed import checkpoint as dcp
 
         writer = dcp.FileSystemWriter(self.folder / "dcp_save.d", sync_files=True, overwrite=True)
         dcp.save(dict(self.named), storage_writer=writer)
 
     def dcp_load(self) -> None:
-        """Into the same tensors."""
+        """Load with DCP."""
         from torch.distributed import checkpoint as dcp
 
         dcp.load(dict(self.empty), storage_reader=dcp.FileSystemReader(self.folder / "dcp_save.d"))
 
     def safetensors_save(self) -> None:
-        """On rank 0 alone."""
+        """Save on rank 0 with the safetensors library."""
         from safetensors.torch import save_file
 
         if self.group.rank == 0:
@@ -234,14 +238,14 @@ class Ways:
                 os.fsync(file.fileno())
 
     def safetensors_load(self) -> None:
-        """On each rank."""
+        """Load on each rank with the safetensors library."""
         from safetensors.torch import load_file
 
         for name, tensor in load_file(self.folder / "safetensors_save.safetensors").items():
             self.empty[name].copy_(tensor)
 
     def clear(self, call: Callable[[], None]) -> None:
-        """Remove the files of a way to save, and let the disk come to rest."""
+        """Remove the files of a candidate, and wait until all other files are on the disk."""
         self.group.barrier()
         if self.group.rank == 0:
             kind = getattr(call, "func", call).__name__
@@ -252,7 +256,7 @@ class Ways:
         self.group.barrier()
 
     def forget(self) -> None:
-        """Take all files out of memory, and the state out of the tensors to load into."""
+        """Drop all files from the page cache, and set the tensors to load into to zero."""
         for tensor in self.empty.values():
             tensor.zero_()
         for part in self.parts.values():
@@ -266,10 +270,10 @@ class Ways:
         self.group.barrier()
 
     def check(self, name: str) -> None:
-        """What was loaded is the state.
+        """Check that the loaded tensors are those of the state.
 
         Raises:
-            RuntimeError: it is not.
+            RuntimeError: they are not.
         """
         found = self.empty
         if name == COLUMNS:
@@ -282,7 +286,7 @@ class Ways:
 
 
 class Training:
-    """Steps that compute, and a model of which checkpoints are made. All ranks make it."""
+    """A model whose checkpoints are saved while steps compute. Collective."""
 
     def __init__(self, named: Named, folder: Path, group: Group) -> None:
         self.group, self.folder = group, folder
@@ -298,13 +302,13 @@ class Training:
         self.matrix = torch.randn(512, 512)
 
     def compute(self) -> None:
-        """What a forward and a backward pass take."""
+        """Compute for as long as a forward and a backward pass would."""
         end = time.perf_counter() + STEP_SECONDS
         while time.perf_counter() < end:
             torch.mm(self.matrix, self.matrix)
 
     def blocked(self, how: str) -> float:
-        """Seconds for which the main thread of the slowest rank is kept from computing."""
+        """Seconds for which a save keeps the main thread of the slowest rank from computing."""
         self.steps += 1
         later: list[Any] = []
         stall = harness.elapsed(self.group, lambda: later.append(self._save(how)))
@@ -333,7 +337,7 @@ class Training:
 
 
 def _use_blocks(path: Path, mib: int) -> None:
-    """Write over free blocks once: disks of virtual machines are slow where nobody has written."""
+    """Write to free blocks once. The first write to a block of a virtual disk is slow."""
     with path.open("wb") as file:
         for _ in range(mib):
             file.write(bytes(1 << 20))
@@ -343,7 +347,7 @@ def _use_blocks(path: Path, mib: int) -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """What each rank does."""
+    """Measure all candidates, on each rank."""
     from benchmarks.gradient_averaging import start_gloo
     from hpc_train.mpi import runtime as runtimes
 

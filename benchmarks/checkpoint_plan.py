@@ -1,13 +1,13 @@
-"""The plan of a checkpoint on one of very many ranks, which are simulated in one process.
+"""Time to plan a checkpoint on one of very many ranks, which are simulated in one process.
 
     python -m benchmarks.checkpoint_plan [--ranks 4096] [--tensors 3000]
 
-Every rank owns a part of every tensor, of 4 MiB each: of its rows, or of its columns, so that it
-has something of every extent. Planned is what one rank does for the first save and for a later one,
-with all messages of the others, which are made before; union is what passes through the tree. The
-rank is one that writes. Shown are seconds and the largest memory that Python and numpy had for it
-(tracemalloc, in a second run, which is slower). Nothing of it grows with the ranks but what they
-own of this rank's own extents.
+Every rank owns a part of every tensor of 4 MiB: some of its rows, or some of its columns. With
+columns a rank has something of every extent. One rank, which writes, plans a first save and a later
+one. The messages of all other ranks are made before; a union of values costs what the tree of
+messages would cost. The benchmark shows seconds, and the most memory that Python and numpy took
+(tracemalloc, in a second run, which is slower). With more ranks only one thing grows: the list of
+what they own of this rank's extents.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ import torch
 
 from benchmarks import harness
 from hpc_train.checkpoint.fileformat import Contents, FileMap, LocalTensor
-from hpc_train.checkpoint.plan import Plans, keepers, owned
-from hpc_train.checkpoint.routes import extents_of, row_of
+from hpc_train.checkpoint.routes import Plans, extents_of, keepers, owned, row_of
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import SliceSpec
 
 NAME = "checkpoint_plan"
-LONG, SHORT = 4096, 256  # sides of a tensor of float32
+LONG, SHORT = 4096, 256  # sides of each float32 tensor
 STATE = b'{"step":1}'
 
 Rows = dict[int, list[Any]]
@@ -41,34 +40,34 @@ Rows = dict[int, list[Any]]
 
 @dataclass(frozen=True)
 class Others(Group):
-    """A group whose other ranks bring what is prepared."""
+    """A group of simulated ranks, whose messages were made before."""
 
     messages: tuple[Rows, ...] = ()
 
     def gathered(self, value: Any, what: str = "") -> list[Any]:
-        """By rank: itself, or a host of 64 ranks."""
+        """For each rank its number or, for text, the name of its host; 64 ranks share a host."""
         if isinstance(value, str):
             return [f"node{rank // 64}" for rank in range(self.size)]
         return [*range(self.size)]
 
     def united(self, values: Mapping[Any, Any], what: str = "") -> dict[Any, Any]:
-        """All bring the same; each level of the tree is a message and a merge."""
+        """Take the same values from all ranks. A level of the tree costs a message and a merge."""
         found = dict(values)
         for _ in range(math.ceil(math.log2(self.size))):
             found = pickle.loads(pickle.dumps(found)) | found
         return found
 
     def same(self, data: bytes, what: str = "") -> bool:
-        """It is."""
+        """Return True, as all ranks have the same bytes."""
         return True
 
     def largest(self, number: int, what: str = "") -> int:
-        """All bring the same."""
+        """Return the number, as all ranks have the same."""
         return number
 
 
 def world(rank: int, ranks: int, messages: tuple[Rows, ...]) -> Others:
-    """A group of which one rank is this process, and its communicator."""
+    """A group in which this process is one rank, with a communicator that delivers `messages`."""
     coming = iter(messages)
     current: list[Rows] = []
 
@@ -87,7 +86,11 @@ def world(rank: int, ranks: int, messages: tuple[Rows, ...]) -> Others:
 def prepared(
     layout: FileMap, me: int, ranks: int, part: Callable[[int], SliceSpec]
 ) -> tuple[Rows, Rows]:
-    """What the other ranks tell one: for the check that all is owned once, and of its extents."""
+    """The messages from the other ranks to one rank.
+
+    The first ones are for the check that each element has one owner. The second ones say what the
+    other ranks have of this rank's extents.
+    """
     runs = [owned(layout.extents, rank, ranks) for rank in range(ranks)]
     keeping = keepers(runs, layout.extents)
     mine = {*runs[me]}
@@ -110,7 +113,7 @@ def prepared(
 
 
 def plan(ranks: int, tensors: int, dim: int) -> tuple[float, float, float]:
-    """Seconds of the first plan and of a later one, and MB that the first needs."""
+    """Seconds for the first plan and for a later one, and MB of memory for the first."""
     shape = (LONG, SHORT) if dim == 0 else (SHORT, LONG)
     names = [f"model.{number:05d}" for number in range(tensors)]
     layout = Contents.of(dict.fromkeys(names, (torch.float32, shape))).layout(len(STATE))

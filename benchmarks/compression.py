@@ -2,15 +2,15 @@
 
     python -m benchmarks.compression [--steps 500]
 
-Bytes and time: GPT of 11 M parameters, 1 x 128 tokens per rank, on 4 emulated hosts of 2 ranks with
-links of 800 Mbit/s; only what crosses hosts is compressed. Bytes are those that the ranks hand to
-MPI, counted by the averager, and those that leave the hosts, counted by the links; both of all
-hosts together. All candidates take steps in turn.
+For bytes and times, a GPT of 11 M parameters trains with 1 x 128 tokens per rank on 4 emulated
+hosts of 2 ranks, with links of 800 Mbit/s. Only messages between hosts are compressed. The averager
+counts the bytes that ranks pass to MPI, and the links count the bytes that leave the hosts. Both
+are sums over all hosts. All candidates take steps in turn.
 
-Loss: a GPT of 0.8 M parameters learns real text, Python's own modules byte by byte, with 4 ranks
-that each compress what they send, as 4 nodes would. All candidates start from the same weights and
-see the same samples with the same learning rates. Loss is the mean of the last 25 steps;
-validation, that of text that was held out.
+For the loss, a GPT of 0.8 M parameters learns real text: Python's own modules, byte by byte. Each
+of 4 ranks compresses what it sends, as 4 nodes would. All candidates start from the same weights
+and see the same samples with the same learning rates. Loss is the mean of the last 25 steps,
+validation the loss on held-out text.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ from hpc_train.training.learning_rate import learning_rate
 NAME = "compression"
 NONE = "none"
 CANDIDATES = (NONE, "fp16", "bf16", "topk:0.01", "powersgd:4", "powersgd:16")
-LEARNERS = (*CANDIDATES, "topk:0.01:300")  # which sends more in its first 300 steps
+LEARNERS = (*CANDIDATES, "topk:0.01:300")  # the last one sends more in its first 300 steps
 HOSTS, SLOTS, MBIT = 4, 2, 800
-TURN = 2  # steps
-LINKS, LOSS = 1, 2  # what ranks are started for
-BUCKET_BYTES = {LINKS: 4 << 20, LOSS: 1 << 20}  # set, since what PowerSGD sends depends on them
-RANK_MIB = 1800  # of memory
+TURN = 2  # steps that a candidate takes in one turn
+LINKS, LOSS = 1, 2  # the two measurements that ranks are started for
+BUCKET_BYTES = {LINKS: 4 << 20, LOSS: 1 << 20}  # fixed, as PowerSGD's bytes depend on them
+RANK_MIB = 1800  # memory that a rank needs
 
 LOSS_RANKS = 4
 SMALL = {"vocab": 256, "sequence": 128, "layers": 4, "hidden": 128, "heads": 4}
-SAMPLES = 4  # per rank and step
+SAMPLES = 4  # samples per rank and step
 HELD_OUT = 32  # samples per rank for the validation loss
 RATE = OptimizerSection(lr=1e-3, warmup_steps=50, schedule="cosine", weight_decay=0.1)
 CLIP = 1.0
-LAST = 25  # steps whose losses count
+LAST = 25  # number of last steps whose losses count
 
 
 @dataclass
 class Candidate:
-    """A model, its optimizer and averager; and per turn and step: what was sent."""
+    """A model with its optimizer and averager. It notes the bytes per step of each turn."""
 
     group: Group
     batch: tuple[Tensor, Tensor]
@@ -89,7 +89,7 @@ class Candidate:
         )
 
     def turn(self) -> float:
-        """Seconds per step."""
+        """Take TURN steps and return the seconds per step."""
         harness.meet(self.group)
         before = self.averager.profile.sent, leaving()
         begin = time.perf_counter()
@@ -105,10 +105,10 @@ class Candidate:
         return seconds
 
     def over_all(self, node: Group) -> dict[str, float]:
-        """Bytes per step of all hosts together: the ranks' own, and the links' count. Collective.
+        """Bytes per step over all hosts, as ranks and as links have counted them. Collective.
 
         Raises:
-            RuntimeError: they cannot be right, or the ranks have different weights.
+            RuntimeError: the counts contradict each other, or the ranks have different weights.
         """
         counted = statistics.median(self.counted) if node.rank == 0 else 0.0
         weights = [float(p.detach().sum()) for p in self.model.parameters()]
@@ -131,7 +131,7 @@ def leaving() -> int:
 
 
 def over_links(options: argparse.Namespace) -> None:
-    """What each rank on the hosts does."""
+    """Measure bytes and times, on each rank of the hosts."""
     from hpc_train.mpi import runtime as runtimes
 
     torch.set_num_threads(1)
@@ -153,7 +153,7 @@ def over_links(options: argparse.Namespace) -> None:
 
 
 def read_text() -> dict[str, Tensor]:
-    """The standard library's modules as bytes, 5 percent of them held out."""
+    """The standard library's modules as bytes. 5 percent are held out for validation."""
     library = Path(sysconfig.get_path("stdlib"))
     texts = find_texts(sorted(library.glob("*.py")))
     return {
@@ -167,7 +167,7 @@ def read_text() -> dict[str, Tensor]:
 
 
 def samples(text: Tensor, seed: int, count: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Draws batches of so many samples; the same ones for the same seed."""
+    """Make a function that draws batches of `count` samples. Equal seeds give equal batches."""
     generator = torch.Generator().manual_seed(seed)
     length = SMALL["sequence"] + 1
 
@@ -214,7 +214,7 @@ def train(group: Group, text: dict[str, Tensor], steps: int, compression: str) -
 
 
 def learn(options: argparse.Namespace) -> None:
-    """What each rank does for the loss."""
+    """Measure losses, on each rank."""
     from hpc_train.mpi import runtime as runtimes
 
     torch.set_num_threads(1)
@@ -243,7 +243,7 @@ def show(sent: dict, seconds: harness.Samples, losses: dict) -> None:
 
 
 def link_cells(name: str, sent: dict, seconds: harness.Samples) -> list[str]:
-    """The table's columns of what the links saw."""
+    """The table's cells with bytes and times over the links."""
     times = [1e3 * value for value in seconds[name]]
     spread = f"{statistics.median(times):.0f} ({min(times):.0f} - {max(times):.0f})"
     cells = [f"{sent[name][key] / 1e6:.2f}" for key in ("payload", "counted")]

@@ -1,7 +1,7 @@
-"""What workers save of a step: none, threads, processes, and torch's own DataLoader with processes.
+"""Time of a step without workers, with threads, with processes, and with torch's DataLoader.
 
-Each candidate runs in a process of its own, one rank without MPI, and takes steps of the same model
-on the same batches.
+torch's DataLoader has worker processes, too. Each candidate runs in a process of its own, as one
+rank without MPI. All take steps of the same model on the same batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CANDIDATES = ("no workers", "threads", "processes", "torch")
 
 
 class Images:
-    """Compressed images; zlib decompresses without the interpreter's lock."""
+    """A data set of compressed images. zlib decompresses without the interpreter's lock."""
 
     def __init__(self) -> None:
         noise = np.random.default_rng(1).integers(0, 64, (SAMPLES // 16, 3, SIDE, SIDE), np.uint8)
@@ -44,7 +44,7 @@ class Images:
 
 
 class Text(Images):
-    """Numbers in text, which Python parses under the interpreter's lock."""
+    """A data set of numbers in text. Python parses them under the interpreter's lock."""
 
     def __init__(self) -> None:
         values = np.random.default_rng(1).integers(0, 64, (SAMPLES // 16, 3 * 64 * 64))
@@ -56,7 +56,7 @@ class Text(Images):
 
 
 def batches(kind: str, candidate: str, workers: int, steps: int) -> Iterator[torch.Tensor]:
-    """The batches of all steps, the same from each candidate."""
+    """The batches of all steps. They are the same for each candidate."""
     dataset, order = (Images if kind == "images" else Text)(), SampleOrder(SAMPLES, BATCH)
     if candidate == "torch":
         indices = [order.indices(step, 0, BATCH).tolist() for step in range(1, steps + 1)]
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json")
-    parser.add_argument("--only", nargs=2)  # kind and candidate, in the process of one
+    parser.add_argument("--only", nargs=2)  # kind and candidate, for a candidate's own process
     options = parser.parse_args()
     if options.only:
         if options.only[1] == "processes":

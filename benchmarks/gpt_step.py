@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpt_step
 
-All have the same shape, the same data and a fused AdamW; one thread each. Light: 1 x 128 tokens per
-step; heavy: 8 x 128. Ours runs with what the table of `host.processor` chooses for float32
-matrices here, with torch's own linear layers, and with oneDNN: two of them are the same, and tell
-how much the figures wander. What the table has to say is the ratio of the other two.
+All have the same shape, the same data, a fused AdamW and one thread. Light is 1 x 128 tokens per
+step, heavy 8 x 128. Ours runs three times: with the choice of the table of `host.processor` for
+float32 matrices, with torch's own linear layers, and with oneDNN. The choice is one of the other
+two, and these equal candidates show how much the figures vary. The ratio of torch and oneDNN is the
+value for the table.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LOADS = {"light": 1, "heavy": 8}
 
 
 def timed(step: Callable[[], float], tokens: int, steps: int) -> Callable[[], float]:
-    """Measures tokens per second over some steps; fails if the loss is not finite."""
+    """Make a function that measures tokens per second. It fails if the loss is not finite."""
 
     def measure() -> float:
         begin = time.perf_counter()
@@ -45,7 +46,7 @@ def timed(step: Callable[[], float], tokens: int, steps: int) -> Callable[[], fl
 
 
 def reference(batch: tuple[Tensor, Tensor]) -> Callable[[], float]:
-    """The step of a minimal loop."""
+    """The training step of a minimal loop."""
     torch.manual_seed(0)
     model = ReferenceGPT(**SHAPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
@@ -61,7 +62,7 @@ def reference(batch: tuple[Tensor, Tensor]) -> Callable[[], float]:
 
 
 def ours(batch: tuple[Tensor, Tensor], way: Way) -> Callable[[], float]:
-    """The step of our parts: model, optimizer and averager as the Trainer uses them."""
+    """The training step of ours: model, optimizer and averager as the Trainer uses them."""
     torch.manual_seed(0)
     model = GPT(**SHAPE)
     optimizer = build_optimizer(model, OptimizerSection(weight_decay=0.1))

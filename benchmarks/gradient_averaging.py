@@ -3,15 +3,19 @@
     python -m benchmarks.gradient_averaging [--rounds 9]
 
 All candidates train the same GPT of 11 M parameters with a fused AdamW, in one MPI job, in turn:
-ours (engine mpi, also with zero 1, and engine horovod), Horovod's DistributedOptimizer as its
-documentation uses it, torch's DistributedDataParallel over gloo, one flat MPI_Allreduce after the
-backward pass, and ranks that do not communicate: the ceiling. Light: 1 x 128 tokens per rank and
-step; heavy: 8 x 128. Two ranks have a core each; four share what cores there are.
 
-Horovod's background thread asks MPI for work every millisecond, which slows down everything else
-in its process. It therefore runs only while a candidate that uses Horovod has its turn; and with
-the settings of its own candidate only. What waits in MPI gives its core away only in the turn of
-our engine horovod, which is what sets this.
+- ours with engine mpi, also with zero 1, and ours with engine horovod.
+- Horovod's DistributedOptimizer as its documentation uses it.
+- torch's DistributedDataParallel over gloo.
+- one flat MPI_Allreduce after the backward pass.
+- the ceiling: ranks that do not communicate.
+
+Light is 1 x 128 tokens per rank and step, heavy 8 x 128. Two ranks have a core each. Four ranks
+share the cores that there are.
+
+Horovod's background thread asks MPI for work every millisecond, which slows down everything else in
+its process. So it runs only in the turns of candidates that use Horovod, and with their settings.
+Ranks that wait in MPI yield their core only in the turn of our engine horovod, which sets this.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ def build() -> tuple[GPT, Optimizer]:
 
 
 def plain_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tensor]) -> Step:
-    """The textbook step; whatever averages does so inside backward or step."""
+    """The textbook step. Gradients are averaged, if at all, inside backward or step."""
 
     def step() -> None:
         optimizer.zero_grad()
@@ -74,7 +78,7 @@ def averager_step(model: nn.Module, averager: object, batch: tuple[Tensor, Tenso
 
 
 def flat_step(batch: tuple[Tensor, Tensor], comm: object) -> tuple[GPT, Step]:
-    """One MPI_Allreduce over a copy of all gradients."""
+    """A step with one MPI_Allreduce over a copy of all gradients."""
     from mpi4py import MPI
 
     model, optimizer = build()
@@ -94,7 +98,7 @@ def flat_step(batch: tuple[Tensor, Tensor], comm: object) -> tuple[GPT, Step]:
 
 
 def stock_horovod(batch: tuple[Tensor, Tensor], hvd: object) -> tuple[GPT, Step]:
-    """DistributedOptimizer with its defaults."""
+    """A step with Horovod's DistributedOptimizer and its defaults."""
     model, optimizer = build()
     named = model.named_parameters()
     distributed = hvd.DistributedOptimizer(optimizer, named_parameters=named)
@@ -102,14 +106,14 @@ def stock_horovod(batch: tuple[Tensor, Tensor], hvd: object) -> tuple[GPT, Step]
 
 
 def ddp(batch: tuple[Tensor, Tensor]) -> tuple[GPT, Step]:
-    """DistributedDataParallel with its defaults."""
+    """A step with torch's DistributedDataParallel and its defaults."""
     model, optimizer = build()
     wrapped = nn.parallel.DistributedDataParallel(model)
     return model, plain_step(wrapped, optimizer, batch)
 
 
 def start_gloo(comm: object) -> None:
-    """Give torch.distributed the ranks of the MPI job."""
+    """Start torch.distributed over gloo with the ranks of the MPI job."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = comm.bcast(probe.getsockname()[1])
@@ -118,9 +122,9 @@ def start_gloo(comm: object) -> None:
 
 
 class Candidates:
-    """Models and their steps, by the names above, and Horovod's settings for those that use it.
+    """Models and steps by the names above, and Horovod's settings for the candidates that use it.
 
-    Horovod runs when they are made, and then only in `running`.
+    Horovod runs while the candidates are made, and later only in `running`.
     """
 
     def __init__(self, batch: tuple[Tensor, Tensor], group: object) -> None:
@@ -142,7 +146,7 @@ class Candidates:
         self.made[FLAT] = flat_step(batch, group.comm)
 
     def ours(self, **options: object) -> tuple[GPT, Step]:
-        """One with an averager of ours."""
+        """A candidate with one of our averagers."""
         from hpc_train.gradients import average_gradients
 
         model, optimizer = build()
@@ -152,14 +156,14 @@ class Candidates:
         return model, averager_step(model, self.averagers[-1], self.batch)
 
     def close(self) -> None:
-        """Give back what averagers hold. Collective."""
+        """Close the averagers. Collective."""
         with self.running(HOROVOD):
             for averager in self.averagers:
                 averager.close()
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Run Horovod's background thread for a while if this candidate uses it."""
+        """A context in which Horovod's background thread runs, if this candidate uses it."""
         if name not in self.settings:
             yield
             return
@@ -178,19 +182,19 @@ class Candidates:
 
 
 def horovod_settings() -> dict[str, str]:
-    """What Horovod will read when it starts."""
+    """The settings that Horovod will read when it starts."""
     return {key: value for key, value in os.environ.items() if key.startswith("HOROVOD_")}
 
 
 def set_horovod(settings: Mapping[str, str]) -> None:
-    """Have Horovod read these and no others."""
+    """Set the settings that Horovod will read, and remove all others."""
     for key in horovod_settings():
         del os.environ[key]
     os.environ |= settings
 
 
 def measure(options: argparse.Namespace) -> None:
-    """What each rank does."""
+    """Measure all candidates, on each rank."""
     from hpc_train.mpi import runtime as runtimes
 
     runtime = runtimes.start_runtime()
@@ -214,7 +218,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def run(candidates: Candidates, count: int, rounds: int) -> harness.Samples:
-    """The tokens per second of all, in turn."""
+    """The tokens per second of all candidates, measured in turn."""
     group, steps = candidates.group, 8 // count + 1
     tokens = count * SHAPE["sequence"] * group.size
 
@@ -233,7 +237,7 @@ def run(candidates: Candidates, count: int, rounds: int) -> harness.Samples:
 
 
 def check(models: dict[str, GPT]) -> None:
-    """All candidates that average must have arrived at the same weights."""
+    """Check that all candidates that average have reached the same weights."""
     flat = {n: torch.cat([p.detach().view(-1) for p in m.parameters()]) for n, m in models.items()}
     first = flat[MPI]
     for name, other in flat.items():
@@ -265,7 +269,7 @@ def main() -> None:
 
 
 def show_ratios(ratios: Mapping[str, float]) -> None:
-    """Ours beside each of the others."""
+    """Print the ratios of ours to each other candidate."""
     table = Table("", *(f"/ {other}" for other in OTHERS), title="ratios, paired by round")
     for key in dict.fromkeys(key.split(" / ")[0] for key in ratios):
         found = (ratios.get(f"{key} / {other}") for other in OTHERS)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: run candidates in turn, print a table, end with one line of JSON."""
+"""Shared by all benchmarks: run candidates in turn, print a table, end with one line of JSON."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def in_turn(
     *,
     shuffled: bool = False,
 ) -> Samples:
-    """Measure candidates A B C A B C ..., so that drift of the machine falls on all alike.
+    """Measure candidates A B C A B C ..., so that drift of the machine affects all of them equally.
 
     Args:
         candidates: each measures itself once and returns the figure.
-        rounds: measurements that count.
-        warmup: rounds before them that do not.
-        shuffled: in another order in each round, where what comes before leaves its traces; the
-            same on all ranks.
+        rounds: number of measurements of each candidate that count.
+        warmup: number of rounds before them that do not count.
+        shuffled: whether each round has another order, the same on all ranks. Use it if a candidate
+            can affect the one after it.
     """
     samples: Samples = {name: [] for name in candidates}
     for number in range(warmup + rounds):
@@ -61,7 +61,7 @@ def in_turn(
 
 
 def on_ranks(ranks: int, module: str, *arguments: str, bind: bool = True) -> Any:
-    """Run `python -m MODULE` on ranks of this machine; returns what rank 0 gave to `hand_back`."""
+    """Run `python -m MODULE` on ranks of this machine. Returns what rank 0 gave to `hand_back`."""
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory, "result.json")
@@ -74,7 +74,7 @@ def on_ranks(ranks: int, module: str, *arguments: str, bind: bool = True) -> Any
 
 
 def memory_for(ranks: int, mib: int) -> bool:
-    """Whether so many ranks find so much memory each; too little would end other programs, too."""
+    """Whether there are `mib` MiB of free memory for each rank. Too little would end programs."""
     if psutil.virtual_memory().available >= ranks * mib << 20:
         return True
     print(f"{ranks} ranks are left out: they need {ranks * mib >> 10} GiB of free memory")
@@ -82,7 +82,7 @@ def memory_for(ranks: int, mib: int) -> bool:
 
 
 def meet(group: Group) -> None:
-    """Wait for all ranks of a group, asleep: those that still compute may need this core."""
+    """Wait for all ranks of a group. It sleeps, as ranks that still compute may need this core."""
     if group.comm is None:
         return
     begin = time.perf_counter()
@@ -92,7 +92,7 @@ def meet(group: Group) -> None:
 
 
 def elapsed(group: Group, call: Callable[[], object]) -> float:
-    """Seconds until the last rank is through. Collective."""
+    """Seconds until the last rank has returned from a call. Collective."""
     meet(group)
     begin = time.perf_counter()
     call()
@@ -103,14 +103,14 @@ def elapsed(group: Group, call: Callable[[], object]) -> float:
 
 @contextmanager
 def emulated_hosts(count: int, slots: int, mbit: int) -> Iterator[Any]:
-    """Hosts on this machine with shaped links; where there can be none, say so and exit with 2."""
+    """Emulated hosts on this machine with shaped links. If that cannot be, it exits with 2."""
     from tests.cluster import hosts
 
     if hosts.why_not():
         print(hosts.why_not(), file=sys.stderr)
         sys.exit(2)
     with hosts.hosts(count, slots, mbit) as cluster:
-        for host in cluster.names:  # see tests/cluster/test_layouts.py for the reason
+        for host in cluster.names:  # tests/cluster/test_layouts.py has the reason
             cluster.on(
                 host, ["sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_sack"]
             ).check_returncode()
@@ -118,7 +118,7 @@ def emulated_hosts(count: int, slots: int, mbit: int) -> Iterator[Any]:
 
 
 def on_hosts(cluster: Any, by: str, module: str, *arguments: str, timeout: float = 900) -> Any:
-    """As `on_ranks`, with all ranks that the hosts take, by "slot" or by "node"."""
+    """Like `on_ranks`, but fills all slots of the hosts, by "slot" or by "node"."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory, "result.json")
         command = [sys.executable, "-m", module, "--result", str(result), *arguments]
@@ -131,7 +131,7 @@ def on_hosts(cluster: Any, by: str, module: str, *arguments: str, timeout: float
 def sweep(
     module: str, several: Sequence[int], **options: int
 ) -> Iterator[tuple[int, str, Samples]]:
-    """Run a benchmark on each number of ranks; gives what it measured, by number and by case."""
+    """Run a benchmark on each number of ranks. Yields the number, the case and its samples."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     for ranks in several:
         for case, samples in on_ranks(ranks, module, *words).items():
@@ -139,12 +139,12 @@ def sweep(
 
 
 def hand_back(path: str, value: Any) -> None:
-    """On rank 0: give a result to the process that called `on_ranks` or `on_hosts`."""
+    """Return a result from rank 0 to the process that called `on_ranks` or `on_hosts`."""
     Path(path).write_text(json.dumps(value))
 
 
 def arguments(description: str, **defaults: int) -> argparse.Namespace:
-    """Parse --json, --result and integer options."""
+    """Parse --json, --result and the integer options in `defaults`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -154,18 +154,18 @@ def arguments(description: str, **defaults: int) -> argparse.Namespace:
 
 
 def medians(samples: Samples) -> dict[str, float]:
-    """Each candidate's median."""
+    """The median of each candidate."""
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def paired_ratio(samples: Samples, name: str, other: str) -> float:
-    """The median over the rounds of one candidate's figure divided by the other's."""
+    """The median over all rounds of a candidate's figure divided by the other's of that round."""
     pairs = zip(samples[name], samples[other], strict=True)
     return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
 def show(title: str, unit: str, samples: Samples, baseline: str) -> None:
-    """Print a table: median, spread, and the ratio to a baseline, paired by round."""
+    """Print a table with median, spread, and the ratio to a baseline, paired by round."""
     table = Table("candidate", f"median {unit}", "min", "max", f"x {baseline}", title=title)
     for name, values in samples.items():
         middle = statistics.median(values)
@@ -178,7 +178,7 @@ def show(title: str, unit: str, samples: Samples, baseline: str) -> None:
 def finish(
     name: str, ratios: Mapping[str, float], middles: Mapping[str, float], json_file: str | None
 ) -> None:
-    """End with one line of JSON."""
+    """Print the last line, which is JSON."""
     line = json.dumps(
         {
             "benchmark": name,
@@ -193,7 +193,7 @@ def finish(
 
 
 def machine() -> dict[str, Any]:
-    """Where and when this was measured."""
+    """A description of this machine, with today's date."""
     names = [
         line.split(":")[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()

@@ -2,19 +2,19 @@
 
     python -m benchmarks.node_shared
 
-2 ranks with one core each, then 4 ranks that share the cores of two. Each rank has a buffer of 16,
-64 or 256 MB of float32, which it has just written, as a backward pass does; timed is their sum,
-from a barrier until the last rank is through. (No candidate divides by the number of ranks: ours
-does it when it moves gradients into their bucket.) Candidates:
+It runs 2 ranks with one core each, then 4 ranks that share two cores. Each rank has a buffer of 16,
+64 or 256 MB of float32, which it has just written, as a backward pass does. The time of their sum
+is measured from a barrier until the last rank has finished. (No candidate divides by the number of
+ranks. Ours does it earlier, when it moves gradients into their bucket.) These are the candidates:
 
-- ours, every buffer: each rank sums its part of all buffers and writes it to all of them;
+- ours, every buffer: each rank sums its part of all buffers and writes the result to all of them.
 - ours, in place: each rank leaves its part of the result in its own buffer, where all ranks can
-  read it. It is what an optimizer needs that runs on each rank for a part of the parameters;
-- MPI_Allreduce, blocking and in place; torch.distributed.all_reduce over gloo;
-- the bounds. Of p ranks with S bytes each has to read its part of p buffers, S bytes in all, and to
-  write S bytes for a result in every buffer, S / p bytes for one in place. The bound is a stream
-  copy by torch that moves as many bytes: of S bytes, or of (S + S / p) / 2 bytes, by all ranks at
-  the same time.
+  read it. This is enough for an optimizer that updates a part of the parameters on each rank.
+- MPI_Allreduce, blocking and in place, and torch.distributed.all_reduce over gloo.
+- the bounds. Each of p ranks with S bytes has to read its part of p buffers, which is S bytes in
+  all. It has to write S bytes for a result in every buffer, or S / p bytes for a result in place.
+  The bound is a stream copy by torch that moves the same number of bytes, by all ranks at the same
+  time. It copies S bytes, or (S + S / p) / 2 bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MPI, GLOO = "MPI_Allreduce", "gloo"
 
 
 def measure(options: argparse.Namespace) -> None:
-    """What each rank does."""
+    """Measure all sizes, on each rank."""
     started = runtime.start_runtime()
     start_gloo(started.world.comm)
     torch.set_num_threads(1)
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def measure_size(levels: Levels, size: int, rounds: int) -> harness.Samples:
-    """All candidates in turn."""
+    """Measure all candidates in turn for one size."""
     from benchmarks import summing
     from hpc_train.gradients.sums import LevelSums
 
@@ -77,7 +77,7 @@ def measure_size(levels: Levels, size: int, rounds: int) -> harness.Samples:
 
 
 def report(key: str, samples: harness.Samples) -> dict[str, float]:
-    """Show a table; returns how much longer the others take than ours."""
+    """Print a table. Returns the ratios of the others' times to ours."""
     milliseconds = {name: [1e3 * s for s in values] for name, values in samples.items()}
     harness.show(key, "ms", milliseconds, MPI)
     return {
@@ -88,7 +88,7 @@ def report(key: str, samples: harness.Samples) -> dict[str, float]:
 
 
 def main() -> None:
-    """Start the ranks, first two, then four, and show what they found."""
+    """Start first two ranks, then four, and print their results."""
     options = harness.arguments("averaging inside one node", rounds=11)
     if options.result:
         measure(options)

@@ -1,10 +1,10 @@
-"""Training steps over slow links: averaging beside the backward pass, and behind it.
+"""Training steps over slow links: averaging during the backward pass, and after it.
 
-What the ranks of benchmarks.two_level do in its second part. All candidates train the same GPT of
-4.8 M parameters with a fused AdamW, 2 x 128 tokens per rank and step, and have to arrive at the
-same weights. The averaging is ours in two levels with the ring between hosts, in buckets of so many
-KiB as --bucket says or, for 0, of the size that `average_gradients` would choose. It is advanced by
-the hooks of the backward pass (`Progress`) or by a thread (`ThreadProgress`).
+The ranks of benchmarks.two_level run this in its second part. All candidates train the same GPT of
+4.8 M parameters with a fused AdamW and 2 x 128 tokens per rank and step. All have to reach the same
+weights. They average with our two levels and the ring between hosts. The buckets have --bucket KiB
+or, if that is 0, the size that `average_gradients` would choose. Either the hooks of the backward
+pass advance the averaging (`Progress`), or a thread does (`ThreadProgress`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from hpc_train.gradients.mpi import BucketAverager
 
 SHAPE = {"vocab": 256, "sequence": 128, "layers": 6, "hidden": 256, "heads": 4}
-SAMPLES = 2  # per rank
-STEPS = 3  # of which a measurement takes the mean
+SAMPLES = 2  # samples per rank
+STEPS = 3  # number of steps in a measurement, which takes their mean
 BACKWARD, WIRE, PROCESSORS = "backward", "wire", "processors"
 CEILING = "step, no communication"
 HOOKS, THREAD = "step, overlap by hooks", "step, overlap by a thread"
@@ -49,7 +49,7 @@ def build() -> tuple[GPT, AdamW]:
 
 
 def averagers(levels: Levels, size: int) -> tuple[Averagers, int]:
-    """A model and averager for each way, and their buckets' size. Collective."""
+    """A model and an averager for each candidate, and the buckets' size in bytes. Collective."""
     from hpc_train.collectives.ring import Ring
     from hpc_train.gradients.autotune import bucket_size
     from hpc_train.gradients.buckets import Bucket, plan_buckets
@@ -85,7 +85,7 @@ def repeated(group: Group, step: Callable[[], None]) -> float:
 
 
 def backward(group: Group, model: GPT, batch: Batch) -> float:
-    """Seconds of the backward pass of all ranks at the same time, without communication."""
+    """Seconds of a backward pass of all ranks at the same time, without communication."""
     total = 0.0
     for _ in range(STEPS):
         model.zero_grad()
@@ -94,12 +94,12 @@ def backward(group: Group, model: GPT, batch: Batch) -> float:
 
 
 def wire(group: Group, averager: BucketAverager) -> float:
-    """Seconds of the sums of all buckets, while nobody computes."""
+    """Seconds for the sums of all buckets, while no rank computes."""
     return harness.elapsed(group, partial(sum_all, averager))
 
 
 def processors(group: Group, averager: BucketAverager) -> float:
-    """Seconds for which these sums would hold all of this machine's cores."""
+    """Seconds for which these sums would occupy all of this machine's cores."""
     assert group.comm is not None
     begin = time.process_time()
     sum_all(averager)
@@ -107,7 +107,7 @@ def processors(group: Group, averager: BucketAverager) -> float:
 
 
 def sum_all(averager: BucketAverager) -> None:
-    """Sum what is in the buckets. Collective."""
+    """Sum all buckets. Collective."""
     progress = Progress(polite=True)
     for number in range(len(averager.buckets)):
         progress.start(averager.sums.begin(number))
@@ -115,7 +115,7 @@ def sum_all(averager: BucketAverager) -> None:
 
 
 def plain_step(batch: Batch) -> Callable[[], None]:
-    """The textbook step of ranks that do not communicate."""
+    """The step of ranks that do not communicate."""
     model, optimizer = build()
 
     def step() -> None:
@@ -127,7 +127,7 @@ def plain_step(batch: Batch) -> Callable[[], None]:
 
 
 def averaged_step(model: GPT, averager: BucketAverager, batch: Batch) -> None:
-    """The step of ranks that do."""
+    """The step of ranks that average gradients."""
     averager.zero_grad()
     model(*batch).backward()
     averager.average()
@@ -135,7 +135,7 @@ def averaged_step(model: GPT, averager: BucketAverager, batch: Batch) -> None:
 
 
 def measure(levels: Levels, rounds: int, size: int) -> tuple[harness.Samples, int]:
-    """All candidates in turn, and the size of the buckets in bytes. Collective."""
+    """Measure all candidates in turn. Also returns the buckets' size in bytes. Collective."""
     group = levels.whole
     torch.manual_seed(group.rank)
     text = torch.randint(SHAPE["vocab"], (SAMPLES, SHAPE["sequence"] + 1))
@@ -159,7 +159,7 @@ def measure(levels: Levels, rounds: int, size: int) -> tuple[harness.Samples, in
 
 
 def check(ours: Averagers) -> None:
-    """All that average must have arrived at the same weights."""
+    """Check that all candidates that average have reached the same weights."""
     flat = {
         name: torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
         for name, (model, _) in ours.items()

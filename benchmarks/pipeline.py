@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipeline
 
-Stages sleep in place of computing, so that eight of them fit a machine of two cores: what is
-measured is how the executor and MPI carry out a schedule. Bubble: the part of all ranks' time, from
-a common start to the last one's end, that is not the nominal time of the stages' work.
+Stages sleep instead of computing, so that eight of them fit on two cores. This measures how our
+executor and MPI carry out a schedule. The time of all ranks goes from a common start to the end of
+the last rank. The bubble is the share of it that is not the nominal time of the stages' work.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hpc_train.parallel.schedule import Name, peak_live_formula
 from hpc_train.parallel.simulate import Costs, bubble_formula
 from hpc_train.parallel.stages import Stages
 
-SECONDS = 0.02  # of a stage's forward pass, of its input's and of its weights' gradients
+SECONDS = 0.02  # time of a stage's forward pass, of its input gradient, of its weight gradients
 CHUNKS: dict[Name, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 STAGES, MICRO_BATCHES = (4, 8), (8, 32)
 
 
 class _Sleep(torch.autograd.Function):
-    """y = x + w, and naps where a layer would compute."""
+    """y = x + w. It sleeps for as long as a layer would compute."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Layer) -> Tensor:
@@ -64,14 +64,14 @@ class Layer(nn.Module):
         self.seconds, self.deferred = seconds, deferred
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of shape (samples, 1000)."""
+        """Add the weight to x of shape (samples, 1000)."""
         weight = self.weight if self.deferred is None else self.weight.detach()
         y: Tensor = _Sleep.apply(x, weight, self)
         return y
 
 
 class Model(nn.Module):
-    """As many layers as virtual stages; all stages of a rank together take the same time."""
+    """A model with a layer for each virtual stage. Each rank's layers take the same time in all."""
 
     def __init__(self, stages: int, chunks: int, deferred: Deferred | None) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Model(nn.Module):
 
 
 def measure(group: Any, name: Name, micro_batches: int) -> dict[str, float]:
-    """One step under a schedule: its bubble, and the most activations that a rank held."""
+    """Measure one step under a schedule: its bubble, and the most activations that a rank held."""
     p, chunks = group.size, CHUNKS[name]
     deferred = Deferred() if name == "zero_bubble" else None
     model = Model(p, chunks, deferred)
@@ -98,7 +98,7 @@ def measure(group: Any, name: Name, micro_batches: int) -> dict[str, float]:
     def step() -> None:
         pipeline.train(lambda number, chunk: model(x), [2] * micro_batches)
 
-    step()  # tells shapes, makes buffers
+    step()  # the first step sends shapes and allocates buffers
     group.barrier()
     begin = time.perf_counter()
     step()
@@ -118,7 +118,7 @@ def measure(group: Any, name: Name, micro_batches: int) -> dict[str, float]:
 
 
 def on_rank(options: Any) -> None:
-    """Measure all schedules, in turn, with as many stages as there are ranks."""
+    """Measure all schedules in turn, with one stage for each rank."""
     started = runtime.start_runtime()
     found: dict[str, list[dict[str, float]]] = {}
     for _ in range(options.rounds):
@@ -132,7 +132,7 @@ def on_rank(options: Any) -> None:
 
 
 def main() -> None:
-    """Run four and eight stages."""
+    """Measure four and eight stages."""
     options = harness.arguments("pipeline schedules with stages that sleep", rounds=5)
     if options.result:
         on_rank(options)

@@ -1,17 +1,18 @@
-"""What `hpc-train plan` predicts, beside what training takes, on emulated hosts.
+"""Step times that `hpc-train plan` predicts, beside measured ones, on emulated hosts.
 
     python -m benchmarks.plan [--layouts 10] [--steps 10]
 
-4 hosts with 2 ranks each, links shaped to 800 Mbit/s. `hpc-train plan --measure` describes them,
-and all layouts of 8 ranks are predicted for a GPT of 4.8 M parameters and 32 x 128 tokens per step.
-Two sets of ten are trained by `hpc-train train` for so many steps: of each dp x tp x pp the one
-that is predicted to be the fastest, which is what a user chooses from; and of all schedules,
-micro-batches and options those whose predicted times are spread evenly, in logarithms, from the
-fastest to the slowest. Measured is the median step after the first two. All have to start with the
-same loss.
+There are 4 hosts with 2 ranks each, and links of 800 Mbit/s. `hpc-train plan --measure` describes
+them. It predicts all layouts of 8 ranks for a GPT of 4.8 M parameters and 32 x 128 tokens per step.
+`hpc-train train` trains two sets of ten layouts for a few steps. One set has the layout that is
+predicted to be the fastest of each dp x tp x pp, as a user would choose among these. The other set
+is taken from all schedules, micro-batches and options. Its predicted times are spread evenly, in
+logarithms, from the fastest to the slowest. The measured time is the median step after the first
+two. All layouts have to start with the same loss.
 
-It needs root, iproute2 and Open MPI 4; without them it says so and exits with 2. The hosts share
-this machine's cores, which the description tells: it is measured with all ranks at work.
+It needs root, iproute2 and Open MPI 4. Without them it says so and exits with 2. The hosts share
+this machine's cores. The description takes that into account: all ranks compute while it is
+measured.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from hpc_train.planning.choose import Row, choose
 
 HOSTS, SLOTS, MBIT = 4, 2, 800
 ALL = 10**9
-SKIPPED = 2  # first steps, which make connections and touch memory
-SAME = 1e-4  # of the first step's loss: layouts differ in the order of additions
+SKIPPED = 2  # number of first steps that do not count: they open connections and touch memory
+SAME = 1e-4  # relative tolerance of the first step's loss; layouts add in different orders
 CONFIG = """
 run: {{log_every: 1, hang_timeout: 300}}
 model: {{layers: 6, hidden: 256, heads: 8, sequence: 128, vocab: 256}}
@@ -53,9 +54,9 @@ class Trial:
     """A layout that was trained.
 
     Args:
-        row: what was predicted.
-        steps: measured, in seconds.
-        loss: of the first step.
+        row: the layout and its prediction.
+        steps: the measured times of its steps, in seconds.
+        loss: the loss of the first step.
     """
 
     row: Row
@@ -77,12 +78,12 @@ class Trial:
 
     @property
     def ratio(self) -> float:
-        """Predicted / measured."""
+        """The predicted step time divided by the measured one."""
         return self.row.step_seconds / self.measured
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
-    """So many of the rows, which are sorted by time, in even steps of the logarithm of it."""
+    """Take `count` of the rows, which are sorted by time, evenly spread in its logarithm."""
     left, chosen = list(rows), []
     first, last = (math.log(rows[i].step_seconds) for i in (0, -1))
     for number in range(min(count, len(rows))):
@@ -94,7 +95,7 @@ def spread(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def on_ranks(cluster: Any, *words: str) -> None:
-    """Run hpc-train on all ranks."""
+    """Run hpc-train on all ranks of the hosts."""
     command = [sys.executable, "-m", "hpc_train", *words]
     done = cluster.run(command, HOSTS * SLOTS, "slot", 900)
     if done.returncode:
@@ -102,7 +103,7 @@ def on_ranks(cluster: Any, *words: str) -> None:
 
 
 def train(cluster: Any, config: Path, row: Row, steps: int) -> Trial:
-    """Train under a layout."""
+    """Train some steps under a layout."""
     with tempfile.TemporaryDirectory() as run:
         options = [*row.options().split(), "--run.steps", str(steps), "--run.dir", run]
         on_ranks(cluster, "train", str(config), *options)
@@ -112,7 +113,7 @@ def train(cluster: Any, config: Path, row: Row, steps: int) -> Trial:
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's, of numbers among which there are no equal ones."""
+    """Spearman's rank correlation of pairs of numbers, if no two numbers are equal."""
     count = len(pairs)
     ranks = [
         {value: rank for rank, value in enumerate(sorted(values))}
@@ -123,7 +124,7 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def report(title: str, trials: Sequence[Trial]) -> tuple[dict[str, float], dict[str, float]]:
-    """Show a set of layouts, and how well it was predicted; returns ratios and medians."""
+    """Print a set of layouts and how well it was predicted. Returns ratios and medians."""
     table = Table("dp x tp x pp", "predicted s", "measured s", "min", "max", "predicted / measured")
     for trial in sorted(trials, key=lambda trial: trial.measured):
         times = trial.row.step_seconds, trial.measured, min(trial.steps), max(trial.steps)
@@ -149,7 +150,7 @@ def describe(cluster: Any, config: Path, folder: Path) -> machines.Machine:
 
 
 def write_config(folder: Path) -> Path:
-    """The training's configuration, with data that do not matter."""
+    """Write the training's configuration, and data whose content does not matter."""
     library = Path(sysconfig.get_path("stdlib"))
     prepare_text([library / "json", library / "email"], folder / "data", validation=0.0)
     config = folder / "config.yaml"

@@ -3,16 +3,16 @@
     python -m benchmarks.program [--rounds 5] [--steps 80] [--passed 20] [--cost_steps 600]
 
 Every candidate trains the same module, `hpc_train.models.GPT`, with 1 x 128 tokens per rank and a
-fused AdamW, in an MPI job of its own, started in turn. Ours is the program as a user starts it,
-with its default engine and with engine horovod; its time per step comes from metrics.jsonl. The
-others are plain scripts: ranks that do not communicate, torch's DistributedDataParallel over gloo,
-Horovod's DistributedOptimizer, and our model, averager and optimizer in a bare loop. Of all of them
-the first steps do not count.
+fused AdamW. Each has an MPI job of its own; the jobs are started in turn. Ours is the program as a
+user starts it, with its default engine and with engine horovod. Its time per step comes from
+metrics.jsonl. The others are plain scripts: ranks that do not communicate, torch's
+DistributedDataParallel over gloo, Horovod's DistributedOptimizer, and our model, averager and
+optimizer in a bare loop. The first steps of each do not count.
 
-One table with the matrix products of our linear layers in all candidates, one with torch's.
+In one table all candidates have the matrix products of our linear layers, in another one torch's.
 
-What the command line itself costs is less than two jobs differ by chance. It is measured within
-one job: after each step of the program comes a bare one, of the same model and averager.
+The command line itself costs less than two jobs differ by chance. So its cost is measured within
+one job, where a bare step of the same model and averager follows each step of the program.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Step = Callable[[], None]
 
 
 def make(peer: str, batch: tuple[Tensor, Tensor], group: Group) -> tuple[GPT, Step]:
-    """The model and the step of a plain script."""
+    """Make the model and the step of a plain script."""
     if peer == DDP:
         start_gloo(group.comm)
         return ddp(batch)
@@ -89,9 +89,9 @@ def make(peer: str, batch: tuple[Tensor, Tensor], group: Group) -> tuple[GPT, St
 
 
 def script(options: argparse.Namespace) -> None:
-    """What each rank of a plain script does.
+    """Run a plain script, on each rank.
 
-    It hands back the mean seconds of each LOG_EVERY steps, and the norm of the weights at the end.
+    It returns the mean seconds of every LOG_EVERY steps, and the norm of the weights at the end.
     """
     from hpc_train.mpi import runtime as runtimes
 
@@ -121,7 +121,7 @@ def script(options: argparse.Namespace) -> None:
 
 
 class Alternating(Trainer):
-    """A Trainer that takes a bare step after each of its own; their sums over LOG_EVERY steps."""
+    """A Trainer that takes a bare step after each of its own. It sums up LOG_EVERY of each."""
 
     own: list[float]
     bare: list[float]
@@ -141,7 +141,7 @@ class Alternating(Trainer):
 
 
 def alternate(options: argparse.Namespace) -> None:
-    """Write the seconds per step of the program and of bare steps in between; on each rank."""
+    """Measure the steps of the program and bare steps in between, on each rank."""
     folder = Path(options.result).parent / "run"
     words = ["--run.dir", str(folder), "--run.steps", str(options.steps)]
     config = load(options.alternate, words)
@@ -155,17 +155,17 @@ def alternate(options: argparse.Namespace) -> None:
 
 
 def cost(config: Path, steps: int) -> tuple[float, float]:
-    """How much longer a step of the program takes than a bare one, in percent.
+    """The extra time of a step of the program over a bare one, in percent.
 
     Returns:
-        The median over sums of LOG_EVERY steps, and its standard error by their quartiles.
+        The median over sums of LOG_EVERY steps, and its standard error, estimated by quartiles.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         words = ["--alternate", str(config), "--result", str(result), "--steps", str(steps)]
         start("benchmarks.program", *words)
         found = json.loads(result.read_text())
-    first = 2  # sums that count, as the others' first steps do not
+    first = 2  # the first sum that counts; the first steps of the scripts do not count either
     pairs = zip(found["own"][first:], found["bare"][first:], strict=True)
     ratios = [100 * (own / bare - 1) for own, bare in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4)
@@ -173,13 +173,13 @@ def cost(config: Path, steps: int) -> tuple[float, float]:
 
 
 def steady(seconds: list[float], passed: int) -> float:
-    """Tokens per second of all ranks, from the mean seconds of each LOG_EVERY steps."""
+    """Tokens per second of all ranks, from the mean seconds of every LOG_EVERY steps."""
     counted = seconds[passed // LOG_EVERY :]
     return RANKS * SHAPE["sequence"] / statistics.fmean(counted)
 
 
 def start(*words: str) -> None:
-    """Run Python on all ranks, each on a core of its own where there are enough."""
+    """Run Python on all ranks. Each has a core of its own if there are enough."""
     cores = len(os.sched_getaffinity(0))
     command = ["mpirun", "-np", str(RANKS), "--oversubscribe"]
     command += ["--bind-to", "core" if cores >= RANKS else "none", sys.executable, "-m", *words]
@@ -192,10 +192,10 @@ def start(*words: str) -> None:
 def run_script(
     peer: str, matrices: str, options: argparse.Namespace, norms: dict[str, float]
 ) -> float:
-    """Run a plain script to its end; returns tokens per second.
+    """Run a plain script to its end. Returns tokens per second.
 
     Raises:
-        RuntimeError: it has averaged to other weights than another one.
+        RuntimeError: its weights differ from those of another script.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
@@ -211,10 +211,10 @@ def run_script(
 
 
 def run_program(config: Path, matrices: str, options: argparse.Namespace, *more: str) -> float:
-    """Run `hpc-train train` to its end, with more options; returns tokens per second.
+    """Run `hpc-train train` with more options to its end. Returns tokens per second.
 
     Raises:
-        RuntimeError: it has trained to no sensible loss.
+        RuntimeError: the losses do not make sense.
     """
     with tempfile.TemporaryDirectory() as folder:
         train = ["train", str(config), "--run.dir", folder, "--run.steps", str(options.steps)]
@@ -223,12 +223,12 @@ def run_program(config: Path, matrices: str, options: argparse.Namespace, *more:
     records = [json.loads(line) for line in lines]
     if not 0 < records[-1]["loss"] < records[0]["loss"]:
         raise RuntimeError(f"the losses are {[record['loss'] for record in records]}")
-    # The first record is of step 1 alone, and counts as little as the second one.
+    # The first record has only step 1. Neither it nor the second one counts.
     return steady([record["step_seconds"] for record in records[1:]], options.passed)
 
 
 def table(config: Path, matrices: str, options: argparse.Namespace) -> harness.Samples:
-    """Measure and show all candidates with one way to multiply matrices."""
+    """Measure all candidates with one way to multiply matrices, and print a table."""
     norms: dict[str, float] = {}
     turns: dict[str, Callable[[], float]] = {
         peer: functools.partial(run_script, peer, matrices, options, norms) for peer in PEERS
@@ -247,14 +247,14 @@ def table(config: Path, matrices: str, options: argparse.Namespace) -> harness.S
 
 
 def parsed() -> argparse.Namespace:
-    """The options: a user's, and those by which this module starts itself on the ranks."""
+    """The user's options, and those with which this module starts itself on ranks."""
     parser = argparse.ArgumentParser(description="the whole program beside plain scripts")
     parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=80, help="of each run")
     parser.add_argument("--passed", type=int, default=20, help="first steps that do not count")
     parser.add_argument(
-        "--cost_steps", type=int, default=600, help="of the run that tells the command line's cost"
+        "--cost_steps", type=int, default=600, help="steps to measure the command line's cost"
     )
     parser.add_argument("--alternate", metavar="CONFIG", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -264,7 +264,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Start all candidates in turn and show what they reach."""
+    """Measure all candidates in turn and print the results."""
     options = parsed()
     torch.set_num_threads(1)
     if options.peer:

@@ -1,4 +1,4 @@
-"""A minimal GPT in plain PyTorch: what the benchmarks compare ours with."""
+"""A minimal GPT in plain PyTorch, which the benchmarks compare ours with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class ReferenceGPT(nn.Module):
-    """Token and position embeddings, blocks, a tied output layer, a loss."""
+    """A GPT with token and position embeddings, blocks, a tied output layer and a loss."""
 
     def __init__(self, vocab: int, sequence: int, layers: int, hidden: int, heads: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class ReferenceGPT(nn.Module):
         nn.init.normal_(self.wte.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy."""
+        """The mean cross-entropy for int64 tokens and targets of shape (B, T)."""
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         logits = self.head(self.ln(self.blocks(x)))
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))

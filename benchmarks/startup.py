@@ -1,9 +1,9 @@
-"""How long commands take that only tell something, or write a small file, beside python itself.
+"""Time of commands that only print something or write a small file, beside python itself.
 
     python -m benchmarks.startup
 
-The limit is an interpreter that does nothing; the peer is one that imports torch, which is what
-programs of this kind commonly do before they print their help.
+The limit is an interpreter that does nothing. The peer is one that imports torch, as programs of
+this kind commonly do before they print their help.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = (100, 200, 300)
 
 
 def candidates(run: Path) -> dict[str, tuple[list[str], str]]:
-    """Of each command the words, and what it has to print.
+    """Map each candidate to its command line and to a text that it has to print.
 
     Args:
         run: a run directory with checkpoints.
@@ -46,7 +46,7 @@ def candidates(run: Path) -> dict[str, tuple[list[str], str]]:
 
 
 def make_run(run: Path) -> None:
-    """A run directory with checkpoints of a model of a hundred tensors."""
+    """Make a run directory with checkpoints of a model of a hundred tensors."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(50)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoints = Checkpoints(
@@ -57,7 +57,7 @@ def make_run(run: Path) -> None:
 
 
 def timed(command: list[str], expected: str) -> Callable[[], float]:
-    """Measures the seconds that a command takes; fails if it does not print what it should."""
+    """Make a function that times a command. It fails if the command does not print `expected`."""
 
     def measure() -> float:
         begin = time.perf_counter()

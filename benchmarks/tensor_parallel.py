@@ -1,13 +1,14 @@
-"""What tensor parallelism loses to communication, beside the bare MPI collectives it needs.
+"""Time that tensor parallelism loses to communication, beside the bare MPI calls that it needs.
 
     python -m benchmarks.tensor_parallel
 
-Two ranks, one core each, share a GPT of 11 M parameters; forward and backward pass, light: 1 x 128
-tokens, heavy: 8 x 128. Each step is also run with collectives that return at once ("without") and
-with barriers in their place: ranks wait for each other at any collective, the more so on a noisy
-machine, whoever carries it out. Lost: the step's time less that with barriers. Bare: the same MPI
-calls alone, on buffers of the same sizes that have just been written, by ranks that begin together;
-nonblocking: the same by MPI's nonblocking calls, each waited for at once.
+Two ranks with one core each share a GPT of 11 M parameters, and run its forward and backward pass.
+Light is 1 x 128 tokens, heavy 8 x 128. Each step also runs with collectives that return at once
+("without"), and with barriers in place of collectives. Ranks wait for each other at any collective,
+longer on a noisy machine, and no implementation can avoid that. So "lost" is the time of a step
+minus its time with barriers. "Bare" is the time of the same MPI calls alone. The ranks begin them
+together, on buffers of the same sizes that have just been written. "Nonblocking" does the same with
+MPI's nonblocking calls, and waits for each at once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Call = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 class Switched:
-    """Passes collectives on, or puts barriers or nothing in their place and makes up a result."""
+    """Collectives that can be switched to barriers or to nothing, with an invented result."""
 
     def __init__(self, real: Collectives) -> None:
         self.group, self.real, self.mode = real.group, real, "real"
@@ -84,8 +85,8 @@ class Switched:
 
 
 def bare(comm: Any, calls: list[Call], *, nonblocking: bool = False) -> Callable[[], float]:
-    """The same collectives by mpi4py alone; returns the seconds that they take."""
-    from mpi4py import MPI  # on the ranks only
+    """Make a function that runs the same collectives by mpi4py alone and returns the seconds."""
+    from mpi4py import MPI  # only ranks may start MPI
 
     size = comm.size
     numbers = [torch.ones(shape, dtype=dtype).numpy() for _, shape, dtype, _ in calls]
@@ -106,7 +107,7 @@ def bare(comm: Any, calls: list[Call], *, nonblocking: bool = False) -> Callable
     def run() -> float:
         seconds = 0.0
         for (name, *_), mine, other in zip(calls, numbers, others, strict=True):
-            mine.fill(1)  # as a product leaves it: in this core's cache and in no other's
+            mine.fill(1)  # now it is in this core's cache only, as after a matrix product
             comm.Barrier()
             start = time.perf_counter()
             begun = begin(name, mine, other)
@@ -119,7 +120,7 @@ def bare(comm: Any, calls: list[Call], *, nonblocking: bool = False) -> Callable
 
 
 def steps(switched: Switched, samples: int, cut: bool) -> tuple[Callable[[], None], list[Call]]:
-    """Forward and backward pass of this rank's part; and the collectives of one."""
+    """Make a step of this rank's part of the model, and list the collectives of one step."""
     torch.manual_seed(0)
     model = GPT(**SHAPE)
     parallelize(model, model.tensor_plan, switched, sequence_parallel=cut)
@@ -138,7 +139,7 @@ def steps(switched: Switched, samples: int, cut: bool) -> tuple[Callable[[], Non
 
 
 def prepared(group: Group, samples: int, cut: bool) -> dict[str, Callable[[], float | None]]:
-    """The three that are compared."""
+    """The candidates to compare, by name."""
     switched = Switched(connect(group))
     step, calls = steps(switched, samples, cut)
 
@@ -157,7 +158,7 @@ def prepared(group: Group, samples: int, cut: bool) -> dict[str, Callable[[], fl
 
 
 def on_rank(options: Any) -> None:
-    """Measure the three in turn, by rounds."""
+    """Measure all candidates in turn, on each rank."""
     torch.set_num_threads(1)
     started = runtime.start_runtime()
     group = started.world

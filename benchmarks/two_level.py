@@ -2,24 +2,27 @@
 
     python -m benchmarks.two_level [--rounds 3] [--steps 5] [--bucket 1024]
 
-It needs root, iproute2 and Open MPI 4; without them it says so and exits with 2. SACK is switched
-off on the hosts, for the reason in tests/cluster/test_layouts.py. The hosts share this machine's
-cores, so ranks that wait give theirs away: ours by sleeping, MPI by mpi_yield_when_idle.
+It needs root, iproute2 and Open MPI 4. Without them it says so and exits with 2. SACK is disabled
+on the hosts, for the reason in tests/cluster/test_layouts.py. The hosts share this machine's cores,
+so ranks that wait yield their core: ours by sleeping, MPI by mpi_yield_when_idle.
 
-Sums of 1, 8, 32 and 128 MB of float32 per rank, ranks packed (0 and 1 on the first host) and dealt
-(0 and 4), timed from a barrier until the last rank is through. Candidates: ours in two levels with
-our ring between the hosts and with MPI's Iallreduce there; MPI_Allreduce on all 8 ranks; and the
-bound: whatever the algorithm, each of n hosts has to send 2 (n - 1) / n of the data. Each sends as
-many bytes to the next one over plain TCP, all at the same time, and receives as many from the one
-before, with one thread for each direction, while the other ranks sleep. A link lets 256 KiB pass at
-full speed after a pause, which all candidates gain from alike and feel at 1 MB.
+The first part times sums of 1, 8, 32 and 128 MB of float32 per rank, from a barrier until the last
+rank has finished. Ranks are packed (0 and 1 on the first host) or dealt (0 and 4). The candidates
+are ours in two levels, with our ring or with MPI's Iallreduce between hosts, and MPI_Allreduce on
+all 8 ranks. The bound holds for any algorithm: each of n hosts has to send 2 (n - 1) / n of the
+data. To measure it, each host sends this number of bytes to the next host over plain TCP and
+receives as many from the one before. All hosts do so at the same time, with one thread for each
+direction, while the other ranks sleep. After a pause a link lets 256 KiB pass at full speed. All
+candidates gain from that equally, and notice it at 1 MB.
 
-Training (benchmarks/overlap.py) over the same links, ranks packed. Exposed is what the median step
-takes longer than one without communication; at best it is max(0, wire - backward), with the time
-of the same buckets' sums alone and that of the backward pass alone. Moving bytes through emulated
-links takes the time of the processors that compute: `processors` is how long it holds all of them,
-which no overlap can hide where ranks outnumber cores. --rounds 0 leaves the sums out, --steps 0 the
-training.
+The second part (benchmarks/overlap.py) trains over the same links with packed ranks. `Exposed` is
+the time by which the median step is longer than one without communication. At best it is
+max(0, wire - backward): `wire` is the time of the same buckets' sums alone, `backward` that of the
+backward pass alone. Moving bytes through emulated links takes time of the processors that compute.
+`Processors` is the time for which it occupies all of them. No overlap can hide that if there are
+more ranks than cores.
+
+--rounds 0 leaves out the sums, --steps 0 the training.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
 HOSTS, SLOTS, MBIT = 4, 2, 800
-SIZES = {1: 8, 8: 3, 32: 1, 128: 1}  # MB; how many sums a measurement takes
+SIZES = {1: 8, 8: 3, 32: 1, 128: 1}  # MB to number of sums in a measurement
 PLACES = {"packed": "slot", "dealt": "node"}
 AT_BEST = "exposed at best, wire - backward"
 OURS, LIBRARY, FLAT, BOUND = "ours, ring", "ours, MPI across", "MPI_Allreduce", "bound"
@@ -57,7 +60,7 @@ class Streams:
     """A TCP connection from each host to the next one in a ring.
 
     Args:
-        cross: one rank of each host. Collective over them.
+        cross: the group of one rank of each host. Collective over it.
     """
 
     def __init__(self, cross: Group) -> None:
@@ -69,7 +72,7 @@ class Streams:
         self.outgoing, self.incoming = memoryview(bytes(PIECE)), memoryview(bytearray(PIECE))
 
     def exchange(self, nbytes: int) -> None:
-        """Send to the next host and receive as much from the one before."""
+        """Send `nbytes` bytes to the next host and receive as many from the one before."""
         sender = threading.Thread(target=self._send, args=(nbytes,))
         sender.start()
         while nbytes:
@@ -104,7 +107,7 @@ def streamed(group: Group, streams: Streams | None, nbytes: int, repeat: int) ->
 
 
 def measure(options: argparse.Namespace) -> None:
-    """What each rank does."""
+    """Measure sums and training, on each rank."""
     started = runtime.start_runtime()
     torch.set_num_threads(1)
     levels, found = Levels.of(started.world), {}
@@ -117,7 +120,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def measure_sums(levels: Levels, rounds: int) -> dict[int, harness.Samples]:
-    """Of all sizes. Collective."""
+    """Measure the sums of all sizes. Collective."""
     streams = Streams(levels.cross) if levels.node.rank == 0 else None
     found = {size: measure_size(levels, streams, size, rounds) for size in SIZES}
     if streams is not None:
@@ -128,7 +131,7 @@ def measure_sums(levels: Levels, rounds: int) -> dict[int, harness.Samples]:
 def measure_size(
     levels: Levels, streams: Streams | None, size: int, rounds: int
 ) -> harness.Samples:
-    """All candidates in turn."""
+    """Measure all candidates in turn for one size."""
     from benchmarks import summing
     from hpc_train.collectives.ring import Library, Ring
     from hpc_train.gradients.sums import LevelSums
@@ -153,7 +156,7 @@ def measure_size(
 
 
 def report_sums(place: str, found: Mapping[str, harness.Samples]) -> tuple[Figures, Figures]:
-    """Show a table for each size; returns bound / ours and flat / ours, and the medians."""
+    """Print a table for each size. Returns bound / ours and flat / ours, and the medians."""
     ratios, middles = {}, {}
     for size, samples in found.items():
         key = f"{place}, {size} MB"
@@ -165,7 +168,7 @@ def report_sums(place: str, found: Mapping[str, harness.Samples]) -> tuple[Figur
 
 
 def report_training(samples: harness.Samples, bucket_bytes: int) -> tuple[Figures, Figures]:
-    """Show a table; returns the ratios to a step without communication, and the medians."""
+    """Print a table. Returns the ratios to a step without communication, and the medians."""
     title = f"training, packed, buckets of {bucket_bytes >> 10} KiB"
     harness.show(title, "ms", milliseconds(samples), CEILING)
     ratios, middles = {}, harness.medians(samples)
@@ -180,12 +183,12 @@ def report_training(samples: harness.Samples, bucket_bytes: int) -> tuple[Figure
 
 
 def milliseconds(samples: harness.Samples) -> harness.Samples:
-    """Of seconds."""
+    """Convert samples from seconds to milliseconds."""
     return {name: [1e3 * value for value in values] for name, values in samples.items()}
 
 
 def main() -> None:
-    """Start the hosts and the ranks on them, and show what they found."""
+    """Start the hosts and the ranks on them, and print their results."""
     options = harness.arguments("averaging over slow links", rounds=3, steps=5, bucket=1024)
     if options.result:
         measure(options)

@@ -1,12 +1,12 @@
-"""How long ranks take to start, forked from one process or each by itself, and their memory.
+"""Time and memory that ranks take to start, forked from one process or each by itself.
 
     python -m benchmarks.warm_start
 
-Cold: each rank imports torch, numpy and h5py. First: one process per node does, which has to be
-started too. Warm: that process is there, as at a restart. Measured from the command to the end of a
-first Allreduce, and from the command to the first step of a training. The limit is the same program
-without those imports. Memory is the proportional resident set (smaps_rollup of proc(5)) of all
-processes below the launcher, and of the fork server.
+Cold: each rank imports torch, numpy and h5py. First: one process per node imports them, and has to
+be started, too. Warm: that process runs already, as at a restart. Times are measured from the
+command to the end of a first Allreduce, and from the command to the first step of a training. The
+limit is the same program without those imports. Memory is the proportional resident set
+(smaps_rollup of proc(5)) of all processes below the launcher, and of the fork server.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ SHARES = ("process", "imports", "MPI_Init", "Allreduce")
 
 
 def environ(name: str, linger: float) -> dict[str, str]:
-    """The variables of a launcher whose ranks share the fork server of this name; off for none."""
+    """Variables for a launcher whose ranks share the fork server `name`; "off" starts them cold."""
     given = environment.for_launcher(os.environ, os.geteuid())
     warm = {key.WARM: name, key.LINGER: str(linger), key.WHY: "1", key.LOAD: "program"}
     return given | warm | {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 def mpirun(ranks: int) -> list[str]:
-    """The launcher's words."""
+    """The launcher's command line."""
     return ["mpirun", "-np", str(ranks), "--oversubscribe", "--bind-to", "none"]
 
 
@@ -72,7 +72,7 @@ class Starts:
     """Starts a program of a few lines on ranks.
 
     Args:
-        folder: for the program.
+        folder: the folder for the program.
         ranks: number of ranks.
     """
 
@@ -82,7 +82,7 @@ class Starts:
         self.memory: dict[str, int] = {}
 
     def timed(self, kind: str, names: Iterator[str], linger: float) -> Callable[[], float]:
-        """Measures seconds from the command to the end of the first Allreduce."""
+        """Make a function that measures seconds from the command to the end of an Allreduce."""
 
         def measure() -> float:
             begin = time.time()
@@ -103,7 +103,7 @@ class Starts:
         return measure
 
     def measure_memory(self, kind: str, server: str) -> None:
-        """Note the proportional resident memory of the ranks while all of them run."""
+        """Measure the proportional resident memory of the ranks while all of them run."""
         with subprocess.Popen(
             self._words(kind, waits=True),
             env=environ(server, 30),
@@ -136,7 +136,7 @@ def _is_of(process: psutil.Process, folder: Path, server: str) -> bool:
 
 
 def _proportional(pid: int) -> int:
-    """Bytes of a process's memory, where what n processes share counts as an nth."""
+    """Bytes of a process's memory. Memory that n processes share counts as an nth of its size."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -145,7 +145,7 @@ def _proportional(pid: int) -> int:
 
 
 def first_step(folder: Path, ranks: int, *options: str) -> Callable[[], float]:
-    """Measures seconds from `hpc-train launch` to the end of the first step of a training."""
+    """Make a function that measures seconds from `hpc-train launch` to the first step's end."""
     config = folder / "small.yaml"
     config.write_text(CONFIG.format(folder=folder))
 
@@ -170,7 +170,7 @@ def first_step(folder: Path, ranks: int, *options: str) -> Callable[[], float]:
 
 
 def show(ranks: int, starts: Starts) -> None:
-    """Print what the parts of a start take, and the memory."""
+    """Print the times of the parts of a start, and the memory."""
     table = Table("start", *SHARES, "memory MiB", title=f"{ranks} ranks: seconds of each part")
     for kind, rows in starts.shares.items():
         middles = [f"{statistics.median(column):.2f}" for column in zip(*rows, strict=True)]
@@ -180,7 +180,7 @@ def show(ranks: int, starts: Starts) -> None:
 
 
 def main() -> None:
-    """Start 1, 8 and 32 ranks, in turn warm and cold."""
+    """Start 1, 8 and 32 ranks, warm and cold in turn."""
     options = harness.arguments("start of ranks", rounds=5, most=32)
     ratios: dict[str, float] = {}
     middles: dict[str, float] = {}

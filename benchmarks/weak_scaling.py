@@ -1,15 +1,16 @@
-"""How the time of a step grows with the ranks, and what a thousand of them would take.
+"""Growth of the time of a step with the number of ranks, extrapolated to a thousand ranks.
 
     python -m benchmarks.weak_scaling [--most 32]
 
-1, 2, 4 ... 32 ranks of one machine, each with the same GPT of 11 M parameters and 4 x 128 tokens
-per step, take steps with ours (engine mpi, and its option zero 1) and without communication, in
-turn; 4 ranks also with smaller and larger models, 1 x 128 tokens. 32 ranks with a model and an
-optimizer for each candidate would need more memory than a small machine has. So each process has
-one model, which a candidate takes over for its turn: it starts from rank 0's first weights without
-optimizer state, takes a step of few tokens that touches its memory, and then those that count.
+1, 2, 4 ... 32 ranks of one machine each have the same GPT of 11 M parameters and 4 x 128 tokens per
+step. In turn they take steps with ours (engine mpi, also with zero 1) and steps without
+communication. 4 ranks also train smaller and larger models with 1 x 128 tokens. A model and an
+optimizer for each candidate on 32 ranks would need more memory than a small machine has. So each
+process has one model, and each candidate takes it over for its turn. The candidate starts from rank
+0's first weights without optimizer state. It takes a step of few tokens, which touches its memory,
+and then the steps that count.
 
-What averaging costs is fitted and extrapolated with the formulas of docs/scaling.md.
+The cost of averaging is fitted and extrapolated with the formulas of docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -39,22 +40,23 @@ from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
 
 NAME = "weak_scaling"
-STEPS = {1: 8, 2: 8, 4: 4, 8: 2, 16: 1, 32: 1}  # of a turn, by the number of ranks
+STEPS = {1: 8, 2: 8, 4: 4, 8: 2, 16: 1, 32: 1}  # maps the number of ranks to the steps of a turn
 ROUNDS = {1: 3, 2: 7, 4: 5, 8: 5, 16: 4, 32: 4}
 SAMPLES = 4
-SIZES_RANKS, SIZES = 4, (192, 384, 576)  # ranks that train models of several widths
+SIZES_RANKS, SIZES = 4, (192, 384, 576)  # number of ranks that train models of these widths
 SIZES_STEPS = 4
-RELATIVE_ERROR = 0.01  # of the weights' way: the first steps of Adam enlarge what rounding does
+RELATIVE_ERROR = 0.01  # share of the weights' change; Adam's first steps enlarge rounding errors
 HOPS = 300
-RANK_MIB = 600  # of memory, of which most ranks take about 530
+RANK_MIB = 600  # memory that a rank needs; most take about 530
 
-NODE_RANKS = 32  # what follows is assumed of a large machine, each rank with a core of its own
+# Assumptions about a large machine, on which each rank has a core of its own.
+NODE_RANKS = 32
 NETWORK_LATENCY = 5e-6
 NETWORK_GBIT = (100, 200)
 NODES = (1, 2, 4, 8, 16, 32)
-LARGER = (124e6, 1.3e9)  # parameters
-LAST_BUCKET = 4 << 20  # bytes whose sum begins when the backward pass is over
-BACKWARD = 2 / 3  # of the time of a step
+LARGER = (124e6, 1.3e9)  # numbers of parameters
+LAST_BUCKET = 4 << 20  # bytes whose sum begins only when the backward pass has ended
+BACKWARD = 2 / 3  # share of the backward pass in the time of a step
 
 
 class Trial:
@@ -71,11 +73,11 @@ class Trial:
         self.few = (text[:1, :16], text[:1, 1:17])
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.first = self._weights()
-        self.run(self._reference)  # which makes what torch keeps for tensors of these shapes, too
+        self.run(self._reference)  # also makes torch allocate what it keeps for these shapes
         self.expected = self._weights()
 
     def _weights(self) -> list[Tensor]:
-        """A copy of the weights, of which rank 0 is enough."""
+        """A copy of the weights. Only rank 0 keeps one."""
         return [p.detach().clone() for p in self.model.parameters() if self.group.rank == 0]
 
     def run(self, step: Callable[[tuple[Tensor, Tensor]], None]) -> float:
@@ -89,19 +91,19 @@ class Trial:
         return (time.perf_counter() - begin) / self.steps
 
     def alone(self) -> float:
-        """Without communication."""
+        """Seconds per step without communication."""
         self.optimizer.state.clear()
         return self.run(self._plain)
 
     def averaged(self, zero: int) -> float:
-        """With ours; the result is compared with that of one MPI_Allreduce per gradient."""
+        """Seconds per step with ours. Weights are compared with those by MPI_Allreduce."""
         from hpc_train.gradients import average_gradients
 
         self.optimizer.zero_grad()
         self.optimizer.state.clear()
         with torch.no_grad():
             for p, first in zip(self.model.parameters(), self.first, strict=False):
-                p.copy_(first)  # on rank 0, from which all others get them now
+                p.copy_(first)  # on rank 0 only; the others get the weights from it next
         averager = average_gradients(
             self.model, self.optimizer, self.group, AveragingOptions(engine="mpi", zero=zero)
         )
@@ -133,7 +135,7 @@ class Trial:
         self.optimizer.step()
 
     def _check(self) -> None:
-        """All ranks have the same weights, and they are right. Collective."""
+        """Check that all ranks have the same weights, and that these are right. Collective."""
         mine = [float(p.detach().sum()) for p in self.model.parameters()]
         everyone = self.group.comm.allgather(mine) if self.group.comm else [mine]
         wrong = self.group.from_first(self._error)
@@ -141,7 +143,7 @@ class Trial:
             raise RuntimeError(f"wrong weights: {wrong} off, or not the same on all ranks")
 
     def _error(self) -> float:
-        """How far the weights are from the expected ones, relative to the way that they went."""
+        """The distance of the weights from the expected ones, relative to their change."""
         now = [p.detach() for p in self.model.parameters()]
         way, off = (
             math.hypot(*(float((a - b).norm()) for a, b in zip(self.expected, x, strict=True)))
@@ -151,7 +153,7 @@ class Trial:
 
 
 def hop(group: Group) -> float:
-    """Seconds that one message of a ring takes, with all that our ring does for it. Collective."""
+    """Seconds for one message of a ring, including all that our ring does for it. Collective."""
     from hpc_train.collectives.coroutines import drive
     from hpc_train.collectives.ring import Ring
 
@@ -165,7 +167,7 @@ def hop(group: Group) -> float:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """What each rank does."""
+    """Measure on each rank."""
     from hpc_train.mpi import runtime as runtimes
 
     torch.set_num_threads(1)
@@ -181,7 +183,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def turns(trial: Trial, rounds: int) -> tuple[int, harness.Samples]:
-    """The parameters of a trial's model, and the seconds per step of its candidates."""
+    """The number of a trial's parameters, and the seconds per step of its candidates."""
     candidates = {CEILING: trial.alone, MPI: partial(trial.averaged, 0)}
     candidates[ZERO] = partial(trial.averaged, 1)
     return trial.parameters, harness.in_turn(candidates, rounds, warmup=0)
@@ -189,13 +191,13 @@ def turns(trial: Trial, rounds: int) -> tuple[int, harness.Samples]:
 
 @dataclass(frozen=True)
 class Point:
-    """What averaging has taken of one core in a step.
+    """The measured time that averaging takes of one core in a step.
 
     Args:
-        ranks: of the node.
-        parameters: of the model.
+        ranks: number of ranks of the node.
+        parameters: number of parameters of the model.
         seconds: the median over the rounds.
-        error: of that median, in seconds, by the scatter of the rounds.
+        error: the error of that median in seconds, from the scatter of the rounds.
     """
 
     ranks: int
@@ -206,12 +208,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Fit:
-    """What averaging inside a node takes of one core, in seconds per step.
+    """A fit of the time that averaging inside a node takes of one core, in seconds per step.
 
     Args:
-        fixed: for nothing.
-        per_parameter: for each parameter.
-        per_rank: for each rank of the node.
+        fixed: the part that depends on nothing.
+        per_parameter: the time for each parameter.
+        per_rank: the time for each rank of the node.
     """
 
     fixed: float
@@ -220,10 +222,10 @@ class Fit:
 
     @classmethod
     def of(cls, points: list[Point]) -> Fit:
-        """The least squares of errors relative to each point's own, no constant below zero."""
+        """Fit by least squares, weighted by the points' errors. No constant is below zero."""
         rows = np.array([[1.0, point.parameters, point.ranks] for point in points])
         times = np.array([point.seconds for point in points])
-        # The model is no better than a tenth, however well a point is measured.
+        # The model is only good to a tenth, so no point counts as more exact than that.
         weights = 1 / np.array([max(point.error, 0.1 * abs(point.seconds)) for point in points])
         scale = rows.max(axis=0)
         rows, times = rows / scale * weights[:, None], times * weights
@@ -237,24 +239,24 @@ class Fit:
         return cls(*(best / scale).tolist())
 
     def seconds(self, ranks: int, parameters: float) -> float:
-        """Of one core, in a node of so many ranks."""
+        """The fitted time of one core in a node of `ranks` ranks."""
         return self.fixed + self.per_parameter * parameters + self.per_rank * ranks
 
 
 def across(nodes: int, nbytes: float, gbit: float, latency: float) -> float:
-    """Seconds that the sum over nodes takes: by our ring or by a tree of the MPI library."""
+    """Seconds for the sum over nodes, by our ring or by a tree of the MPI library."""
     transfer = 2 * (nodes - 1) / nodes * nbytes / (gbit / 8 * 1e9)
     return transfer + min(2 * (nodes - 1), 2 * math.ceil(math.log2(nodes))) * latency
 
 
 def exposed(nodes: int, nbytes: float, gbit: float, latency: float, step: float) -> float:
-    """What of it cannot be hidden behind the backward pass."""
+    """The part of `across` that the backward pass cannot hide, in seconds."""
     last = across(nodes, min(nbytes, LAST_BUCKET), gbit, latency)
     return max(last, across(nodes, nbytes, gbit, latency) - BACKWARD * step)
 
 
 def costs(found: Mapping[int, list[tuple[int, harness.Samples]]]) -> list[Point]:
-    """What each trial's averaging took of one core: of a step's cost, the cores' part per rank."""
+    """The time that each trial's averaging takes of one core: its cost times the cores per rank."""
     cores = len(os.sched_getaffinity(0))
     points = []
     for ranks, trials in found.items():
@@ -269,7 +271,7 @@ def costs(found: Mapping[int, list[tuple[int, harness.Samples]]]) -> list[Point]
 
 
 def show_fit(fit: Fit, points: list[Point]) -> None:
-    """Measured beside fitted."""
+    """Print the measured times beside the fitted ones."""
     table = Table("ranks", "parameters", "measured ms", "fitted ms", title="of one core per step")
     for point in points:
         fitted = 1e3 * fit.seconds(point.ranks, point.parameters)
@@ -286,13 +288,13 @@ def show_fit(fit: Fit, points: list[Point]) -> None:
 
 
 def extrapolate(fit: Fit, latency: float, parameters: int, step: float) -> dict[str, float]:
-    """Print the table of a large machine; returns efficiencies of its largest size.
+    """Print a table for a large machine. Returns the efficiencies at its largest size.
 
     Args:
-        fit: of the work inside a node.
-        latency: of one message between nodes.
-        parameters: of the model that was measured.
-        step: its seconds without communication; larger models take longer in proportion.
+        fit: the fit of the work inside a node.
+        latency: seconds for one message between nodes.
+        parameters: number of parameters of the measured model.
+        step: seconds of its step without communication; larger models take longer in proportion.
     """
     titles = [
         f"{what}, {gbit} Gbit/s" for gbit in NETWORK_GBIT for what in ("across ms", "worst", "best")
@@ -317,7 +319,7 @@ def extrapolate(fit: Fit, latency: float, parameters: int, step: float) -> dict[
 
 
 def report(found: Mapping[int, list[tuple[int, harness.Samples]]]) -> tuple[dict, dict]:
-    """Show every trial; returns the ratios and medians."""
+    """Print every trial. Returns the ratios and medians."""
     ratios, middles = {}, {}
     for ranks, trials in found.items():
         for number, (parameters, samples) in enumerate(trials):
@@ -348,7 +350,7 @@ def main() -> None:
     points = costs(found)
     fit = Fit.of(points)
     show_fit(fit, points)
-    print(f"one message of a ring: {1e6 * latency:.1f} us with those assumed of the network")
+    print(f"one message of a ring: {1e6 * latency:.1f} us, including the assumed network latency")
     parameters, samples = found[1][0]
     ratios |= extrapolate(fit, latency, parameters, harness.medians(samples)[CEILING])
     middles |= {

@@ -1,8 +1,9 @@
 """`make demo`: train a GPT on Python's own sources, stop it in the middle, resume it, check it.
 
-Four ranks under horovodrun (mpirun where horovodrun does not know the MPI). A second, shorter run
-starts from the checkpoint before the stop and passes it without stopping: if its losses and its
-next checkpoint are not the same to the last bit, the demo fails. `--every 30` makes it shorter.
+It runs four ranks under horovodrun, or under mpirun if horovodrun does not support the MPI. A
+second, shorter run starts from the checkpoint before the stop and does not stop there. If its
+losses and its next checkpoint differ from the first run's in any bit, the demo fails. `--every 30`
+makes the demo shorter.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ EXIT_STOPPED = 75
 
 
 class DemoError(Exception):
-    """What did not go as it should."""
+    """A part of the demo failed."""
 
 
 def main(every: int = EVERY) -> int:
-    """Run the demo, with so many steps between two checkpoints; returns the exit code."""
+    """Run the demo with `every` steps between two checkpoints. Returns the exit code."""
     begin = time.monotonic()
     shutil.rmtree(FOLDER, ignore_errors=True)
     try:
@@ -71,8 +72,8 @@ def prepare() -> None:
 
 
 def train_and_stop(every: int) -> int:
-    """Train, and send one of the ranks a signal in the middle; returns the last step."""
-    title(f"Train on {RANKS} ranks; somewhere in the middle, one of them is sent SIGTERM")
+    """Train, and send a signal to one rank in the middle. Returns the newest checkpoint's step."""
+    title(f"Train on {RANKS} ranks; one of them gets SIGTERM somewhere in the middle")
     at = 4 * every + random.randrange(every // 10, every * 7 // 10)
     code = train(RUN, every, lambda: last_step(RUN) >= at, signal.SIGTERM)
     stopped = last_step(RUN)
@@ -84,17 +85,17 @@ def train_and_stop(every: int) -> int:
 
 def resume(every: int) -> None:
     """Start the same command again."""
-    title("The same command again: it goes on from there")
+    title("Start the same command again: it resumes from there")
     code = train(RUN, every)
     if code:
         raise DemoError(f"the resumed run ended with exit code {code}")
 
 
 def compare_with_an_uninterrupted_run(stopped: int, every: int) -> None:
-    """Pass the stop without stopping, from the checkpoint before it, and compare every bit."""
+    """Train again from the checkpoint before the stop, without stopping, and compare every bit."""
     before = stopped // every * every
     after = before + every
-    title(f"Was that exact? Steps {before + 1} to {after} once more, without the stop")
+    title(f"Was that exact? Train steps {before + 1} to {after} again, without the stop")
     (CHECK / "checkpoints").mkdir(parents=True)
     shutil.copy(checkpoint(RUN, before), CHECK / "checkpoints")
     reached = checkpoint(CHECK, after)
@@ -114,7 +115,7 @@ def compare_with_an_uninterrupted_run(stopped: int, every: int) -> None:
 
 
 def show_results(stopped: int) -> None:
-    """Print what the run has reached."""
+    """Print the losses and the speed of the run."""
     title("Results")
     found = records(RUN)
     last = found[-1]
@@ -134,7 +135,7 @@ def show_results(stopped: int) -> None:
 
 
 def show_sample() -> None:
-    """Let the model write."""
+    """Let the model write some text."""
     title("What the model writes")
     words = ["generate", str(RUN), "--prompt", PROMPT, "--tokens", "500"]
     print(f"$ hpc-train generate {RUN} --prompt '{PROMPT}' --tokens 500\n")
@@ -145,7 +146,7 @@ def show_sample() -> None:
 
 
 def show_next_steps(seconds: float) -> None:
-    """Print where things are and what to do with them."""
+    """Print where the files are, and commands to run next."""
     title(f"Done in {seconds:.0f} s")
     print(f"""\
 configuration    {RUN}/config.yaml, made from {CONFIG.relative_to(Path.cwd())}
@@ -163,7 +164,7 @@ What to run next, after `. .venv/bin/activate`:
 
 
 def train(run: Path, every: int, until: Callable[[], bool] | None = None, number: int = 0) -> int:
-    """Train on four ranks; once `until` is true, send a rank a signal; returns the exit code."""
+    """Train on four ranks. Once `until` is true, send a signal to a rank. Returns the exit code."""
     options = ["train", str(CONFIG.relative_to(Path.cwd())), "--run.dir", str(run)]
     if every != EVERY:
         options += ["--run.steps", str(8 * every), "--run.log_every", "1"]
@@ -192,7 +193,7 @@ def train(run: Path, every: int, until: Callable[[], bool] | None = None, number
 
 @cache
 def launcher() -> list[str]:
-    """The horovodrun line, or mpirun's where horovodrun is missing or does not know the MPI."""
+    """The command line of horovodrun; of mpirun if horovodrun is missing or unfit for the MPI."""
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
     if shutil.which("horovodrun") and re.search(r"Open MPI\) [1-4]\.", version.stdout):
         return ["horovodrun", "-np", str(RANKS), "-H", f"localhost:{RANKS}"]
@@ -200,13 +201,13 @@ def launcher() -> list[str]:
 
 
 def ranks_of(launched: int) -> list[psutil.Process]:
-    """The processes below a launcher's that are ranks."""
+    """The ranks among the descendants of a launcher's process."""
     processes = psutil.Process(launched).children(recursive=True)
     return [process for process in processes if environment.read_launch(process.environ())]
 
 
 def hpc_train(*words: str) -> list[str]:
-    """The command line of a verb."""
+    """The command line that runs a verb of hpc-train."""
     return [sys.executable, "-m", "hpc_train", *words]
 
 

@@ -1,6 +1,6 @@
 """The script horovod_script.py with checkpoints, exact resume, and a stop at the time limit.
 
-Run it with horovodrun -np N, mpirun -np N, srun or hpc-train launch; run it again to go on after a
+Run it with horovodrun -np N, mpirun -np N, srun or hpc-train launch. Run it again to resume after a
 stop. Compare the two: `diff examples/horovod_script.py examples/horovod_script_resumable.py`.
 """
 
@@ -37,7 +37,7 @@ def main(runtime):
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    loop = hpc_train.Loop(runtime, "runs/digits", model, optimizer, every=20)
+    loop = hpc_train.Loop(runtime, "runs/digits", model, optimizer, hpc_train.LoopOptions(every=20))
 
     for epoch, loader in loop.epochs(training, batch=60, epochs=EPOCHS):
         for batch, targets in loader:

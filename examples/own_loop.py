@@ -1,6 +1,6 @@
 """The script own_loop_single.py on many ranks, with checkpoints, stop and resume.
 
-Run it with python, mpirun -np N, horovodrun -np N or srun; run it again to go on after a stop.
+Run it with python, mpirun -np N, horovodrun -np N or srun. Run it again to resume after a stop.
 Compare the two: `diff examples/own_loop_single.py examples/own_loop.py`.
 """
 

@@ -1,6 +1,6 @@
 """Your own module and data set under the Trainer: a small network on scikit-learn's wines.
 
-python examples/own_model.py [--section.key VALUE ...]; or under mpirun, horovodrun, srun.
+Run python examples/own_model.py [--section.key VALUE ...], or run it by mpirun, horovodrun or srun.
 """
 
 import sys
@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 import hpc_train
 
-# Any key of `hpc-train train --help` but those of model and data.path; options win over these.
+# All keys of `hpc-train train --help` can be set, except data.path and those of model. Options on
+# the command line win over these.
 DEFAULTS = [
     *("--run.dir", "runs/wines", "--run.epochs", "30"),
     *("--data.batch", "24", "--data.validation_every", "50"),
@@ -33,9 +34,10 @@ def main(runtime):
     config = hpc_train.load_config(options=[*DEFAULTS, *sys.argv[1:]])
     torch.manual_seed(config.run.seed)
     model = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
-    trainer = hpc_train.Trainer(config, model, training, loss, runtime, validation=validation)
+    task = hpc_train.TrainingTask(model, training, loss, validation=validation)
+    trainer = hpc_train.Trainer(config, task, runtime)
     trainer.train()
-    held_out = trainer.validate()  # every rank takes part
+    held_out = trainer.validate()  # every rank must call it
     runtime.print(f"loss on held-out wines: {held_out:.3f}")
 
 

@@ -1,6 +1,6 @@
 """Your own module under any layout: tensor- and pipeline-parallel on scikit-learn's digits.
 
-mpirun -np 4 python examples/own_parallel.py --parallel.tp 2 --parallel.pp 2; or any other layout.
+Run mpirun -np 4 python examples/own_parallel.py --parallel.tp 2 --parallel.pp 2, or another layout.
 """
 
 import sys
@@ -29,16 +29,16 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
-        """Of shape (samples, width)."""
+        """Transform x of shape (samples, width)."""
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Classifier(nn.Module):
-    """A stack of layers, and what a layout needs to know of it."""
+    """A stack of layers, with the two attributes that layouts need."""
 
-    # The modules that `forward` calls one after the other: a pipeline's ranks share them out.
+    # The modules that `forward` calls one after another. The ranks of a pipeline divide them.
     stages = ("first", "layers.*", "last")
-    # Which linear layers the ranks of a tensor-parallel group share: in, then out of the wide part.
+    # The linear layers that tensor-parallel ranks share: into the wide part, then out of it.
     tensor_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}  # noqa: RUF012
 
     def __init__(self, width=64, layers=4):
@@ -48,7 +48,7 @@ class Classifier(nn.Module):
         self.last = nn.Linear(width, 10)
 
     def forward(self, x):
-        """Pixels (samples, 64) to logits (samples, 10)."""
+        """Compute logits (samples, 10) from pixels (samples, 64)."""
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
@@ -63,11 +63,10 @@ def main(runtime):
 
     config = hpc_train.load_config(options=[*DEFAULTS, *sys.argv[1:]])
     torch.manual_seed(config.run.seed)
-    trainer = hpc_train.Trainer(
-        config, Classifier(), training, loss, runtime, validation=validation
-    )
+    task = hpc_train.TrainingTask(Classifier(), training, loss, validation=validation)
+    trainer = hpc_train.Trainer(config, task, runtime)
     trainer.train()
-    held_out = trainer.validate()  # every rank takes part
+    held_out = trainer.validate()  # every rank must call it
     runtime.print(f"loss on held-out digits: {held_out:.12f}")
 
 

@@ -11,35 +11,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpc_train.config import GradientsSection as GradientsSection
     from hpc_train.config import RunConfig as RunConfig
-    from hpc_train.config.file import load as load_config
+    from hpc_train.config.file import load as load_config  # noqa: F401  # under another name
     from hpc_train.data.fork_server import start_workers as start_workers
     from hpc_train.job.program import run as run
     from hpc_train.mpi.runtime import Runtime as Runtime
+    from hpc_train.training.assemble import TrainingTask as TrainingTask
     from hpc_train.training.loop import Loop as Loop
+    from hpc_train.training.options import LoopOptions as LoopOptions
     from hpc_train.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
-__all__ = [
-    "GradientsSection",
-    "Loop",
-    "RunConfig",
-    "Runtime",
-    "Trainer",
-    "load_config",
-    "run",
-    "start_workers",
-]
-
 _HOMES = {
     "GradientsSection": ("hpc_train.config", "GradientsSection"),
     "Loop": ("hpc_train.training.loop", "Loop"),
+    "LoopOptions": ("hpc_train.training.options", "LoopOptions"),
     "RunConfig": ("hpc_train.config", "RunConfig"),
     "Runtime": ("hpc_train.mpi.runtime", "Runtime"),
     "Trainer": ("hpc_train.training.trainer", "Trainer"),
+    "TrainingTask": ("hpc_train.training.assemble", "TrainingTask"),
     "load_config": ("hpc_train.config.file", "load"),
     "run": ("hpc_train.job.program", "run"),
     "start_workers": ("hpc_train.data.fork_server", "start_workers"),
 }
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What `gradients.compression` may say: text alone, for the configuration and for own loops."""
+"""Reads the values of `gradients.compression`, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hpc_train.errors import ConfigError
 
 TAKES = (
-    "it takes none, fp16, bf16, topk:RATIO (above 0, 1 at most) or powersgd:RANK (1 or more); "
+    "it takes none, fp16, bf16, topk:RATIO (above 0, at most 1) or powersgd:RANK (1 or more); "
     "with :STEPS at the end, topk and powersgd compress fully after STEPS steps"
 )
 FORMS = {
@@ -19,7 +19,13 @@ DEFAULTS = {"topk": "0.01", "powersgd": "4"}
 
 
 class Scheme(NamedTuple):
-    """A kind of compression; topk's ratio or powersgd's rank; the steps before it is reached."""
+    """A value of `gradients.compression`, taken apart.
+
+    Args:
+        kind: "none", "fp16", "bf16", "topk" or "powersgd".
+        number: topk's ratio or powersgd's rank.
+        steps: number of steps before the compression is full.
+    """
 
     kind: str
     number: float = 0.0
@@ -27,10 +33,10 @@ class Scheme(NamedTuple):
 
 
 def parse_scheme(text: str) -> Scheme:
-    """Read "none", "fp16", "bf16", "topk", "topk:0.01", "powersgd:4", "powersgd:4:100".
+    """Read a value such as "none", "fp16", "bf16", "topk", "topk:0.01" or "powersgd:4:100".
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: the text names no compression.
     """
     if text in ("none", "fp16", "bf16"):
         return Scheme(text)

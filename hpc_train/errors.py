@@ -6,15 +6,15 @@
     │   ├── DataError           shards, manifests, input files
     │   ├── CheckpointMismatch  a sound checkpoint that belongs to another model or run
     │   ├── ClaimError          a run directory that another job writes to
-    │   ├── NotFiniteError      a training that has come to infinite numbers, or to none
+    │   ├── NotFiniteError      a training whose loss, gradients or state became infinite or NaN
     │   └── SetupError          a program, a library or a build that is missing or unfit
     ├── CheckpointError         a checkpoint that could not be written or read
-    │   └── CheckpointUnreadable    the file system does not give it; it need not be damaged
+    │   └── CheckpointUnreadable    the file system fails to read it; it need not be damaged
     ├── DivergenceError         ranks that should hold the same bits do not
     └── RankError               an unexpected exception on one rank, raised on all of them
 
 `Stopped` is not an error: the run ended early with a checkpoint (exit code 75, EX_TEMPFAIL of
-BSD's sysexits.h) and goes on when it is started again.
+BSD's sysexits.h). The same command resumes it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ import sys
 EXIT_FAILURE = 1
 EXIT_USER = 2
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75
-FINAL_CODES = (0, EXIT_USER, EXIT_STOPPED)  # after these a job is not started again
+FINAL_CODES = (0, EXIT_USER, EXIT_STOPPED)  # a job that ends with one of these is not restarted
 
 
 class HpcTrainError(Exception):
-    """An error with a cause and, where there is one, the line that mends it.
+    """An error with a cause and, if there is one, a remedy.
 
     Args:
-        cause: what is wrong, with the values concerned.
-        remedy: what the user can do about it.
+        cause: says what is wrong, with the values concerned.
+        remedy: says what the user can do about it; "" if nothing.
 
-    `agreed` is true once all ranks have raised it (see `mpi/agreement.py`).
+    Attributes:
+        agreed: whether all ranks raise the error together (see `mpi/agreement.py`).
+        exit_code: the exit code of a program that ends with the error.
     """
 
     exit_code = EXIT_FAILURE
@@ -51,7 +53,7 @@ class HpcTrainError(Exception):
 
 
 class UserError(HpcTrainError):
-    """Something the user can mend."""
+    """An error that the user can mend."""
 
     exit_code = EXIT_USER
 
@@ -85,11 +87,11 @@ class CheckpointError(HpcTrainError):
 
 
 class CheckpointUnreadable(CheckpointError):
-    """The file system does not give a checkpoint's content, which need not be damaged."""
+    """The file system fails to read a checkpoint, which need not be damaged."""
 
 
 class DivergenceError(HpcTrainError):
-    """Ranks that should hold the same bits do not: one of them has computed or kept wrong ones."""
+    """Ranks that should hold the same bits do not: one has computed or stored wrong ones."""
 
 
 class RankError(HpcTrainError):
@@ -100,8 +102,8 @@ class Stopped(Exception):
     """The run stopped early, on a signal or before its time limit, with a checkpoint.
 
     Args:
-        step: the last finished step, which the checkpoint holds.
-        reason: what asked for the stop, such as "SIGTERM".
+        step: the last finished step, which the checkpoint has; 0 before the first step.
+        reason: name of the cause of the stop, such as "SIGTERM".
     """
 
     exit_code = EXIT_STOPPED

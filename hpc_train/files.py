@@ -1,4 +1,4 @@
-"""Durable files: what has been reported as written survives a crash of the machine."""
+"""Durable file operations: a file that is reported as written survives a crash of the machine."""
 
 from __future__ import annotations
 
@@ -12,36 +12,44 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
-LARGEST_CALL = 1 << 30  # bytes of a call: systems take less than 2 GiB at a time
+LARGEST_CALL = 1 << 30  # bytes per call: operating systems take less than 2 GiB
 
 
 def call(name: str, function: Callable[..., T], *arguments: Any) -> T:
     """Make one call to the file system.
 
-    Whatever a checkpoint writes goes through here. So tests can end the process at any call, let it
-    fail, or keep a record of what a machine that loses power may have lost.
+    Everything that a checkpoint writes goes through here. So tests can end the process at any call,
+    let the call fail, or record which data a machine could lose if its power fails.
 
     Args:
-        name: what the call does: create, reserve, open, write, sync, close, read, list, rename,
-            unlink, append; through MPI-IO with mpi_ before it.
-        function: what does it.
-        arguments: of the function.
+        name: kind of the call: create, reserve, open, write, sync, close, read, list, rename,
+            unlink, append; with mpi_ before it for calls to MPI-IO.
+        function: the function to call.
+        arguments: arguments of the function.
     """
     return function(*arguments)
 
 
 def write_at(descriptor: int, data: Buffer, offset: int) -> None:
-    """Write all of the data at a byte offset, however many calls that takes."""
+    """Write all of the data at a byte offset, in as many calls as needed.
+
+    Raises:
+        OSError: the file system takes no more data.
+    """
     rest = memoryview(data)
     while rest:
         count = call("write", os.pwrite, descriptor, rest[:LARGEST_CALL], offset)
         if not count:
-            raise OSError(errno.EIO, "nothing was written")
+            raise OSError(errno.EIO, "the file system has written nothing")
         rest, offset = rest[count:], offset + count
 
 
 def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
-    """Fill memory from an offset on; returns the bytes read, fewer only at the file's end."""
+    """Fill memory with the bytes from an offset on.
+
+    Returns:
+        The number of bytes read. It is less than the memory's size only if the file ends before.
+    """
     rest = memory
     while rest:
         count = call("read", os.preadv, descriptor, [rest[:LARGEST_CALL]], offset)
@@ -52,17 +60,15 @@ def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
 
 
 def read_at(descriptor: int, nbytes: int, offset: int) -> bytes:
-    """So many bytes from an offset, or as many as the file has."""
+    """Read `nbytes` bytes from an offset on, or fewer if the file ends before."""
     data = bytearray(nbytes)
     return bytes(data[: read_into(descriptor, memoryview(data), offset)])
 
 
 def begin_writing(descriptor: int, offset: int, nbytes: int) -> None:
-    """Have the system write to the disk now, while more is computed, what it would keep to itself.
-
-    On Linux this advice starts writing dirty pages; fsync, which comes later, has less to wait for.
-    """
-    with suppress(OSError):  # advice: some file systems have none
+    """Make the system begin to write a range to the disk, so that a later fsync takes less time."""
+    # On Linux this advice starts writing dirty pages. Some file systems know no advice.
+    with suppress(OSError):
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
@@ -77,39 +83,44 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or a folder's entries, to the disk."""
+    """Write a file's content, or a folder's entries, to the disk (fsync)."""
     with opened(path) as descriptor:
         call("sync", os.fsync, descriptor)
 
 
 def sync_folder(path: Path) -> None:
-    """Bring a folder's entries to the disk, on file systems that can do so for a folder alone."""
+    """Write a folder's entries to the disk, on file systems that need a call for it."""
     try:
         sync(path)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # by which others refuse: their entries need no such call
+        if error.errno != errno.EINVAL:  # the answer of file systems that need no such call
             raise
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder within its folder; it is durable when this returns."""
+    """Rename a file or folder within its folder; the new name is durable when this returns."""
     call("rename", os.rename, source, target)
     sync_folder(target.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file, if it exists."""
     with suppress(FileNotFoundError):
         call("unlink", os.unlink, path)
 
 
 def reserve(descriptor: int, begin: int, nbytes: int) -> None:
-    """Claim the space of a range, of which the file gets the length at least.
+    """Reserve space on the disk for a range of a file; the file becomes long enough to hold it.
 
-    Where the file system cannot claim space, the C library's posix_fallocate would write to every
-    block of it, which on a network takes hours; there the file gets its length only.
+    If the file system cannot reserve space, the file only gets its length.
+
+    Raises:
+        OSError: there is not enough space.
     """
-    import ctypes  # not for commands that only read
+    import ctypes  # here, because commands that only read do not need it
+
+    # Not by os.posix_fallocate: if the file system cannot reserve space, the C library would write
+    # to every block of the range, which takes hours over a network.
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.fallocate(descriptor, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)):
@@ -120,7 +131,7 @@ def reserve(descriptor: int, begin: int, nbytes: int) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file so that its readers see the old or the new one, never a part."""
+    """Write a small file so that readers see the old or the new content, never a part of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     descriptor = call("create", os.open, partial, flags, 0o666)

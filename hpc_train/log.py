@@ -1,4 +1,4 @@
-"""Logging that knows its rank: a file for every rank, the console for rank 0.
+"""Logging of a job: a file for every rank, and the console for rank 0.
 
 Modules log with `logging.getLogger(__name__)` and never print. Nothing is set up at import; the
 training program calls `to_console` at its start and `to_file` once there is a run directory.
@@ -14,15 +14,16 @@ ROOT = "hpc_train"
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints to whatever standard output is at the time: a live display redirects it."""
+    """Prints messages to standard output."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
+        # `print` looks up sys.stdout at each call, because a live display replaces it for a while.
         print(self.format(record), flush=True)
 
 
 def to_console(rank: int) -> logging.Handler:
-    """Show messages on standard output: all of rank 0's, of other ranks only errors."""
+    """Show messages on standard output: all messages of rank 0, only errors of other ranks."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -32,9 +33,9 @@ def to_console(rank: int) -> logging.Handler:
 
 
 def to_file(directory: Path, rank: int, size: int) -> logging.Handler:
-    """Write this rank's messages to DIRECTORY/rank-000.log as well, with time, rank and host.
+    """Write this rank's messages to a file as well, with time, rank and host.
 
-    A run that goes on appends to its files.
+    The file of rank 0 is DIRECTORY/rank-000.log. A run that is resumed appends to its files.
     """
     directory.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(directory / f"rank-{rank:03d}.log")

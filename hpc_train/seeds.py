@@ -1,4 +1,4 @@
-"""One integer of several: the seed of what belongs to a step, a sample, a rank."""
+"""Makes one seed of several integers, such as a step, a sample and a rank."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ MASK_64 = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """Hash integers to 63 bits, well enough that neighbours give unrelated generators.
+    """Hash integers to 63 bits; similar integers give seeds of unrelated random numbers.
 
-    SplitMix64's finalizer over each number in turn; Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators" (OOPSLA 2014).
+    The hash applies SplitMix64's finalizer to each number in turn: Steele, Lea and Flood, "Fast
+    splittable pseudorandom number generators" (OOPSLA 2014).
     """
     state = 0
     for number in numbers:

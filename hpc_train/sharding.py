@@ -1,4 +1,4 @@
-"""Which part of a global tensor a rank holds: pure arithmetic, no tensors and no ranks."""
+"""Describes which slice of a global tensor a rank holds, by arithmetic without torch and MPI."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from math import prod
 
 @dataclass(frozen=True)
 class StridedBlock:
-    """Equal pieces of memory, at regular distances in the global tensor, in a row in the shard.
+    """Pieces of memory of equal length.
+
+    They lie at regular distances in the global tensor, and one behind the other in the slice.
 
     Args:
-        place: first element, counted from the start of the range that was asked for.
-        local: the same element's place in the shard.
+        place: position of the first element, counted from the start of the requested range.
+        local: position of the same element in the slice.
         rows: number of pieces.
-        length: elements of each.
-        stride: elements from one piece's begin to the next one's in the global tensor.
+        length: number of elements of each piece.
+        stride: number of elements from the start of one piece to the next in the global tensor.
     """
 
     place: int
@@ -30,11 +32,11 @@ class SliceSpec:
     """The slice `start` to `stop` of a global tensor along one dimension; row-major.
 
     Args:
-        shape: of the global tensor.
+        shape: shape of the global tensor.
         dim: the dimension that is cut.
-        start, stop: the part of it.
-        first, last: of a tensor that is cut along another dimension than its first, only these
-            of the first one's indices; last 0 stands for all.
+        start, stop: the slice has the indices `start` to `stop` - 1 of that dimension.
+        first, last: if `dim` is not 0, the slice only has the indices `first` to `last` - 1 of
+            dimension 0; a `last` of 0 stands for all indices.
     """
 
     shape: tuple[int, ...]
@@ -46,15 +48,21 @@ class SliceSpec:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> SliceSpec:
-        """All of a tensor."""
+        """The slice that is all of a tensor."""
         return cls(shape, 0, 0, shape[0] if shape else 1)
 
     @classmethod
     def part(cls, shape: tuple[int, ...], dim: int, index: int, parts: int) -> SliceSpec:
-        """The index-th of equal parts along a dimension, which may be counted from the end.
+        """Slice number `index` of equal slices along a dimension.
+
+        Args:
+            shape: shape of the global tensor.
+            dim: the dimension; a negative one counts from the end.
+            index: the slice's number, from 0.
+            parts: number of slices.
 
         Raises:
-            ValueError: the dimension is not divisible.
+            ValueError: the dimension is not divisible by `parts`.
         """
         dim %= len(shape)
         size, rest = divmod(shape[dim], parts)
@@ -63,7 +71,7 @@ class SliceSpec:
         return cls(shape, dim, index * size, (index + 1) * size)
 
     def rows(self, first: int, last: int) -> SliceSpec:
-        """Of this part, the indices from `first` to before `last` of its first dimension."""
+        """The part of this slice with the indices `first` to `last` - 1 of its first dimension."""
         if self.dim == 0:
             return replace(self, start=self.start + first, stop=self.start + last)
         if first == last:  # last 0 would stand for all
@@ -72,7 +80,7 @@ class SliceSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shard's shape."""
+        """The shape of the slice."""
         if not self.shape:
             return ()
         cut = (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
@@ -80,21 +88,23 @@ class SliceSpec:
 
     @property
     def has_origin(self) -> bool:
-        """Whether the tensor's first element is in this part."""
+        """Whether the tensor's first element is in this slice."""
         return self.start == 0 and self.first == 0
 
     def ranges(self) -> dict[int, tuple[int, int]]:
-        """The indices of this part along the dimensions that are cut."""
+        """For each dimension that is cut, the first index of this slice and the one after it."""
         ranges = {0: (self.first, self.last)} if self.last else {}
         return ranges | {self.dim: (self.start, self.stop)}
 
     def overlap(self, begin: int, end: int, itemsize: int = 1) -> list[StridedBlock]:
-        """The shard's pieces in a range of the global tensor's memory: at most three blocks.
+        """The slice's pieces in a range of the global tensor's memory: at most three blocks.
+
+        The first and the last piece can be cut off by the range; all others are equal.
 
         Args:
-            begin: the range's first place, in elements, or in bytes if `itemsize` is given.
-            end: the place behind it.
-            itemsize: of an element; the blocks are counted in the same unit as the range.
+            begin: first position of the range, in elements; in bytes if `itemsize` is given.
+            end: the position after its last one.
+            itemsize: bytes of an element. The blocks have the same unit as the range.
         """
         rows, stride, offset, length = self._rows(itemsize)
         if not length:
@@ -119,15 +129,15 @@ class SliceSpec:
         return [block(first, 1), block(first + 1, last - first - 2), block(last - 1, 1)]
 
     def span(self, itemsize: int = 1) -> tuple[int, int]:
-        """The part's first place in the global tensor's memory and the one behind its last.
+        """The range of the global tensor's memory that has the slice: its start and its end.
 
-        Both are 0 for a part of no elements; `itemsize` is as in `overlap`.
+        Both are 0 for a slice without elements. `itemsize` is as in `overlap`.
         """
         rows, stride, offset, length = self._rows(itemsize)
         return (offset, offset + (rows - 1) * stride + length) if rows * length else (0, 0)
 
     def _rows(self, itemsize: int) -> tuple[int, int, int, int]:
-        """Number of contiguous pieces, distance, first one's begin, and length of each."""
+        """Number of contiguous pieces, their distance, start of the first, and their length."""
         cut = self.shape[self.dim] if self.shape else 1
         outer = prod(self.shape[: self.dim])
         inner = prod(self.shape[self.dim + 1 :]) * itemsize
@@ -142,13 +152,13 @@ class SliceSpec:
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """What a rank holds of one of the model's tensors.
+    """The slice of one of the model's tensors that a rank holds.
 
     Args:
         name: the tensor's name in the whole model.
-        spec: which part.
-        owned: whether this rank speaks for the part: of the ranks of one replica that hold the
-            same, one does.
+        spec: the slice.
+        owned: whether this rank counts and saves the slice. If several ranks of a replica hold the
+            same slice, one of them owns it.
     """
 
     name: str

@@ -16,12 +16,12 @@
 run_dir=runs/my             # a file STOP in it ends the job for good, after a checkpoint
 command=(hpc-train train my.yaml --run.dir "$run_dir")
 launcher=(hpc-train launch --max_restarts 3 --)    # or the mpiexec line of your site
-walltime=7200               # seconds, as above: PBS gives no signal in time, nor tells how long
+walltime=7200               # seconds, as above; PBS sends no early signal and does not say how much time is left
 requeue_by=submit           # or never
 max_requeues=50             # maximum number of requeues
-all=$run_dir                # the run directory of all tasks, in an array
+all=$run_dir                # in an array, the run directory of all tasks
 script=job.sh               # this file
-task=${HPC_TRAIN_TASK:-${PBS_ARRAY_INDEX:-}}    # in an array, each with a run directory of its own
+task=${HPC_TRAIN_TASK:-${PBS_ARRAY_INDEX:-}}    # in an array, this task's number; each task has its own run directory
 setup() {
     module load python openmpi
     # shellcheck source=/dev/null
@@ -33,7 +33,7 @@ setup() {
 # The rest need not be changed.
 export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
 cd "${PBS_O_WORKDIR:-.}" || exit 2
-# At its end, or by qdel, PBS sends SIGTERM and soon SIGKILL; `qsig -s USR1` asks in time.
+# At the job's end, or after qdel, PBS sends SIGTERM and soon SIGKILL. `qsig -s USR1` stops it earlier.
 signalled=
 child=
 pass_on() {
@@ -63,7 +63,7 @@ echo "job $PBS_JOBID, start $count, on $(sort -u "$PBS_NODEFILE" | wc -l) nodes"
 code=75
 if [ -z "$signalled" ]; then
     "${launcher[@]}" "${command[@]}" &
-    sleep 0.2 # by then it has put this shell's traps away, and a signal is not lost on it
+    sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
     child=$!
     [ -z "$signalled" ] || pass_on # the signal came before there was a child
     waiting=1
@@ -81,7 +81,7 @@ if [ "$code" -eq 75 ] && ! stopped; then
     if [ "$count" -ge "$max_requeues" ]; then
         echo "submitted again $count times, the maximum: it is not submitted again"
     elif [ "$requeue_by" != never ]; then
-        if [ -n "$task" ]; then # one task of an array goes on alone
+        if [ -n "$task" ]; then # a task of an array is submitted again by itself
             grep -v '^#PBS -[Jt] ' "$script" > "$run_dir/job.sh"
             script=$run_dir/job.sh
         fi

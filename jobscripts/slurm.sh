@@ -22,9 +22,9 @@ command=(hpc-train train my.yaml --run.dir "$run_dir")
 launcher=(hpc-train launch --max_restarts 3 --)    # or (srun --mpi=pmix --kill-on-bad-exit=1), (mpirun)
 requeue_by=requeue          # or submit: a new job; or never
 max_requeues=50             # maximum number of requeues
-all=$run_dir                # the run directory of all tasks, in an array
+all=$run_dir                # in an array, the run directory of all tasks
 script=job.sh               # this file, for requeue_by=submit
-task=${SLURM_ARRAY_TASK_ID:-}   # in an array, each with a run directory of its own
+task=${SLURM_ARRAY_TASK_ID:-}   # in an array, this task's number; each task has its own run directory
 setup() {
     module load python openmpi
     # shellcheck source=/dev/null
@@ -34,7 +34,7 @@ setup() {
 #= settings =#
 
 # The rest need not be changed.
-# SLURM signals this shell; the launcher passes it on to the ranks, which save and exit with 75.
+# SLURM signals this shell. The launcher passes the signal on to the ranks, which save and exit with 75.
 signalled=
 child=
 pass_on() {
@@ -62,9 +62,9 @@ if stopped; then
 fi
 echo "job $SLURM_JOB_ID, start $count, on $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
 
-# With --no-kill a job lives on when SLURM has lost this script's node, and its script with it. The
-# last node watches: if nothing happens in the run directory any more, it queues the job again. When
-# SLURM has lost that node, the last one of the others takes its place.
+# With --no-kill a job goes on when SLURM has lost this script's node, and with it the script. The
+# job's last node watches: if nothing changes in the run directory any more, it queues the job again.
+# If SLURM loses that node, too, the last one of the others takes its place.
 watch() {
     while kill -0 $$; do # as long as this script lives
         nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N) || nodes=$SLURM_JOB_NODELIST
@@ -92,7 +92,7 @@ fi
 code=75
 if [ -z "$signalled" ]; then
     "${launcher[@]}" "${command[@]}" &
-    sleep 0.2 # by then it has put this shell's traps away, and a signal is not lost on it
+    sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
     child=$!
     [ -z "$signalled" ] || pass_on # the signal came before there was a child
     waiting=1
@@ -110,9 +110,9 @@ if [ "$code" -eq 75 ] && ! stopped; then
     if [ "$count" -ge "$max_requeues" ]; then
         echo "queued again $count times, the maximum: it is not queued again"
     elif [ "$requeue_by" = requeue ] && scontrol requeue "$SLURM_JOB_ID"; then
-        sleep 60 # SLURM ends this script now
+        sleep 60 # SLURM ends this script meanwhile
     elif [ "$requeue_by" != never ]; then
-        unset SLURM_RESTART_COUNT # the new job's own begins with 0
+        unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
         HPC_TRAIN_QUEUED=$((count + 1)) sbatch --export=ALL ${task:+--array="$task"} "$script"
     fi
 fi

@@ -59,7 +59,7 @@ def modules_of(*arguments: object) -> tuple[str, set[str]]:
         ("prepare --help", "KIND"),
         ("prepare text --help", "--shard_mb"),
         ("launch --help", "--max_restarts"),
-        ("launch -np 0 -- train my.yaml", "no whole number of 1 or more"),
+        ("launch -np 0 -- train my.yaml", "not a whole number of 1 or more"),
         ("submit --help", "--ranks_per_node"),
         ("submit", "--ranks_per_node"),
         ("cancel --help", "RUN"),

@@ -139,9 +139,9 @@ import sys, time, torch, hpc_train
 def main(runtime):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = hpc_train.Loop(
-        runtime, sys.argv[1], model, optimizer, engine=sys.argv[2], hang_timeout=4
-    )
+    gradients = hpc_train.GradientsSection(engine=sys.argv[2])
+    options = hpc_train.LoopOptions(gradients=gradients, hang_timeout=4)
+    loop = hpc_train.Loop(runtime, sys.argv[1], model, optimizer, options)
     if BEFORE and runtime.world.rank in WHO:
         DOES
     data = torch.utils.data.TensorDataset(torch.ones(64, 2))
@@ -170,15 +170,27 @@ def astray(folder, who, does, engine="mpi", *, before=False):
 @pytest.mark.parametrize("engine", ENGINES, ids="engine-{}".format)
 def test_a_rank_that_stays_away_in_the_users_code_is_named(tmp_path, engine):
     line = astray(tmp_path, (2,), "time.sleep(1000)", engine)
-    assert line.startswith(f"rank 2 ({HOST}) does not come, busy elsewhere or stuck")
+    assert line.startswith(f"rank 2 ({HOST}) does not come (busy elsewhere or stuck)")
     assert f"rank 0 ({HOST}) has waited " in line
     assert (" s for the sums of the gradients by Horovod" in line) == (engine == "horovod")
 
 
-def test_ranks_that_ask_for_a_mean_too_often_wait_for_it(tmp_path):
-    line = astray(tmp_path, (0, 1), "loop.mean(1.0)", before=True)
+@pytest.mark.parametrize(
+    ("call", "operation"),
+    [
+        ("loop.mean(1.0)", "ranks 0-1 (HOST) for loop.mean"),
+        (
+            "loop.register('it', torch.optim.swa_utils.AveragedModel(model))",
+            "ranks 0-1 (HOST) for ",
+        ),
+        ("loop.evaluate([0.0], lambda batch: batch)", "they went different ways"),
+    ],
+    ids=["mean", "register", "evaluate"],
+)
+def test_ranks_that_call_the_loop_too_often_are_named(tmp_path, call, operation):
+    line = astray(tmp_path, (0, 1), call, before=True)
     assert line.startswith("all ranks wait for each other: ")
-    assert f"ranks 0-1 ({HOST}) for loop.mean" in line
+    assert operation.replace("HOST", HOST) in line
 
 
 def test_ranks_that_wait_in_different_operations_are_told_apart(tmp_path):

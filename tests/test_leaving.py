@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from tests.programs import only_line, python, run
 
 HOST = socket.gethostname()
@@ -24,7 +24,8 @@ folder, how = sys.argv[1:]
 def main(runtime):
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = hpc_train.Loop(runtime, folder, model, optimizer, background=True, hang_timeout=6)
+    options = hpc_train.LoopOptions(background=True, hang_timeout=6)
+    loop = hpc_train.Loop(runtime, folder, model, optimizer, options)
     data = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
     for epoch, batches in loop.epochs(data, batch=4, epochs=3):
         for number, (inputs, targets) in enumerate(batches, start=1):
@@ -87,4 +88,6 @@ def test_a_rank_that_fails_alone_shows_its_traceback_at_once(leave):
 def test_a_rank_that_exits_alone_is_named(leave):
     done, _ = leave("exit")
     assert done.returncode != 0
-    assert f"rank 1 ({HOST}) left the program by SystemExit(0), other ranks did not" in done.stdout
+    assert (
+        f"rank 1 ({HOST}) left the program by SystemExit(0), but other ranks did not" in done.stdout
+    )

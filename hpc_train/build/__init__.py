@@ -1,5 +1,5 @@
-"""What set-up needs before any library is installed: the standard library alone.
+"""Modules that set-up needs before any library is installed. They use only the standard library.
 
-horovod.py    builds Horovod for the PyTorch and the MPI that are here
+horovod.py    builds Horovod for the PyTorch and the MPI that are installed
 toolchain.py  checks compilers, headers and disk space
 """

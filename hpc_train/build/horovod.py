@@ -1,14 +1,15 @@
-"""Build Horovod against the torch and the MPI that are here, and install it.
+"""Build Horovod against the installed torch and MPI, and install it.
 
-    python -m hpc_train.build.horovod                  build, or take the cached wheel; install
-    python -m hpc_train.build.horovod --archive FILE   from a source archive fetched elsewhere
-    python -m hpc_train.build.horovod --rebuild        even when the cache has a wheel
+    python -m hpc_train.build.horovod                  install the cached wheel, or build one first
+    python -m hpc_train.build.horovod --archive FILE   build from a source archive fetched elsewhere
+    python -m hpc_train.build.horovod --rebuild        build even if the cache has a wheel
 
 Horovod's last release, 0.28.1 of June 2023, asks for C++14, which current PyTorch headers refuse.
-Its source archive compiles unchanged as C++17, so the recipe patches that one setting, and the
-library's run path: the wheel then finds an MPI that lies in the same environment wherever that
-environment is. Wheels are kept in a cache, one per combination of Horovod, torch, MPI, Python and
-build settings. `HOROVOD_*` variables pass through: HOROVOD_GPU_OPERATIONS=NCCL builds for GPUs.
+Its source archive compiles as C++17 without other changes, so the recipe patches that setting. It
+also patches the library's run path, so that the wheel finds an MPI in its own environment, wherever
+the environment is. Wheels are kept in a cache, one for each combination of Horovod, torch, MPI,
+Python and build settings. `HOROVOD_*` variables are passed to the build. For instance
+HOROVOD_GPU_OPERATIONS=NCCL builds for GPUs.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ RETRY = "then run `python -m hpc_train.build.horovod` again"
 
 
 class Mpi(NamedTuple):
-    """The MPI that compiles for us: its C++ wrapper, a readable label, and what it resolves to."""
+    """The MPI to build against: its C++ wrapper, a readable label, and the wrapper's flags."""
 
     wrapper: Path
     label: str
@@ -69,14 +70,14 @@ class Mpi(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Distinguishes MPIs; one inside the environment counts as the same wherever that lies."""
+        """A text that differs between MPIs. The place of the Python environment does not count."""
         if self.in_environment:
             return f"{self.label} in environment"
         return f"{self.label} {self.wrapper} {self.flags}"
 
 
 def search_path() -> str:
-    """PATH with this environment's own programs behind the site's."""
+    """PATH, followed by the folder of this environment's own programs."""
     return os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.prefix, "bin"))])
 
 
@@ -84,7 +85,7 @@ def find_mpi() -> Mpi:
     """Find the MPI to build against: $MPICXX, or the first mpicxx on the PATH.
 
     Raises:
-        SetupError: there is no wrapper, or it finds no mpi.h.
+        SetupError: there is no such compiler, or it finds no mpi.h.
     """
     name = os.environ.get("MPICXX", "mpicxx")
     found = shutil.which(name, path=search_path())
@@ -114,7 +115,7 @@ def _mpi_label(macros: str) -> str:
 
 
 def torch_version() -> str:
-    """The installed torch's version, local part included.
+    """The installed torch's version, including its local part (such as +cpu).
 
     Raises:
         SetupError: torch is not installed.
@@ -126,10 +127,10 @@ def torch_version() -> str:
 
 
 def check_cuda() -> None:
-    """Check that there is a CUDA toolkit if torch is built for CUDA: Horovod then compiles for it.
+    """Check that there is a CUDA toolkit if torch is built for CUDA. Horovod then needs it, too.
 
     Raises:
-        SetupError: torch is, and there is none.
+        SetupError: torch is built for CUDA, and there is no toolkit.
     """
     spec = importlib.util.find_spec("torch")
     places = spec.submodule_search_locations if spec else None
@@ -137,20 +138,20 @@ def check_cuda() -> None:
     cuda = re.search(r"^cuda[^=]*= '([\d.]+)'", version_file, re.MULTILINE)
     if cuda and not shutil.which("nvcc"):
         raise SetupError(
-            f"torch is built for CUDA {cuda[1]}, but no CUDA toolkit is here (no nvcc on the PATH)",
+            f"torch is built for CUDA {cuda[1]}, but the CUDA toolkit is missing (no nvcc on PATH)",
             "load the site's CUDA module, or, without a GPU, `pip install torch --force-reinstall "
             "--index-url https://download.pytorch.org/whl/cpu`",
         )
 
 
 def check_tools(directory: Path) -> None:
-    """Check all that the build needs besides MPI, before minutes are spent.
+    """Check all that the build needs besides MPI, as the build itself takes minutes.
 
     Args:
-        directory: where the build will run; needs 1 GiB.
+        directory: the folder to build in. Its file system needs 1 GiB.
 
     Raises:
-        SetupError: the first thing that is missing.
+        SetupError: something is missing; the message names the first such thing.
     """
     check_compiler()
     check_headers()
@@ -171,7 +172,7 @@ def check_tools(directory: Path) -> None:
 
 
 def cache_directory() -> Path:
-    """Where wheels are kept: $XDG_CACHE_HOME/hpc_train, by default ~/.cache/hpc_train."""
+    """The folder of cached wheels: $XDG_CACHE_HOME/hpc_train, by default ~/.cache/hpc_train."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root, "hpc_train")
 
@@ -183,7 +184,7 @@ def build_settings() -> dict[str, str]:
 
 
 def wheel_directory(mpi: Mpi, torch: str) -> Path:
-    """The cache folder of one combination; its name tells a reader what is in it."""
+    """The cache folder of one combination of versions and settings. Its name is readable."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}-{sysconfig.get_platform()}"
     identity = repr((HOROVOD_VERSION, torch, mpi.key, python, sorted(build_settings().items())))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
@@ -194,7 +195,7 @@ def wheel_directory(mpi: Mpi, torch: str) -> Path:
 
 
 def fetch_archive(directory: Path) -> Path:
-    """Download Horovod's source archive with pip, from whichever index pip is set up for.
+    """Download Horovod's source archive with pip, from the index that pip is set up for.
 
     Raises:
         SetupError: it could not be downloaded.
@@ -216,31 +217,31 @@ def fetch_archive(directory: Path) -> Path:
 
 
 def unpack_archive(archive: Path, directory: Path) -> Path:
-    """Check the archive's hash and unpack it; returns the source folder.
+    """Check the archive's hash and unpack it. Returns the source folder.
 
     Raises:
-        SetupError: it is missing, or not the archive that this recipe is for.
+        SetupError: the archive is missing, or is not the one that this recipe is for.
     """
     if not archive.is_file():
         raise SetupError(f"no such archive: {archive}", "give the path of the downloaded file")
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != ARCHIVE_SHA256:
         raise SetupError(
-            f"{archive} is not the published horovod-{HOROVOD_VERSION}.tar.gz, its sha256 begins "
+            f"{archive} is not the published horovod-{HOROVOD_VERSION}.tar.gz: its sha256 begins "
             f"with {digest[:12]}",
             "delete it and download it again",
         )
     with tarfile.open(archive) as tar:
-        # Python before 3.11.4 knows no filters; the hash says that this archive needs none.
+        # Python before 3.11.4 has no filters. The hash is known, so the archive is safe without.
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(directory)
     return directory / f"horovod-{HOROVOD_VERSION}"
 
 
 def patch(source: Path, mpi: Mpi) -> None:
-    """Ask for C++17, and for a run path that does not name the folder it was built in.
+    """Ask for C++17, and for a run path that does not contain the folder of the build.
 
-    CMake would record the absolute folder of libmpi; a cached wheel that is installed into another
+    CMake would record the absolute folder of libmpi. A cached wheel that is installed into another
     environment would then load the first environment's MPI, or none.
     """
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
@@ -262,19 +263,19 @@ def patch(source: Path, mpi: Mpi) -> None:
 
 
 def compile_wheel(source: Path, out: Path, log: Path) -> Path:
-    """Build the wheel; the compiler's output goes to `log`.
+    """Build the wheel. The compiler's output goes to `log`.
 
     Raises:
-        SetupError: the build failed; the message has its last error.
+        SetupError: the build failed. The message has its last error.
     """
     environment = {
         **os.environ,
         **build_settings(),
         "PATH": search_path(),
         "MAKEFLAGS": os.environ.get("MAKEFLAGS", f"-j{len(os.sched_getaffinity(0))}"),
-        # GCC 13 no longer includes <cstdint> by way of other headers; the sources rely on it.
+        # Since GCC 13 other headers do not include <cstdint>, and the sources rely on it.
         "CXXFLAGS": os.environ.get("CXXFLAGS", "") + " -include cstdint",
-        # CMake 4 refuses projects that ask for a policy version below 3.5.
+        # CMake 4 refuses projects that ask for a policy version below 3.5, as Horovod does.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
     }
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"]
@@ -289,7 +290,7 @@ def compile_wheel(source: Path, out: Path, log: Path) -> Path:
 
 
 def build_wheel(directory: Path, mpi: Mpi, archive: Path | None) -> Path:
-    """Build into the cache folder `directory`; the wheel appears there complete or not at all."""
+    """Build into the cache folder `directory`. The wheel appears there complete or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as scratch:
         check_tools(Path(scratch))
@@ -302,7 +303,7 @@ def build_wheel(directory: Path, mpi: Mpi, archive: Path | None) -> Path:
 
 
 def install(wheel: Path) -> None:
-    """Install the wheel into this environment and import it in a fresh process.
+    """Install the wheel into this environment, and import it in a new process.
 
     Raises:
         SetupError: pip failed, or the library does not load.
@@ -325,12 +326,14 @@ def install(wheel: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Build and install Horovod; returns the exit code."""
+    """Build and install Horovod. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m hpc_train.build.horovod",
-        description=f"Build and install Horovod {HOROVOD_VERSION} for the torch and MPI here.",
+        description=f"Build and install Horovod {HOROVOD_VERSION} for the installed torch and MPI.",
     )
-    parser.add_argument("--archive", type=Path, help="horovod's source archive, else downloaded")
+    parser.add_argument(
+        "--archive", type=Path, help="Horovod's source archive (default: download it)"
+    )
     parser.add_argument("--rebuild", action="store_true", help="build even if a wheel is cached")
     options = parser.parse_args(arguments)
     try:
@@ -347,7 +350,7 @@ def _build_and_install(archive: Path | None, rebuild: bool) -> None:
     directory = wheel_directory(mpi, torch)
     wheels = sorted(directory.glob("horovod-*.whl"))
     if rebuild or not wheels:
-        print(f"building {what}: some minutes; log: {directory}/build.log", flush=True)
+        print(f"building {what}; it takes some minutes (log: {directory}/build.log)", flush=True)
         wheel = build_wheel(directory, mpi, archive)
     else:
         wheel = wheels[0]

@@ -1,6 +1,6 @@
-"""What a machine needs to have before anything is compiled: told in one line with its remedy.
+"""Check that a machine can compile. Each error is one line with a remedy.
 
-Standard library only: the set-up of a bare machine asks here before it installs the first package.
+It uses only the standard library, because set-up runs it before it installs the first package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_compiler() -> None:
     """Compile and link a line of C++17.
 
     Raises:
-        SetupError: there is no C++ compiler, or it does not do that.
+        SetupError: there is no C++ compiler, or it cannot compile C++17.
     """
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
@@ -59,7 +59,7 @@ def check_disk(directory: Path, need: int) -> None:
     """Check that a directory's file system has `need` bytes free.
 
     Raises:
-        SetupError: it has less.
+        SetupError: fewer bytes are free.
     """
     free = shutil.disk_usage(directory).free
     if free < need:
@@ -70,12 +70,12 @@ def check_disk(directory: Path, need: int) -> None:
 
 
 def run_program(command: list[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and keep what it prints."""
+    """Run a program to its end and capture what it prints."""
     return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
 
 
 def last_line(text: str) -> str:
-    """The last line of a program's output that says something, preferring one with an error."""
+    """The last line of a program's output that has the word "error", else the last with text."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["no output"])[-1]

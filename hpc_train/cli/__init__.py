@@ -1,4 +1,4 @@
-"""The command line: one module per verb, with its options and what it does.
+"""The command line: one module per verb, with the verb's options and actions.
 
 A verb's module is imported when the verb runs. It imports what it needs when it needs it, so that
 `--help` loads no library.
@@ -18,17 +18,17 @@ from hpc_train.errors import HpcTrainError, UserError, print_error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# What `hpc-train --help` says of each verb. The module of the same name has `run(arguments)`.
+# The text of each verb in `hpc-train --help`. The module of the same name has `run(arguments)`.
 VERBS = {
-    "doctor": "tell what works here, and how to mend the rest",
+    "doctor": "check what works here, and say how to repair the rest",
     "prepare": "turn files into shards to train on",
-    "data": "data verify DIR: check every shard of a data folder against its hash",
-    "train": "train CONFIG.yaml: alone, or under horovodrun, mpirun, srun or mpiexec",
-    "launch": "start a job's ranks by the launcher that is here, and restart them when they fail",
+    "data": "data verify DIR: compare every shard of a data folder with its hash",
+    "train": "train CONFIG.yaml: train a model, alone or under horovodrun, mpirun, srun or mpiexec",
+    "launch": "start a job's ranks with the launcher found here, and restart them when they fail",
     "submit": "submit CONFIG.yaml: write a batch script, and queue it",
     "cancel": "stop a run for good, with a checkpoint",
-    "plan": "plan CONFIG.yaml: list the layouts that fit, and how fast they are",
-    "topology": "draw nodes and sockets, and where each rank and group of a layout lies",
+    "plan": "plan CONFIG.yaml: predict which layouts fit in memory, and how fast they are",
+    "topology": "draw nodes and sockets, and show where each rank and group of a layout runs",
     "generate": "write text from a checkpoint",
     "checkpoint": "list, verify, compare or export checkpoints",
 }
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = importlib.import_module(f"hpc_train.cli.{arguments[0]}").run(arguments[1:])
             return int(code)
         parser().parse_args(arguments)  # prints the help or the version, or finds the mistake
-        raise UserError("the verb does not come first", "`hpc-train --help` lists the verbs")
+        raise UserError("the first argument is no verb", "`hpc-train --help` lists the verbs")
     except HpcTrainError as error:
         print_error(error)
         return error.exit_code
@@ -72,7 +72,7 @@ def parser() -> Parser:
 
 
 def _started_warm(arguments: list[str]) -> int | None:
-    """Have the fork server of this node run the program; its exit code, or None to run it here."""
+    """Let this node's fork server run the program; its exit code, or None to run it here."""
     from hpc_train.mpi import environment
     from hpc_train.warm import key, stand_in
 

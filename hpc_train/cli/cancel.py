@@ -1,4 +1,4 @@
-"""`hpc-train cancel RUN`: a run stops for good, with a checkpoint."""
+"""`hpc-train cancel RUN`: stop a run for good, with a checkpoint."""
 
 from __future__ import annotations
 

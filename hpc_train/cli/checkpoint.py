@@ -13,7 +13,7 @@ from hpc_train.errors import EXIT_FAILURE, CheckpointError, CheckpointMismatch, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DIFFERENCES_SHOWN = 20  # differences, unless all are asked for
+DIFFERENCES_SHOWN = 20  # differences shown without --all
 
 
 def options() -> Parser:
@@ -21,7 +21,7 @@ def options() -> Parser:
     made = Parser("hpc-train checkpoint", description="Look into checkpoints, in one process.")
     made.lists = "actions"
     actions = made.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
-    source = "a file, or a run directory for its newest one"
+    source = "a checkpoint file, or a run directory for its newest checkpoint"
     several = actions.add_parser(
         "list", help="list the checkpoints of a run", description="List the checkpoints of a run."
     )
@@ -29,14 +29,16 @@ def options() -> Parser:
     verify = actions.add_parser(
         "verify",
         help="check that a checkpoint is what was saved",
-        description="Read every byte; the exit code is 1 if any checkpoint is damaged.",
+        description="Read every byte of a checkpoint. The exit code is 1 if any is damaged.",
     )
     verify.add_argument("checkpoint", help=source)
-    verify.add_argument("--all", action="store_true", help="check every one of a run directory")
+    verify.add_argument(
+        "--all", action="store_true", help="check every checkpoint of a run directory"
+    )
     diff = actions.add_parser(
         "diff",
-        help="tell in what two checkpoints differ",
-        description="Compare two checkpoints; the exit code is 1 if they differ.",
+        help="show how two checkpoints differ",
+        description="Compare two checkpoints. The exit code is 1 if they differ.",
     )
     diff.add_argument("first", help=source)
     diff.add_argument("second", help=source)
@@ -79,9 +81,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def show_list(run: str) -> int:
     """Print the checkpoints of a run directory; no tensor is read."""
-    from hpc_train.checkpoint import headers
+    from hpc_train.checkpoint.catalogue import listed
 
-    for found in headers.listed(Path(run)):
+    for found in listed(Path(run)):
         complete = "complete" if found.finite else "complete, but with numbers that are not finite"
         size, when = f"{found.nbytes / 2**20:.1f} MiB", f"{found.written:%Y-%m-%d %H:%M}"
         print(f"{found.path.name}  {size:>12}  {when}  {found.damage or complete}")
@@ -89,28 +91,28 @@ def show_list(run: str) -> int:
 
 
 def verify_checkpoints(source: str, *, every: bool) -> int:
-    """Read all bytes of a checkpoint, or of every one of a run; returns 1 if any is damaged."""
-    from hpc_train.checkpoint.directory import find_checkpoints, newest
+    """Read all bytes of a checkpoint, or of all those of a run; returns 1 if any is damaged."""
+    from hpc_train.checkpoint.catalogue import find_checkpoints, newest
 
     path = newest(Path(source))
     if every and not Path(source).is_dir():
-        raise ConfigError(f"--all, and {source} is one file", "give a run directory")
+        raise ConfigError(f"--all is given, but {source} is one file", "give a run directory")
     if not every:
         return _verify(path)
     return max([_verify(path, foreign=True) for path in find_checkpoints(path.parent, "auto")])
 
 
 def _verify(path: Path, *, foreign: bool = False) -> int:
-    from hpc_train.checkpoint import tools
+    from hpc_train.checkpoint import inspection
 
     damage = 0
     try:
-        for begin, end, names in tools.damaged(path):
+        for begin, end, names in inspection.damaged(path):
             damage = EXIT_FAILURE
             print(f"{path}: bytes {begin} to {end} are not what was saved: {', '.join(names)}")
     except (CheckpointError, CheckpointMismatch) as error:
         if isinstance(error, CheckpointMismatch) and not foreign:
-            raise  # it is not what was meant
+            raise  # the user named a file that is no checkpoint of ours
         damage = EXIT_FAILURE
         print(error)
     if not damage:
@@ -119,12 +121,12 @@ def _verify(path: Path, *, foreign: bool = False) -> int:
 
 
 def diff(first: str, second: str, *, every: bool) -> int:
-    """Print in what two checkpoints differ; returns 1 if they do."""
-    from hpc_train.checkpoint import tools
-    from hpc_train.checkpoint.directory import newest
+    """Print how two checkpoints differ; returns 1 if they do."""
+    from hpc_train.checkpoint import inspection
+    from hpc_train.checkpoint.catalogue import newest
 
     count = 0
-    for difference in tools.differences(newest(Path(first)), newest(Path(second))):
+    for difference in inspection.differences(newest(Path(first)), newest(Path(second))):
         count += 1
         if every or count <= DIFFERENCES_SHOWN:
             print(f"{difference.name}: {difference.what}")
@@ -145,8 +147,8 @@ def export(
     """Write the model's tensors alone: to a file, or to a folder for Hugging Face."""
     import torch
 
-    from hpc_train.checkpoint import tools
-    from hpc_train.checkpoint.directory import newest
+    from hpc_train.checkpoint import weights
+    from hpc_train.checkpoint.catalogue import newest
     from hpc_train.checkpoint.restore import Tensors
     from hpc_train.models.gpt.gpt2 import as_gpt2, config_json
 
@@ -154,12 +156,12 @@ def export(
     if gpt2:
         about = Tensors(path).state().get("about", {})
         if about.get("kind") != "gpt":
-            raise ConfigError(f"{path} is no GPT of `hpc-train train`", "leave out --to")
+            raise ConfigError(f"{path} is not a GPT of `hpc-train train`", "leave out --to")
         shape, target = about["shape"], target / "model.safetensors"
         target.parent.mkdir(parents=True, exist_ok=True)
         convert = as_gpt2(shape)
     kind = getattr(torch, dtype) if dtype else None
-    forms = tools.export_model(
+    forms = weights.export_model(
         path, target, include=include, exclude=exclude, dtype=kind, convert=convert
     )
     if gpt2:

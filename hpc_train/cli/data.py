@@ -1,6 +1,6 @@
 """`hpc-train data verify DIR [--each_node] [--json]`, on every rank of the job.
 
-It compares every shard of a data folder with its hash; the ranks share the shards out.
+It compares every shard of a data folder with its hash. The ranks divide the shards among them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_SECONDS = 5.0  # seconds between two lines about the progress
-NAMES_SHOWN = 5  # names in the error
+PROGRESS_SECONDS = 5.0  # seconds between two lines of progress
+NAMES_SHOWN = 5  # names of damaged files in the error
 
 
 def options() -> Parser:
     """The options of the verb."""
-    made = Parser("hpc-train data", description="Look after a folder of `hpc-train prepare`.")
+    made = Parser(
+        "hpc-train data", description="Check a data folder that `hpc-train prepare` has made."
+    )
     made.lists = "actions"
     actions = made.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
     verify = actions.add_parser(
         "verify",
         help="check that the shards are what was prepared",
-        description="Read every shard and compare its hash. Under a launcher the ranks share the "
-        "shards out. The exit code is 2 if any shard is damaged.",
+        description="Read every shard and compare its hash. Under a launcher the ranks divide the "
+        "shards among them. The exit code is 2 if any shard is damaged.",
     )
     verify.add_argument("folder", metavar="DIR", help="the data folder")
     verify.add_argument(
@@ -63,18 +65,18 @@ def _run(arguments: Sequence[str], runtime: Runtime) -> None:
 def verify_data(
     runtime: Runtime, folder: str, *, each_node: bool = False, as_json: bool = False
 ) -> None:
-    """Read all tokens of a data folder, and print on rank 0 what is wrong. Collective.
+    """Read all tokens of a data folder, and print on rank 0 which files are damaged. Collective.
 
     Args:
-        runtime: of the ranks that share the work.
+        runtime: the ranks that share the work.
         folder: the data folder.
-        each_node: whether the ranks of each node read all of it, for copies on nodes' own disks; by
-            default the ranks of all nodes do so together.
+        each_node: whether the ranks of each node read the whole folder, for copies on the nodes'
+            own disks; by default the ranks of all nodes read it together.
         as_json: print one JSON object, and no progress.
 
     Raises:
-        DataError: it is no data folder, or a file in it is damaged; the same on all ranks.
-        UserError: the nodes have different folders of that name.
+        DataError: it is no data folder, or a file in it is damaged; raised on all ranks.
+        UserError: the nodes have different data in folders of that name; raised on all ranks.
     """
     from hpc_train.data import manifest as manifests
     from hpc_train.data.check import damage, every_shard
@@ -103,7 +105,7 @@ def verify_data(
     damaged = [
         {"file": name, "rank": rank, "host": host, "cause": cause}
         for rank, (host, some) in enumerate(
-            world.gathered((world.host, found), "the damage that the ranks have found")
+            world.gathered((world.host, found), "the damage that the other ranks have found")
         )
         for name, cause in some
     ]
@@ -129,10 +131,10 @@ def verify_data(
 
 
 class _Progress:
-    """Logs from time to time how much of its shards this rank has read.
+    """Logs every few seconds how much of its shards this rank has read.
 
     Args:
-        total: bytes of their tokens.
+        total: bytes of the shards' tokens.
         quiet: log nothing.
     """
 

@@ -1,7 +1,7 @@
-"""`hpc-train doctor [--json]`: what works here, what does not, and the line that mends it.
+"""`hpc-train doctor [--json]`: check what works here, and say how to repair what does not.
 
-A process that no launcher started must not touch MPI, which may end it; it starts one rank of its
-own as a probe. Under a launcher every rank looks at itself, and rank 0 reports.
+A process that no launcher started must not touch MPI, because MPI may end it. It starts one rank as
+a probe instead. Under a launcher every rank examines itself, and rank 0 reports.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from hpc_train.mpi import environment, runtime
 OK, WARNING, ERROR = "ok", "warning", "error"
 LAUNCHER_NAMES = ("mpirun", "mpiexec", "srun", "horovodrun")
 RANK_PROBE_SECONDS = 60
-FASTER = 1.1  # a way to multiply matrices that the table does not have is told from here on
+FASTER = 1.1  # speed from which on the other way to multiply matrices is recommended
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
-        topic: what it is about.
-        status: "ok"; "warning": the main job runs, but not as it should; "error": it cannot run.
+        topic: the subject of the check.
+        status: "ok"; "warning": the main job runs, but not as well as it could; "error": it cannot
+            run.
         text: what was found.
         remedy: for warnings and errors, what to do.
     """
@@ -51,7 +52,9 @@ class Finding:
 
 def options() -> Parser:
     """The options of the verb."""
-    made = Parser("hpc-train doctor", description="Tell what works here, and how to mend the rest.")
+    made = Parser(
+        "hpc-train doctor", description="Check what works here, and say how to repair the rest."
+    )
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -67,13 +70,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Look at everything. Under a launcher all ranks must call.
+    """Run all checks. Under a launcher all ranks must call.
 
     Returns:
-        The findings, and what each rank says of itself; ranks other than 0 know only of their own.
+        The findings, and a description of each rank; ranks other than 0 have only their own.
     """
     findings = [python(), torch(), hdf5(), *launchers()]
-    component = mpi_io_component()  # programs are run before MPI is: no fork after MPI_Init
+    component = mpi_io_component()  # before MPI starts: no fork after MPI_Init
     launch = environment.read_launch(os.environ)
     alone = launch is None or launch.size == 1
     probed = probe_in_a_rank() if alone else probe()
@@ -87,12 +90,12 @@ def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
 
 
 def python() -> Finding:
-    """Which interpreter this is."""
+    """The Python interpreter."""
     return Finding("Python", OK, f"{platform.python_version()} ({sys.executable})")
 
 
 def torch() -> Finding:
-    """Whether torch is installed."""
+    """Check that torch is installed."""
     try:
         return Finding("torch", OK, importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
@@ -102,7 +105,7 @@ def torch() -> Finding:
 
 
 def hdf5() -> Finding:
-    """Whether shards can be read: any h5py will do, parallel HDF5 is not needed."""
+    """Check that shards can be read. Any h5py will do; parallel HDF5 is not needed."""
     try:
         import h5py
     except ImportError as error:
@@ -113,7 +116,7 @@ def hdf5() -> Finding:
 
 
 def launchers() -> list[Finding]:
-    """Which programs can start ranks here, and what started this one."""
+    """Find the programs that can start ranks here, and the one that started this process."""
     found = [name for name in LAUNCHER_NAMES if shutil.which(name)]
     launch = environment.read_launch(os.environ)
     started = f"; started by {launch.launcher}" if launch else ""
@@ -123,25 +126,25 @@ def launchers() -> list[Finding]:
     findings = [Finding("launcher", OK, ", ".join(found) + started)]
     version = _output(["mpirun", "--version"])
     if "horovodrun" in found and not re.search(r"Open MPI\) [1-4]\.", version):
-        text = "it works with the mpirun of Open MPI up to version 4 only, and this is another"
+        text = "it works with the mpirun of Open MPI up to version 4 only, and this one is another"
         findings.append(Finding("horovodrun", WARNING, text, "start jobs with mpirun or srun"))
     return findings
 
 
 def _output(command: Sequence[str]) -> str:
-    """What a program prints; "nothing" if it does not run."""
+    """The output of a program; "nothing" if it does not run."""
     return output(*command, timeout=20).strip() or "nothing"
 
 
 def mpi_io_component() -> str:
-    """Open MPI's choice of an MPI-IO component, as `ompi_info` knows it; "" if it is not there."""
+    """The MPI-IO component that Open MPI chooses, from `ompi_info`; "" if it says none."""
     text = _output(["ompi_info", "--parsable", "--level", "9", "--param", "all", "all"])
     chosen = re.search(r"^mca:io:base:param:io:value:(.*)$", text, re.MULTILINE)
     return chosen[1] if chosen else os.environ.get("OMPI_MCA_io", "")
 
 
 def probe() -> list[dict[str, Any]]:
-    """Start MPI in this process and ask it; what all ranks say, on rank 0. Collective."""
+    """Start MPI, and describe this rank; on rank 0 returns all ranks' descriptions. Collective."""
     try:
         started = runtime.start_runtime()
         MPI = runtime.import_mpi()
@@ -173,7 +176,7 @@ def _horovod() -> tuple[dict[str, Any] | None, str]:
     try:
         import horovod
         import horovod.torch as hvd
-    except Exception as error:  # noqa: BLE001  # a library that does not fit fails in many ways
+    except Exception as error:  # noqa: BLE001  # a wrong build can fail in many ways
         return None, " ".join(str(error).split())
     metadata = json.loads(Path(horovod.__file__).with_name("metadata.json").read_text())
     return {
@@ -193,13 +196,13 @@ def _loaded_libmpi() -> list[str]:
 def _devices() -> list[str]:
     try:
         import torch
-    except ImportError:  # which a finding of its own tells
+    except ImportError:  # the check of torch reports it
         return []
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def _products() -> dict[str, Any] | None:
-    """What the table says of float32 matrices here, and how fast oneDNN is; None on GPUs."""
+    """The table's choice for float32 matrices here, and oneDNN's measured speed; None on GPUs."""
     try:
         from hpc_train.models import linear, trial
     except ImportError:  # without torch
@@ -211,7 +214,7 @@ def _products() -> dict[str, Any] | None:
 
 
 def probe_in_a_rank() -> list[dict[str, Any]]:
-    """Start one rank that probes MPI and prints what it found."""
+    """Start one rank that runs `probe` and prints the result."""
     program = [sys.executable, "-m", "hpc_train.cli.doctor"]
     launcher = next((name for name in ("mpirun", "mpiexec") if shutil.which(name)), None)
     command = [launcher, "-n", "1", *program] if launcher else program
@@ -235,7 +238,7 @@ def probe_in_a_rank() -> list[dict[str, Any]]:
 
 
 def mpi(rank: dict[str, Any]) -> Finding:
-    """Which MPI library, and whether threads may call it."""
+    """Check the MPI library, and that threads may call it."""
     text = f"{rank['mpi']}, mpi4py {rank['mpi4py']}"
     if not rank["thread_multiple"]:
         remedy = "unset MPI4PY_RC_THREAD_LEVEL, or use an MPI that is built with thread support"
@@ -253,7 +256,7 @@ def _numbers(text: str) -> str:
 
 
 def horovod(rank: dict[str, Any]) -> Finding:
-    """Whether Horovod is built, and against this torch and MPI."""
+    """Check that Horovod is built, for this torch and with MPI."""
     built, error = rank["horovod"], rank["horovod_error"]
     build = f"`{runtime.BUILD_HOROVOD}`"
     if built is None and not error:
@@ -266,27 +269,29 @@ def horovod(rank: dict[str, Any]) -> Finding:
     text += ", MPI" if built["mpi"] else ", without MPI"
     text += ", NCCL" if built["nccl"] else ""
     if not built["mpi"] or built["torch"] != importlib.metadata.version("torch"):
-        return Finding("Horovod", WARNING, text, f"build it for what is here: {build} --rebuild")
+        return Finding(
+            "Horovod", WARNING, text, f"build it for this torch and MPI: {build} --rebuild"
+        )
     return Finding("Horovod", OK, text)
 
 
 def one_libmpi(rank: dict[str, Any]) -> list[Finding]:
-    """Whether mpi4py and Horovod share one MPI library: two in a process corrupt each other."""
+    """Check that mpi4py and Horovod share one MPI library: two in a process corrupt each other."""
     libraries = rank["libmpi"]
     if not libraries:
         return []
     if len({os.path.realpath(library) for library in libraries}) > 1:
         remedy = f"build Horovod against mpi4py's MPI: `{runtime.BUILD_HOROVOD} --rebuild`"
-        text = f"mpi4py and Horovod load different ones: {', '.join(libraries)}"
+        text = f"mpi4py and Horovod load different libraries: {', '.join(libraries)}"
         return [Finding("libmpi", ERROR, text, remedy)]
     users = "mpi4py and Horovod" if rank["horovod"] else "mpi4py"
     return [Finding("libmpi", OK, f"{libraries[0]}, for {users}")]
 
 
 def mpi_io(library: str, component: str) -> Finding:
-    """Which implementation of MPI-IO checkpoints go through."""
+    """Check the implementation of MPI-IO that writes checkpoints."""
     if not library.startswith("Open MPI"):
-        return Finding("MPI-IO", OK, f"that of {library} (ROMIO in MPICH and its relatives)")
+        return Finding("MPI-IO", OK, f"the one of {library} (ROMIO in MPICH and its relatives)")
     if "romio" in component or "^ompio" in component:
         return Finding("MPI-IO", OK, f"ROMIO (component {component})")
     text = "OMPIO, which reports success when the disk is full; checkpoints are read back anyway"
@@ -294,32 +299,34 @@ def mpi_io(library: str, component: str) -> Finding:
 
 
 def nodes(ranks: list[dict[str, Any]]) -> Finding:
-    """How the ranks lie on hosts."""
+    """Count the ranks on each host."""
     hosts = [rank["host"] for rank in ranks]
     each = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
     return Finding("nodes and ranks", OK, f"{len(set(hosts))} x {len(hosts)} ({each})")
 
 
 def binding(ranks: list[dict[str, Any]]) -> Finding:
-    """Whether the ranks of a node have cores of their own."""
+    """Check that the ranks of a node have cores of their own."""
     of_first_host = [rank for rank in ranks if rank["host"] == ranks[0]["host"]]
     cores = {core for rank in of_first_host for core in rank["cores"]}
     text = f"{len(of_first_host)} ranks on {len(cores)} cores of {ranks[0]['host']}"
     if len(cores) < len(of_first_host):
         free = os.cpu_count() or 0
-        remedy = "fewer ranks per node" if free <= len(cores) else "bind each rank to its own core"
+        remedy = "bind each rank to its own core"
+        if free <= len(cores):
+            remedy = "start fewer ranks per node"
         return Finding("binding", WARNING, f"{text}: they share cores", remedy)
     return Finding("binding", OK, text)
 
 
 def devices(ranks: list[dict[str, Any]]) -> Finding:
-    """Which devices each rank sees."""
+    """List the devices that the ranks see."""
     names = sorted({name for rank in ranks for name in rank["devices"]})
     return Finding("devices", OK, ", ".join(names) or "CPU only")
 
 
 def matrix_products(ranks: list[dict[str, Any]]) -> list[Finding]:
-    """Whether the table has the faster way to multiply float32 matrices, on each kind of host."""
+    """Check, for each kind of host, that the table has the faster way to multiply matrices."""
     measured = [rank["products"] for rank in ranks if rank["products"]]
     return [
         _products_of([one for one in measured if one["why"] == why])
@@ -328,7 +335,7 @@ def matrix_products(ranks: list[dict[str, Any]]) -> list[Finding]:
 
 
 def _products_of(alike: list[dict[str, Any]]) -> Finding:
-    """The finding on hosts for which the table says the same."""
+    """The finding for hosts that have the same entry in the table."""
     topic, way = "matrix products", alike[0]["way"]
     text = f"float32 by {way} ({alike[0]['why']})"
     speeds = [one["onednn_speed"] for one in alike if one["onednn_speed"]]

@@ -1,4 +1,4 @@
-"""`hpc-train generate CHECKPOINT --prompt TEXT`: text from a checkpoint of a GPT."""
+"""`hpc-train generate CHECKPOINT --prompt TEXT`: write text with a trained GPT."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 def options() -> Parser:
     """The options of the verb."""
-    made = Parser("hpc-train generate", description="Write text from a checkpoint of a GPT.")
-    made.add_argument("checkpoint", help="a checkpoint file, or a run directory for its newest one")
+    made = Parser("hpc-train generate", description="Write text with the GPT of a checkpoint.")
+    made.add_argument(
+        "checkpoint", help="a checkpoint file, or a run directory for its newest checkpoint"
+    )
     made.add_argument(
         "--prompt", default="\n", help="the text to continue (default: an empty line)"
     )

@@ -1,4 +1,4 @@
-"""`hpc-train launch -np N [-H h1:4,h2:4] [options] -- COMMAND`: the ranks of a job."""
+"""`hpc-train launch -np N [-H h1:4,h2:4] [options] -- COMMAND`: start the ranks of a job."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def options() -> Parser:
     made = Parser(
         prog="hpc-train launch",
         usage="hpc-train launch [-np N] [-H node1:4,node2:4] [options] -- train CONFIG.yaml ...",
-        description="Start a job's ranks by the launcher that is here. Behind -- stands what each "
-        "rank runs: train CONFIG.yaml with its options, or any program.",
+        description="Start a job's ranks with the launcher found here. The words after -- are the "
+        "command of each rank: train CONFIG.yaml with its options, or any program.",
         epilog=EXIT_CODES,
     )
     made.add_argument("-np", **COUNT, help="number of ranks (default: all slots)")
@@ -43,7 +43,7 @@ def options() -> Parser:
         default=0,
         metavar="K",
         help="maximum number of restarts after failures (default: %(default)s); a restart leaves "
-        "out hosts that do not answer, and takes in hosts that -np has left over",
+        "out hosts that do not answer, and uses hosts that -np had left over",
     )
     made.add_argument(
         "--cores", **COUNT, help="cores of each host (default: as many as this host has)"
@@ -66,13 +66,13 @@ def run(arguments: Sequence[str]) -> int:
         return show_help(options(), arguments)
     from hpc_train.launch.protocol import STOP_SIGNALS
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there is somebody to hear them
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor handles them
     try:
         given = options().parse_args(arguments[:cut])
     except UserError as error:
         if cut < len(arguments):
             raise
-        remedy = "write the command behind --: hpc-train launch -np 4 -- train my.yaml"
+        remedy = "write the command after --: hpc-train launch -np 4 -- train my.yaml"
         raise UserError(error.cause, remedy) from None
     from hpc_train.launch.command import LaunchRequest, launch
 

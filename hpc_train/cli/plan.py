@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 NOTES_ON_SCHEDULES = """\
 *            the schedule of the configuration
-bubble       share of the step that ranks wait: forward, input and weight gradient
-             of a layer take the same time, communication none
-even         the same if all stages were equal
-live         micro-batches in each of its stages that the worst rank holds at once
-memory       of the rank that needs most: activations and state
-state        parameters, gradients, optimizer
+bubble       share of the step in which ranks wait, if a layer's forward pass, input
+             gradient and weight gradient take equal times, and communication none
+even         the same share if all stages cost the same
+live         micro-batches, counted in each of its stages, that a rank holds at most
+memory       activations and state of the rank that needs most
+state        parameters, gradients and optimizer state
 activations  """
 
 NOTES_ON_LAYOUTS = """\
 options   sequence: parallel.sequence_parallel; zero: memory.zero
-samples   of a micro-batch
-tokens/s  of the whole job
-memory    of the rank that needs most
+samples   samples of a micro-batch
+tokens/s  tokens per second of the whole job
+memory    memory of the rank that needs most
 bubble    share of the step in which processors would wait if messages took no time
-messages  share by which messages make it longer
-All is predicted from the machine description: docs/how-to/plan.md"""
+messages  share of the step that messages add
+All numbers are predicted from the machine description: docs/how-to/plan.md"""
 
 
 def options() -> Parser:
@@ -139,11 +139,11 @@ def show_schedules(made: Plan, *, as_json: bool) -> None:
     _print(_schedules(made))
     layers = {entry.virtual_stages: entry.layers for entry in made.schedules}
     for chunks, blocks in layers.items():
-        of = f", {chunks} stages per rank" if chunks > 1 else ""
+        of = f", {chunks} virtual stages per rank" if chunks > 1 else ""
         print(f"layers of each stage{of}: {' '.join(map(str, blocks))}")
     left_out = set(get_args(Name)) - {entry.schedule for entry in made.schedules}
     if left_out:
-        print(f"not shown, too few layers: {', '.join(sorted(left_out))}")
+        print(f"not shown, because the layers are too few: {', '.join(sorted(left_out))}")
     print(NOTES_ON_SCHEDULES + made.note.replace("\n", "\n" + " " * 13))
 
 
@@ -170,10 +170,10 @@ def show_layouts(made: Choice, *, as_json: bool) -> None:
         print(json.dumps(asdict(made)))
         return
     print(
-        f"nodes: {made.nodes}, ranks of each: {made.ranks_per_node}, layouts that fit: {made.fit}"
+        f"nodes: {made.nodes}, ranks per node: {made.ranks_per_node}, layouts that fit: {made.fit}"
     )
     _print(_layouts(made.layouts), width=100)
-    print(f"the first: {made.layouts[0].options()}")
+    print(f"options of the first: {made.layouts[0].options()}")
     for why, several in _by_reason(made.left_out).items():
         print(f"left out: {', '.join(several)}: {why}")
     if made.warning:
@@ -205,7 +205,7 @@ def _layouts(rows: Sequence[Row]) -> Table:
 
 
 def _by_reason(left_out: Iterable[LeftOut]) -> dict[str, list[str]]:
-    """The sizes that were left out for the same reason."""
+    """The sizes that were left out, by their reason."""
     found: dict[str, list[str]] = {}
     for one in left_out:
         found.setdefault(one.why, []).append(f"{one.dp} x {one.tp} x {one.pp}")

@@ -1,4 +1,4 @@
-"""`hpc-train prepare text PATH... --out DIR`: text files into HDF5 shards."""
+"""`hpc-train prepare text PATH... --out DIR`: turn text files into HDF5 shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def options() -> Parser:
         description="Turn files or folders of UTF-8 text into token shards.",
     )
     text.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders to search")
-    text.add_argument("--out", required=True, metavar="DIR", help="the data folder to make")
+    text.add_argument("--out", required=True, metavar="DIR", help="the data folder to write")
     text.add_argument(
         "--tokenizer",
         default="bytes",

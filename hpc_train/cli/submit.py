@@ -16,21 +16,25 @@ def options() -> Parser:
     made = Parser(
         prog="hpc-train submit",
         usage="hpc-train submit CONFIG.yaml [--section.key VALUE ...] [options]",
-        description="Write the batch script of a training, and queue it. The job stops with a "
-        "checkpoint before its time is over, and is queued again until the training is finished.",
+        description="Write the batch script of a run, and queue it. The job stops with a "
+        "checkpoint before its time is over, and is queued again until training is finished.",
     )
-    made.add_argument("config", metavar="CONFIG.yaml", help="the training's configuration")
+    made.add_argument("config", metavar="CONFIG.yaml", help="the configuration file of the run")
     made.add_argument(
-        "--scheduler", choices=get_args(Scheduler), help="the scheduler (default: the one here)"
+        "--scheduler",
+        choices=get_args(Scheduler),
+        help="the scheduler (default: the one found here)",
     )
-    made.add_argument("--site", help="the machine's profile: its name, or a .yaml file")
+    made.add_argument("--site", help="site profile of the machine: its name, or a .yaml file")
     made.add_argument("--nodes", default=1, help="number of nodes (default: %(default)s)", **COUNT)
     made.add_argument(
         "--ranks_per_node", help="ranks on each node (default: the site's, or 1)", **COUNT
     )
     made.add_argument("--threads", help="cores of each rank", **COUNT)
     made.add_argument(
-        "--time", metavar="HH:MM:SS", help="time limit of the job (default: one hour)"
+        "--time",
+        metavar="HH:MM:SS",
+        help="time limit of the job; D-HH:MM:SS and 1h30m work too (default: one hour)",
     )
     made.add_argument("--name", help="job name (default: the run directory's name)")
     made.add_argument("--account", help="account that pays for the job")
@@ -40,7 +44,7 @@ def options() -> Parser:
         nargs="+",
         default=(),
         metavar="TEXT",
-        help="further options of the scheduler, such as '--qos=debug'",
+        help="further directives for the scheduler, such as '--qos=debug'",
     )
     made.add_argument(
         "--setup",
@@ -75,8 +79,7 @@ def options() -> Parser:
     made.add_argument(
         "--chain",
         default=1,
-        help="number of jobs to queue now, each of which waits for the one before "
-        "(default: %(default)s)",
+        help="number of jobs to queue now; each waits for the one before it (default: %(default)s)",
         **COUNT,
     )
     made.add_argument(
@@ -84,7 +87,7 @@ def options() -> Parser:
         nargs="+",
         default=(),
         metavar="KEY=V,V",
-        help="an array job with a task for each combination of values, such as "
+        help="submit an array job with a task for each combination of values, such as "
         "optimizer.lr=1e-3,1e-4",
     )
     made.add_argument("--image", default="", help="container image, for mpijob")

@@ -1,6 +1,6 @@
 """`hpc-train topology [--dp N] [--tp N] [--pp N] [--json]`, on every rank of the job.
 
-It draws nodes and sockets, and which rank and which group lies where.
+It draws nodes and sockets, and shows where each rank and each group runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def options() -> Parser:
     """The options of the verb."""
     made = Parser(
         prog="hpc-train topology",
-        description="Draw nodes and sockets, and where each rank of the job and each group lies.",
+        description="Draw nodes and sockets, and show where each rank and each group runs.",
     )
     made.add_argument("--dp", type=int, help="data-parallel size (default: the ranks / (tp x pp))")
     made.add_argument(
@@ -61,7 +61,7 @@ def show(
     """Print the layout on rank 0, as text or as JSON. Collective.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of ranks; raised on all of them.
+        ConfigError: the product of the sizes is not the number of ranks; raised on all ranks.
     """
     from hpc_train.mpi import topology as topologies
     from hpc_train.mpi.placement import place
@@ -84,12 +84,12 @@ def show(
 def tree(
     placement: Placement, machines: Sequence[dict[str, int] | None], cores: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """All that is shown, as it is printed in JSON.
+    """The layout as a tree, which is printed as JSON or drawn.
 
     Args:
-        placement: of the job's ranks.
-        machines: for the lowest rank of each node, its sockets, NUMA domains and cores.
-        cores: for each rank, those that it may run on.
+        placement: where the job's ranks run.
+        machines: sockets, NUMA domains and cores of each node, at the place of its lowest rank.
+        cores: the cores that each rank may run on.
     """
     topology = placement.topology
 
@@ -110,7 +110,7 @@ def tree(
 
 
 def extents(placement: Placement) -> dict[str, dict[str, int]]:
-    """For each axis, how many groups lie in one socket, in one node, and on several nodes."""
+    """For each axis, the number of groups in one socket, in one node, and on several nodes."""
     from hpc_train.mpi.placement import NODE, NODES, SOCKET
 
     counts = {}
@@ -150,7 +150,7 @@ def _group_rows(shown: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[list[str]]) -> Table:
-    """Without styles: Open MPI's ranks see a terminal where a batch log is written."""
+    """A table without styles: under Open MPI ranks see a terminal where a batch log is written."""
     from rich.table import Table
 
     table = Table(*heads, box=None, padding=(0, 2, 0, 0), header_style="")

@@ -21,18 +21,18 @@ def run(arguments: Sequence[str]) -> int:
         return show_help(file.config_parser(documented=True), arguments)
     path, given = file.split(arguments)
     if any(option.startswith("--print_config") for option in given):
-        file.load(path, given)  # the parser prints it and leaves
+        file.load(path, given)  # the parser prints the configuration and exits
     from hpc_train.job.preemption import hold_signals
 
-    hold_signals()  # loading MPI and torch takes seconds, in which a scheduler may want to stop us
+    hold_signals()  # a scheduler may ask us to stop while MPI and torch load, which takes seconds
     settings: RunConfig | Exception
-    try:  # before MPI, after which no process may be started
+    try:  # before MPI starts, because after that no process may be started
         settings = file.load(path, given)
         if settings.data.workers:
             from hpc_train.data.fork_server import start_workers
 
             start_workers()
-    except Exception as error:  # noqa: BLE001  # raised where the other ranks hear of it
+    except Exception as error:  # noqa: BLE001  # raised in `_train`, so that all ranks learn of it
         settings = error
     from hpc_train.job.program import run as run_program
 
@@ -45,5 +45,5 @@ def _train(settings: RunConfig | Exception, runtime: Runtime) -> None:
     with agreed(runtime.world):
         if isinstance(settings, Exception):
             raise settings
-        from hpc_train.training.gpt import train_gpt  # torch is loaded once all else is right
+        from hpc_train.training.gpt import train_gpt  # load torch last: mistakes show at once
     train_gpt(settings, runtime)

@@ -1,4 +1,4 @@
-"""What every verb's room has: a parser whose mistakes are one line, numbers, the help."""
+"""What all verbs share: a parser whose mistakes are one line, types of numbers, the help."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 EXIT_CODES = (
-    "exit codes: 0 finished; 75 stopped early with a checkpoint, run it again; "
-    "2 the user's mistake; 1 anything else"
+    "exit codes: 0 finished; 75 stopped early with a checkpoint, run it again to resume; "
+    "2 the user's mistake; 1 any other error"
 )
 
 
 class Parser(ArgumentParser):
-    """The options of one verb; a mistake in them is raised, with where to look them up."""
+    """The options of one verb. A mistake in them is raised as an error that names the help."""
 
     lists = "options"
-    """What the reader finds in its help."""
+    """What its help lists."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse the arguments.
@@ -43,7 +43,7 @@ def not_negative(text: str) -> int:
 
 def _at_least(least: int, text: str) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise ArgumentTypeError(f"{text!r} is no whole number of {least} or more")
+        raise ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
     return int(text)
 
 
@@ -51,7 +51,7 @@ COUNT: dict[str, Any] = {"type": positive, "metavar": "N"}
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
-    """Whether the user asks for help, or gives nothing."""
+    """Whether the user asks for help, or gives no arguments."""
     return not arguments or bool({"-h", "--help"} & set(arguments))
 
 

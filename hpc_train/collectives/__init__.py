@@ -1,4 +1,4 @@
-"""Collective operations on tensors: one protocol, several ways to carry it out."""
+"""Collective operations on tensors: one protocol and several implementations."""
 
 from hpc_train.collectives.protocol import Collectives, connect
 

@@ -1,4 +1,4 @@
-"""Collectives of a process alone: every result is the argument."""
+"""Collectives for a process alone: every result is the argument itself."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ class AloneCollectives:
         self.group = group
 
     def sum_(self, tensor: Tensor) -> None:
-        """The sum over one rank is the tensor itself."""
+        """Do nothing: the sum over one rank is the tensor itself."""
 
     def max_(self, tensor: Tensor) -> None:
-        """So is the largest."""
+        """Do nothing: the maximum over one rank is the tensor itself."""
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
-        """There is nobody to send it to."""
+        """Do nothing: there is no other rank."""
 
     def start_sum_(self, tensor: Tensor) -> Done:
-        """Nothing to wait for."""
+        """The tensor, whose sum is already there."""
         return Done(tensor)
 
     def start_gather(self, tensor: Tensor, dim: int) -> Done:
-        """One rank's tensor is the whole."""
+        """The tensor, which is all that there is to gather."""
         return Done(tensor)
 
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Done:
-        """Its part is all of it."""
+        """The tensor: this rank's part is all of it."""
         return Done(tensor)
 
     @property
     def overlaps(self) -> bool:
-        """There is nothing to wait for."""
+        """False: there is no communication to overlap."""
         return False
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there is nothing to release."""

@@ -1,8 +1,8 @@
 """Operations that wait for other ranks, as coroutines: many can be under way without a thread.
 
 MPI makes no progress by itself. An operation of several rounds (send, wait, add, send on) is
-written as a generator that yields what it waits for: a request of mpi4py, a condition, or a list of
-other coroutines. Whoever has a moment, a hook of the backward pass or a thread, lets them advance.
+written as a generator. It yields the thing that it waits for: a request of mpi4py, a condition, or
+a list of other coroutines. A hook of the backward pass or a thread calls `advance` now and then.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
-Wait = Any  # an mpi4py Request, a function that tells whether the wait is over, a list of Steps
+Wait = Any  # an mpi4py Request, a function that returns whether the wait is over, or Coroutines
 Coroutine = Generator[Wait, None, T]
 
-SPIN_SECONDS = 50e-6
+SPIN_SECONDS = 50e-6  # a polite wait looks without sleeping for this time
 LONGEST_SLEEP = 500e-6
 
 
 class Idle:
-    """What to do while nothing can be done: look again at once, later leave the core to others.
+    """Paces a loop that waits: it spins, or sleeps if it is polite.
 
-    A wait that lasts is looked after at growing distances, of an eighth of the time waited so far:
-    ranks that share cores with those they wait for would slow these down.
+    A polite wait sleeps an eighth of the time waited so far between two looks. A spinning rank that
+    shares a core with a rank it waits for would slow that one down.
 
     Args:
-        polite: give the core away at every look, for ranks that outnumber the cores.
+        polite: whether to sleep, for nodes with more ranks than cores.
     """
 
     def __init__(self, *, polite: bool = False) -> None:
@@ -37,27 +37,27 @@ class Idle:
         self._since = time.perf_counter()
 
     def reset(self) -> None:
-        """Something was done."""
+        """Count the wait from now, because something has happened."""
         self._since = time.perf_counter()
 
     def pause(self) -> None:
-        """Nothing could be done."""
+        """Wait a moment, because nothing has happened."""
         waited = time.perf_counter() - self._since
         if self.polite and waited > SPIN_SECONDS:
             time.sleep(min(waited / 8, LONGEST_SLEEP))
 
 
 class CoroutineScheduler:
-    """Advances coroutines that were started; not to be used by two threads at once."""
+    """Advances coroutines that were started. Two threads must not use it at once."""
 
     def __init__(self) -> None:
         self._requests: list[MPI.Request] = []
-        self._blocked: list[Coroutine[Any]] = []  # on the request of the same index
+        self._blocked: list[Coroutine[Any]] = []  # each waits for the request of the same index
         self._conditions: list[tuple[Callable[[], bool], Coroutine[Any]]] = []
 
     @property
     def idle(self) -> bool:
-        """Whether all that was started is done."""
+        """Whether all coroutines are done."""
         return not self._blocked and not self._conditions
 
     def start(self, steps: Coroutine[Any]) -> None:
@@ -65,14 +65,14 @@ class CoroutineScheduler:
         self._resume(steps)
 
     def advance(self) -> bool:
-        """Let all go on that no longer have to wait; returns whether any could."""
+        """Let all coroutines go on whose wait is over; returns whether there were any."""
         moved = self._advance_conditions()
         if self._requests:
             moved = self._advance_requests() or moved
         return moved
 
     def finish(self, *, polite: bool = False) -> None:
-        """Advance until all are done."""
+        """Advance until all coroutines are done."""
         self._until(lambda: self.idle, polite=polite)
 
     def complete(self, steps: Coroutine[T], *, polite: bool = False) -> T:
@@ -124,7 +124,7 @@ class CoroutineScheduler:
     def _resume(self, steps: Coroutine[Any]) -> None:
         try:
             wait = next(steps)
-            while callable(wait) and wait():
+            while callable(wait) and wait():  # the condition holds already
                 wait = next(steps)
         except StopIteration:
             return
@@ -150,5 +150,5 @@ class CoroutineScheduler:
 
 
 def drive(steps: Coroutine[T], *, polite: bool = False) -> T:
-    """Drive one coroutine to its end; returns its result."""
+    """Run one coroutine to its end; returns its result."""
     return CoroutineScheduler().complete(steps, polite=polite)

@@ -1,11 +1,12 @@
 """Sums over ranks of different nodes in few rounds, for many nodes.
 
-Recursive halving and doubling: in each round a rank exchanges half of what it still adds up with
-another one, the nearer the less it is, and on the way back twice as much. n ranks need 2 log2(n)
-rounds, where a ring needs 2 (n - 1), and send as much (Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH", IJHPCA 19, 2005). Of ranks beyond a
-power of two each gives its numbers to another one first, and has the result from it. Messages go to
-ranks that are far away, all at once: what a ring spares.
+Recursive halving and doubling. In each round of the first half two ranks exchange half of the
+numbers that they still add up; the less is left, the nearer their ranks are. The second half goes
+the same way back, with twice as many numbers in each round. n ranks need 2 log2(n) rounds, where a
+ring needs 2 (n - 1), and send as many bytes (Thakur, Rabenseifner and Gropp, "Optimization of
+collective communication operations in MPICH", IJHPCA 19, 2005). If n is not a power of two, some
+ranks first give their numbers to another one, so that a power of two is left, and get the result
+from it at the end. Unlike in a ring, messages go to distant ranks, all at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.collectives.ring import SEGMENTS, Ring, rounded
 
-SEGMENT_BYTES = 1 << 20  # that a segment has at least: while one is added up, another is on its way
+SEGMENT_BYTES = 1 << 20  # at least; while one segment is added up, another is on its way
 
 
 class Halving(Ring):
@@ -29,22 +30,25 @@ class Halving(Ring):
     """
 
     def sum_(self, flat: Tensor, tag: int) -> Coroutine[None]:
-        """Replace a contiguous tensor by its sum over the ranks."""
+        """Replace a contiguous tensor by its sum over the ranks. Collective."""
         return self._in_turn(tag, lambda first: self._segmented(flat, flat.dtype, None, first))
 
     def sum_16_(
         self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int
     ) -> Coroutine[None]:
-        """Replace a contiguous tensor by its sum over the ranks, rounded to 16 bit on the way."""
+        """Replace a contiguous tensor by its sum, with 16-bit messages (see `Cross`)."""
         return self._in_turn(tag, lambda first: self._segmented(flat, dtype, residual, first))
 
     def gather(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
-        """Exchange twice as many payloads in each round (Bruck et al., IEEE TPDS 8, 1997)."""
+        """The payloads of all ranks (see `Cross`), in log2(n) rounds.
+
+        Each round exchanges twice as many payloads (Bruck et al., IEEE TPDS 8, 1997).
+        """
         return self._in_turn(tag, lambda first: self._gathered(payload, first))
 
     def _gathered(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
         n, rank = self.group.size, self.group.rank
-        found = payload.new_empty((n, *payload.shape))  # at i, of the i-th rank from this one on
+        found = payload.new_empty((n, *payload.shape))  # found[i] comes from rank (rank + i) % n
         found[0] = payload
         have = 1
         while have < n:
@@ -70,10 +74,18 @@ class Halving(Ring):
     def _sum_halves(
         self, flat: Tensor, dtype: torch.dtype, lost: Tensor | None, tag: int
     ) -> Coroutine[None]:
-        """Sum a segment; `dtype` is what travels, and what that loses is added to `lost`."""
+        """Sum a segment over the ranks.
+
+        Args:
+            flat: the segment, which is replaced.
+            dtype: dtype of the messages.
+            lost: gets the rounding errors of this rank added; None if messages are exact.
+            tag: MPI tag of the messages.
+        """
         n, rank = self.group.size, self.group.rank
         power = 1 << n.bit_length() - 1
-        beyond = n - power  # this number of ranks give theirs away: every other one of the first
+        # Of the first 2 * beyond ranks the even ones give their numbers to the next rank.
+        beyond = n - power
         result = flat if lost is None else torch.empty(len(flat), dtype=dtype)
 
         def outgoing(begin: int, end: int) -> Tensor:

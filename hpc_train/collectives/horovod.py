@@ -1,4 +1,4 @@
-"""Collectives over a Horovod process set: NCCL for tensors on GPUs, where Horovod was built so."""
+"""Collectives over a Horovod process set; on GPUs by NCCL, if Horovod was built with it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from hpc_train.collectives.protocol import WIDENED, Pending
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
-NAMES_PER_KIND = 16  # of each kind of operation
+NAMES_PER_KIND = 16  # this number of operations of one kind can be under way
 
 
 class HorovodCollectives:
     """Implements `Collectives` on the process set of the group's ranks.
 
-    Horovod tells operations apart by names: every rank counts its own of each kind, in the same
-    order. It orders ranks as the job does, so what is gathered or scattered needs a group that
-    ascends. To make one is collective.
+    Horovod tells operations apart by their names. Every rank numbers its operations of each kind;
+    as all ranks begin them in the same order, the numbers agree. Horovod orders ranks as the job
+    does, so gathering and scattering need a group whose ranks ascend.
+
+    Collective to make.
 
     Args:
         group: the ranks; their process set must be registered (`runtime.start_horovod`).
         hvd: the module horovod.torch, initialised.
+
+    Raises:
+        ValueError: the group has no communicator, or Horovod no process set of its ranks.
     """
 
     made: ClassVar[int] = 0
-    """The last one's number: several may share a process set, but no operation's name."""
+    """The last object's number: several may share a process set, but their names must differ."""
 
     def __init__(self, group: Group, hvd: Any) -> None:
         if group.comm is None:
@@ -51,12 +56,12 @@ class HorovodCollectives:
         self.start_sum_(tensor).wait()
 
     def max_(self, tensor: Tensor) -> None:
-        """Replace the tensor by the largest of the ranks' elements."""
+        """Replace the tensor by its elementwise maximum over the ranks."""
         self._reduce("max", tensor, self.hvd.Max).wait()
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root`."""
-        near = tensor.detach().contiguous()  # Horovod takes nothing else
+        near = tensor.detach().contiguous()  # Horovod takes contiguous tensors only
         self._begin(
             f"broadcast {root}",
             near,
@@ -97,14 +102,14 @@ class HorovodCollectives:
 
     @property
     def overlaps(self) -> bool:
-        """Horovod's thread works beside this one."""
+        """True: Horovod's thread communicates while this one computes."""
         return True
 
     def close(self) -> None:
-        """Process sets and threads are Horovod's."""
+        """Do nothing: process sets and threads belong to Horovod."""
 
     def _first(self, tensor: Tensor, dim: int) -> Tensor:
-        """The dimension that Horovod cuts is the first."""
+        """The tensor with a dimension moved to the front, where Horovod gathers and cuts."""
         if not self._ascends:
             raise ValueError(f"Horovod would reorder ranks {self.ranks}: gather over MPI")
         return tensor.detach().movedim(dim, 0).contiguous()
@@ -127,11 +132,12 @@ class HorovodCollectives:
         start: Callable[[str], Any],
         finish: Callable[[Tensor], Tensor],
     ) -> Begun:
-        """Begin an operation under a name that earlier ones of its kind, shape and type had.
+        """Begin an operation, with a name that an earlier one of its kind, shape and type had.
 
-        Horovod's ranks agree on what they know by name with a few bits, else by whole requests. Of
-        each kind NAMES may be under way; one more waits for the first of them.
+        NAMES_PER_KIND operations of a kind can be under way; one more waits for the first of them.
         """
+        # Names recur because Horovod's ranks agree on known names by a few bits, and on new ones by
+        # whole requests.
         kind = f"{kind} {tensor.dtype} {list(tensor.shape)}"
         name = f"{self._label}.{kind}.{self._counts[kind] % NAMES_PER_KIND}"
         self._counts[kind] += 1
@@ -153,7 +159,7 @@ class Begun:
         self._found: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Wait for Horovod's thread and bring the result into its form."""
+        """Wait for Horovod's thread; returns the result."""
         self.finish_here()
         assert self._found is not None, "waited for twice"
         assert self._finish is not None
@@ -162,29 +168,29 @@ class Begun:
         return result
 
     def finish_here(self) -> None:
-        """Wait for Horovod's thread; the result is kept."""
+        """Wait for Horovod's thread, and keep the result for `wait`."""
         if self.handle is not None:
             with self.owner.group.waiting(f"Horovod, over {self.owner.group.size} ranks"):
                 self._found = self.owner.hvd.synchronize(self.handle)
             self.handle = None
 
     def done(self) -> bool:
-        """Whether Horovod's thread is through."""
+        """Whether Horovod's thread has finished the operation."""
         return self.handle is None or bool(self.owner.hvd.poll(self.handle))
 
 
 def _bits(near: Tensor) -> Tensor:
-    """A contiguous tensor's bytes: Horovod moves not all types."""
+    """A contiguous tensor's bytes: Horovod does not send all types."""
     return near.view(-1).view(torch.uint8)
 
 
 def _wide(near: Tensor) -> Tensor:
-    """What Horovod is given to add."""
+    """The tensor in a type in which Horovod is to add it."""
     return near.float() if near.dtype in WIDENED else near
 
 
 def _moved(result: Tensor, dim: int) -> Tensor:
-    """A result with its first dimension put where it belongs."""
+    """A result with its first dimension moved back to `dim`."""
     return result.movedim(0, dim).contiguous()
 
 

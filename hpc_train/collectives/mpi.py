@@ -16,8 +16,8 @@ from torch import Tensor
 from hpc_train.collectives.protocol import WIDENED, Done, Pending
 from hpc_train.mpi.group import Group
 
-# MPI's own sum knows no 16-bit floats (passing their bits as integers would add the bit patterns):
-# they are added as float32.
+# MPI's own sum has no 16-bit floats, so they are added as float32. (Passed as integers, their bit
+# patterns would be added.)
 MPI_TYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -29,9 +29,10 @@ LARGEST_MESSAGE = 1 << 30  # MPI-3 counts are C ints, and some transports fail n
 
 @functools.cache
 def reads_gpu_memory() -> bool:
-    """Whether this MPI library takes pointers to GPU memory, as far as it can be asked.
+    """Whether this MPI library takes pointers to GPU memory; False if there is no way to ask.
 
-    Open MPI and its kin have MPIX_Query_cuda_support; Cray MPICH is told by a variable.
+    Open MPI and libraries like it have the function MPIX_Query_cuda_support. Cray MPICH does if the
+    variable MPICH_GPU_SUPPORT_ENABLED is 1.
     """
     if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
         return True
@@ -47,29 +48,30 @@ class InThread:
         self.future = future
 
     def wait(self) -> Tensor:
-        """Wait for the thread."""
+        """Wait for the thread; returns the result."""
         with self.group.waiting(f"a collective over {self.group.size} ranks"):
             return self.future.result()
 
     def done(self) -> bool:
-        """Whether the thread is through."""
+        """Whether the thread has finished the operation."""
         return self.future.done()
 
 
 class MpiCollectives:
     """Implements `Collectives` on the group's communicator.
 
-    Tensors on a device are given to an MPI that can read them, else staged through host memory.
+    Tensors on a GPU are passed to MPI directly if it can read them, else copied through host
+    memory.
 
-    MPI makes no progress while a rank computes, and Open MPI's nonblocking sums take about half as
-    long again as its blocking ones (benchmarks/RESULTS.md). What is begun is therefore done at
-    once, or by a thread, which needs a core of its own.
+    MPI makes no progress while a rank computes, and Open MPI's nonblocking sums take about 1.5
+    times as long as its blocking ones (benchmarks/RESULTS.md). So the methods `start_...` carry out
+    a blocking operation, either at once or in a thread, which needs a core of its own.
 
     Collective to make.
 
     Args:
         group: the ranks.
-        overlap: whether a thread carries out what is begun; it does if all ranks ask for it.
+        overlap: whether to carry out `start_...` in a thread; it is used if all ranks ask for it.
     """
 
     def __init__(self, group: Group, *, overlap: bool = False) -> None:
@@ -79,15 +81,16 @@ class MpiCollectives:
         self.comm = group.comm
         self._sum = f"a sum over {group.size} ranks"
         self._thread: ThreadPoolExecutor | None = None
-        # A rank may have fewer cores than the others, so they agree on it.
+        # A rank may have fewer cores than the others, so they agree on the thread.
         if group.smallest(int(overlap)):
-            # On another communicator, so that its calls and ours cannot be mixed up.
+            # The thread has a communicator of its own, so that MPI does not mix up its calls and
+            # those of this thread.
             self._begun = MpiCollectives(group.duplicate())
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
 
     @property
     def overlaps(self) -> bool:
-        """Whether a thread carries out what is begun, the same on all ranks."""
+        """Whether a thread carries out `start_...`, the same on all ranks."""
         return self._thread is not None
 
     def sum_(self, tensor: Tensor) -> None:
@@ -95,7 +98,7 @@ class MpiCollectives:
         self._reduce(tensor, MPI.SUM, self._sum)
 
     def max_(self, tensor: Tensor) -> None:
-        """Replace the tensor by the largest of the ranks' elements."""
+        """Replace the tensor by its elementwise maximum over the ranks."""
         self._reduce(tensor, MPI.MAX, f"a maximum over {self.group.size} ranks")
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
@@ -121,7 +124,7 @@ class MpiCollectives:
         return self._start(MpiCollectives._scattered, tensor, dim)
 
     def close(self) -> None:
-        """End the thread, if there is one. Collective then."""
+        """End the thread, if there is one. Collective."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -140,8 +143,8 @@ class MpiCollectives:
         near, size = _reachable(tensor), self.group.size
         whole = near.new_empty((size, *near.shape))
         mine, every = _bits(near), _bits(whole).view(size, near.nbytes)
-        with self.group.waiting(f"what {size} ranks have"):
-            for columns in _columns(near.nbytes, size):
+        with self.group.waiting(f"a gather over {size} ranks"):
+            for columns in _columns(near.nbytes, size):  # no message above LARGEST_MESSAGE
                 part = every[:, columns]
                 there = part if part.is_contiguous() else part.new_empty(part.shape)
                 self.comm.Allgather([_buffer(mine[columns]), MPI.BYTE], [_buffer(there), MPI.BYTE])
@@ -157,7 +160,7 @@ class MpiCollectives:
         mine = torch.empty_like(near[0])
         datatype, count = _type(tensor), mine.numel()
         every, flat = near.view(size, count), mine.view(-1)
-        with self.group.waiting(f"a part of a sum over {size} ranks"):
+        with self.group.waiting(f"its part of a sum over {size} ranks"):
             for columns in _columns(count, size * mine.element_size()):
                 self.comm.Reduce_scatter_block(
                     [_buffer(every[:, columns].contiguous()), datatype],
@@ -174,7 +177,7 @@ class MpiCollectives:
             return
         datatype = _type(tensor)
         if not tensor.is_cuda and tensor.is_contiguous() and tensor.nbytes <= LARGEST_MESSAGE:
-            array = tensor.detach().numpy()  # the way of nearly all
+            array = tensor.detach().numpy()  # the common case, without the copies below
             with self.group.waiting(what):
                 self.comm.Allreduce(MPI.IN_PLACE, [array, datatype], op=operation)
             return
@@ -192,7 +195,7 @@ def _type(tensor: Tensor) -> MPI.Datatype:
 
 
 def _reachable(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous, where MPI can read it."""
+    """The tensor, contiguous and in memory that MPI can read."""
     if tensor.is_cuda and reads_gpu_memory():
         torch.cuda.current_stream().synchronize()  # MPI knows nothing of streams
         return tensor.detach().contiguous()
@@ -200,7 +203,8 @@ def _reachable(tensor: Tensor) -> Tensor:
 
 
 def _buffer(tensor: Tensor) -> Any:
-    """What mpi4py takes: NumPy's view is quicker to make than torch's DLPack capsule."""
+    """The tensor as a buffer for mpi4py."""
+    # A NumPy view is quicker to make than the DLPack capsule by which mpi4py takes a tensor.
     return tensor if tensor.is_cuda else tensor.numpy()
 
 
@@ -209,17 +213,17 @@ def _bits(near: Tensor) -> Tensor:
 
 
 def pieces(near: Tensor) -> list[Any]:
-    """What mpi4py takes for a contiguous tensor, in pieces of 1 GiB at most."""
+    """A contiguous tensor as buffers for mpi4py, of 1 GiB at most."""
     flat = near.view(-1)
     return [_buffer(flat[some]) for some in _columns(flat.numel(), flat.element_size())]
 
 
 def _columns(count: int, nbytes: int) -> list[slice]:
-    """So many columns in runs of 1 GiB at most.
+    """Divide columns into runs of 1 GiB at most.
 
     Args:
-        count: of columns.
-        nbytes: of each column.
+        count: number of columns.
+        nbytes: size of a column.
     """
     most = max(1, LARGEST_MESSAGE // nbytes)
     return [slice(first, min(first + most, count)) for first in range(0, count, most)]
@@ -231,7 +235,7 @@ def _bring_back(tensor: Tensor, near: Tensor) -> None:
 
 
 def _joined(pieces: Tensor, dim: int) -> Tensor:
-    """Pieces along the first dimension, (P, ...), joined along another one: no copy if it may."""
+    """Join P pieces, (P, ...), along dimension `dim` of a piece; without a copy if possible."""
     shape = list(pieces.shape[1:])
     dim %= len(shape)
     shape[dim] *= len(pieces)
@@ -239,7 +243,7 @@ def _joined(pieces: Tensor, dim: int) -> Tensor:
 
 
 def _split(tensor: Tensor, dim: int, parts: int) -> Tensor:
-    """The inverse of `_joined`, contiguous."""
+    """Cut a tensor along a dimension into pieces, (parts, ...), contiguous: undoes `_joined`."""
     dim %= tensor.dim()
     shape = tensor.shape
     cut = tensor.view(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])

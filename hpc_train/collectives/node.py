@@ -1,9 +1,9 @@
 """Memory that the ranks of a node share, and sums in it at the speed of memory.
 
-MPI-3 windows (MPI.Win.Allocate_shared; Hoefler et al., "MPI + MPI: a new hybrid approach to
-parallel programming with MPI plus shared memory", Computing 95, 2013): each rank has a part that it
-writes, and all ranks read and write the parts of the others. Ranks tell each other of what is
-written by numbers in that memory, with no call that waits.
+The memory is an MPI-3 window (MPI.Win.Allocate_shared; Hoefler et al., "MPI + MPI: a new hybrid
+approach to parallel programming with MPI plus shared memory", Computing 95, 2013). Each rank has a
+part of it, and all ranks can read and write the parts of the others. Ranks signal what they have
+written by numbers in that memory, without a call that waits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 MEMORY_ALIGNMENT = 64  # bytes: a cache line, and torch's widest vectors
-BLOCK_BYTES = 1 << 18  # of a sum at a time: it stays in the core's cache until it is written out
-SPARE = 64 << 20  # left free where shared memory is a file system of limited size
+BLOCK_BYTES = 1 << 18  # of a sum at a time: stays in the core's cache until it is written out
+SPARE = 64 << 20  # bytes of /dev/shm to leave free
 
 
 class NodeMemory:
@@ -37,18 +37,19 @@ class NodeMemory:
         node: the ranks; they must be able to share memory.
         nbytes: size of this rank's part.
         signals: how many numbers each rank can set.
-        touch: let each rank be the first to touch its part, whose memory is then near to it (NUMA).
+        touch: let each rank be the first to touch its part, so that its memory is near (NUMA).
 
     Raises:
-        SetupError: there is not enough shared memory; raised on all ranks.
+        SetupError: there is not enough shared memory, or this MPI cannot share memory here; raised
+            on all ranks.
     """
 
     def __init__(self, node: Group, nbytes: int, signals: int, *, touch: bool = True) -> None:
         assert node.comm is not None
         self.node = node
-        # A row of one number for each rank, for each signal: who waits reads one run of memory.
+        # Each signal has a row with one number for each rank, so a wait reads contiguous memory.
         header = _aligned(8 * signals * node.size) if node.rank == 0 else 0
-        size = header + _aligned(nbytes) + MEMORY_ALIGNMENT  # whose beginning may be unaligned
+        size = header + _aligned(nbytes) + MEMORY_ALIGNMENT  # MPI may give memory that is unaligned
         total = sum(node.comm.allgather(size))
         with agreed(node):
             _check_room(total)  # other groups of the node may ask at the same time: hence SPARE
@@ -57,7 +58,7 @@ class NodeMemory:
         parts = [self._part(rank) for rank in range(node.size)]
         rows = parts[0][: 8 * signals * node.size].view(torch.int64).view(signals, node.size)
         rows[:, node.rank] = 0
-        self._signals = [memoryview(row.numpy()) for row in rows]  # the quickest to read
+        self._signals = [memoryview(row.numpy()) for row in rows]  # quicker to read than a tensor
         self.parts = [parts[0][_aligned(8 * signals * node.size) :], *parts[1:]]
         """The ranks' parts, as uint8 tensors of one dimension, aligned, in the order of ranks."""
         if touch:
@@ -69,11 +70,11 @@ class NodeMemory:
         buffer, _ = self._window.Shared_query(rank)
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
         shift, count = -whole.data_ptr() % MEMORY_ALIGNMENT, len(whole) - MEMORY_ALIGNMENT
-        # Begins there, which a slice does not: complex views need an even storage offset.
+        # Not a slice of `whole`: views as complex numbers need a storage offset that is even.
         return torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=shift)
 
     def tell(self, signal: int, value: int) -> None:
-        """Set a number, after all that this rank has written so far can be seen by the others."""
+        """Set a number, once the other ranks can see all that this rank has written so far."""
         self._window.Sync()
         self._signals[signal][self.node.rank] = value
 
@@ -85,11 +86,11 @@ class NodeMemory:
         return True
 
     def wait(self, signal: int, value: int, ranks: range) -> Coroutine[None]:
-        """Wait until these ranks have."""
+        """Wait until these ranks have set a number to this value or a larger one."""
         yield lambda: self.told(signal, value, ranks)
 
     def close(self) -> None:
-        """Give the memory back; nobody may use its tensors any more. Collective."""
+        """Free the memory; its tensors must not be used any more. Collective."""
         self._window.Unlock_all()
         self._window.Free()
 
@@ -97,14 +98,13 @@ class NodeMemory:
 def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Sum tensors and write the result to each of the targets, which may be among them.
 
-    Block by block, so that a sum is still in the core's cache when it is written out again; each of
-    torch's threads has a block at a time.
-
     Args:
-        parts: two or more, one dimension, of one length and dtype. They are added in their order:
-            who adds them makes no difference to the bits.
-        targets: as the parts.
+        parts: two or more tensors of one dimension, of the same length and dtype. They are added in
+            this order, so the result has the same bits on every rank.
+        targets: tensors like the parts.
     """
+    # Block by block, one for each of torch's threads: a sum is still in the core's cache when it is
+    # written to the targets.
     count = max(1, BLOCK_BYTES * torch.get_num_threads() // parts[0].element_size())
     more = len(parts) > 2
     scratch = torch.empty(min(count, len(parts[0])) if more else 0, dtype=parts[0].dtype)
@@ -119,19 +119,19 @@ def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def _window(nbytes: int, node: Group) -> MPI.Win:
-    """Shared memory with `nbytes` bytes for each rank of a node. Collective.
+    """Allocate shared memory with `nbytes` bytes for this rank of the node. Collective.
 
     Raises:
-        SetupError: this MPI cannot share memory here: its one-sided component is another, or
-            containers keep the ranks apart.
+        SetupError: this MPI cannot share memory here, because it uses another one-sided component
+            or because the ranks are in different containers.
     """
-    from mpi4py import MPI  # a group with a communicator has MPI
+    from mpi4py import MPI  # it is running, because the group has a communicator
 
     assert node.comm is not None
     info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
     try:
         window = MPI.Win.Allocate_shared(nbytes, 1, info, node.comm)
-        window.Lock_all(MPI.MODE_NOCHECK)  # what Sync, a memory barrier, needs
+        window.Lock_all(MPI.MODE_NOCHECK)  # MPI allows Sync, a memory barrier, only after a lock
     except MPI.Exception as error:
         raise SetupError(
             f"the ranks of {node.host} cannot share memory by MPI windows ({error})",
@@ -143,16 +143,20 @@ def _window(nbytes: int, node: Group) -> MPI.Win:
 
 
 def _check_room(nbytes: int) -> None:
-    """Where shared memory is a small file system, filling it kills ranks with a bus error."""
+    """Check that /dev/shm has room for this many bytes.
+
+    Raises:
+        SetupError: it has not. Ranks that fill it die of a bus error.
+    """
     try:
         room = os.statvfs("/dev/shm")
     except OSError:
-        return  # this MPI takes it from elsewhere
+        return  # there is none: MPI takes shared memory from elsewhere
     free = room.f_bavail * room.f_frsize
     if free < nbytes + SPARE:
         raise SetupError(
-            f"/dev/shm of {socket.gethostname()} has {free >> 20} MiB free, the ranks of the node "
-            f"would share {nbytes >> 20} MiB",
+            f"/dev/shm of {socket.gethostname()} has {free >> 20} MiB free, but the ranks of the "
+            f"node need {nbytes >> 20} MiB of shared memory",
             "enlarge it (in containers --shm-size)",
         )
 

@@ -1,4 +1,4 @@
-"""The operations that the rest of the package asks of a group of ranks."""
+"""The interface of collective operations on tensors, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ class Pending(Protocol):
     """An operation that goes on while the rank computes."""
 
     def wait(self) -> Tensor:
-        """Wait for the end; returns the result. All ranks wait in the same order."""
+        """Wait for the end; returns the result. All ranks must wait in the same order."""
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether the operation is finished, so that `wait` would return at once."""
 
 
 class Collectives(Protocol):
-    """Operations over the ranks of one group; every rank of it must call each of them.
+    """Operations over the ranks of one group. Each method is collective.
 
-    All ranks pass the same shapes and dtypes in the same order. Sums are of float32, float64, int32
-    or int64, or of bfloat16 or float16, which are added in float32 and then rounded.
+    All ranks must call them in the same order, with the same shapes and dtypes. Sums and maxima
+    take float32, float64, int32 and int64; also bfloat16 and float16, which are added in float32
+    and then rounded.
     """
 
     group: Group
@@ -37,26 +38,29 @@ class Collectives(Protocol):
         """Replace a tensor by its sum over the ranks."""
 
     def max_(self, tensor: Tensor) -> None:
-        """Replace a tensor by the largest of the ranks' elements."""
+        """Replace a tensor by its elementwise maximum over the ranks."""
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root` of the group; any dtype."""
 
     def start_sum_(self, tensor: Tensor) -> Pending:
-        """Begin `sum_`; the tensor is contiguous and must be left alone until the end."""
+        """Begin `sum_` of a contiguous tensor, which must not be used until the end."""
 
     def start_gather(self, tensor: Tensor, dim: int) -> Pending:
-        """Begin to put the ranks' tensors together along a dimension, in the order of ranks."""
+        """Begin to join the ranks' tensors along a dimension, in the order of ranks."""
 
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
-        """Begin to sum over the ranks and keep this rank's part along a dimension (divisible)."""
+        """Begin to sum over the ranks and to keep this rank's equal part along a dimension.
+
+        The ranks must divide the dimension.
+        """
 
     @property
     def overlaps(self) -> bool:
-        """Whether what is begun makes progress while the rank computes, the same on all ranks."""
+        """Whether `start_...` makes progress while the rank computes, the same on all ranks."""
 
     def close(self) -> None:
-        """Release threads and communicators; the group stays. Collective."""
+        """Release threads and communicators, but not the group. Collective."""
 
 
 class Done:
@@ -66,27 +70,28 @@ class Done:
         self.result = result
 
     def wait(self) -> Tensor:
-        """The result."""
+        """The result, without waiting."""
         return self.result
 
     def done(self) -> bool:
-        """It is."""
+        """True: the result is there."""
         return True
 
 
 def connect(
     group: Group, device: torch.device | None = None, *, overlap: bool = False
 ) -> Collectives:
-    """The fitting implementation: nothing to do in a process alone, else MPI or Horovod.
+    """The collectives that fit a group: trivial for one rank, else over MPI or Horovod. Collective.
 
-    Collective over the group. It is to be closed, collectively as well.
+    The caller must close the result, which is collective, too.
 
     Args:
         group: the ranks.
-        device: where the tensors will lie. Of a GPU's, MPI takes those that it can read; if it can
-            not and Horovod runs with NCCL, Horovod does; else they go through host memory.
-        overlap: whether a thread carries out what is begun, where the implementation has no way of
-            its own: for ranks with a core to spare. It does if all ranks ask for it.
+        device: where the tensors will be; None for host memory. Tensors on a GPU are passed to MPI
+            if it can read GPU memory. Otherwise Horovod takes them if it is running with NCCL, and
+            MPI through host memory if not.
+        overlap: whether a thread of MPI's collectives carries out `start_...`, for ranks with a
+            core to spare. It does so if all ranks ask for it.
     """
     if group.comm is None:
         from hpc_train.collectives.alone import AloneCollectives
@@ -104,7 +109,7 @@ def connect(
 
 
 def _fitting_horovod(device: torch.device | None) -> Any:
-    """The module horovod.torch, where it runs and serves a device better than MPI does."""
+    """The module horovod.torch if it is running and serves a device better than MPI, else None."""
     from hpc_train.collectives.mpi import reads_gpu_memory
 
     if device is None or device.type != "cuda" or reads_gpu_memory():

@@ -1,8 +1,8 @@
-"""Collectives as steps of a differentiable computation: where tensor parallelism begins and ends.
+"""Collectives with a backward pass, for the places where tensor-parallel regions end.
 
-Between the layers that a tensor-parallel group shares, its ranks hold either all the same tensor
-("whole"), or each its part of the tokens ("cut": sequence parallelism). Each function carries a
-tensor over one border, and its backward pass carries the gradient back over it. Shoeybi et al.,
+Between the layers that a tensor-parallel group shares, its ranks either all hold the same tensor
+("whole"), or each holds its part of the tokens ("cut": sequence parallelism). Each function takes a
+tensor out of a region, and its backward pass takes the gradient back into it. Shoeybi et al.,
 "Megatron-LM", https://arxiv.org/abs/1909.08053; Korthikanti et al., "Reducing activation
 recomputation in large transformer models", https://arxiv.org/abs/2205.05198, figure 5.
 """
@@ -18,7 +18,7 @@ from hpc_train.collectives.protocol import Collectives
 
 
 class _SumForward(torch.autograd.Function):
-    """Partial sums to their sum, whole on all ranks; the gradient is whole already."""
+    """Turns partial sums into their sum, whole on all ranks; the gradient is whole already."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, over: Collectives) -> Tensor:
@@ -32,7 +32,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class _SumScatterForward(torch.autograd.Function):
-    """Partial sums of the whole to this rank's part of their sum; the gradient is gathered."""
+    """Turns partial sums into this rank's part of their sum; the gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, over: Collectives, dim: int) -> Tensor:
@@ -45,12 +45,18 @@ class _SumScatterForward(torch.autograd.Function):
 
 
 def summed(x: Tensor, over: Collectives) -> Tensor:
-    """The sum over the ranks, in place of x; all of them go on with the same. Collective."""
+    """Replace x by its sum over the ranks, the same on all of them. Collective.
+
+    The gradient passes through unchanged.
+    """
     result: Tensor = _SumForward.apply(x, over)
     return result
 
 
 def summed_and_cut(x: Tensor, over: Collectives, dim: int) -> Tensor:
-    """This rank's part, along a dimension, of the sum over the ranks. Collective."""
+    """This rank's part, along a dimension, of the sum over the ranks. Collective.
+
+    The backward pass gathers the gradient from all ranks.
+    """
     result: Tensor = _SumScatterForward.apply(x, over, dim)
     return result

@@ -1,9 +1,9 @@
-"""Sums over ranks of different nodes: a pipelined ring for slow links, or MPI's own.
+"""Sums over ranks of different nodes: a pipelined ring for slow links, or MPI's own sums.
 
-A ring is bandwidth-optimal: of n ranks each sends 2 (n - 1) / n of the data, to one neighbour only,
-so no link is asked for more than it has (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations", JPDC 69, 2009). Here the data go round in segments that do
-not wait for each other: while one is added up, others are on the wire.
+A ring is bandwidth-optimal: each of n ranks sends 2 (n - 1) / n of the data, and only to one
+neighbour, so no link is overloaded (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+for clusters of workstations", JPDC 69, 2009). Here the data go round in segments that do not wait
+for each other: while one is added up, others are on the wire.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from torch import Tensor
 from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.mpi.group import Group
 
-# Of a message: large ones cost less processor time, but several segments have to be on their way.
+# Bytes of a message. Large ones cost less processor time, but several segments must be on the wire.
 SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 15, 1 << 17
-PIPELINED = 4
-SEGMENTS = 16  # of one operation at most; each has a tag
+PIPELINED = 4  # segments of an operation, unless messages would be too small or too large
+SEGMENTS = 16  # of one operation at most; each has its own tag
 SEGMENTS_AHEAD = 2  # receives of a segment that are posted before they are waited for
 
 T = TypeVar("T")
 
 
 class Cross(Protocol):
-    """Operations over ranks of different nodes, one per node.
+    """Operations over ranks of different nodes, one rank of each node. Each method is collective.
 
-    All ranks start the same operations; those under way at the same time have different tags.
+    All ranks must start the same operations. Those under way at the same time need different tags.
+
+    Attributes:
+        group: the ranks.
+        bytes_sent: bytes that this rank has sent so far.
     """
 
     group: Group
@@ -44,19 +48,23 @@ class Cross(Protocol):
     def sum_16_(
         self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int
     ) -> Coroutine[None]:
-        """`sum_` with 16-bit numbers on the wire.
+        """Do `sum_` with 16-bit numbers on the wire.
 
-        A rank that rounds adds what was lost to its `residual`, of the shape and type of `flat`.
+        A rank that rounds adds its rounding error to its `residual`, which has the shape and dtype
+        of `flat`.
         """
 
     def gather(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
         """The ranks' payloads, (n, *shape), in the order of ranks; any dtype."""
 
     def largest(self, number: float) -> Coroutine[float]:
-        """The largest of the ranks' numbers, none NaN. All ranks start these in one order."""
+        """The largest of the ranks' numbers, none of them NaN.
+
+        It has no tag, so all ranks must start these operations in the same order.
+        """
 
     def close(self) -> None:
-        """Release what it holds. Collective."""
+        """Release communicators. Collective."""
 
 
 class Ring:
@@ -67,13 +75,13 @@ class Ring:
     """
 
     def __init__(self, group: Group) -> None:
-        from mpi4py import MPI  # this module loads without, for a process alone
+        from mpi4py import MPI  # here, so that a process alone can import this module without MPI
 
         assert group.comm is not None
         self.group = group
-        self.comm = group.comm.Dup()  # our tags are ours alone
+        self.comm = group.comm.Dup()  # so that nobody else uses these tags
         self.slots = ((MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) + 1) // SEGMENTS
-        """Operations under way at once; MPI promises tags for 2048, most have more."""
+        """Operations that can be under way at once: 2048 by the MPI standard, usually more."""
         self._started: Counter[int] = Counter()  # operations, by slot
         self._ended: Counter[int] = Counter()
         self.next = (group.rank + 1) % group.size
@@ -85,7 +93,7 @@ class Ring:
         self.comm.Free()
 
     def sum_(self, flat: Tensor, tag: int) -> Coroutine[None]:
-        """Replace a contiguous tensor by its sum over the ranks."""
+        """Replace a contiguous tensor by its sum over the ranks. Collective."""
 
         def segments(first: int) -> Coroutine[None]:
             several = _segments(flat, self.group.size)
@@ -96,7 +104,7 @@ class Ring:
     def sum_16_(
         self, flat: Tensor, dtype: torch.dtype, residual: Tensor, tag: int
     ) -> Coroutine[None]:
-        """Replace a contiguous tensor by its sum over the ranks, rounded to 16 bit on the way."""
+        """Replace a contiguous tensor by its sum, with 16-bit messages (see `Cross`)."""
 
         def segments(first: int) -> Coroutine[None]:
             several = _segments(flat, self.group.size)
@@ -109,7 +117,7 @@ class Ring:
         return self._in_turn(tag, segments)
 
     def gather(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
-        """Pass every rank's payload round."""
+        """The payloads of all ranks (see `Cross`); each goes round the ring."""
 
         def passed(first: int) -> Coroutine[Tensor]:
             whole = payload.new_empty((self.group.size, *payload.shape))
@@ -120,17 +128,23 @@ class Ring:
         return self._in_turn(tag, passed)
 
     def largest(self, number: float) -> Coroutine[float]:
-        """By MPI's own maximum, whose messages cost less than ours."""
+        """The largest of the ranks' numbers (see `Cross`)."""
         from mpi4py import MPI
 
+        # For one number MPI's own messages cost less than a ring's.
         result = array("d", [number])
         yield self.comm.Iallreduce(MPI.IN_PLACE, result, op=MPI.MAX)
         return result[0]
 
     def _in_turn(self, tag: int, operation: Callable[[int], Coroutine[T]]) -> Coroutine[T]:
-        """Carry out an operation, given its first MPI tag, after those that have the same one.
+        """Carry out an operation after earlier ones that share its slot.
 
-        MPI's tags are limited, and so there are slots. Ranks start what shares one in one order.
+        MPI's tags are limited, so each slot has SEGMENTS of them, and all operations whose tag is
+        the same modulo `slots` share a slot. All ranks start these in the same order.
+
+        Args:
+            tag: the operation's number.
+            operation: makes the coroutine, given its first MPI tag.
         """
         slot = tag % self.slots
         turn = self._started[slot]
@@ -141,29 +155,30 @@ class Ring:
         return result
 
     def _sum(self, segment: Tensor, tag: int) -> Coroutine[None]:
-        """Reduce-scatter and gather of one segment, in as many chunks as there are ranks."""
+        """Sum one segment: a reduce-scatter, then a gather, with one chunk for each rank."""
         chunks = list(segment.tensor_split(self.group.size))
         sends = []
         for receive, arrived, own, theirs in self._reduction(chunks, segment.dtype, tag):
             sends.append(self._send(chunks[own], tag))
             yield receive
             chunks[theirs].add_(arrived)
-        yield from sends  # their memory is received into
+        yield from sends  # the chunks that were sent are received into next
         yield from self._pass_round(chunks, (self.group.rank + 1) % len(chunks), tag)
 
     def _sum_16(
         self, segment: Tensor, dtype: torch.dtype, lost: Tensor, tag: int
     ) -> Coroutine[None]:
-        """`_sum` of 16-bit numbers, added up in the segment's own type."""
+        """Do `_sum` with 16-bit messages; numbers are added in the segment's own dtype."""
         n, rank = self.group.size, self.group.rank
         chunks, losses = segment.tensor_split(n), lost.tensor_split(n)
-        short = [chunk.to(dtype) for chunk in chunks]  # as they are before anything is added
+        short = [chunk.to(dtype) for chunk in chunks]  # memory; all are overwritten below
         sends = []
         for receive, arrived, own, theirs in self._reduction(chunks, dtype, tag):
             short[own] = rounded(chunks[own], dtype, losses[own])
             sends.append(self._send(short[own], tag))
             yield receive
             chunks[theirs].add_(arrived)
+        # The finished chunk is rounded here, too, so that all ranks get the same bits.
         mine = (rank + 1) % n
         short[mine] = rounded(chunks[mine], dtype, losses[mine])
         yield from sends
@@ -174,11 +189,18 @@ class Ring:
     def _reduction(
         self, chunks: Any, dtype: torch.dtype, tag: int
     ) -> Iterator[tuple[Any, Tensor, int, int]]:
-        """Of each round: the request and memory of what arrives, the chunk that goes and comes."""
+        """The rounds of a reduce-scatter, with their receives posted.
+
+        Yields:
+            The request of the receive, its memory, the number of the chunk to send, and the number
+            of the chunk that arrives.
+        """
 
         def rounds() -> Iterator[tuple[Any, Tensor, int, int]]:
             n, rank = self.group.size, self.group.rank
             for number in range(n - 1):
+                # The chunk that arrives in one round has this rank's numbers added and is sent in
+                # the next. After n - 1 rounds chunk rank + 1 has the numbers of all ranks.
                 own, theirs = (rank - number) % n, (rank - number - 1) % n
                 arrived = torch.empty(len(chunks[theirs]), dtype=dtype)
                 yield self._receive(arrived, tag), arrived, own, theirs
@@ -186,7 +208,7 @@ class Ring:
         return _some_ahead(rounds())
 
     def _pass_round(self, chunks: list[Tensor], mine: int, tag: int) -> Coroutine[None]:
-        """Give all ranks all chunks, of which this rank has `mine` and the one before mine - 1."""
+        """Give all ranks all chunks: this rank has chunk `mine`, the rank before it mine - 1."""
         n = len(chunks)
         receives = (self._receive(chunks[(mine - step - 1) % n], tag) for step in range(n - 1))
         sends = []
@@ -207,13 +229,13 @@ class Ring:
 
 
 class Library(Ring):
-    """`Ring`, but whole sums are left to the MPI library, which knows large machines.
+    """A `Ring` whose exact sums are computed by the MPI library, which knows large machines.
 
-    All ranks must start its sums in the same order.
+    All ranks must start these sums in the same order.
     """
 
     def sum_(self, flat: Tensor, tag: int) -> Coroutine[None]:
-        """Replace a contiguous tensor by its sum over the ranks."""
+        """Replace a contiguous tensor by its sum over the ranks. Collective."""
         from mpi4py import MPI
 
         from hpc_train.collectives import mpi
@@ -221,7 +243,7 @@ class Library(Ring):
         n = self.group.size
         self.bytes_sent += 2 * (n - 1) * flat.nbytes // n
         datatype = mpi.MPI_TYPES[flat.dtype]
-        # All are begun at once: later ones would come in another order on another rank.
+        # All pieces are begun at once: begun later, their order could differ between ranks.
         yield from [
             self.comm.Iallreduce(MPI.IN_PLACE, [piece, datatype], op=MPI.SUM)
             for piece in mpi.pieces(flat.detach())
@@ -229,10 +251,10 @@ class Library(Ring):
 
 
 def _some_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The items, of which AHEAD have been made when the first of them is used.
+    """The items; SEGMENTS_AHEAD of them are made before the first one is used.
 
-    A ring of many ranks would else have as many receives in the list that MPI searches for each
-    message.
+    If all receives of a large ring were posted at once, MPI would search a long list of them for
+    each message.
     """
     made = deque(itertools.islice(items, SEGMENTS_AHEAD))
     while made:
@@ -247,12 +269,12 @@ def _segments(flat: Tensor, n: int) -> list[Tensor]:
 
 
 def rounded(chunk: Tensor, dtype: torch.dtype, lost: Tensor) -> Tensor:
-    """The chunk in another type; what that loses is added to `lost`."""
+    """The chunk in another dtype; the rounding error is added to `lost`."""
     short = chunk.to(dtype)
     lost.add_(chunk).sub_(short)
     return short
 
 
 def _bytes(chunk: Tensor) -> Any:
-    """What mpi4py takes, and keeps as long as the request lives."""
+    """A chunk's bytes as a buffer for mpi4py, which keeps it until the request is done."""
     return chunk.detach().view(-1).view(torch.uint8).numpy()

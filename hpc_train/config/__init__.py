@@ -1,7 +1,9 @@
-"""The configuration of a training.
+"""The configuration of a run.
 
-sections.py  one frozen dataclass per section, which checks its own values
-file.py      from a YAML file and dotted options to the sections
+sections.py   one frozen dataclass per section, which checks its own values
+file.py       makes the sections from a YAML file and dotted options
+keys.py       reads a YAML file and checks its keys; also for machines and sites
+durations.py  reads and writes time spans
 """
 
 from hpc_train.config.sections import CheckpointSection as CheckpointSection

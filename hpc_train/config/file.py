@@ -1,8 +1,7 @@
-"""From a YAML file and dotted options to a configuration; mistakes are named with their key."""
+"""Make a configuration from a YAML file and dotted options. An error names the wrong key."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from argparse import ArgumentError
@@ -11,47 +10,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from hpc_train.config import RunConfig
+from hpc_train.config import RunConfig, keys
 from hpc_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 DESCRIPTION = (
-    "Train a model; a YAML file, then --section.key options, which win over it. With --cold every "
-    "rank imports its libraries itself, in place of one process per node for all."
+    "Train the model of a configuration file. --section.key options override the file. By default "
+    "one process per node imports the libraries for all its ranks; with --cold each rank does."
 )
 
 SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
 KEYS = {f"{name}.{key.name}": key for name, section in SECTIONS.items() for key in fields(section)}
-
-
-def check_key(key: str) -> None:
-    """Refuse a key that does not exist.
-
-    Args:
-        key: dotted, such as "run.steps".
-
-    Raises:
-        ConfigError: naming the nearest right key.
-    """
-    if key not in KEYS:
-        raise ConfigError(f"unknown key {key}", _suggestion(key))
-
-
-def _suggestion(key: str) -> str:
-    section, _, name = key.rpartition(".")
-    within = [known.name for known in fields(SECTIONS[section])] if section in SECTIONS else []
-    near = [f"{section}.{match}" for match in difflib.get_close_matches(name, within, n=1)]
-    near += [known for known in KEYS if known.endswith(f".{name}")]
-    near += difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
-    if near:
-        return f"did you mean {near[0]}?"
-    if within:
-        return f"{section} has {', '.join(within)}"
-    return f"the sections are {', '.join(SECTIONS)}"
 
 
 def _expected(key: str) -> str:
@@ -63,29 +34,20 @@ def _expected(key: str) -> str:
 
 
 def check_file(path: Path) -> None:
-    """Check that a file holds sections of known keys; their values are checked by `load`.
+    """Check that a file holds sections of known keys. `load` checks their values.
 
     Raises:
-        ConfigError: the file cannot be read, is not such a file, or has an unknown key.
+        ConfigError: the file cannot be read, is no configuration, or has an unknown key.
     """
-    try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", "give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} is not a configuration", "start it with a section, such as run:")
-    for section, keys in tree.items():
-        if not isinstance(keys, dict):
-            if section in SECTIONS:
-                raise ConfigError(
-                    f"{path}: section {section} is {keys!r}", "write its keys below it"
-                )
-            check_key(str(section))
-            continue
-        for key in keys:
-            check_key(f"{section}.{key}")
+    for name, section in keys.read_mapping(path, "configuration").items():
+        if name in SECTIONS:
+            keys.check_fields(section, SECTIONS[name], path, name, KEYS)
+        elif isinstance(section, dict) and section:
+            # The keys of an unknown section tell which section was meant.
+            for key in section:
+                keys.check_key(f"{name}.{key}", KEYS, path)
+        else:
+            keys.check_key(str(name), KEYS, path)
 
 
 def check_options(options: Sequence[str]) -> None:
@@ -99,7 +61,7 @@ def check_options(options: Sequence[str]) -> None:
     for option in options:
         name = option.partition("=")[0]
         if name.startswith("--") and "." in name:
-            check_key(name[2:].removesuffix("+"))
+            keys.check_key(name[2:].removesuffix("+"), KEYS)
 
 
 @functools.cache
@@ -107,10 +69,11 @@ def config_parser(*, documented: bool) -> ArgumentParser:
     """The command-line parser of a run's configuration, made from the dataclasses.
 
     Args:
-        documented: with the text of every key, for the help; reading the texts takes most of the
-            time that making the parser takes.
+        documented: whether the help has the text of every key. Reading these texts takes most of
+            the time that the parser takes.
     """
-    from jsonargparse import ArgumentParser, set_parsing_settings  # not for users' own loops
+    # Loaded here, because users' own loops load this module and need no parser.
+    from jsonargparse import ArgumentParser, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
     made = ArgumentParser(prog="hpc-train train", exit_on_error=False, description=DESCRIPTION)
@@ -121,13 +84,13 @@ def config_parser(*, documented: bool) -> ArgumentParser:
 
 
 def split(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """The path of CONFIG.yaml, if the arguments begin with one, and the options behind it."""
+    """Split arguments into the path of CONFIG.yaml, or None, and the options after it."""
     given = bool(arguments) and not arguments[0].startswith("-")
     return (arguments[0], arguments[1:]) if given else (None, arguments)
 
 
 def separate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A verb's own arguments, and the dotted options with their values that are the training's."""
+    """Split a verb's arguments into its own and the dotted options of the configuration."""
     own: list[str] = []
     options: list[str] = []
     target = own
@@ -146,10 +109,10 @@ def separate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def load(path: str | Path | None = None, options: Sequence[str] = ()) -> RunConfig:
-    """Make a configuration from a YAML file and dotted options, which win over the file.
+    """Make a configuration from a YAML file and dotted options, which override the file.
 
     Args:
-        path: the file; without one, the defaults.
+        path: the file; None takes the defaults.
         options: as on the command line: ["--run.steps", "100", "--model.layers=2"].
 
     Raises:

@@ -1,20 +1,20 @@
 """The configuration: one frozen dataclass per section.
 
-`file.py` makes them from YAML and options. A part takes its own section, never the
-whole. Values are checked where they are made, so that a configuration that exists is sound by
-itself; what depends on the number of ranks or on the data is checked by the part that knows them.
+`file.py` makes them from YAML and options. Each part of the package takes its own section, never
+the whole. A section checks its values when it is made, so every configuration that exists is valid
+by itself. What depends on the number of ranks or on the data is checked by the part that knows it.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import yaml
 
 from hpc_train.compression import parse_scheme as parse_compression
+from hpc_train.config.durations import TIME_FORMS, parse_duration
 from hpc_train.errors import ConfigError
 
 
@@ -43,8 +43,9 @@ class RunSection:
     deterministic: bool = False
     """Make repeated runs of one layout give the same bits."""
     time_limit: str | int | None = "auto"
-    """Time since the program's start before which it stops with a checkpoint, in seconds or as
-    HH:MM:SS. With auto it stops before the end of its SLURM or PBS job, if it is in one."""
+    """Time after the program's start, in seconds, as HH:MM:SS, as D-HH:MM:SS or as 1h30m. The
+    program stops with a checkpoint before it is over. With auto it stops before the end of its
+    SLURM or PBS job, if it is in one."""
     hang_timeout: float = 1800.0
     """Seconds that a rank waits for another before the job ends with an error. 0 disables the
     limit."""
@@ -63,25 +64,25 @@ class RunSection:
         _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
         _at_least(self, "run", hang_timeout=0, hang_steps=0)
         if self.seed >= 1 << 63:
-            raise ConfigError(f"run.seed is {self.seed}", "give one below 2**63")
+            raise ConfigError(f"run.seed is {self.seed}", "give a number below 2**63")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError("run.steps and run.epochs are both given", "give one of them")
         self.time_limit_seconds()
 
     def time_limit_seconds(self) -> int | None:
-        """The time limit in seconds; None if there is none of the run's own.
+        """The time limit in seconds. None if there is none, or if it is auto.
 
         Raises:
-            ConfigError: it is neither seconds nor HH:MM:SS.
+            ConfigError: it is not a time span.
         """
         if self.time_limit in (None, "auto"):
             return None
-        text = str(self.time_limit)
-        if not re.fullmatch(r"\d+|\d+:[0-5]?\d:[0-5]?\d", text):
-            raise ConfigError(f"run.time_limit is {text!r}", "give seconds, HH:MM:SS or auto")
-        *hours_minutes, seconds = (int(part) for part in text.split(":"))
-        hours, minutes = hours_minutes or (0, 0)
-        return hours * 3600 + minutes * 60 + seconds
+        seconds = parse_duration(str(self.time_limit))
+        if seconds is None:
+            raise ConfigError(
+                f"run.time_limit is {self.time_limit!r}", f"give seconds, {TIME_FORMS}, or auto"
+            )
+        return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,18 +171,19 @@ class ParallelSection:
         _at_least(self, "parallel", dp=1, tp=1, pp=1, virtual_stages=1)
         if self.schedule != "interleaved" and (self.virtual_stages or 1) > 1:
             raise ConfigError(
-                f"parallel.virtual_stages is {self.virtual_stages}, the schedule {self.schedule}",
+                f"parallel.virtual_stages is {self.virtual_stages}, but parallel.schedule is "
+                f"{self.schedule}",
                 "use --parallel.schedule interleaved, or leave virtual_stages out",
             )
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError(
                 "parallel.sequence_parallel is on, but parallel.tp is 1",
-                "set parallel.tp, or leave it off",
+                "set parallel.tp, or leave sequence_parallel out",
             )
 
     @property
     def chunks(self) -> int:
-        """Runs of layers that each pipeline rank has."""
+        """Number of virtual stages of each pipeline rank."""
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 
@@ -216,27 +218,28 @@ class GradientsSection:
     def _check_horovod(self, compression: str) -> None:
         if self.engine == "horovod" and self.two_level == "on":
             raise ConfigError(
-                "gradients.two_level is on, gradients.engine horovod", "use --gradients.engine mpi"
+                "gradients.two_level is on, but gradients.engine is horovod",
+                "use --gradients.engine mpi",
             )
         if self.engine == "horovod" and compression not in ("none", "fp16"):
             raise ConfigError(
-                f"gradients.compression is {self.compression}, gradients.engine horovod",
+                f"gradients.compression is {self.compression}, but gradients.engine is horovod",
                 "use --gradients.engine mpi, or compression fp16",
             )
         if self.reduction == "adasum" and self.engine != "horovod":
             raise ConfigError(
-                f"gradients.reduction is adasum, gradients.engine {self.engine}",
+                f"gradients.reduction is adasum, but gradients.engine is {self.engine}",
                 "use --gradients.engine horovod",
             )
         if self.reduction == "adasum" and compression != "none":
             raise ConfigError(
-                f"gradients.reduction is adasum, gradients.compression {self.compression}",
+                f"gradients.reduction is adasum, but gradients.compression is {self.compression}",
                 "leave gradients.compression out",
             )
 
     @property
     def bucket_bytes(self) -> int | None:
-        """The size of the buckets, if it is given."""
+        """Size of the buckets in bytes; None if it is not given."""
         return None if self.bucket_mb is None else max(1, int(self.bucket_mb * (1 << 20)))
 
 
@@ -278,8 +281,8 @@ class PrecisionSection:
     """Number formats."""
 
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """float32 and float64 are the format of everything. bfloat16 and float16 are that of matrix
-    products (torch.autocast)."""
+    """With float32 and float64 all numbers have that format. With bfloat16 and float16 matrix
+    products have it (torch.autocast), and parameters are float32."""
     matmul: Literal["auto", "onednn", "torch"] = "auto"
     """The library that multiplies the float32 matrices of linear layers on CPUs: onednn, or torch's
     own. auto takes the one that was measured to be faster on this kind of processor."""
@@ -288,7 +291,7 @@ class PrecisionSection:
         if self.matmul == "onednn" and self.dtype != "float32":
             raise ConfigError(
                 f"precision.matmul is onednn, but precision.dtype is {self.dtype}",
-                "leave precision.matmul out: it is about float32",
+                "leave precision.matmul out: it applies to float32 only",
             )
 
     @property
@@ -347,13 +350,13 @@ class CheckpointSection:
         _at_least(self, "checkpoint", keep=0, keep_every=0, keep_best=0)
         if self.weights and self.resume not in ("auto", "none"):
             raise ConfigError(
-                "checkpoint.resume names a file, and checkpoint.weights is given",
-                "leave out weights to go on with the optimizer's state, or else resume",
+                "checkpoint.resume names a file, but checkpoint.weights is given",
+                "leave out weights to resume with the optimizer's state, or leave out resume",
             )
         if (self.include or self.exclude) and not self.weights:
             raise ConfigError(
                 "checkpoint.include and exclude choose from checkpoint.weights, which is not given",
-                "give it, or leave them out",
+                "give checkpoint.weights, or leave them out",
             )
 
 
@@ -375,13 +378,13 @@ class RunConfig:
         zero, gradients = self.memory.zero == 1, self.gradients
         if zero and gradients.engine == "horovod":
             raise ConfigError(
-                "memory.zero is 1, gradients.engine horovod",
+                "memory.zero is 1, but gradients.engine is horovod",
                 "use --gradients.engine mpi",
             )
         if zero and gradients.two_level == "off":
             raise ConfigError(
-                "memory.zero is 1, gradients.two_level off",
-                "leave one out: zero sums in the memory of nodes",
+                "memory.zero is 1, but gradients.two_level is off",
+                "leave one out: memory.zero sums in the shared memory of a node",
             )
         if gradients.average_every > 1 and (
             zero or gradients.engine == "horovod" or gradients.compression != "none"
@@ -392,8 +395,8 @@ class RunConfig:
             )
         if gradients.reduction == "adasum" and self.optimizer.clip_norm:
             raise ConfigError(
-                f"optimizer.clip_norm is {self.optimizer.clip_norm}, gradients.reduction adasum: "
-                "the replicas' gradients have no common norm",
+                f"optimizer.clip_norm is {self.optimizer.clip_norm}, but with gradients.reduction "
+                "adasum the replicas' gradients have no common norm",
                 "leave optimizer.clip_norm out",
             )
 

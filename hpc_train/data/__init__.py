@@ -1,1 +1,1 @@
-"""HDF5 shards, sample order and the loader; ranks appear only as two integers."""
+"""HDF5 shards, sample order and the loader. The rank and their number are passed as integers."""

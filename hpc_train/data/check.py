@@ -1,8 +1,8 @@
-"""Whether a data folder is what its manifest says. Takes neither torch nor an HDF5 library.
+"""Check that a data folder matches its manifest, without torch and without an HDF5 library.
 
-At opening, what is cheap: each file's size, and that what stands around its tokens tells of just
-these tokens. `damage` reads all of them. Nothing is parsed: the HDF5 library is not made for
-damaged files, and ends the process at some of them.
+`check_shards` is cheap and runs whenever a folder is opened. It compares each file's size, and
+looks in the bytes around the tokens for the HDF5 fields that describe these tokens. `damage` reads
+all tokens. Nothing parses HDF5, because the HDF5 library ends the process at some damaged files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpc_train.data.manifest import PREPARE_AGAIN, TOKEN_BYTES, Manifest, Shard
 from hpc_train.errors import DataError
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
-AROUND_BYTES = 1 << 20  # before the tokens, and behind them; HDF5 takes some KiB
+AROUND_BYTES = 1 << 20  # most bytes before the tokens, and behind them; HDF5 takes some KiB
 PIECE_BYTES = 8 << 20
 
 
@@ -37,10 +37,10 @@ def check_shards(
     Args:
         directory: the data folder.
         manifest: its manifest.
-        shards: those to check, in place of all.
+        shards: the shards to check; by default all.
 
     Raises:
-        DataError: one is missing, truncated, or not the one that the manifest describes.
+        DataError: a shard is missing, truncated, or not the one that the manifest describes.
     """
     for shard in every_shard(manifest) if shards is None else shards:
         check_shard(directory / shard.name, shard, manifest.dtype)
@@ -56,7 +56,7 @@ def check_shard(path: Path, shard: Shard, dtype: str) -> None:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise DataError(f"shard {path} is no file", PREPARE_AGAIN)
+            raise DataError(f"shard {path} is not a file", PREPARE_AGAIN)
         if found.st_size != shard.file_bytes:
             raise DataError(
                 f"shard {path} has {found.st_size} bytes, its manifest says {shard.file_bytes}",
@@ -72,14 +72,14 @@ def check_shard(path: Path, shard: Shard, dtype: str) -> None:
     finally:
         os.close(descriptor)
     if not before.startswith(SIGNATURE):
-        raise DataError(f"shard {path} is damaged (it is no HDF5 file)", PREPARE_AGAIN)
+        raise DataError(f"shard {path} is damaged (it is not an HDF5 file)", PREPARE_AGAIN)
     around = before + behind
     if not all(re.search(label, around, re.DOTALL) for label in _labels(shard, dtype)):
         raise _foreign(path)
 
 
 def _open(path: Path) -> int:
-    try:  # without waiting: for the writer of a pipe it would be for ever
+    try:  # O_NONBLOCK, because opening a pipe that nobody writes to would wait forever
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise DataError(f"shard {path} is missing", PREPARE_AGAIN) from None
@@ -92,7 +92,7 @@ def _foreign(path: Path) -> DataError:
 
 
 def _labels(shard: Shard, dtype: str) -> list[bytes]:
-    """What an HDF5 file with these tokens holds outside of them, as regular expressions.
+    """Regular expressions for what an HDF5 file with these tokens holds around them.
 
     The fields are those of the HDF5 file format specification, IV.A.2: a fixed-point datatype
     (class 0, little-endian, unsigned) and a contiguous layout (class 1, address, size), each
@@ -111,13 +111,16 @@ def _labels(shard: Shard, dtype: str) -> list[bytes]:
 def damage(
     path: Path, shard: Shard, dtype: str, tell: Callable[[int], None] = lambda count: None
 ) -> str | None:
-    """Read all of a shard's tokens; returns what is wrong with it, or None. Takes 8 MiB of memory.
+    """Read all tokens of a shard and compare their hash. Takes 8 MiB of memory.
 
     Args:
-        path: the file.
-        shard: what the manifest says of it.
-        dtype: of the tokens.
-        tell: is told after each piece how many bytes it had.
+        path: the shard's file.
+        shard: the manifest's entry for it.
+        dtype: the tokens' type.
+        tell: is called after each piece with the piece's number of bytes.
+
+    Returns:
+        What is wrong with the shard, in words; None if nothing is.
     """
     try:
         check_shard(path, shard, dtype)

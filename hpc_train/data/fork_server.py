@@ -1,7 +1,8 @@
-"""The process that workers are forked from: Python's fork server, without MPI.
+"""Start the process that forks worker processes: Python's fork server, without MPI.
 
-A process that uses MPI must not start others. `start_workers` starts the fork server before MPI. A
-rank that was started warm can have it at any time, from the server that has forked the rank.
+A process that uses MPI must not start other processes. So `start_workers` starts the fork server
+before MPI. A rank that was started warm can get a fork server at any time, from the server that
+has forked the rank.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hpc_train.errors import UserError
 from hpc_train.warm import beside
 from hpc_train.warm.meeting import Cold
 
-# What a launcher tells a rank: a worker that loads MPI must not take itself for this rank.
+# Launchers' variables, which workers do not get: one that loads MPI would take itself for its rank.
 OF_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "HOROVOD_")
 IN_WORKERS = {
     "MPI4PY_RC_INITIALIZE": "0",
@@ -38,18 +39,19 @@ OF_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 GUARD = re.compile(r"^if\b.*__name__.*__main__", re.MULTILINE)
 
 _state: Callable[[], str] | None = None
-"""Tells why the fork server cannot be asked, "" if it can; None: it was not started."""
+"""Returns why the fork server cannot be used, or "" if it can. None if it was not started."""
 
 
 def start_workers() -> None:
     """Start the process that worker processes are forked from; call it before MPI starts.
 
     Every rank calls it, before `hpc_train.run`, in the part of the script below
-    `if __name__ == "__main__":`. It returns at once. A second call does nothing, and neither does
-    one in a worker, which imports the script. The workers run on the cores that the rank has now.
+    `if __name__ == "__main__":`. It returns at once. A second call does nothing. A call in a worker
+    does nothing either, as workers import the script. The workers run on the cores that the rank
+    has at the time of the call.
 
     Raises:
-        UserError: MPI runs already, or the script does its work when it is imported.
+        UserError: MPI runs already, or the script has no line `if __name__ == "__main__":`.
     """
     if _in_worker() or (_state is not None and not _state()):
         return
@@ -67,9 +69,9 @@ def start_workers() -> None:
 
 
 def why_no_processes() -> str:
-    """Why samples cannot be read by worker processes; "" if they can.
+    """The reason why worker processes cannot read samples; "" if they can.
 
-    In a rank that was started warm, this starts the process that forks them.
+    In a rank that was started warm, this call starts the process that forks the workers.
     """
     if _in_worker():
         return "this is a worker itself"
@@ -92,7 +94,8 @@ def _start_cold() -> None:
     try:
         with _environment_of_workers():
             resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, OF_RANK)  # which that has unblocked
+            # ensure_running has unblocked them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, OF_RANK)
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -112,10 +115,10 @@ def _start_cold() -> None:
 
 
 def _start_warm() -> None:
-    """Have the server that has forked this rank fork Python's fork server.
+    """Ask the server that has forked this rank to fork Python's fork server, too.
 
     Raises:
-        Cold: no server has forked this rank, or the server does not do it.
+        Cold: no server has forked this rank, or the server does not fork another process.
     """
     server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker
@@ -153,7 +156,7 @@ def _start_warm() -> None:
 
 
 def _pipe(lent: ExitStack, kept: ExitStack) -> tuple[int, int]:
-    """A pipe whose ends are closed by two stacks: the one that is read, and the other."""
+    """A pipe. The stack `lent` closes its reading end, the stack `kept` its writing end."""
     reading, writing = os.pipe()
     lent.callback(os.close, reading)
     kept.callback(os.close, writing)
@@ -176,7 +179,7 @@ def _serve(listener: int, alive: int, tracked: int | None = None) -> None:
 
 
 def _use(state: Callable[[], str]) -> None:
-    """Have Python use the helper processes as they are; it would start others by a fork."""
+    """Make Python use the helper processes that run; by itself it would fork new ones."""
     global _state
     _state = state
 
@@ -205,17 +208,17 @@ def _check_guard() -> None:
     name = getattr(main.__spec__, "name", "") or ""
     file = getattr(main, "__file__", None)
     if file is None or name.endswith("__main__"):
-        return  # which workers do not import
+        return  # workers import neither a package's __main__ nor a program without a file
     with suppress(OSError, UnicodeDecodeError):
         if not GUARD.search(Path(file).read_text()):
             raise UserError(
                 f'workers import {file}, and it has no line `if __name__ == "__main__":`',
-                "put what the script does below such a line",
+                "put the code of the script below such a line",
             )
 
 
 def _of_workers(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """The environment of workers, from that of their rank."""
+    """The environment of workers, made from the rank's."""
     names = tuple(map(os.fsencode, OF_LAUNCHERS))
     kept = {name: value for name, value in environ.items() if not name.startswith(names)}
     return kept | {os.fsencode(n): os.fsencode(value) for n, value in IN_WORKERS.items()}

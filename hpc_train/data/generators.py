@@ -1,4 +1,4 @@
-"""The random generators that a data set can draw from, in one form."""
+"""Find the random generators that a data set can draw from, and give them one interface."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 
 from hpc_train.seeds import mix
 
-DEPTH = 4  # of attributes of attributes in which a data set's own generators are looked for
-MOST_OBJECTS = 1000  # objects that are looked at
+DEPTH = 4  # levels of attributes of attributes that are searched for a data set's own generators
+MOST_OBJECTS = 1000  # most objects that are searched
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Generator:
     """A random generator.
 
     Args:
-        name: for messages.
-        get: gives its state.
-        put: takes a state that `get` has given.
-        seed: begins anew from an integer of 63 bits.
-        key: of a state; two states are the same if these are equal.
+        name: its name, for messages.
+        get: returns its state.
+        put: sets a state that `get` has returned.
+        seed: seeds it with an integer of 63 bits.
+        key: maps a state to a value that can be compared; two states with equal keys are the same.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Generator:
 
 
 def of_process() -> list[Generator]:
-    """Those that all code of the process shares: torch's, NumPy's and Python's."""
+    """The generators that all code of the process shares: torch's, NumPy's and Python's."""
     return [
         _torch("torch's", torch.default_generator),
         _numpy_state("NumPy's", np.random),
@@ -48,7 +48,7 @@ def of_process() -> list[Generator]:
 
 
 def of_gpu() -> list[Generator]:
-    """That of the GPU in use, if one is."""
+    """The generator of the GPU in use, or an empty list if torch uses no GPU."""
     if not torch.cuda.is_initialized():
         return []
     device = torch.cuda.current_device()
@@ -56,12 +56,12 @@ def of_gpu() -> list[Generator]:
 
 
 def own(holder: Any) -> list[Generator]:
-    """Those that an object has as attributes, or in what it has as attributes."""
+    """The generators that an object has as attributes, or as attributes of attributes."""
     return [_wrapped(found) for found in _held(holder)]
 
 
 def seed_beside_torch(number: int) -> None:
-    """Seed NumPy's and Python's generators of the process: torch's is seeded in many ways."""
+    """Seed NumPy's and Python's generators of the process. Callers seed torch's by themselves."""
     np.random.seed(mix(number, 1) & 0xFFFFFFFF)
     random.seed(mix(number, 2))
 

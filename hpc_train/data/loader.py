@@ -1,4 +1,4 @@
-"""The loader: for each step, this rank's micro-batches, read ahead where that is safe."""
+"""The loader delivers this rank's micro-batches of each step. It reads ahead where that is safe."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hpc_train.errors import ConfigError, HpcTrainError, RankError, UserError
 
 logger = logging.getLogger(__name__)
 
-LOADER_POLL_SECONDS = 0.1  # seconds between two looks at what else may have happened
-DATA_SET_PATIENCE = 5.0  # seconds for a data set to return when nobody wants its samples any more
+LOADER_POLL_SECONDS = 0.1  # seconds between checks for stop requests and dead workers
+DATA_SET_PATIENCE = 5.0  # seconds that `close` waits for the data set to return
 
 
 class GivenUp(Exception):
-    """Whoever waits for a step has something else to do."""
+    """The loader's `give_up` has returned True while a step was awaited."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's share of a batch, or a part of it that is computed at once.
+    """Consecutive samples of a step's batch: a rank's share, or one of its micro-batches.
 
     Args:
-        first: place of its first sample in the step's whole batch.
+        first: position of the first sample in the step's whole batch.
         count: number of samples.
     """
 
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of a batch with its data: what the data set's `fetch` or torch's collation gave."""
+    """A part of a batch and its data, as the data set's `fetch` or the collate_fn returned it."""
 
     part: Part
     data: Any
@@ -66,7 +66,7 @@ def cut(batch: int, ranks: int, rank: int, micro_batch: int | None = None) -> li
         micro_batch: samples per micro-batch; by default the rank's whole share.
 
     Returns:
-        The rank's micro-batches, consecutive in the batch.
+        The rank's micro-batches, in order and without gaps.
 
     Raises:
         ConfigError: the batch cannot be cut evenly.
@@ -85,30 +85,31 @@ def cut(batch: int, ranks: int, rank: int, micro_batch: int | None = None) -> li
 
 
 class Loader:
-    """Steps `first_step` to `last_step`, in order; iterate over it once.
+    """Delivers the steps `first_step` to `last_step` in order. Iterate over it once.
 
-    Random numbers that the data set draws belong to the order's seed, the step, and the sample's
-    place in its batch (see `Reader`). A thread reads ahead if the first step shows that the data
-    set draws none: else it would disturb the generators of whoever computes meanwhile. Worker
-    processes read ahead in any case, as they share no generators. All give the same batches.
+    Random numbers that the data set draws depend only on the order's seed, the step, and the
+    sample's position in its batch (see `Reader`). A thread reads ahead only if the data set draws
+    none in the first step: it would otherwise disturb the generators that the model draws from.
+    Worker processes always read ahead, as they have generators of their own. The batches are the
+    same in all cases.
 
     Args:
-        dataset: `len(dataset)` samples, as `Reader` takes them; or a reader of such.
+        dataset: a data set that `Reader` takes, or a `Reader`.
         order: which samples belong to which step.
         parts: this rank's micro-batches, from `cut`.
         first_step, last_step: the steps to deliver.
-        prefetch: steps read ahead by a thread; with 0 they are read when they are asked for.
-        workers: processes that read, each one micro-batch ahead at least, if `start_workers` has
-            been called and the data set can be pickled; else as many threads, each from a copy of
-            the data set.
+        prefetch: number of steps that a thread reads ahead; with 0 each is read when it is needed.
+        workers: number of worker processes, each of which reads at least one micro-batch ahead.
+            They need a call of `start_workers` and a data set that can be pickled. Without these,
+            as many threads read, all but the first from copies of the data set.
         collate_fn: as `Reader` takes it.
 
     Raises:
-        UserError: a collate_fn for a data set with `fetch`.
+        UserError: a collate_fn was given for a data set with `fetch`.
         ConfigError: prefetch or workers is negative.
 
-    `give_up` is asked before a micro-batch is read, and while a step read ahead is waited for;
-    if it gives True, iterating raises `GivenUp`.
+    The attribute `give_up` is a function. The loader calls it before it reads a micro-batch and
+    while it waits for a step. If it returns True, iterating raises `GivenUp`.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Loader:
                 self._start(self._read_ahead, rest, self._functions())
             elif self.ahead and number == self.steps.start:
                 logger.info(
-                    "the data set draws random numbers (%s): none is read ahead",
+                    "the data set draws random numbers (%s): no batch is read ahead",
                     self.reader.sources,
                 )
             yield step
@@ -181,14 +182,14 @@ class Loader:
             )
 
     def close(self) -> None:
-        """Stop threads and workers, but leave a thread behind if the data set does not return."""
+        """Stop threads and workers. If the data set does not return, its thread is left running."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(DATA_SET_PATIENCE)
         if self._processes is not None:
             self._processes.kill()
         elif self._thread is not None and self._thread.is_alive():
-            logger.warning("the data set still reads a sample, and is not waited for")
+            logger.warning("the data set is still reading a sample; the loader closes without it")
 
     def _next(self, number: int) -> Step:
         item = None
@@ -211,8 +212,8 @@ class Loader:
         step = self._read(item)
         if self.reader.drawn:
             raise UserError(
-                f"the data set draws random numbers ({self.reader.sources}) in step {item}, and "
-                "drew none in the first step, so that it was read ahead",
+                f"the data set draws random numbers ({self.reader.sources}) in step {item}. In the "
+                "first step it drew none, so batches were read ahead",
                 f"set {'workers and ' if self.workers else ''}prefetch to 0",
             )
         self._looked.set()
@@ -221,7 +222,7 @@ class Loader:
     def _check_workers(self, number: int, timeout: float = 0.0) -> None:
         if self._processes is not None and (how := self._processes.dead(timeout)):
             raise RankError(
-                f"a worker that read samples of step {number}, or of one after it, ended by {how}",
+                f"a worker that read samples of step {number} or a later one ended with {how}",
                 "if memory was short, use fewer workers",
             )
 
@@ -256,9 +257,9 @@ class Loader:
         try:
             threads = Threads(read, self._stop) if len(read) > 1 else None
             while numbers and not self._stop.is_set():
-                # A data set that drew nothing in the first step may draw later, which no thread
-                # could tell from what the model draws. So some steps are left to the main one:
-                # 1, 2, 4, 8 ... after the first.
+                # A data set that drew nothing in the first step may draw later. In this thread that
+                # could not be told from what the model draws. So the main thread reads some steps
+                # itself: those 1, 2, 4, 8 ... after the first.
                 if (numbers.start - self.steps.start).bit_count() == 1:
                     self._put(numbers.start)
                     self._wait()
@@ -275,7 +276,7 @@ class Loader:
             self._put(error)
 
     def _functions(self) -> list[Callable[[Task], Any]]:
-        """What the threads read with: a copy of the data set for each, as a process would have."""
+        """For each thread a function that reads a task. All but the first read from copies."""
         readers = [self.reader]
         try:
             copies = [copy.deepcopy(self.reader.dataset) for _ in range(self.workers - 1)]

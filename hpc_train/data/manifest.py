@@ -1,7 +1,7 @@
-"""The manifest of a prepared data folder: which shards there are, and what is in each.
+"""The manifest of a prepared data folder: a list of its shards and of their contents.
 
-`manifest.json` is written last, so a folder that has one is complete. It tells where each shard's
-tokens start in its file: readers go there directly and never open HDF5 in the training loop.
+`manifest.json` is written last, so a folder that has one is complete. It has the offset of each
+shard's tokens in its file. Readers read there directly and never open HDF5 in the training loop.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FILE_NAME = "manifest.json"
 FORMAT = "hpc_train.tokens/1"
 PREPARE_AGAIN = "run `hpc-train prepare` again into a new folder"
 SPLITS = ("train", "validation")
-# What tokens may be, with the bytes of each. Bytes of a file that became numbers of another kind,
-# such as Python objects, would be a way into this process's memory.
+# The types of tokens, and the bytes of one token. No other types are read: a file could otherwise
+# ask for Python objects, whose bytes are addresses in this process's memory.
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
-LARGEST_SIZE = 1 << 62  # sizes and sums of them stay below it, and so within 64 bits
-FILE_BYTES = 1 << 28  # a manifest has some 200 bytes per shard
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # of a file in the folder itself
+LARGEST_SIZE = 1 << 62  # limit of sizes and their sums, so that they fit into 64 bits
+FILE_BYTES = 1 << 28  # largest manifest; one has some 200 bytes per shard
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a file in the folder itself
 HASH = re.compile(r"[0-9a-f]{32}")
 
 
@@ -37,7 +37,7 @@ class Shard:
         name: file name in the data folder.
         file_bytes: size of the whole file.
         tokens: number of tokens.
-        offset: byte of the file at which the first token lies.
+        offset: position of the first token in the file, in bytes.
         hash: xxh3-128 of the tokens' bytes, hexadecimal.
     """
 
@@ -48,7 +48,7 @@ class Shard:
     hash: str
 
     def nbytes(self, dtype: str) -> int:
-        """Bytes of its tokens, which are of that type."""
+        """Size of the tokens in bytes, if their type is `dtype`."""
         return self.tokens * TOKEN_BYTES[dtype]
 
 
@@ -57,11 +57,11 @@ class Manifest:
     """A prepared data folder.
 
     Args:
-        vocab: number of different tokens there can be.
+        vocab: vocabulary size; tokens are numbers below it.
         dtype: the tokens' type, little-endian: uint8, uint16 or uint32.
         tokenizer: "bytes", or the name of the tokenizer file in the folder.
         documents: number of texts that the tokens come from.
-        splits: the shards of "train" and, where there are any, "validation".
+        splits: the shards of "train" and, if there are any, of "validation".
     """
 
     vocab: int
@@ -71,16 +71,16 @@ class Manifest:
     splits: Mapping[str, tuple[Shard, ...]]
 
     def tokens(self, split: str) -> int:
-        """Number of tokens of a split; 0 for one that the folder does not have."""
+        """Number of tokens of a split; 0 if the folder does not have the split."""
         return sum(shard.tokens for shard in self.splits.get(split, ()))
 
     def to_json(self) -> str:
-        """The manifest file's text."""
+        """The text of the manifest file."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
     @property
     def digest(self) -> str:
-        """A hash that is the same for the same tokens in the same shards."""
+        """A hash of the manifest. It is equal for equal tokens in equal shards."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
 
@@ -88,11 +88,11 @@ def read_manifest(directory: Path) -> Manifest:
     """Read a data folder's manifest.
 
     Raises:
-        DataError: there is none, or it is not such a file.
+        DataError: there is no manifest, or it is damaged.
     """
     path = directory / FILE_NAME
     try:
-        if not path.is_file():  # what is not there, or is a pipe that nobody writes to
+        if not path.is_file():  # reading a pipe that nobody writes to would wait forever
             raise FileNotFoundError
         if path.stat().st_size > FILE_BYTES:
             raise ValueError(f"it has more than {FILE_BYTES} bytes")
@@ -109,10 +109,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(tree: Any) -> Manifest:
-    """Make a manifest from its file's JSON tree, and check every value of it.
+    """Make a manifest from its file's JSON tree, and check every value.
 
     Raises:
-        ValueError: it is not such a tree.
+        ValueError: a key is missing or unknown, or a value is not allowed.
     """
     if isinstance(tree, dict) and tree.get("format") != FORMAT:
         raise ValueError(f"its format is {_short(tree.get('format'))}, not {FORMAT}")
@@ -138,7 +138,7 @@ def parse_manifest(tree: Any) -> Manifest:
 
 def _shards(split: str, trees: Any, dtype: str) -> tuple[Shard, ...]:
     if not isinstance(trees, list):
-        raise ValueError(f"split {split} is no list of shards")
+        raise ValueError(f"split {split} is not a list of shards")
     return tuple(_shard(f"shard {n} of {split}", tree, dtype) for n, tree in enumerate(trees))
 
 
@@ -156,7 +156,7 @@ def _shard(what: str, tree: Any, dtype: str) -> Shard:
 
 def _check_keys(what: str, tree: Any, keys: list[str]) -> None:
     if not isinstance(tree, dict):
-        raise ValueError(f"{what} is no object with keys")
+        raise ValueError(f"{what} is not an object with keys")
     if missing := [key for key in keys if key not in tree]:
         raise ValueError(f"{what} lacks the key {missing[0]}")
     if unknown := sorted(set(tree) - set(keys)):
@@ -165,7 +165,7 @@ def _check_keys(what: str, tree: Any, keys: list[str]) -> None:
 
 def _check_number(what: str, value: Any, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:  # True is an int, too
-        raise ValueError(f"{what} is {_short(value)}, no whole number from {least} to {most}")
+        raise ValueError(f"{what} is {_short(value)}, not a whole number from {least} to {most}")
 
 
 def _check_text(what: str, value: Any, pattern: re.Pattern[str], wanted: str) -> None:
@@ -174,5 +174,5 @@ def _check_text(what: str, value: Any, pattern: re.Pattern[str], wanted: str) ->
 
 
 def _short(value: Any) -> str:
-    """A value as it is shown in a line: a damaged one may be of any length."""
+    """A value for a message, cut to 80 characters, as a damaged file may have longer ones."""
     return text if len(text := ascii(value)) <= 80 else f"{text[:80]}..."

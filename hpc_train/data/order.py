@@ -1,9 +1,9 @@
 """The order of samples: a pure function of seed, epoch and position, never of ranks.
 
-An epoch's order is a pseudo-random permutation that is computed where it is needed: a Feistel
-network over the smallest power of four that holds all samples, applied again while its result
-lies outside. Resuming anywhere costs nothing, and no table is held. Black and Rogaway, "Ciphers
-with arbitrary finite domains" (CT-RSA 2002).
+An epoch's order is a pseudo-random permutation. Each value of it is computed when it is needed, by
+a Feistel network over the smallest power of four that holds all samples. The network is applied
+again while its result is not a sample. So no table is kept, and resuming anywhere costs nothing.
+The method is from Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hpc_train.errors import ConfigError
 
 FEISTEL_ROUNDS = 8
-POSITIONS_AT_ONCE = 512  # positions that are permuted together
+POSITIONS_AT_ONCE = 512  # number of positions that are permuted together
 Words = npt.NDArray[np.uint64]
 
 
@@ -35,7 +35,7 @@ class Permutation:
         self.keys = np.frombuffer(key, "<u8")
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Map positions, int64 from 0 to size - 1, to where the permutation sends them."""
+        """Permute positions: int64 from 0 to size - 1, of any shape. Returns the same shape."""
         values = self._encrypt(positions.astype(np.uint64))
         outside = values >= self.size
         while outside.any():
@@ -60,19 +60,20 @@ def _scramble(x: Words) -> Words:
 
 
 class SampleOrder:
-    """Which samples make up which step's batch.
+    """Says which samples each step's batch has.
 
-    Steps count from 1. An epoch has as many whole batches as there are; with shuffling, the
-    samples that are left over are others in each epoch.
+    Steps are counted from 1. An epoch consists of whole batches, and leaves out the samples that
+    do not fill one. With shuffling these are other samples in each epoch.
 
     Args:
         samples: number of samples in the data set.
-        batch: samples per step over the whole job.
-        seed: of the shuffling.
-        shuffle: a new permutation in each epoch, or the data set's own order in all.
+        batch: number of samples per step over the whole job.
+        seed: seed of the shuffling.
+        shuffle: whether each epoch has a permutation of its own; if not, all epochs have the data
+            set's order.
 
     Raises:
-        ConfigError: there are fewer samples than one batch.
+        ConfigError: the data set has fewer samples than a batch.
     """
 
     def __init__(self, samples: int, batch: int, *, seed: int = 0, shuffle: bool = True) -> None:
@@ -86,7 +87,7 @@ class SampleOrder:
         self.seed = seed
         self.shuffle = shuffle
         self.steps_per_epoch = samples // batch
-        # By part of a batch, the first of the steps that were computed at once, and their indices.
+        # Maps (first, count) to the first of the steps computed together, and to their indices.
         self._ahead: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
 
     def epoch(self, step: int) -> int:
@@ -94,7 +95,7 @@ class SampleOrder:
         return (step - 1) // self.steps_per_epoch
 
     def indices(self, step: int, first: int, count: int) -> np.ndarray:
-        """Data set indices, int64, of `count` samples of a step's batch from its `first` on."""
+        """Indices in the data set, int64 (count,), of the samples from `first` on of a batch."""
         since, ahead = self._ahead.get((first, count), (step, np.empty((0, count), np.int64)))
         if not 0 <= step - since < len(ahead):
             since, ahead = step, self._steps(step, first, count)
@@ -103,9 +104,9 @@ class SampleOrder:
         return indices
 
     def _steps(self, step: int, first: int, count: int) -> np.ndarray:
-        """Indices, of shape (steps, count), of a part in this step and the next ones of its epoch.
+        """Indices of a part of the batch, (steps, count), in this and the next steps of its epoch.
 
-        A permutation of a few positions takes as long as one of hundreds.
+        Permuting a few positions takes as long as permuting hundreds, so steps are computed ahead.
         """
         within = (step - 1) % self.steps_per_epoch
         steps = min(max(1, POSITIONS_AT_ONCE // count), self.steps_per_epoch - within)

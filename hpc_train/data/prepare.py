@@ -1,7 +1,7 @@
-"""`hpc-train prepare`: turn files into shards with a manifest.
+"""`hpc-train prepare`: turn text files into shards with a manifest.
 
-The folder is built under a temporary name, each shard is read back after it is written, and the
-folder takes its final name last: one that has that name is complete.
+The folder is built under a temporary name, and each shard is read back after it is written. The
+folder gets its final name last, so a folder with that name is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Text:
-    """A part of a text file: the bytes from `begin` to `end`."""
+    """A part of a text file: the bytes from `begin` up to, but not including, `end`."""
 
     path: Path
     begin: int
@@ -52,26 +52,27 @@ def prepare_text(
     """Turn text files into token shards.
 
     Args:
-        paths: files, or folders that are searched through; files that are not UTF-8 text are
-            passed over and counted.
+        paths: files, or folders that are searched with their subfolders. Files that are not UTF-8
+            text are skipped; the log says how many.
         out: the data folder to make.
         tokenizer: "bytes", or a file of the `tokenizers` library, which is copied to `out`.
-        shard_mb: size of a shard in MiB, about.
-        validation: share of the text that is held out, by bytes. Texts are put in the order of a
-            hash of their names, so that both splits hold a mixture; the one at the border is cut.
+        shard_mb: approximate size of a shard in MiB.
+        validation: share of the text, by bytes, that is held out for validation. Texts are sorted
+            by a hash of their names, so that both splits have a mixture. The text at the border is
+            cut.
 
     Returns:
         The manifest of the new folder.
 
     Raises:
-        DataError: no text, or `out` exists already.
+        DataError: there is no text, `out` exists already, or a file cannot be read or written.
         SetupError: the `tokenizers` library is needed and missing.
     """
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError(f"{target} exists already", "give another --out, or delete it first")
     if not 0 <= validation < 1:
-        raise DataError(f"--validation is {validation}", "give a share from 0 to below 1")
+        raise DataError(f"--validation is {validation}", "give a share of at least 0 and below 1")
     if shard_mb <= 0:
         raise DataError(f"--shard_mb is {shard_mb}", "give a size above 0")
     texts = find_texts(paths)
@@ -87,7 +88,8 @@ def prepare_text(
         _publish(partial, target, manifest)
     except OSError as error:
         raise DataError(
-            f"cannot write {target}: {error.strerror or error}", "free space or mend access"
+            f"cannot write {target}: {error.strerror or error}",
+            "free some space, or get permission to write there",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -95,10 +97,10 @@ def prepare_text(
 
 
 def find_texts(paths: Sequence[str | Path]) -> list[Path]:
-    """The text files among files and folders, in the order of a hash of their names.
+    """The text files among files and in folders, sorted by a hash of their names.
 
     Raises:
-        DataError: a path does not exist, or there is no text in them.
+        DataError: a path does not exist, or no file is text.
     """
     found: dict[Path, str] = {}
     for given in map(Path, paths):
@@ -113,7 +115,7 @@ def find_texts(paths: Sequence[str | Path]) -> list[Path]:
             "give files or folders of UTF-8 text",
         )
     if len(texts) < len(found):
-        logger.info("passed over %d files that are not UTF-8 text", len(found) - len(texts))
+        logger.info("skipped %d files that are not UTF-8 text", len(found) - len(texts))
     return sorted(
         texts, key=lambda path: (xxhash.xxh3_64_intdigest(os.fsencode(found[path])), path)
     )
@@ -140,9 +142,9 @@ def is_text(path: Path) -> bool:
 
 
 def split_texts(paths: Sequence[Path], validation: float) -> dict[str, list[Text]]:
-    """Give the first part of the texts to validation, the rest to training.
+    """Split texts: the first ones are for validation, the rest for training.
 
-    The text at the border is cut at a line's end, or within a line that has none for a while.
+    The text at the border is cut at the end of a line, or inside a line of more than LINE_BYTES.
     """
     sizes = [path.stat().st_size for path in paths]
     held_out = int(sum(sizes) * validation)
@@ -161,7 +163,7 @@ def split_texts(paths: Sequence[Path], validation: float) -> dict[str, list[Text
 
 
 def _rest_of_line(file: BinaryIO) -> bytes:
-    """What is left of a line; of one longer than that, LINE_BYTES up to the end of a character."""
+    """Read to the end of a line, but at most LINE_BYTES and the rest of a UTF-8 character."""
     rest = file.readline(LINE_BYTES)
     if len(rest) == LINE_BYTES and not rest.endswith(b"\n"):
         while (following := file.read(1)) and following[0] & 0xC0 == 0x80:
@@ -217,20 +219,22 @@ def _encoded(texts: list[Text], codec: Tokenizer, dtype: np.dtype) -> Iterator[n
 
 
 def _pieces(text: Text) -> Iterator[bytes]:
-    """A text in pieces of some MiB that end with a line, or within a very long one."""
+    """The pieces of a text, of some MiB each. They end where `_rest_of_line` ends."""
     with text.path.open("rb") as file:
         file.seek(text.begin)
         while (position := file.tell()) < text.end:
             piece = file.read(min(TEXT_PIECE_BYTES, text.end - position))
             if not piece:
-                raise DataError(f"{text.path} has become shorter", "prepare files at rest")
+                raise DataError(
+                    f"{text.path} has become shorter", "prepare files that nobody writes to"
+                )
             if position + len(piece) < text.end:
                 piece += _rest_of_line(file)
             yield piece
 
 
 def _publish(partial: Path, target: Path, manifest: Manifest) -> None:
-    """Write the manifest and give the folder its name."""
+    """Write the manifest, then give the folder its final name."""
     files.write_text(partial / FILE_NAME, manifest.to_json())
     with suppress(FileNotFoundError):
         target.rmdir()  # an empty folder of that name is fine

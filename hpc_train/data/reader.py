@@ -1,9 +1,9 @@
-"""Reads batches of any data set; random numbers that it draws belong to the samples.
+"""Reads batches of any data set, and ties the random numbers that it draws to the samples.
 
-A data set may draw from generators that the whole process shares. What they give depends on
-everything that was drawn before: on the rank, the batches before, and where a run was resumed. So a
-data set that draws has them seeded before each sample, and put back behind the batch: the model
-draws as if nobody had read in between.
+A data set may draw from generators that the whole process shares. Their numbers depend on all that
+was drawn before: on the rank, on earlier batches, and on where a run was resumed. So if a data set
+draws, the reader seeds the generators before each sample, and restores them after the batch. The
+model then draws the same numbers as if nothing had been read.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from hpc_train.errors import UserError
 from hpc_train.seeds import mix
 
 Indices = Sequence[int] | np.ndarray
-SAMPLE_STREAM = 1  # distinguishes what samples draw from what the model draws
+SAMPLE_STREAM = 1  # part of the samples' seeds, so that they differ from the model's
 
 
 class Reader:
     """Reads from one data set, in one thread at a time.
 
     Args:
-        dataset: `dataset.fetch(indices)` gives a batch of samples, or, as for any map-style data
-            set of torch, `dataset[i]` a sample, put together by torch's `default_collate`.
-        lock: is held while it reads; data sets that may have something in common share one.
-        collate_fn: puts a list of samples together in place of `default_collate`.
+        dataset: either has `dataset.fetch(indices)`, which returns a batch, or is a map-style data
+            set of torch. Then `dataset[i]` returns a sample, and torch's `default_collate` makes
+            the batch.
+        lock: held while the reader reads. Readers whose data sets share state share a lock.
+        collate_fn: makes a batch of a list of samples, in place of `default_collate`.
 
-    `place` says what was read last, for a message. `drawn` has the names of the generators that the
-    data set has been seen to draw from.
+    Raises:
+        UserError: the data set has no samples by number, or has `fetch` and a collate_fn was given.
+
+    The attribute `place` says what was read last, for messages. `drawn` has the names of the
+    generators that the data set was seen to draw from.
     """
 
     def __init__(
@@ -45,11 +49,12 @@ class Reader:
         if not (dataset is None or hasattr(dataset, "fetch") or hasattr(dataset, "__getitem__")):
             raise UserError(
                 f"the data set is of type {type(dataset).__name__}, which has no samples by number",
-                "give a map-style data set; of a DataLoader its dataset, batch size and collate_fn",
+                "give a map-style data set; if you have a DataLoader, give its dataset, batch size "
+                "and collate_fn",
             )
         if collate_fn is not None and hasattr(dataset, "fetch"):
             raise UserError(
-                "the data set has `fetch`, which gives whole batches, and collate_fn was given too",
+                "the data set has `fetch`, which returns whole batches, so it takes no collate_fn",
                 "leave one of them out",
             )
         self.dataset, self.collate_fn = dataset, collate_fn
@@ -59,16 +64,16 @@ class Reader:
         self._shared, self._own = of_process(), own(dataset)
 
     def read(self, indices: Indices, seed_of: Callable[[int], int]) -> Any:
-        """Read a batch, while no other thread draws random numbers.
+        """Read a batch. No other thread may draw random numbers meanwhile.
 
         Args:
-            indices: of its samples.
-            seed_of: gives the seed of the sample at a place of `indices`.
+            indices: the samples to read.
+            seed_of: maps a position in `indices` to the seed of the sample there.
 
         Raises:
-            UserError: a data set with `fetch`, or a collate_fn, draws random numbers. Which sample
-                would get which one would depend on how the batch is cut.
-            RuntimeError: the data set asks the program to end.
+            UserError: a data set with `fetch`, or a collate_fn, draws random numbers. They would
+                depend on how the batch is cut.
+            RuntimeError: the data set raised SystemExit or GeneratorExit.
         """
         with self.lock:
             generators = self._generators()
@@ -96,8 +101,8 @@ class Reader:
                         "draw them where the data set gives one sample, in `__getitem__`",
                     )
                 collating |= collated
-                # Read again: it may have been some other thread. If it was the data set, its
-                # samples have not been seeded.
+                # Read again. If another thread drew, its draws will not repeat. If the data set
+                # drew, its samples had no seeds yet.
                 self.drawn |= moved & suspects
                 suspects |= moved
                 if self.drawn and hasattr(self.dataset, "fetch"):
@@ -108,22 +113,22 @@ class Reader:
                     )
 
     def read_beside(self, indices: Indices) -> Any:
-        """Read a batch while another thread may draw random numbers, if the data set draws none.
+        """Read a batch of a data set that draws no random numbers. Other threads may draw some.
 
         Raises:
-            RuntimeError: the data set asks the program to end.
+            RuntimeError: the data set raised SystemExit or GeneratorExit.
         """
         with self.lock:
             return self._together(self._samples(indices))
 
     def read_of_step(self, indices: Indices, seed: int, number: int, first: int) -> Any:
-        """Read as `read`, with the seeds of samples of a step.
+        """Read a batch like `read`, with seeds that depend on the step and the sample's position.
 
         Args:
-            indices: of the samples.
-            seed: of the sample order.
-            number: of the step.
-            first: place of the first sample in the step's whole batch.
+            indices: the samples to read.
+            seed: the seed of the sample order.
+            number: the step's number.
+            first: position of the first sample in the step's whole batch.
         """
         return self.read(indices, lambda place: mix(seed, SAMPLE_STREAM, number, first + place))
 
@@ -148,7 +153,7 @@ class Reader:
         seed_of: Callable[[int], int] | None = None,
         generators: Sequence[Generator] = (),
     ) -> Any:
-        """Samples, each read with seeded generators if it draws; or what `fetch` gives."""
+        """Read a list of samples, or a batch from `fetch`. Seeds the generators that are drawn."""
         used = [(n, one) for n, one in enumerate(generators) if one.name in self.drawn]
         try:
             if hasattr(self.dataset, "fetch"):
@@ -163,7 +168,7 @@ class Reader:
                 samples.append(self.dataset[int(index)])
             self.place = "a batch"
             return samples
-        except (SystemExit, GeneratorExit) as error:  # work would be lost, with exit code 0
+        except (SystemExit, GeneratorExit) as error:  # the job would end with exit code 0
             raise RuntimeError(f"the data set raised {error!r}") from error
 
     def _together(self, samples: Any) -> Any:

@@ -23,9 +23,9 @@ MAX_OPEN_FILES = 128
 class TokenDataset:
     """Samples of consecutive tokens, read from the shards by file offset.
 
-    A sample is `sequence` tokens and for each the token that follows it; samples do not overlap,
-    apart from that one token, and do not cross shards. Threads may read from it at once: one waits
-    for the other.
+    A sample has `sequence` tokens, and as targets the token that follows each of them. Samples
+    overlap only in the last target, and do not cross shards. Several threads may call `fetch`; they
+    read one at a time.
 
     Args:
         directory: the data folder.
@@ -34,7 +34,7 @@ class TokenDataset:
         sequence: tokens per sample, T.
 
     Raises:
-        DataError: the split has less than one sample.
+        DataError: the split has no whole sample.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, split: str, sequence: int) -> None:
@@ -46,7 +46,7 @@ class TokenDataset:
         counts = [(shard.tokens - 1) // sequence for shard in self.shards]
         self.ends = np.cumsum(counts, dtype=np.int64)
         self._files: OrderedDict[int, int] = OrderedDict()
-        self._reading = threading.Lock()  # a file must not be closed by whoever opens another one
+        self._reading = threading.Lock()  # opening a shard may close one that is being read
         if len(self) == 0:
             raise DataError(
                 f"split {split} of {directory} has {manifest.tokens(split)} tokens in "
@@ -55,7 +55,7 @@ class TokenDataset:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker's copy has in common with this one; it opens the shards itself."""
+        """The state for a copy in a worker, which opens the shards itself."""
         return {**vars(self), "_files": OrderedDict(), "_reading": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class TokenDataset:
             Tokens and targets, int64 of shape (len(indices), T) each.
 
         Raises:
-            DataError: a shard cannot be read or ends early.
+            DataError: a shard cannot be read or ends early, or a token is not in the vocabulary.
         """
         rows = np.empty((len(indices), self.sequence + 1), self.dtype)
         with self._reading:

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or a file of the `tokenizers` library."""
+"""Tokenizers: one that takes each byte as a token, and those of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    """Text to token numbers and back.
+    """Converts text to tokens and back.
 
-    `vocab` is the number of different tokens; `separator` is put behind each text, or None.
+    `vocab` is the number of different tokens. `separator` is the token that is put behind each
+    text; None if there is none.
     """
 
     vocab: int
     separator: int | None
 
     def encode(self, text: bytes) -> Sequence[int] | bytes:
-        """Token numbers of UTF-8 text."""
+        """The tokens of UTF-8 text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token numbers; what is no UTF-8 becomes a replacement character."""
+        """The text of tokens; bytes that are not UTF-8 become replacement characters."""
 
 
 class ByteTokenizer:
-    """Each byte is a token; a zero byte, which text does not have, separates texts."""
+    """Takes each byte as a token. Zero bytes, which text does not have, separate texts."""
 
     vocab = 256
     separator: int | None = 0
 
     def encode(self, text: bytes) -> bytes:
-        """The bytes themselves."""
+        """The bytes of the text, unchanged."""
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Bytes as UTF-8 text."""
+        """The bytes read as UTF-8; others become replacement characters."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -51,7 +52,7 @@ class LibraryTokenizer:
 
     Raises:
         SetupError: the library is missing.
-        DataError: it is no tokenizer.
+        DataError: the description is not that of a tokenizer.
     """
 
     def __init__(self, description: str) -> None:
@@ -72,25 +73,25 @@ class LibraryTokenizer:
         self.separator = next((number for number in numbers if number is not None), None)
 
     def encode(self, text: bytes) -> Sequence[int]:
-        """Token numbers, without the special tokens that a template would add."""
+        """The tokens of UTF-8 text, without the special tokens that a template would add."""
         encoding = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False)
         numbers: Sequence[int] = encoding.ids
         return numbers
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token numbers."""
+        """The text of tokens, including special tokens."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
 
 def describe_tokenizer(name: str, folder: Path | None = None) -> str:
-    """What makes a tokenizer again: "bytes", or the text of its file.
+    """The description that `loads` makes a tokenizer from: "bytes", or the text of its file.
 
     Args:
         name: "bytes", or a file's path.
-        folder: the data folder that the file has to be in, also where its name is a link: what
-            stands in it goes into checkpoints, and should be nothing else of this machine. Shards
-            may be links to anywhere; of them only tokens are taken.
+        folder: the data folder that must contain the file, and the file that it links to. The text
+            goes into checkpoints, so a folder must not be able to name any other file of this
+            machine. Shards may be links to anywhere, as only tokens are taken from them.
 
     Raises:
         DataError: the file cannot be read, or is not in the folder.
@@ -100,7 +101,7 @@ def describe_tokenizer(name: str, folder: Path | None = None) -> str:
     path = Path(name) if folder is None else folder / name
     try:
         if folder is not None and not _is_inside(path, folder):
-            raise DataError(f"tokenizer {path} is no file of its folder", "copy the file there")
+            raise DataError(f"tokenizer {path} is not a file of its folder", "copy the file there")
         return path.read_text(encoding="utf-8")
     except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: links in a circle
         raise DataError(f"tokenizer {path}: {error}", "give a tokenizer file, or bytes") from None
@@ -112,9 +113,9 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def loads(description: str) -> Tokenizer:
-    """The tokenizer of a description.
+    """Make a tokenizer from its description.
 
     Raises:
-        SetupError, DataError: as `LibraryTokenizer`.
+        SetupError, DataError: as `LibraryTokenizer` raises them.
     """
     return ByteTokenizer() if description == BYTES else LibraryTokenizer(description)

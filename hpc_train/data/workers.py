@@ -1,7 +1,7 @@
-"""Reads micro-batches by worker processes, or by threads, in the order of their steps.
+"""Reads micro-batches ahead in worker processes or threads, and returns them in order.
 
-Worker processes are forked by the process that `fork_server` has started, not by this one. torch's
-DataLoader takes the batches from there to here.
+The process that `fork_server` has started forks the worker processes; this one does not. torch's
+DataLoader brings the batches from the workers to this process.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from torch.utils.data import DataLoader, Dataset
 from hpc_train.data.reader import Reader
 from hpc_train.errors import HpcTrainError, RankError
 
-Task = tuple[int, int, np.ndarray]  # step, place of the first sample in its batch, indices
+Task = tuple[int, int, np.ndarray]  # step, position of the first sample in its batch, indices
 
 
 class _Micro(Dataset[bytes]):
-    """Gives a worker's DataLoader whole micro-batches, or why one cannot be read, as bytes.
+    """The data set of a worker's DataLoader. An item is a pickled micro-batch or error.
 
-    As bytes, because a queue of Python's loses without a word what cannot be pickled.
+    It is pickled here, because a queue of Python's drops objects that cannot be pickled, and tells
+    nobody.
     """
 
     def __init__(self, reader: Reader, seed: int) -> None:
         self.dataset, self.collate_fn, self.seed = reader.dataset, reader.collate_fn, seed
-        self.reader: Reader | None = None  # has a lock, so it is made in the worker
+        self.reader: Reader | None = None  # made in the worker, as its lock cannot be pickled
 
     def __getitem__(self, task: Task) -> bytes:
         number, first, indices = task
@@ -61,11 +62,11 @@ class Processes:
     """Worker processes that read micro-batches ahead.
 
     Args:
-        reader: of the data set, which is copied into each worker by pickle.
-        seed: of the sample order.
+        reader: reads the data set, which is pickled into each worker.
+        seed: the seed of the sample order.
         tasks: the micro-batches, in order.
         workers: number of processes.
-        ahead: micro-batches that are read ahead, at least one by each worker.
+        ahead: number of micro-batches that are read ahead, at least one by each worker.
 
     Raises:
         Exception: the data set cannot be pickled, or the fork server does not answer.
@@ -75,9 +76,9 @@ class Processes:
         self, reader: Reader, seed: int, tasks: Iterable[Task], workers: int, ahead: int
     ) -> None:
         before = multiprocessing.active_children()
-        # In a thread: in the main one torch would set a handler of SIGCHLD, for children.
+        # In the main thread torch would set a handler of SIGCHLD, so this is another one.
         with ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of cores, of pickle: the caller tells
+            warnings.simplefilter("ignore")  # about cores and pickling, which the caller reports
             self._batches: Iterator[bytes] | None = thread.submit(
                 _iterator, _Micro(reader, seed), tasks, workers, ahead
             ).result()
@@ -95,19 +96,22 @@ class Processes:
             yield read
 
     def dead(self, timeout: float = 0.0) -> str:
-        """How a worker has ended, or "" if none ends within `timeout` seconds."""
+        """The signal or exit code of a worker that has ended.
+
+        Returns "" if none ends within `timeout` seconds.
+        """
         if not connection.wait([one.sentinel for one in self._workers], timeout):
             return ""
         codes = [one.exitcode for one in self._workers if one.exitcode is not None]
-        code = min(codes, default=1)  # one that was killed, and not one that has ended after it
+        code = min(codes, default=1)  # killed ones have negative codes; others may end after them
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def end(self) -> None:
-        """Let the workers end when they have read what they are reading."""
+        """Let each worker end after the micro-batch that it is reading."""
         self._batches = None
 
     def kill(self) -> None:
-        """End the workers at once; they have nothing to lose."""
+        """Kill the workers. Nothing is lost, as they only read."""
         atexit.unregister(self.kill)
         for one in self._workers:
             if one.is_alive():
@@ -115,9 +119,9 @@ class Processes:
 
 
 def _poll_one_by_one(worker: Any) -> None:
-    """Keep two threads, DataLoader's and ours, from reading a worker's exit code at once.
+    """Let only one thread at a time ask for a worker's exit code: DataLoader's or ours.
 
-    The fork server sends it once. Whoever reads second would take it for exit code 255.
+    The fork server sends the code only once. A second reader would get exit code 255.
     """
     poll, lock = worker._popen.poll, threading.Lock()
 
@@ -140,7 +144,7 @@ def _iterator(micro: _Micro, tasks: Iterable[Task], workers: int, ahead: int) ->
             prefetch_factor=max(1, -(-ahead // workers)),
             worker_init_fn=_end_with_rank,
             multiprocessing_context="forkserver",
-            generator=torch.Generator(),  # else it draws from the process's
+            generator=torch.Generator(),  # else DataLoader draws from the process's generator
         )
     )
 
@@ -150,7 +154,7 @@ def _as_it_is(read: bytes) -> bytes:
 
 
 def _end_with_rank(_: int) -> None:
-    """End this worker when its rank has ended; its parent, the fork server, waits for it."""
+    """End this worker when its rank has ended. The fork server, which is its parent, reaps it."""
     rank = multiprocessing.parent_process()
     assert rank is not None
 
@@ -162,11 +166,11 @@ def _end_with_rank(_: int) -> None:
 
 
 class Threads:
-    """Threads that read micro-batches ahead, each from a copy of the data set.
+    """Threads that read micro-batches ahead, each with a function of its own.
 
     Args:
-        read: one function for each thread, which reads a micro-batch.
-        stop: tells them to end.
+        read: for each thread a function that reads a micro-batch.
+        stop: tells the threads to end.
     """
 
     def __init__(self, read: Sequence[Callable[[Task], Any]], stop: threading.Event) -> None:
@@ -179,7 +183,7 @@ class Threads:
             ).start()
 
     def read(self, tasks: Iterable[Task], ahead: int) -> Iterator[Any]:
-        """Read these micro-batches, at most `ahead` of them ahead; iterate to the end."""
+        """Read these micro-batches, at most `ahead` of them in advance. Iterate to the end."""
         rest, asked, given, many = iter(tasks), 0, 0, len(self._asked)
         while True:
             while asked < given + ahead and (task := next(rest, None)) is not None:

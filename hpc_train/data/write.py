@@ -1,4 +1,4 @@
-"""Write token shards safely: HDF5 files that other programs can read, too."""
+"""Write token shards safely, as HDF5 files that other programs can read, too."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def write_shard(path: Path, tokens: np.ndarray) -> Shard:
 
     Args:
         path: a new file, in a folder that is not published yet.
-        tokens: one dimension, of a type that manifests have.
+        tokens: the tokens (N,), of a type in `manifest.TOKEN_BYTES`.
 
     Raises:
-        DataError: what is on the disk is not what was written.
+        DataError: the file has other tokens than were written.
         OSError: the file cannot be written.
     """
     expected = xxhash.xxh3_128_hexdigest(tokens.data)

@@ -31,24 +31,27 @@ from hpc_train.mpi.group import Group
 class AdasumAverager(BucketAverager):
     """Combines the ranks' optimizer steps in place of their gradients.
 
-    As Horovod's own optimizer for Adasum does: each rank takes a step of its own, from the same
-    parameters, and all go on from there with the combination of their steps. For two ranks this is
+    Each rank takes a step of its own from the same parameters. Then every rank adds the combination
+    of all steps to these parameters, as Horovod's own optimizer for Adasum does. For two ranks the
+    combination is
 
         (1 - ab / 2aa) a + (1 - ab / 2bb) b,
 
-    where a and b are the steps of one parameter; four ranks combine the results of two pairs.
-    Gradients stay each rank's own: `average` only fills in those that other ranks have, and `norm`
-    is that of all ranks' gradients side by side, the same number on all ranks. So do the
-    optimizer's moments, until `settle` averages them.
+    where a and b are the steps of one parameter. Four ranks combine the results of two pairs.
+
+    Gradients are never averaged. `average` only gives a rank zeros for the gradients that other
+    ranks have and it has not. `norm` is the norm of all ranks' gradients side by side, the same
+    number on all ranks. The optimizer's moments also differ between ranks until `settle` averages
+    them.
 
     Args:
         hvd: the module horovod.torch, initialised.
         model, optimizer: as for `BucketAverager`.
-        group: all ranks of the job, a power of two.
-        bucket_bytes: size of what is combined in one operation.
+        group: all ranks of the job; their number is a power of two.
+        bucket_bytes: size of the steps that are combined in one operation.
 
     Raises:
-        UserError: the ranks are not all, or no power of two.
+        UserError: the group is not the whole job, or its size is not a power of two.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class AdasumAverager(BucketAverager):
         self.planned = plan_buckets([p for p in self.trained if p.numel()], self.bucket_bytes)
 
     def average(self) -> None:
-        """Fill in gradients that other ranks have. Collective."""
+        """Set gradients that other ranks have, and this one has not, to zero. Collective."""
         if self._done:
             return
         there = np.array([p.grad is not None for p in self.trained], bool)
@@ -101,7 +104,8 @@ class AdasumAverager(BucketAverager):
     def _after_step(self) -> None:
         """Replace the step by the combination of all ranks' steps."""
         super()._after_step()
-        steps = [[p.detach() for p in some] for some in self.planned]  # once `before` is taken off
+        # Horovod combines in place: the parameters become the steps, and then parameters again.
+        steps = [[p.detach() for p in some] for some in self.planned]
         before, self._before = self._before, []
         begin = time.perf_counter()
         pairs = [
@@ -127,18 +131,18 @@ class AdasumAverager(BucketAverager):
             self.hvd.synchronize(handle)
 
     def settle(self) -> None:
-        """Average the optimizer's moments: all ranks then have one state. Collective."""
+        """Average the optimizer's moments, so that all ranks have the same state. Collective."""
         average_state(self.optimizer, self.shards)
 
 
 def _check(group: Group, job: int) -> None:
     if group.size < job:
         raise UserError(
-            f"reduction adasum is over all ranks of the job, {job}, not {group.size} of them",
+            f"reduction adasum needs all {job} ranks of the job, and the group has {group.size}",
             "leave parallel.tp and parallel.pp at 1, or use reduction mean",
         )
     if group.size & (group.size - 1):
         raise UserError(
-            f"reduction adasum takes a power of two of ranks, not {group.size}",
+            f"reduction adasum needs a number of ranks that is a power of two, not {group.size}",
             f"use {1 << group.size.bit_length() - 1} ranks, or reduction mean",
         )

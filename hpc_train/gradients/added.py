@@ -1,4 +1,7 @@
-"""Parameters that came after averaging was set up: unfrozen, added to the optimizer, replaced."""
+"""Checks of parameters that came after averaging was set up.
+
+They were unfrozen, added to the optimizer, or put in the place of others.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,28 @@ from hpc_train.mpi.group import Group
 
 
 def check_added(group: Group, added: Sequence[Parameter]) -> None:
-    """Check that all ranks have added the same. Collective.
+    """Check that all ranks have added parameters of the same shapes and dtypes. Collective.
 
     Raises:
-        UserError: they have not.
+        UserError: the ranks have added different ones.
     """
     forms = repr([(tuple(p.shape), str(p.dtype)) for p in added])
     remedy = "change them in the same way on all ranks"
-    same(group, "what was added to the optimizer's parameters", forms, remedy)
+    same(group, "the list of parameters added to the optimizer", forms, remedy)
 
 
 def check_added_values(group: Group, added: Sequence[Parameter]) -> None:
-    """Check that all ranks have the same numbers in them. Collective.
+    """Check that the added parameters have the same values on all ranks. Collective.
 
     Raises:
-        UserError: they have not.
+        UserError: a value differs.
     """
     same(
         group,
         "the value of a parameter that was added after averaging was set up",
         "".join(_digest(p) for p in added),
         "call `averager.refresh()` (of a Loop: `loop.averager`) on all ranks right after adding "
-        "parameters: all get those of rank 0",
+        "parameters: it gives all ranks the values of rank 0",
     )
 
 

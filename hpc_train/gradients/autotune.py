@@ -1,4 +1,4 @@
-"""Which way the buckets of engine mpi go, and how large they are: decided by measuring."""
+"""Chooses by measurement how engine mpi sums its buckets, and how large the buckets are."""
 
 from __future__ import annotations
 
@@ -34,36 +34,39 @@ logger = logging.getLogger(__name__)
 
 
 class Closable(Protocol):
-    """What holds memory or communicators."""
+    """An object that holds memory or communicators."""
 
     def close(self) -> None:
-        """Give them back. Collective."""
+        """Release them. Collective."""
 
 
 MakeSums = Callable[[Sequence[Bucket]], Sums]
 ClosableT = TypeVar("ClosableT", bound=Closable)
 
-USUAL_BUCKET = 4 << 20  # bytes, where nothing is measured
+USUAL_BUCKET = 4 << 20  # bytes; also the size that the ways are compared with
 SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 19, 64 << 20
 SMALL_TRIAL = 1 << 18
 TRIALS = 3
-# A message of our ring takes 21 us (docs/scaling.md), and of n ranks 2 (n - 1) follow each other.
-# With 256 they take 11 ms, in which a link of 6 Gbit/s carries a bucket there and back.
+# A message of our ring takes 21 us (docs/scaling.md), and a ring of n ranks sends 2 (n - 1) of them
+# one after the other. With 256 ranks they take 11 ms. In that time a link of 6 Gbit/s carries a
+# bucket there and back, so a larger ring is not tried.
 RING_TRIED = 256
-# What is compressed is less, and takes less time than these messages from fewer nodes on.
+# Compressed buckets are smaller, so the latency of the messages outweighs them with fewer nodes.
 RING_COMPRESSED = 8
-BETTER = 0.9  # another way than the usual one has to take less than this part of its time
+BETTER = 0.9  # the usual way is kept unless another one takes less than this part of its time
 
 
 def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[str, MakeSums]:
-    """The ways to sum tensors on the CPU by name, the usual one first.
+    """The ways to sum buckets on the CPU, by name, the usual one first.
+
+    A ring of more than RING_TRIED ranks is left out.
 
     Args:
         levels: the ranks by nodes.
-        collectives: of the same ranks.
-        two_level: "on": the ranks of a node sum in its memory and nodes communicate once; "off":
-            every rank communicates for itself; "auto": both. A ring of more than RING_TRIED ranks
-            is none of them.
+        collectives: connect the same ranks.
+        two_level: "on" returns the ways in which the ranks of a node sum in shared memory and only
+            the node's sum crosses the network. "off" returns those in which every rank communicates
+            for itself. "auto" returns both.
     """
     flat = Levels.flat(levels.whole)
     if levels.nodes == 1 and two_level != "off":
@@ -88,9 +91,9 @@ def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[
 
 
 def fastest(group: Group, ways: Mapping[str, MakeSums]) -> str:
-    """The name of the way that takes the least time for a bucket. Collective.
+    """The name of the way that sums a bucket in the least time. Collective.
 
-    The first stays the choice unless another is clearly faster. A way that fails is none.
+    The first way is chosen unless another one is clearly faster (`BETTER`).
     """
     if len(ways) == 1:
         return next(iter(ways))
@@ -99,23 +102,29 @@ def fastest(group: Group, ways: Mapping[str, MakeSums]) -> str:
     chosen = best if times[best] < BETTER * times[first] else first
     if group.rank == 0:
         shown = ", ".join(f"{name} {1e3 * took:.2f} ms" for name, took in times.items())
-        logger.info("averaging by %s (4 MiB take: %s)", chosen, shown)
+        logger.info("gradients are averaged by %s (4 MiB take: %s)", chosen, shown)
     return chosen
 
 
 def bucket_size(group: Group, make: MakeSums, total: int) -> int:
     """The bucket size in bytes for which averaging costs least. Collective.
 
-    A bucket of b bytes takes a + b / r seconds. All total / b of them cost their a, and the last
-    one begins when the backward pass is over: a total / b + b / r is least for b^2 = a r total.
+    The sum of a bucket of b bytes takes a + b / r seconds: a latency, and a time at r bytes per
+    second. There are total / b buckets, and each costs its latency. Only the last one's b / r
+    cannot overlap with the backward pass. The cost a total / b + b / r is least for
+    b^2 = a r total.
 
     Args:
         group: the ranks.
-        make: the way of the sums.
+        make: makes the sums.
         total: bytes of all gradients.
+
+    Returns:
+        SMALLEST_BUCKET to LARGEST_BUCKET; the same number on all ranks.
     """
     small = bucket_seconds(group, make, SMALL_TRIAL)
     large = bucket_seconds(group, make, USUAL_BUCKET)
+    # The bounds keep both numbers positive where noise exceeds the difference of the two times.
     per_byte = max(large - small, 0.1 * large) / (USUAL_BUCKET - SMALL_TRIAL)
     latency = max(small - SMALL_TRIAL * per_byte, 1e-6)
     best = math.sqrt(latency / per_byte * total)
@@ -123,10 +132,14 @@ def bucket_size(group: Group, make: MakeSums, total: int) -> int:
 
 
 def bucket_seconds(group: Group, make: MakeSums, nbytes: int) -> float:
-    """Time that the sum of a bucket takes, the same number on all ranks. Collective."""
+    """Seconds that the sum of a bucket takes. Collective.
+
+    Each of TRIALS trials takes as long as its slowest rank, and the shortest one counts. All ranks
+    get the same number.
+    """
     sums = make([Bucket([Parameter(torch.empty(nbytes // 4), requires_grad=False)])])
     times = []
-    for _ in range(1 + TRIALS):  # the first one makes connections and touches memory
+    for _ in range(1 + TRIALS):  # the first one opens connections and touches memory: not counted
         group.barrier()
         begin = time.perf_counter()
         with group.waiting("a trial of gradient averaging"):
@@ -139,7 +152,18 @@ def bucket_seconds(group: Group, make: MakeSums, nbytes: int) -> float:
 def mpi_averager(
     model: nn.Module, optimizer: Optimizer, levels: Levels, options: AveragingOptions
 ) -> BucketAverager:
-    """Put engine mpi together. Collective."""
+    """The averager of engine mpi. Collective.
+
+    Args:
+        model: its parameters that require gradients are averaged.
+        optimizer: its parameters are averaged, too.
+        levels: the ranks by nodes.
+        options: how gradients are averaged.
+
+    Raises:
+        UserError: the options do not fit together, or not with the model and the optimizer.
+        SetupError: `options.zero` or a compression needs shared memory and there is too little.
+    """
     planned = trained(model, optimizer)
     group = levels.whole
     options.check(planned)
@@ -179,7 +203,7 @@ def _sharded(
         )
 
     size = _bucket_bytes(levels.whole, make, planned, options)
-    whole = frozenset(options.whole)  # compares parameters by what they are, not by their numbers
+    whole = frozenset(options.whole)  # `in` on a list would compare the parameters' values
     divisible = [p for p in planned if p not in whole and has_slabs(p)]
     rest = {id(p) for p in divisible}
     divided = plan_buckets(divisible, size)
@@ -204,7 +228,7 @@ def _sharded(
 
 
 def _made_on_all_nodes(group: Group, make: Callable[[], ClosableT]) -> ClosableT:
-    """As `on_all_nodes`; the failure is raised on all ranks."""
+    """The result of `on_all_nodes`; if one node fails, all ranks raise. Collective."""
     made, failure = on_all_nodes(group, make)
     if made is None:
         raise failure
@@ -227,7 +251,11 @@ def _bucket_bytes(
 def way(
     levels: Levels, options: AveragingOptions, device: torch.device
 ) -> tuple[MakeSums, list[Callable[[], None]]]:
-    """How buckets on a device are summed, and what to call when they no longer are. Collective."""
+    """Choose how buckets on a device are summed. Collective.
+
+    Returns:
+        A function that makes the sums, and functions to call when no more are needed.
+    """
     if device.type != "cpu":
         on_device = connect(levels.whole, device, overlap=options.spare_core)
         early = on_device.overlaps
@@ -251,19 +279,29 @@ def way(
 def compressed(
     levels: Levels, buckets: Sequence[Bucket], compression: str, whole: Sequence[bool] = ()
 ) -> LevelSums:
-    """Sums in two levels, compressed between nodes. Collective."""
+    """Sums in two levels, compressed between nodes. Collective.
+
+    Args:
+        levels: the ranks by nodes.
+        buckets: to be summed.
+        compression: a value of `gradients.compression`.
+        whole: as for `LevelSums`.
+    """
     kind = compressed_cross(levels.nodes)
     cross = kind(levels.cross) if levels.nodes > 1 and levels.owns else None
     return LevelSums(levels, buckets, cross, make_compressor(compression), whole)
 
 
 def compressed_cross(nodes: int) -> type[Ring]:
-    """How `nodes` nodes sum what is compressed. MPI's own sums have no 16-bit floats."""
+    """The class that sums compressed buckets over this number of nodes.
+
+    It is never `Library`, because MPI's own sums have no 16-bit floats.
+    """
     return Ring if nodes <= RING_COMPRESSED else Halving
 
 
 def or_collectives(group: Group, make: MakeSums, collectives: Collectives) -> MakeSums:
-    """A way that falls back to the collectives where memory cannot be shared."""
+    """The same way of summing, which falls back to the collectives if memory cannot be shared."""
     shared = True
 
     def made(buckets: Sequence[Bucket]) -> Sums:
@@ -274,7 +312,9 @@ def or_collectives(group: Group, make: MakeSums, collectives: Collectives) -> Ma
                 return sums
             shared = False
             if group.rank == 0:
-                logger.warning("%s; gradients are averaged by MPI's own sums, slower", failure)
+                logger.warning(
+                    "%s; gradients are averaged by MPI's own sums, which are slower", failure
+                )
         return CollectiveSums(collectives, buckets)
 
     return made
@@ -283,13 +323,15 @@ def or_collectives(group: Group, make: MakeSums, collectives: Collectives) -> Ma
 def on_all_nodes(
     group: Group, make: Callable[[], ClosableT]
 ) -> tuple[ClosableT | None, SetupError]:
-    """What each rank makes, or None on all and why if one node has too little memory. Collective.
-
-    What other nodes have made by then is closed.
+    """Call `make` on every rank; if it fails on one node, all ranks go without. Collective.
 
     Args:
         group: the ranks of all nodes.
-        make: collective over the ranks of a node, which all fail or none.
+        make: collective over the ranks of a node; it raises SetupError on all of them or on none.
+
+    Returns:
+        What `make` returned, or None on all ranks if it failed on any node; objects that other
+        nodes had made are closed. The second value is the error, of use only with None.
     """
     failure: SetupError | None = None
     made: ClosableT | None = None

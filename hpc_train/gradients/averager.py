@@ -1,4 +1,4 @@
-"""The interface of gradient averaging, and how an averager is put together."""
+"""The interface of gradient averaging, and the function that sets it up."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ DEFAULT_OPTIONS = AveragingOptions()
 class GradientAverager(Protocol):
     """Makes every rank's gradients the mean over the ranks.
 
-    The user's own loop stays as it is: `optimizer.zero_grad()`, backward as often as there are
-    micro-batches, `optimizer.step()`. The step averages first; so does whoever looks at a gradient
-    before, clips them, or asks for their norm. The loss of each backward pass is the mean over the
-    rank's own samples, divided by the number of passes. A parameter that had no part in any rank's
-    loss has no gradient, as in one process.
+    The user's own loop stays as it is: `optimizer.zero_grad()`, one backward pass for each
+    micro-batch, `optimizer.step()`. The step averages first. Looking at a gradient before the step,
+    clipping, and asking for the norm also average first. The loss of each backward pass is the mean
+    over the rank's own samples, divided by the number of passes. A parameter that had no part in
+    any rank's loss has no gradient, as in one process.
 
-    All ranks take the same steps: one that steps while another does not makes both raise.
+    All ranks must take the same steps. If one rank steps and another does not, both raise an error.
     """
 
     at_close: list[Callable[[], None]]
-    """What else to release in `close`."""
+    """Functions that `close` calls at its end."""
 
     @property
     def profile(self) -> Profile:
-        """What averaging has taken so far."""
+        """Time and bytes that averaging has taken so far."""
 
     def zero_grad(self) -> None:
         """Forget the gradients, before a step's first backward pass."""
 
     def weight(self, items: int) -> float:
-        """The factor for this rank's loss with which the mean over ranks is one over items.
+        """The factor for this rank's loss that makes the mean over ranks a mean over items.
 
-        For losses that are means over samples, tokens or whatever else, of which ranks have
-        unequally many: items x ranks / all ranks' items. A rank without any passes 0, makes no
-        backward pass and goes on as the others do. Call it after `zero_grad`. Collective.
+        Items are what the loss is a mean over, such as samples or tokens. The factor is
+        items x ranks / all ranks' items, for ranks that have different numbers of items. A rank
+        that has none passes 0, makes no backward pass, and otherwise does the same as the others.
+        Call it after `zero_grad`. Collective.
         """
 
     def average(self) -> None:
@@ -66,18 +67,22 @@ class GradientAverager(Protocol):
         """The 2-norm of all averaged gradients, a float64 scalar. Collective."""
 
     def scale_(self, factor: float) -> None:
-        """Multiply the averaged gradients by a number, the same on all ranks."""
+        """Multiply the averaged gradients by a number; all ranks must pass the same."""
 
     def step(self) -> None:
-        """The optimizer's own step, under another name. Collective."""
+        """Average, unless that is done, and call the optimizer's own `step`. Collective."""
 
     def leave_step(self) -> None:
-        """Say that this rank is between two steps, in a loop whose ranks meet there. Collective."""
+        """Tell the other ranks that this one is between two steps. Collective.
+
+        For a loop whose ranks all come to this point. A rank that averages instead makes all raise.
+        """
 
     def refresh(self) -> None:
-        """Take over parameters that were added to the optimizer or unfrozen. Collective.
+        """Average parameters that were added to the optimizer or unfrozen, too. Collective.
 
-        All ranks get rank 0's values. What all ranks have alike is also found without this call.
+        All ranks get rank 0's values. The call is not needed if the values are already the same on
+        all ranks: the next `average` finds new parameters by itself.
         """
 
     def parts(self) -> Sequence[tuple[Parameter, Tensor]]:
@@ -91,21 +96,25 @@ class GradientAverager(Protocol):
         """Rescale what the averager keeps: the loss scale was multiplied by `factor`."""
 
     def settle(self) -> None:
-        """Bring all ranks to one state, before it is saved or judged. Collective."""
+        """Give all ranks the same parameters and optimizer state. Collective.
+
+        It is called before a checkpoint is written or the model is validated.
+        """
 
     def close(self) -> None:
-        """Release what the averager holds. Collective."""
+        """Release memory, communicators and hooks. Collective."""
 
 
 def best_engine(device: torch.device) -> Literal["horovod", "mpi"]:
-    """What engine "auto" takes, by what is built and by what we have measured.
+    """The engine that "auto" stands for on this device.
 
-    Engine mpi was the faster one on processors, in every run (benchmarks/RESULTS.md). For GPUs it
-    is Horovod if that has NCCL while MPI cannot read their memory: gradients then stay there.
+    On processors it is mpi, the faster one in every run (benchmarks/RESULTS.md). On GPUs it is
+    horovod if MPI cannot read GPU memory and Horovod is built with NCCL, because gradients then
+    stay on the GPU.
     """
     if device.type != "cuda" or not runtime.horovod_built():
         return "mpi"
-    from hpc_train.collectives.mpi import reads_gpu_memory  # which starts MPI
+    from hpc_train.collectives.mpi import reads_gpu_memory  # here, because the import starts MPI
 
     if reads_gpu_memory():
         return "mpi"
@@ -122,31 +131,34 @@ def average_gradients(
 ) -> GradientAverager:
     """Set up gradient averaging; all ranks get rank 0's weights and optimizer state. Collective.
 
-    A loop needs this line only. Making another averager for the same parameters closes the first.
+    A loop needs this call only. Setting up another averager for the same parameters closes the
+    first.
 
     Args:
         model: its parameters that require gradients are averaged; all ranks build the same one.
-        optimizer: its parameters are averaged, too. It stays usable, also to save its state. One
-            that hvd.DistributedOptimizer has made averages by itself, and nothing is done twice.
-        group: the ranks to average over, or these ranks by nodes, where the caller knows them. For
-            engine horovod all ranks of the job, or one of the process sets that Horovod was started
-            with (`runtime.start_horovod`).
-        options: how they are averaged.
+        optimizer: its parameters are averaged, too. It stays usable, also to save its state. An
+            optimizer made by hvd.DistributedOptimizer goes on averaging by itself; gradients are
+            not averaged twice.
+        group: the ranks to average over; `Levels` if the caller already knows the ranks by nodes.
+            For engine horovod it has all ranks of the job, or the ranks of one of the process sets
+            that Horovod was started with (`runtime.start_horovod`).
+        options: how gradients are averaged.
 
     Raises:
-        UserError: the ranks have built different models, or options do not go together.
-        SetupError: engine horovod, and Horovod is missing or does not load.
+        UserError: the ranks have built different models, or options do not fit together.
+        SetupError: the engine is horovod, and Horovod is missing or does not load.
     """
     given = group
     levels = given if isinstance(given, Levels) else Levels.of(given)
     group = levels.whole
     if options.reduction == "adasum" and options.engine != "horovod":
-        raise UserError("reduction adasum is Horovod's", 'give engine="horovod" as well')
+        raise UserError("reduction adasum needs engine horovod", 'give engine="horovod" as well')
+    # Ranks may have different cores. `whole` has parameters, whose values are not to be compared.
     _check(group, model, optimizer, replace(options, whole=(), cores=1))
     take_over(optimizer)
     collectives = connect(group)
     tensors = [*model.parameters(), *model.buffers(), *parameters_of(optimizer)]
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():  # tied ones only once
         collectives.broadcast_(tensor.data)
     broadcast_state(optimizer, collectives)
     from hpc_train.gradients.autotune import mpi_averager
@@ -174,7 +186,7 @@ def average_gradients(
 
 
 def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object) -> None:
-    """Check that all ranks were given the same. Collective."""
+    """Check that all ranks have the same model, optimizer and options. Collective."""
     if type(optimizer).__name__ == "SparseAdam" and group.size > 1:
         raise UserError(
             "SparseAdam takes sparse gradients, and their mean over ranks is not sparse",
@@ -188,7 +200,8 @@ def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object
     same(group, what, repr(built), "build the same")
     stepped = [(tuple(p.shape), p.requires_grad) for p in parameters_of(optimizer)]
     same(group, "the optimizer (its parameters)", repr(stepped), "build the same")
-    same(group, "what averaging was asked for", repr(options), "give all ranks the same options")
+    remedy = "give all ranks the same options"
+    same(group, "an option of gradient averaging", repr(options), remedy)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -17,13 +17,13 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True)
 class Slab:
-    """Rows of a parameter, as many as lie in one rank's part of a bucket.
+    """The rows of a parameter that lie in one rank's part of a bucket.
 
     Args:
         parameter: the whole parameter.
-        first, last: from row `first` to before row `last` of its first dimension; of a parameter
-            without dimensions 0 and 1.
-        begin: where they begin in the bucket, in elements.
+        first, last: rows `first` to `last` - 1 along its first dimension; 0 and 1 for a parameter
+            without dimensions.
+        begin: position of row `first` in the bucket, in elements.
     """
 
     parameter: Parameter
@@ -37,11 +37,11 @@ class Slab:
         return (self.last - self.first, *self.parameter.shape[1:]) if self.parameter.dim() else ()
 
     def rows_of(self, whole: Tensor) -> Tensor:
-        """The slab's elements in a tensor of the whole parameter's shape."""
+        """The slab's rows of a tensor that has the whole parameter's shape."""
         return whole[self.first : self.last] if whole.dim() else whole
 
     def of(self, flat: Tensor) -> Tensor:
-        """The slab's elements in a buffer of the whole bucket, in its shape."""
+        """A view of the slab's elements in the whole bucket's buffer, in the slab's shape."""
         count = (self.last - self.first) * _row(self.parameter)
         return flat[self.begin : self.begin + count].view(self.shape)
 
@@ -49,13 +49,13 @@ class Slab:
 class Bucket:
     """The parameters whose gradients lie in one buffer, one behind the other.
 
-    The buffer has 32 bits or more per number, so that the sums of 16-bit gradients lose nothing on
-    their way; of complex numbers it has the real and the imaginary parts.
+    The buffer has 32 bits or more per number, so that sums of 16-bit gradients are not rounded to
+    16 bits. For complex parameters it holds the real and the imaginary parts.
 
     Args:
-        parameters: in their order, of one dtype and device.
-        by_rows: whether gradients lie there row by row, as `Slab` needs it; else in the layout of
-            their parameters, where these are dense.
+        parameters: in the order in which they lie in the buffer, of one dtype and device.
+        by_rows: whether gradients lie there row by row, as `Slab` needs it. Otherwise the gradient
+            of a dense parameter has the parameter's strides.
     """
 
     def __init__(self, parameters: Sequence[Parameter], *, by_rows: bool = False) -> None:
@@ -64,7 +64,7 @@ class Bucket:
         of_parameters, self.device = parameters[0].dtype, parameters[0].device
         wide = torch.promote_types(of_parameters, torch.float32)
         self.dtype = wide.to_real()
-        """Of the buffer."""
+        """The dtype of the buffer."""
         units = 2 if of_parameters.is_complex else 1
         self._sizes = [units * parameter.numel() for parameter in parameters]
         self.begins = [0, *accumulate(self._sizes)]
@@ -77,7 +77,7 @@ class Bucket:
         return self.numel * self.dtype.itemsize
 
     def views(self, flat: Tensor) -> dict[Parameter, Tensor]:
-        """Each parameter's part of the buffer, in its shape."""
+        """For each parameter, a view of its part of the buffer, in its shape."""
         found = {}
         for p, begin, size in zip(self.parameters, self.begins, self._sizes, strict=True):
             part = flat[begin : begin + size].view(self._of_view)
@@ -86,15 +86,15 @@ class Bucket:
         return found
 
     def cuts(self, parts: int) -> list[int]:
-        """Where the buffer is cut into parts of nearly one size, between rows of parameters.
+        """Cut the buffer into parts of nearly equal size, between rows of parameters.
 
         Returns:
-            parts + 1 positions, the first 0, the last numel.
+            parts + 1 positions in elements; the first is 0, the last is numel.
         """
         return [self._row_near(self.numel * part // parts) for part in range(parts + 1)]
 
     def slabs(self, begin: int, end: int) -> list[Slab]:
-        """What lies between two cuts."""
+        """The slabs that lie between two cuts."""
         found = []
         for parameter, start in zip(self.parameters, self.begins, strict=True):
             row = _row(parameter)
@@ -113,15 +113,15 @@ class Bucket:
 
 
 def _row(parameter: Parameter) -> int:
-    """Elements of a row."""
+    """Number of elements in a row."""
     return parameter.numel() // parameter.shape[0] if parameter.numel() and parameter.dim() else 1
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill their memory, each place once, in any order.
+    """Whether a tensor's elements fill their memory without gaps or overlaps, in any order.
 
-    Then a gradient has its parameter's strides, else it is row-major: so autograd has it, and so
-    fused optimizers rely on it, which look at memory and not at strides.
+    Autograd gives the gradient of a dense parameter the parameter's strides, and any other gradient
+    row-major strides. Fused optimizers rely on this, because they ignore strides.
     """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -132,17 +132,19 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def has_slabs(parameter: Parameter) -> bool:
-    """Whether rows of it can be cut off: a row-major parameter of 32-bit or 64-bit real numbers."""
+    """Whether a parameter can be cut into slabs: it is float32 or float64, and row-major."""
     wide = parameter.dtype in (torch.float32, torch.float64)
     return wide and parameter.is_contiguous()
 
 
 def plan_buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
-    """Distribute parameters over buckets in reverse order, about that of the backward pass.
+    """Distribute parameters over buckets, in reverse order.
+
+    The backward pass makes gradients in about this order, so the first buckets are full early.
 
     Args:
-        parameters: those that require a gradient; a bucket holds one dtype and device only.
-        bucket_bytes: a bucket is closed before it would hold more; a larger parameter has its own.
+        parameters: those that require gradients; a bucket holds one dtype and device only.
+        bucket_bytes: largest size of a bucket; a larger parameter gets a bucket of its own.
     """
     groups: list[list[Parameter]] = []
     for parameter in reversed(parameters):

@@ -1,13 +1,13 @@
-"""What the ranks tell each other once in each step: where they are, and whose gradients there are.
+"""Once in each step the ranks tell each other where they are and which gradients they have.
 
-An averager's ranks have to come to its collectives as often as each other, in the same order. Each
-rank of a plain loop decides for itself whether a step is taken, given up or left, so they may drift
-apart without a word: then a rank's gradients meet those of another step, or nobody's. So before a
-rank trusts what it gets from others it tells them where it is; if one is elsewhere, all raise the
+All ranks of an averager must call its collectives equally often and in the same order. In a plain
+loop each rank decides for itself whether it takes, gives up or leaves a step, so ranks can drift
+apart unnoticed: one rank's gradients would then be added to those of another step, or wait for
+ever. So the ranks first tell each other where they are. If one is elsewhere, all of them raise the
 same error.
 
-Everything is one bit per fact and one MPI_Iallreduce by bitwise or: the result says which facts
-hold for at least one rank.
+Each fact is one bit, and one MPI_Iallreduce combines the bits of all ranks by a bitwise or. The
+result says which facts hold for at least one rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.errors import UserError
 from hpc_train.mpi.group import Group
 
-DROPS = 24  # the number of drops is told modulo this
+DROPS = 24  # bits for the number of drops, which is compared modulo this
 
 
 class Place(IntEnum):
-    """Where in its step a rank is."""
+    """The point in a step that a rank has come to."""
 
     AVERAGE = 0
     GIVE_UP = 1
@@ -35,7 +35,7 @@ class Place(IntEnum):
 
     @property
     def words(self) -> str:
-        """For messages."""
+        """What the rank does there, for error messages."""
         return {
             Place.AVERAGE: "averages gradients",
             Place.GIVE_UP: "gives up a step by zero_grad",
@@ -45,15 +45,15 @@ class Place(IntEnum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true of one rank, or, as the result, of one rank at least.
+    """Facts about one rank; as the result of `told`, facts that hold for at least one rank.
 
     Args:
-        used: by parameter, (parameters,) of bool: it has a gradient.
+        used: (parameters,) of bool, which parameters have a gradient.
         fresh: something has happened since the last average.
-        failed: it has to raise an error.
+        failed: the rank has an error to raise.
         late: gradients came after the sum of their bucket had begun.
         changed: the optimizer has other parameters than the averager.
-        restless: it must not begin sums before `average` in the next step.
+        restless: the rank must not begin sums before `average` in the next step.
     """
 
     used: np.ndarray
@@ -65,22 +65,27 @@ class Facts:
 
 
 def told(group: Group, place: Place, drops: int, facts: Facts) -> Coroutine[Facts]:
-    """Tell all ranks, and hear from all.
+    """Tell all ranks this rank's facts and hear theirs. Collective.
 
     Args:
-        group: the ranks, on a communicator that nothing else is used for.
+        group: the ranks, on a communicator that is used for nothing else.
         place: where this rank is.
         drops: how often it has dropped gradients since the last average.
-        facts: of this rank.
+        facts: this rank's facts.
+
+    Returns:
+        The facts that hold for at least one rank, the same on all ranks.
 
     Raises:
-        UserError: the ranks are at different places, or have dropped gradients unequally often; on
-            all ranks.
+        UserError: the ranks are at different places, or have not dropped gradients equally often.
+            All ranks raise it.
     """
     if group.comm is None:
         return facts
-    from mpi4py import MPI  # a group with a communicator has MPI
+    from mpi4py import MPI  # it is running, because the group has a communicator
 
+    # The first word has the place in bits 0 to 7, the drops in bits 8 to 31, then the flags. Place
+    # and drops set one bit each: if the result has two, the ranks differ.
     first = 1 << place | 1 << (8 + drops % DROPS)
     flags = (facts.fresh, facts.failed, facts.late, facts.changed, facts.restless)
     first |= sum(1 << (32 + number) for number, flag in enumerate(flags) if flag)
@@ -101,7 +106,7 @@ def _several(bits: int) -> bool:
 
 
 def _apart(group: Group, found: Sequence[Any]) -> UserError:
-    """The error of ranks that are not together, the same on all of them."""
+    """The error for ranks at different places, the same on all of them."""
     place, drops, host = found[0]
     rank = next(r for r, (p, d, _) in enumerate(found) if (p, d) != (place, drops))
     other, others, there = found[rank]

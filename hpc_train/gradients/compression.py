@@ -1,13 +1,13 @@
 """Compressed sums over nodes, with error feedback.
 
-What a rank's message leaves out stays in its residual and is added to what it has to send in the
-next step, so that nothing is lost, only late: Seide et al., "1-bit stochastic gradient descent",
-Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD",
+A rank keeps what its message leaves out in a residual, and adds it to what it has to send in the
+next step. So nothing is lost, it only arrives later: Seide et al., "1-bit stochastic gradient
+descent", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD",
 https://arxiv.org/abs/1901.09847.
 
-A step with a NaN or an infinity anywhere gives a result that is not finite, on all ranks. Such a
-step is skipped by all, and leaves the residuals of all as they were: each rank sees it in the
-result, which all have alike.
+If any rank has a NaN or an infinity, the result is not finite on any rank. The result has the same
+bits everywhere, so without asking each other all ranks skip such a step and leave their residuals
+as they were.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.compression import parse_scheme
 
 if TYPE_CHECKING:
-    from hpc_train.collectives.ring import Cross  # which starts MPI
+    from hpc_train.collectives.ring import Cross
 
 
 class Compressor(Protocol):
     """Sums over the nodes with fewer bytes on the wire than `Cross.sum_`.
 
-    Of the n ranks of a `Cross` each has a compressor; all make the same calls in the same order.
+    Each of the n ranks of a `Cross` has a compressor, and all make the same calls in the same
+    order.
     """
 
     @property
@@ -41,44 +42,46 @@ class Compressor(Protocol):
     def sum_(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
     ) -> Coroutine[None]:
-        """Replace a tensor by about its sum over the nodes, the same bits on all n ranks.
+        """Replace a tensor by an approximation of its sum over the nodes. Collective.
+
+        The result has the same bits on all n ranks.
 
         Args:
             cross: the n ranks; operations have the tag `number`.
-            number: of the bucket, under which this rank's residual is kept.
-            part: (elements,) contiguous, float32 or float64: the same place of the bucket on all
-                n ranks. If that of one rank is not finite, the result is not, and the step leaves
-                nothing behind.
+            number: the bucket's number, under which this rank's residual is kept.
+            part: (elements,) contiguous, float32 or float64: the same part of the bucket on all
+                n ranks. If it is not finite on one rank, the result is not finite on any, and the
+                residuals stay as they were.
             pieces: views that cover `part` in order, each in the shape of a parameter or of some
                 of its rows.
         """
 
     def unify(self, cross: Cross) -> Coroutine[dict[int, Tensor]]:
-        """For a checkpoint: what the ranks together have not sent yet, by bucket number.
+        """The sums of all ranks' residuals, by bucket number, for a checkpoint. Collective.
 
-        Every rank then keeps an equal share of it, as if by `load`, so that a run that goes on and
-        one that is resumed do the same, bit for bit.
+        Afterwards every rank keeps an equal share of them, as `load` would give it. So a run that
+        continues and one that is resumed from the checkpoint compute the same bits.
         """
 
     def load(self, totals: Mapping[int, Tensor], ranks: int, steps: int | None = None) -> None:
-        """Go on where another run was.
+        """Continue from the state of another run.
 
         Args:
-            totals: what its ranks had not sent yet, by bucket number, as `unify` returned them; on
-                any number of nodes.
-            ranks: n, the number of nodes that share it now.
-            steps: its `steps`; by default the compression is full at once.
+            totals: the sums of its residuals by bucket number, as `unify` returned them, from any
+                number of nodes.
+            ranks: n, the number of nodes that share them now.
+            steps: its `steps`; by default the warm-up counts as over.
         """
 
     def scale_(self, factor: float) -> None:
-        """Multiply what has not been sent yet, when gradients come in another unit from now on."""
+        """Multiply the residuals, because later gradients have another loss scale."""
 
 
 def make_compressor(text: str) -> Compressor | None:
-    """The compressor of a value of `gradients.compression`; None for "none".
+    """The compressor that a value of `gradients.compression` names; None for "none".
 
     Raises:
-        ConfigError: there is no such compression.
+        ConfigError: the value names no compression.
     """
     kind, number, steps = parse_scheme(text)
     if kind == "topk":
@@ -93,21 +96,22 @@ def make_compressor(text: str) -> Compressor | None:
 
 
 class ErrorFeedback(ABC):
-    """What compressors have in common: residuals, and that they begin slowly.
+    """Base class of the compressors: it keeps residuals and counts the warm-up.
 
-    `residuals` holds what this rank has not sent yet, by bucket number; a bucket that has none yet
-    is missing, on all ranks alike.
+    `residuals` holds what this rank has not sent yet, by bucket number. A bucket without a residual
+    is missing there, on all ranks or on none.
 
     Args:
-        warmup_steps: number of steps before the compression is full. At the start, gradients are
-            large and change direction quickly, so that late parts do the most harm.
+        warmup_steps: number of steps before the compression is full. At the start of a training,
+            gradients are large and change direction quickly, so parts that arrive late do the most
+            harm.
     """
 
     def __init__(self, warmup_steps: int = 0) -> None:
         self.residuals: dict[int, Tensor] = {}
         self.warmup_steps = warmup_steps
-        self._before = 0  # steps of another run that this one goes on with
-        self._sums: Counter[int] = Counter()  # by bucket number
+        self._before = 0  # steps of the run that this one was resumed from
+        self._sums: Counter[int] = Counter()  # since then, by bucket number
 
     @property
     def steps(self) -> int:
@@ -117,7 +121,7 @@ class ErrorFeedback(ABC):
     def sum_(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
     ) -> Coroutine[None]:
-        """Sum with compression, or without where that is better."""
+        """Sum with compression, or without it if `is_exact` says so (see `Compressor`)."""
         if not part.numel():
             return
         self._sums[number] += 1
@@ -131,21 +135,21 @@ class ErrorFeedback(ABC):
             self.residuals.pop(number, None)
 
     def step(self, number: int) -> int:
-        """The number of a bucket's sum under way; the first is 1."""
+        """The number of the bucket's current sum, counted from 1."""
         return self._before + self._sums[number]
 
     def is_exact(self, number: int, part: Tensor, ranks: int) -> bool:
-        """Whether the bucket's sum under way is one without compression."""
+        """Whether the bucket's current sum goes without compression."""
         return self.step(number) <= self.warmup_steps
 
     @abstractmethod
     def _sum_compressed(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
     ) -> Coroutine[None]:
-        """`Compressor.sum_` of one element or more."""
+        """Do `Compressor.sum_` for a part of one element or more."""
 
     def unify(self, cross: Cross) -> Coroutine[dict[int, Tensor]]:
-        """Add up the residuals of all ranks, and give each an equal share."""
+        """Add up the residuals of all ranks, and give each rank an equal share. Collective."""
         totals = {number: self.residuals[number].clone() for number in sorted(self.residuals)}
         for number, total in totals.items():
             yield from cross.sum_(total, number)
@@ -153,7 +157,7 @@ class ErrorFeedback(ABC):
         return totals
 
     def load(self, totals: Mapping[int, Tensor], ranks: int, steps: int | None = None) -> None:
-        """Take this rank's share of what was not sent."""
+        """Take this rank's share of the residuals (see `Compressor`)."""
         self.residuals = {number: total / ranks for number, total in totals.items()}
         self._before = self.warmup_steps if steps is None else steps
         self._sums.clear()
@@ -164,13 +168,13 @@ class ErrorFeedback(ABC):
             residual.mul_(factor)
 
     def with_residual(self, number: int, part: Tensor) -> Tensor:
-        """What is to be sent, in new memory: `part` stays as it is."""
+        """The sum of `part` and the bucket's residual, in new memory; `part` stays as it is."""
         residual = self.residuals.get(number)
         return part.clone() if residual is None else part + residual
 
 
 class SixteenBit(ErrorFeedback):
-    """Implements `Compressor` by rounding: half of float32's bytes.
+    """Implements `Compressor` by rounding to 16 bits, half of float32's bytes.
 
     Args:
         kind: "fp16", with 11 significant bits, or "bf16", with 8.
@@ -183,7 +187,7 @@ class SixteenBit(ErrorFeedback):
     def _sum_compressed(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
     ) -> Coroutine[None]:
-        """Sum with every number rounded on its way; who rounds keeps what that loses."""
+        """Sum with every message rounded; the rank that rounds keeps the error as its residual."""
         if number in self.residuals:
             part.add_(self.residuals[number])
         lost = torch.zeros_like(part)
@@ -192,30 +196,35 @@ class SixteenBit(ErrorFeedback):
             yield from cross.sum_16_(part.mul_(scale), self.dtype, lost, number)
             part.div_(scale)
             lost.div_(scale)
-        else:  # its largest and smallest numbers are about float32's
+        else:  # bfloat16 has about float32's range and needs no scale
             yield from cross.sum_16_(part, self.dtype, lost, number)
         if is_finite(part):
             self.residuals[number] = lost
 
 
 def _half_scale(cross: Cross, part: Tensor) -> Coroutine[float]:
-    """The power of two, the same on all ranks, that brings the sums near to float16's largest.
+    """A power of two by which to multiply, so that sums use the upper end of float16's range.
 
-    Float16 ends at 65504 and has nothing below 6e-8: averaged gradients of a large model would be
-    lost at its lower end, and sums of large ones at its upper. No sum is larger than n times the
-    ranks' largest magnitude; that goes to 2 ** 15, which leaves room for rounding upwards on the
-    way over a thousand nodes. A power of two rounds nothing.
+    Float16 ends at 65504 and has nothing below 6e-8. Averaged gradients of a large model would
+    underflow, and sums of large gradients would overflow. No sum is larger than n times the ranks'
+    largest magnitude. This bound is scaled to 2 ** 15 at most, which leaves room for rounding
+    upwards on the way over a thousand nodes. Multiplying by a power of two rounds nothing.
+
+    All ranks get the same number. Collective.
     """
     mine = largest(part)
     bound = yield from cross.largest(mine if math.isfinite(mine) else math.inf)
     bound *= cross.group.size
     if not 0 < bound < math.inf:
         return 1.0
-    return 2.0 ** min(15 - math.frexp(bound)[1], 120)  # within float32's own range
+    return 2.0 ** min(15 - math.frexp(bound)[1], 120)  # float32 could not hold much more
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest magnitude; NaN if there is one. One pass, unlike `norm` or `isfinite().all()`."""
+    """The largest magnitude of a tensor's elements; NaN if one of them is NaN.
+
+    It reads the tensor once, without the temporary tensor of `isfinite().all()`.
+    """
     low, high = torch.aminmax(tensor)
     return max(-low.item(), high.item())
 

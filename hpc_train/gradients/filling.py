@@ -1,4 +1,4 @@
-"""Buckets are filled by the hooks of the backward pass, and their sums begin there."""
+"""Hooks of the backward pass fill the buckets, and begin the sums of full ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import UNSTEADY, Slot, slots_of_buckets
 from hpc_train.gradients.sums import Sums
 
-STEADY = 2  # steps alike, after which sums begin in the backward pass
+STEADY = 2  # after this number of steps without anything unusual, sums begin in the backward pass
 
 
 class Filling:
@@ -27,18 +27,18 @@ class Filling:
 
     Args:
         buckets: in the order in which their sums begin.
-        sums: of these buckets.
+        sums: sums these buckets.
         progress: advances the sums.
-        share: what gradients are multiplied by.
-        look: see `Slot`.
+        share: factor for all gradients; 1 / ranks makes their sum the mean.
+        look: the `average` of `Slot`.
         begin_pass: is called before the first gradient of each backward pass is taken.
 
     Attributes:
-        slots: of all parameters in buckets.
-        strays: of parameters that came later, and lie in no bucket yet.
+        slots: the slots of all parameters in buckets.
+        strays: the slots of parameters that came later and are in no bucket yet.
         begun: how many sums have begun in this step.
-        over: whether they are done; what comes next begins another step.
-        stirred: whether there is something that can be given up.
+        over: whether the step is averaged; the next gradient begins another step.
+        stirred: whether the step has begun, so that there is something to give up.
         early: whether sums begin in the backward pass; the same on all ranks.
     """
 
@@ -66,11 +66,11 @@ class Filling:
 
     @property
     def all_slots(self) -> list[Slot]:
-        """Those in buckets, and the strays."""
+        """The slots of parameters in buckets, and the strays."""
         return self.slots + self.strays
 
     def begin_step(self) -> None:
-        """Nothing of a new step is there yet."""
+        """Begin a step: no gradient of it has come yet."""
         for slot in self.all_slots:
             slot.begin_step()
         self._left = self._missing.copy()
@@ -78,28 +78,30 @@ class Filling:
         self.over = self.stirred = False
 
     def wait_for_calm(self) -> None:
-        """Begin no sums in the backward pass until steps are alike again."""
+        """Begin no sums in the backward pass until STEADY steps in a row had nothing unusual."""
         self._calm = 0  # steps in a row without anything unusual
         self.early = False
         self._missing = [math.inf] * len(self.by_bucket)
 
     def learn(self, *, restless: bool) -> None:
-        """Decide when the next step's sums begin, from what all ranks know.
+        """Decide when the next step's sums begin.
 
         Args:
-            restless: something unusual has happened on some rank.
+            restless: something unusual has happened on some rank; the same on all ranks.
         """
         self._calm = 0 if restless else self._calm + 1
         self.early = self._calm >= STEADY
         for number, some in enumerate(self.by_bucket):
             for slot in some:
                 slot.learn()
+            # Nobody knows when a bucket with an unsteady parameter is full: `average` sums it.
             steady = self.early and all(slot.expected != UNSTEADY for slot in some)
             self._missing[number] = sum(s.expected > 0 for s in some) if steady else math.inf
 
     def _move(self, slot: Slot, parameter: Tensor) -> None:
         """Put a gradient that a backward pass has just made into its bucket."""
         gradient = parameter.grad
+        # torch numbers the backward passes of a process.
         if (task := torch._C._current_graph_task_id()) != self._task:
             self._task = task
             self._begin_pass()
@@ -119,9 +121,10 @@ class Filling:
         self._arrived(slot)
 
     def _arrived(self, slot: Slot) -> None:
-        """Count a gradient, and begin the sums of buckets that now have all of theirs."""
+        """Count a gradient, and begin the sums of buckets that now have all their gradients."""
         if slot.arrived == slot.expected:
             self._left[slot.home] -= 1
+            # A full bucket waits for those before it: all ranks must begin sums in one order.
             while self.begun < len(self.by_bucket) and not self._left[self.begun]:
                 self._begin_next()
         self.progress.advance()
@@ -133,34 +136,40 @@ class Filling:
         self.begun += 1
 
     def sum_rest(self) -> None:
-        """Begin the sums that have not begun, and wait for all."""
+        """Begin the sums that have not begun, and wait for all sums. Collective."""
         while self.begun < len(self.by_bucket):
             self._begin_next()
         self.progress.finish()
 
     def give_up(self) -> None:
-        """End the sums of a step of which nothing is wanted."""
+        """Finish the sums of a step whose result is not used. Collective."""
         for slot in self.slots:
             slot.set_apart()
         self.sum_rest()
         self.wait_for_calm()
 
     def dropped(self) -> tuple[list[Slot], bool]:
-        """Slots whose gradient was dropped by model.zero_grad() or `grad = None`; whether all were.
+        """Slots whose gradient was dropped by model.zero_grad() or `grad = None`.
 
-        What an earlier step has left may stay while all that is new is dropped.
+        Returns:
+            These slots, and whether the whole step was dropped.
         """
         filled = [slot for slot in self.all_slots if slot.filled]
         dropped = [slot for slot in filled if slot.parameter.grad is not slot.pending]
+        # Gradients that an earlier step has left may stay: they are not of this step.
         new = [slot for slot in filled if slot.kept is None]
         return dropped, all(slot.parameter.grad is not slot.pending for slot in new)
 
     def used(self) -> np.ndarray:
-        """Which parameters have a gradient, (slots,) of bool."""
+        """Flags of the parameters that have a gradient, (slots,) of bool."""
         return np.array([slot.parameter.grad is not None for slot in self.slots], bool)
 
     def check(self) -> tuple[bool, HpcTrainError | None]:
-        """Whether gradients are there that came too late for their bucket; what is wrong."""
+        """Look through all gradients before averaging.
+
+        Returns:
+            Whether some gradients came too late for their bucket, and an error to raise, if any.
+        """
         late = False
         for slot in self.all_slots:
             gradient = slot.parameter.grad
@@ -179,8 +188,8 @@ class Filling:
         return late, None
 
     def collect(self) -> None:
-        """Bring the buckets in line with what `grad` of the parameters is."""
-        if self.over:  # others have something new: what was not dropped here counts again
+        """Take over `grad` of parameters where the user has dropped or replaced it."""
+        if self.over:  # another rank has new gradients: those not dropped here count again
             self.begin_step()
         for slot in self.all_slots:
             gradient = slot.parameter.grad
@@ -190,13 +199,13 @@ class Filling:
                 slot.take(gradient)
 
     def show(self) -> None:
-        """Let `grad` be the gradient itself where it still stands for it."""
+        """Replace the promise in `grad` by the averaged gradient itself."""
         for slot in self.all_slots:
             if slot.parameter.grad is slot.pending:
                 slot.parameter.grad = slot.gradient
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
-        """Look after parameters that came later, in memory of their own."""
+        """Make slots for parameters that came later, with memory of their own."""
         known = {id(slot.parameter) for slot in self.strays}
         for parameter in parameters:
             if id(parameter) not in known:
@@ -209,7 +218,7 @@ class Filling:
                     parameter.grad = slot.pending
 
     def gradients(self) -> list[Tensor]:
-        """All averaged gradients: whole buckets, where `grad` are its views."""
+        """All averaged gradients; one tensor for a bucket if each `grad` is a view of it."""
         found = [s.parameter.grad for s in self.strays if s.parameter.grad is not None]
         for some, flat in zip(self.by_bucket, self.sums.flats, strict=True):
             if all(slot.parameter.grad is slot.view for slot in some):

@@ -3,19 +3,19 @@
 Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow",
 https://arxiv.org/abs/1802.05799
 
-Its hooks begin an operation for each parameter in the backward pass, its `synchronize` waits for
-them. What is known to go wrong with it does not here, without a change to it:
+Its hooks begin an operation for each parameter in the backward pass, and its `synchronize` waits
+for them. Its known problems are avoided here without a change to Horovod:
 
-- It wraps an optimizer of ours that is never stepped. So the user's own keeps its state, its
+- It wraps an optimizer of ours that is never stepped. So the user's optimizer keeps its state, its
   `zero_grad` and its `step`, and may be of any class.
-- In `grad` it finds a tensor without memory that only names the gradient: so nobody sees one that
-  it is summing just then.
-- It sums what its compression gives it, which is its own way to bring gradients into another form:
-  here a contiguous buffer of 32 bits or more per number, whatever the layout and type of the
-  parameter.
-- It takes the number of backward passes in a step beforehand. Until two steps have had the same one
-  it is told of a number that never comes, and begins all operations in `synchronize`.
-- It sums zeros for what a rank has not used; what no rank has used has no gradient afterwards.
+- In `grad` Horovod finds a tensor without memory that only stands for the gradient. So nobody sees
+  a gradient that Horovod is summing at the moment.
+- Horovod sums what its compression returns. Ours returns a contiguous buffer of 32 bits or more per
+  number, whatever the layout and type of the parameter.
+- Horovod must be told in advance how many backward passes a step has. Until two steps have had the
+  same number it is told a number that is never reached, and begins all operations in `synchronize`.
+- It sums zeros for parameters that a rank has not used. A parameter that no rank has used has no
+  gradient afterwards.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NEVER = 1 << 60  # backward passes in a step
-ADASUM_BYTES = 4 << 20  # of steps that are combined in one operation
+NEVER = 1 << 60  # backward passes in a step: a number that is never reached
+ADASUM_BYTES = 4 << 20  # bytes of optimizer steps that one operation combines
 
 
 class FlatForm:
-    """Horovod's interface of a compression: gives it a buffer in place of what is in `grad`.
+    """A compression for Horovod, which gives it a buffer in place of the tensor in `grad`.
 
     Args:
-        compression: of hvd.Compression, applied to the buffers.
+        compression: a class of hvd.Compression, applied to the buffers.
     """
 
     def __init__(self, compression: Any) -> None:
         self.compression = compression
         self.flats: dict[int, Tensor] = {}
-        """Buffers, by id of what stands in `grad` for them."""
+        """Buffers, by id of the tensor that stands for them in `grad`."""
 
     def compress(self, stand: Tensor) -> tuple[Tensor, Any]:
-        """What Horovod sums, and what `decompress` has to know."""
+        """The tensor that Horovod is to sum, and the context for `decompress`."""
         near, context = self.compression.compress(self.flats[id(stand)])
         return near, (stand, context)
 
@@ -82,28 +82,28 @@ class FlatForm:
 
 
 class DistributedSums:
-    """Implements `Sums` by hvd.DistributedOptimizer, which begins them by itself.
+    """Implements `Sums` by hvd.DistributedOptimizer, which begins the sums by itself.
 
-    Operations are called by the parameters' names: these are what Horovod's timeline shows.
+    Operations have the parameters' names, which Horovod's timeline shows.
 
     Collective to make.
 
     Args:
         hvd: the module horovod.torch, initialised.
         group: the ranks.
-        process_set: Horovod's, of the same ranks.
-        names: of parameters in the model.
-        buckets: of one parameter each, on any device.
-        compression: of hvd.Compression.
+        process_set: Horovod's process set of the same ranks.
+        names: names of the model's parameters.
+        buckets: one parameter each, on any device.
+        compression: a class of hvd.Compression.
 
     Attributes:
-        stands: by parameter with elements: what `grad` is while Horovod looks at it, a tensor of
-            the parameter's shape and type without memory.
+        stands: for each parameter with elements, the value of `grad` while Horovod looks at it: a
+            tensor of the parameter's shape and type without memory.
     """
 
     early = True
     made: ClassVar[int] = 0
-    """The last one's number: several may share a process set, but no operation's name."""
+    """The last object's number: several may share a process set, but their names must differ."""
 
     def __init__(
         self,
@@ -125,9 +125,9 @@ class DistributedSums:
                 self.stands[parameter] = parameter.detach().new_zeros(()).expand(parameter.shape)
                 form.flats[id(self.stands[parameter])] = flat
                 named.append((f"{label}.{names.get(parameter, f'outside-{number}')}", parameter))
-        self._distributed: Any = None  # without parameters
+        self._distributed: Any = None  # stays None if there are no parameters
         if named:
-            with torch.enable_grad():  # it looks for the graph's nodes that accumulate gradients
+            with torch.enable_grad():  # Horovod finds the graph's nodes that accumulate gradients
                 self._distributed = hvd.DistributedOptimizer(
                     SGD(self.stands, lr=0.0),
                     named_parameters=named,
@@ -139,28 +139,31 @@ class DistributedSums:
 
     @classmethod
     def label(cls, group: Group) -> str:
-        """A name for operations of these ranks that no others have. Collective."""
+        """A prefix for the names of operations that no other sums of these ranks use. Collective.
+
+        All ranks get the same one.
+        """
         cls.made = group.largest(cls.made) + 1
         return f"gradients.{cls.made}"
 
     def begin(self, number: int) -> Coroutine[None]:
-        """Nothing is left to do: Horovod's hooks begin it, or else `synchronize` does."""
+        """Do nothing: Horovod's hooks or `synchronize` begin the sum."""
         yield from ()
 
     def begin_in(self, passes: int) -> None:
-        """Begin sums in the step's backward pass number `passes`; 0: in `synchronize`."""
+        """Begin sums in the step's backward pass number `passes`, or for 0 in `synchronize`."""
         if self._distributed is not None:
             self._distributed.set_backward_passes_per_step(passes or NEVER)
 
     def hide(self, parameter: Parameter) -> Callable[[], None]:
-        """Keep a gradient that comes too late from Horovod's hook, which would raise an error.
+        """Hide a gradient that comes too late from Horovod's hook, which would raise an error.
 
         Returns:
-            What to call after that hook.
+            A function to call after that hook.
         """
         handles, delay = self._distributed._handles, self._distributed._allreduce_delay
         begun = handles.pop(parameter)
-        delay[parameter] = 2
+        delay[parameter] = 2  # the hook counts this down, and begins a sum only at 0
 
         def show() -> None:
             handles[parameter], delay[parameter] = begun, 0
@@ -168,13 +171,13 @@ class DistributedSums:
         return show
 
     def synchronize(self) -> None:
-        """Begin what has not begun, and wait for all. Collective."""
+        """Begin the sums that have not begun, and wait for all sums. Collective."""
         if self._distributed is None:
             return
         begin = time.perf_counter()
         before = {parameter: parameter.grad for parameter in self.stands}
         for parameter, stand in self.stands.items():
-            parameter.grad = stand
+            parameter.grad = stand  # Horovod sums what it finds in `grad`
         self._distributed.synchronize()
         for parameter, gradient in before.items():
             parameter.grad = gradient
@@ -183,27 +186,28 @@ class DistributedSums:
             self.profile.add(0.0, took / len(self.flats), flat.nbytes)
 
     def close(self) -> None:
-        """Take Horovod's hooks from the parameters, for which it has no way."""
+        """Remove Horovod's hooks from the parameters."""
         if self._distributed is not None:
             self.begin_in(0)
-            self._distributed._grad_accs.clear()  # they end with the nodes that they hang on
+            # Horovod has no call for that. Its hooks are freed with the nodes that they hang on.
+            self._distributed._grad_accs.clear()
         self._distributed, self.flats, self.stands = None, [], {}
 
 
 class DistributedFilling(Filling):
     """`Filling` for sums that Horovod's hooks begin.
 
-    They hang on the graph's nodes and run after ours, which hang on the parameters. In the backward
-    pass that is to begin a sum ours leave the stand in `grad`, and ours on the node, behind
-    Horovod's, take it away.
+    Three hooks run for each gradient, in this order: ours on the parameter, Horovod's on the node
+    of the graph, ours on that node. In the backward pass that is to begin a sum the first one puts
+    the stand into `grad`, Horovod's sees it there, and the last one takes it away.
     """
 
     sums: DistributedSums
 
     def __init__(self, *args: Any) -> None:
         self.passes = 0
-        """In which backward pass of a step sums begin; 0: in none."""
-        self._show: dict[Slot, Callable[[], None]] = {}  # for gradients that come too late
+        """The backward pass of a step in which sums begin, counted from 1; 0 if in none."""
+        self._show: dict[Slot, Callable[[], None]] = {}  # from `hide`, for late gradients
         super().__init__(*args)
 
     def _hook(self, slot: Slot) -> list[RemovableHandle]:
@@ -229,28 +233,28 @@ class DistributedFilling(Filling):
         self.begun += 1
 
     def _after(self, slot: Slot) -> None:
-        """Horovod's hook has seen the gradient."""
+        """Put `grad` back after Horovod's hook has seen the stand."""
         if show := self._show.pop(slot, None):
             show()
         if slot.parameter.grad is self.sums.stands.get(slot.parameter):
             slot.parameter.grad = slot.pending
 
     def sum_rest(self) -> None:
-        """Begin the sums that have not begun, and wait for all."""
+        """Begin the sums that have not begun, and wait for all sums. Collective."""
         for slot in self.slots:
             if not slot.begun:
                 self._begin(slot)
         self.sums.synchronize()
 
     def learn(self, *, restless: bool) -> None:
-        """See `Filling`. Horovod's hooks count one number of passes for all parameters."""
+        """Decide as `Filling` does, with one number of backward passes for all parameters."""
         super().learn(restless=restless)
         counts = {slot.expected for slot in self.slots} - {0}
         alike = self.early and len(counts) == 1 and UNSTEADY not in counts
         self._begin_in(counts.pop() if alike else 0)
 
     def wait_for_calm(self) -> None:
-        """See `Filling`."""
+        """Begin no sums in the backward pass for now (see `Filling`)."""
         super().wait_for_calm()
         self._begin_in(0)
 
@@ -261,13 +265,13 @@ class DistributedFilling(Filling):
 
 
 class HorovodAverager(BucketAverager):
-    """`BucketAverager` whose sums are those of hvd.DistributedOptimizer.
+    """`BucketAverager` whose sums are made by hvd.DistributedOptimizer.
 
     Args:
         hvd: the module horovod.torch, initialised.
         model, optimizer, group: as for `BucketAverager`.
-        process_set: Horovod's, of the same ranks.
-        compression: of hvd.Compression; by default none.
+        process_set: Horovod's process set of the same ranks.
+        compression: a class of hvd.Compression; by default none.
     """
 
     sums: DistributedSums
@@ -289,7 +293,7 @@ class HorovodAverager(BucketAverager):
             kind = compression or hvd.Compression.none
             return buckets, DistributedSums(hvd, group, process_set, names, buckets, kind)
 
-        # Polite: what this rank waits for may be its own thread, which needs the core.
+        # Polite: this rank may be waiting for its own thread of Horovod, which needs the core.
         super().__init__(model, optimizer, group, make, Progress(polite=True))
         self.awaited = "the sums of the gradients by Horovod"
 
@@ -306,13 +310,13 @@ def horovod_averager(
     group: Group,
     options: AveragingOptions,
 ) -> BucketAverager:
-    """Put engine horovod together, and start Horovod unless it runs. Collective.
+    """The averager of engine horovod; starts Horovod unless it is running. Collective.
 
     Args:
         model: its parameters that require gradients are averaged.
-        optimizer: over them.
-        group: more than one rank: all of the job, or those of a process set.
-        options: of the averaging.
+        optimizer: its parameters are averaged, too.
+        group: more than one rank: all ranks of the job, or those of a process set.
+        options: how gradients are averaged.
 
     Raises:
         UserError: this engine cannot do what the options ask for.
@@ -346,7 +350,9 @@ def _check(options: AveragingOptions) -> None:
             "use engine mpi, or compression fp16",
         )
     if options.reduction == "adasum" and options.compression != "none":
-        raise UserError("reduction adasum takes no compression", "leave one of the two out")
+        raise UserError(
+            "reduction adasum and compression do not go together", "leave one of the two out"
+        )
     for name, asked in (
         ("zero", options.zero),
         ("average_every", options.average_every > 1),
@@ -357,30 +363,30 @@ def _check(options: AveragingOptions) -> None:
 
 
 def _check_device(hvd: Any, parameters: Sequence[Parameter]) -> None:
-    """Refuse GPUs whose memory Horovod cannot read; it would fail in the first step."""
+    """Refuse GPUs whose memory Horovod cannot read, because it would fail in the first step."""
     devices = {p.device for p in parameters if p.device.type != "cpu"}
     if devices and not (hvd.cuda_built() or hvd.rocm_built()):
         raise UserError(
-            f"parameters are on {devices.pop()}, and Horovod is built for processors alone",
+            f"parameters are on {devices.pop()}, but Horovod is built without support for GPUs",
             "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL, or use engine mpi",
         )
 
 
 def _check_fusion(asked: int | None, group: Group) -> None:
-    """Tell that Horovod runs with another fusion buffer than was asked for.
+    """Warn on rank 0 if Horovod runs with another fusion buffer than was asked for.
 
     Raises:
-        UserError: no fusion was asked for, as results depend on it.
+        UserError: fusion was to be off, because results depend on it, and it is on.
     """
     has = os.environ.get(runtime.THRESHOLD, "its default")
     if asked == 0 and has != "0":
         raise UserError(
-            f"deterministic needs Horovod without fusion, and {runtime.THRESHOLD} is {has}",
+            f"deterministic needs Horovod without fusion, but {runtime.THRESHOLD} is {has}",
             f"set {runtime.THRESHOLD}=0 before Horovod starts",
         )
     if asked is not None and has != str(asked) and group.rank == 0:
         logger.warning(
-            "Horovod keeps the fusion buffer that it has started with (%s=%s): bucket_bytes=%d has "
+            "Horovod keeps the fusion buffer that it was started with (%s=%s): bucket_bytes=%d has "
             "no effect",
             runtime.THRESHOLD,
             has,
@@ -389,13 +395,17 @@ def _check_fusion(asked: int | None, group: Group) -> None:
 
 
 def _start(group: Group, fusion_bytes: int | None) -> tuple[Any, Any]:
-    """The module horovod.torch, running, and the process set of the group's ranks. Collective."""
+    """Start Horovod unless it is running. Collective.
+
+    Returns:
+        The module horovod.torch, and the process set of the group's ranks.
+    """
     remedy = "call runtime.start_horovod(world, process_sets) on all ranks of the job first"
     hvd = runtime.running_horovod()
     if hvd is None:
         if group.size < runtime.import_mpi().COMM_WORLD.size:
             raise UserError(
-                f"engine horovod is to average over {group.size} ranks, not all of the job", remedy
+                f"engine horovod has no process set for these {group.size} ranks of the job", remedy
             )
         hvd = runtime.start_horovod(group, fusion_bytes=fusion_bytes)
     with agreed(group):

@@ -1,8 +1,8 @@
-"""Local steps: each replica trains by itself, and every N steps all become their mean.
+"""Local steps: each replica trains by itself, and every N steps all replicas become their mean.
 
 Local SGD (Stich, "Local SGD converges fast and communicates little", ICLR 2019,
-https://arxiv.org/abs/1805.09767). Besides the parameters the optimizer's moments are averaged, so
-that replicas differ in nothing after it.
+https://arxiv.org/abs/1805.09767). The optimizer's moments are averaged as well as the parameters,
+so that all replicas are equal afterwards.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hpc_train.mpi.levels import Levels
 
 
 class LocalSteps(BucketAverager):
-    """Implements `GradientAverager` without averaging gradients: parameters are, now and then.
+    """Implements `GradientAverager` by averaging parameters every few steps, and no gradients.
 
     Args:
         model, optimizer: as for `BucketAverager`.
         levels: the ranks.
-        every: steps from one averaging to the next.
-        make: buckets of parameters and their sums, for averaging.
+        every: number of steps from one averaging to the next.
+        make: makes buckets of parameters, and their sums.
         progress: advances the sums.
     """
 
@@ -52,20 +52,23 @@ class LocalSteps(BucketAverager):
 
     @property
     def profile(self) -> Profile:
-        """What averaging has taken."""
+        """Time and bytes that averaging has taken so far."""
         return self._mean_sums.profile
 
     def average(self) -> None:
-        """Gradients stay each replica's own."""
+        """Do nothing: gradients are not averaged."""
 
     def _after_step(self) -> None:
-        """Average all every so often."""
+        """Average the replicas after every `every` steps."""
         self._since += 1
         if self._since == self.every:
             self.settle()
 
     def settle(self) -> None:
-        """Make all replicas their mean, unless they are; the count begins anew. Collective."""
+        """Set all replicas to their mean, and count steps from 0 again. Collective.
+
+        Nothing is done if no step was taken since the last time.
+        """
         if not self._since:
             return
         self._since = 0

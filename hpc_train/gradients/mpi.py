@@ -1,4 +1,4 @@
-"""Engine mpi: flat buckets, summed over the ranks while the backward pass goes on."""
+"""Engine mpi: gradients in flat buckets, summed over the ranks during the backward pass."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
 MakeBuckets = Callable[[Sequence[Parameter]], tuple[Sequence[Bucket], Sums]]
-"""Puts parameters into buckets and makes their sums; collective."""
+"""Puts parameters into buckets and makes the sums of these buckets. Collective."""
 
 
 class BucketAverager:
     """Implements `GradientAverager` with flat buckets.
 
-    The backward pass makes a gradient in memory of its own; a hook moves it into its bucket while
-    it is still in the processor's cache, divided by the number of ranks on the way. A bucket is
-    thus written once, never zeroed, and its sum over the ranks is the mean.
+    The backward pass makes a gradient in memory of its own. A hook divides it by the number of
+    ranks and moves it into its bucket while it is still in the processor's cache. So a bucket is
+    written once and never zeroed, and its sum over the ranks is the mean.
 
-    How many gradients a parameter gets in a step is not asked for, but learned: after two steps
-    alike, a bucket's sum begins as soon as it has what it had in those. What comes after that is
-    summed by itself in `average`. Buckets go in the same order on all ranks.
+    The user does not say how many gradients a parameter gets in a step: the averager learns it.
+    After two steps with the same numbers, a bucket's sum begins as soon as its parameters have got
+    these numbers. A gradient that comes later is summed by itself in `average`. The sums of buckets
+    begin in the same order on all ranks.
 
-    `grad` of a parameter means what it does in one process. None: it was dropped, or never there.
-    After a backward pass it stands for the mean (`PendingGradient`). What is not dropped is added
-    to.
+    `grad` of a parameter means the same as in one process. It is None if the gradient was dropped
+    or there was none. After a backward pass it stands for the mean (`PendingGradient`). A further
+    backward pass adds to a gradient that was not dropped.
 
     Collective to make.
 
@@ -54,7 +55,7 @@ class BucketAverager:
         model: its parameters that require gradients take part, unless another averager has them.
         optimizer: its parameters take part; they need not be the model's.
         group: the ranks to average over.
-        make: buckets and sums; none for one rank alone, which needs neither.
+        make: makes buckets and sums. For a rank alone, which needs neither, it returns no buckets.
         progress: advances the sums.
     """
 
@@ -72,17 +73,17 @@ class BucketAverager:
         self.shards: Collectives = AloneCollectives(Group(waiting=group.waiting))
         """The ranks whose `parts` together cover every gradient: here this rank alone."""
         self.at_close: list[Callable[[], None]] = []
-        """What to release."""
+        """Functions that `close` calls at its end."""
         self._make = make
         self._census = group.duplicate()
         self._collectives = connect(group)
         self._left_to_others: set[int] = set()  # ids of parameters
         self._restless = False  # something unusual has happened since the last average
         self._looked = False  # somebody has looked at a gradient before `average`
-        self._drops = 0  # since the last average
+        self._drops = 0  # how often gradients were dropped since the last average
         self._closed = False
         self._plan()
-        # A user's own zero_grad begins a step here as well.
+        # So that a step begins here as well when the user calls the optimizer's zero_grad.
         self._zero_optimizer = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._step_hooks = [
@@ -97,18 +98,18 @@ class BucketAverager:
         ]
         self.buckets, self.sums = self._make(self.trained)
         self._filling = self._fill()
-        self._done = False  # whether `average` has nothing to do until something happens
+        self._done = False  # whether all gradients are averaged, so that `average` does nothing
         self._outdated = False  # whether parameters have come or gone
         claim(self.trained, self)
         self._remember()
 
     def _fill(self) -> Filling:
-        """What fills the buckets."""
+        """Make the slots and hooks that fill the buckets."""
         share = 1 / self.group.size
         return Filling(self.buckets, self.sums, self.progress, share, self._look, self._begin_pass)
 
     def _remember(self) -> None:
-        """What the optimizer has now, to see when that changes."""
+        """Remember the optimizer's parameters, so that `_changed` sees others."""
         self._known = [id(p) for p in parameters_of(self.optimizer)]
         self._frozen = [p for p in parameters_of(self.optimizer) if not p.requires_grad]
 
@@ -123,21 +124,21 @@ class BucketAverager:
 
     @property
     def profile(self) -> Profile:
-        """What averaging has taken."""
+        """Time and bytes that averaging has taken so far."""
         return self.sums.profile
 
     def zero_grad(self) -> None:
-        """Forget the gradients, also those that the optimizer does not have."""
+        """Forget the gradients, also of parameters that the optimizer does not have."""
         self.optimizer.zero_grad()
         for parameter in self.trained:
             parameter.grad = None
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """In place of the optimizer's."""
+        """Replaces the optimizer's `zero_grad`."""
         if self._filling.stirred:
             self._give_up()
         if not set_to_none:
-            self._filling.show()
+            self._filling.show()  # to zero a promise would average first
         self._zero_optimizer(set_to_none=set_to_none)
         self._drops += 1
         self._begin_step()
@@ -147,10 +148,10 @@ class BucketAverager:
         self._done = False
 
     def _begin_pass(self) -> None:
-        """See what has become of gradients and parameters since the last backward pass."""
+        """Find out what the user has done to gradients and parameters since the last pass."""
         if self._changed():
             self._adopt()
-        if self._filling.over:  # nobody has called zero_grad: what was not dropped goes on
+        if self._filling.over:  # nobody has called zero_grad: this pass adds to the old gradients
             self._begin_step()
             return
         dropped, everything = self._filling.dropped()
@@ -168,11 +169,11 @@ class BucketAverager:
             slot.filled = False
 
     def _give_up(self) -> None:
-        """Leave a step that has begun. Collective if sums may have begun, on any rank."""
+        """Leave a step that has begun. Collective if sums may have begun on any rank."""
         self._restless = True
         if not self._filling.early:
             return
-        # What was begun has to end. That all ranks are here is known only when they have said so.
+        # Sums that have begun must end on all ranks: check first that all ranks give up this step.
         with self.group.waiting(self.awaited):
             self.progress.complete(self._told(Place.GIVE_UP))
             self._filling.give_up()
@@ -186,12 +187,12 @@ class BucketAverager:
         return sample_weight(self.group, items)
 
     def leave_step(self) -> None:
-        """Say that this rank is between two steps; another one that averages raises. Collective.
+        """Tell the other ranks that this one is between two steps. Collective.
 
         For a loop whose ranks come together between steps anyway.
 
         Raises:
-            UserError: on all ranks, if some do not come because they average.
+            UserError: some ranks average instead; all ranks raise it.
         """
         if self.group.size > 1:
             with self.group.waiting("the ranks to leave a step"):
@@ -202,7 +203,7 @@ class BucketAverager:
         return told(self._census, place, self._drops, facts or Facts(nothing))
 
     def average(self) -> None:
-        """Sum what was not summed during the backward pass. Collective."""
+        """Sum the buckets that were not summed during the backward pass. Collective."""
         if self._done or self.group.size == 1:
             return
         filling = self._filling
@@ -239,7 +240,7 @@ class BucketAverager:
         return self._filling.check()
 
     def _add_late(self) -> None:
-        """Sum what came too late for its bucket."""
+        """Sum the gradients that came too late for their buckets. Collective."""
         slots = self._filling.slots
         late = np.array([slot.late is not None for slot in slots], bool)
         heard = self.progress.complete(self._told(Place.AVERAGE, Facts(late)))
@@ -253,26 +254,26 @@ class BucketAverager:
             slot.publish(used=flag)
 
     def _changed(self) -> bool:
-        """Whether the optimizer has got other parameters, or trains what was frozen."""
+        """Whether the optimizer has other parameters than before, or trains one that was frozen."""
         known = self._known == [id(p) for p in parameters_of(self.optimizer)]
         return not known or any(p.requires_grad for p in self._frozen)
 
     def _new(self) -> list[Parameter]:
-        """What the optimizer trains that is not planned for."""
+        """Parameters that the optimizer trains and that are in no bucket."""
         known = {id(p) for p in self.trained}
         return [p for p in trained_by(self.optimizer) if id(p) not in known]
 
     def _adopt(self) -> None:
-        """Look after parameters that came later."""
+        """Take over parameters that came later."""
         self._filling.adopt(self._new())
 
     def refresh(self) -> None:
-        """Take over parameters that were added or unfrozen; all ranks get rank 0's. Collective.
+        """Average parameters that were added or unfrozen, too, with rank 0's values. Collective.
 
-        `average` finds them by itself, but cannot know which rank has the right ones.
+        `average` finds such parameters by itself, but cannot know which rank has the right values.
 
         Raises:
-            UserError: the ranks' optimizers have different parameters, or share some by
+            UserError: the ranks' optimizers have different parameters, or ranks share parameters by
                 `memory.zero`.
         """
         if self.group.size == 1:
@@ -282,17 +283,14 @@ class BucketAverager:
         for parameter in new:
             self._collectives.broadcast_(parameter.data)
         stirred = bool(self.group.largest(int(self._filling.stirred)))
-        if stirred:  # a step has begun, which loses nothing
+        if stirred:  # a step has begun: average its gradients, so that none is lost
             self._done = False
             self.average()
         self._replan()
         self._filling.over = self._done = stirred
 
     def _include(self) -> None:
-        """Average what new parameters have got in this step. Collective.
-
-        They get buckets after the optimizer's step: somebody may be looking at gradients now.
-        """
+        """Average the gradients that new parameters have got in this step. Collective."""
         strays = self._filling.strays
         new = [slot.parameter for slot in strays]
         added.check_added(self.group, new)
@@ -305,19 +303,24 @@ class BucketAverager:
             if used:
                 self._sum(slot.view)
             slot.publish(used=used)
+        # They get buckets after the optimizer's step, because somebody may look at gradients now.
         self._outdated = True
 
     def _sum(self, tensor: Tensor) -> None:
-        """One sum over the ranks, outside of the buckets. Collective."""
+        """Replace a tensor by its sum over the ranks, without a bucket. Collective."""
         self._collectives.sum_(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
 
     def release(self, parameters: Iterable[Parameter]) -> None:
-        """Leave parameters that its optimizer has not to another averager. Collective."""
+        """Leave parameters to another averager. Collective.
+
+        Args:
+            parameters: not those of this averager's own optimizer.
+        """
         self._left_to_others |= {id(p) for p in parameters}
         self._replan()
 
     def _look(self, slot: Slot) -> Tensor:
-        """The averaged gradient, for whoever looks at one before `average`."""
+        """Average because somebody looks at a gradient; returns the averaged one. Collective."""
         self.average()
         self._looked = True
         return slot.gradient
@@ -339,7 +342,7 @@ class BucketAverager:
             torch._foreach_mul_(gradients, factor)
 
     def _own(self) -> list[Tensor]:
-        """All averaged gradients that this rank has, in as few tensors as there can be."""
+        """All averaged gradients that this rank has, in as few tensors as possible."""
         if self._filling.slots:
             return self._filling.gradients()
         return [part for _, part in self.parts()]
@@ -349,7 +352,7 @@ class BucketAverager:
         self.optimizer.step()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Average before the step; or, with a closure, whenever that has made gradients."""
+        """Average before the step; if the step has a closure, after each call of the closure."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.average()
@@ -364,34 +367,35 @@ class BucketAverager:
         return (args[0], averaged, *args[2:]), rest
 
     def _mean(self, loss: Tensor | float) -> Tensor:
-        """The ranks' mean: optimizers that search along a line compare it."""
+        """The mean of the ranks' losses, for optimizers with a line search. Collective."""
         mean = torch.as_tensor(loss).detach().clone()
         self._collectives.sum_(mean)
         return mean.div_(self.group.size)
 
     def _after_step(self) -> None:
-        """Others may have something new when this rank comes to `average` again."""
-        self._done = False
+        """Get ready for the next step."""
+        self._done = False  # even if this rank has no new gradients, others may have some
         if self._outdated:
             self._replan()
-        if self._looked:  # `p.grad /= 2` has put what stands for the gradient back
+        if self._looked:  # `p.grad /= 2` has put the promise back into `grad`
             self._looked = False
             self._filling.show()
 
     def rescale(self, factor: float) -> None:
-        """What compression has not sent is in the gradients' unit, which becomes another one."""
+        """Multiply the residuals of compression, which are in units of the old loss scale."""
         if isinstance(self.sums, LevelSums) and self.sums.compressor is not None:
             self.sums.compressor.scale_(factor)
 
     def settle(self) -> None:
-        """Nothing to do: ranks differ in nothing but what compression has not sent."""
+        """Do nothing: all ranks have the same parameters and optimizer state."""
 
     def close(self) -> None:
-        """Give the optimizer and the model back as they were, and all memory. Collective."""
+        """Undo all changes to the optimizer and the model, and release memory. Collective."""
         if self._closed:
             return
         self._closed = True
         filling = self._filling
+        # Sums that have begun on some ranks can end only if all ranks take part in them.
         if self.group.largest(int(filling.begun > 0 and not filling.over)):
             if filling.over:
                 filling.begin_step()

@@ -1,4 +1,4 @@
-"""What a user may ask of gradient averaging, as one value."""
+"""The options of gradient averaging, as one value."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from hpc_train.errors import UserError
 from hpc_train.gradients.progress import Progress, ThreadProgress
+from hpc_train.mpi.environment import ranks_yield
 
 Engine = Literal["auto", "horovod", "mpi"]
 TwoLevel = Literal["auto", "on", "off"]
@@ -33,18 +34,19 @@ class AveragingOptions:
 
     Args:
         engine: "horovod", "mpi", or "auto": see `best_engine`.
-        bucket_bytes: size of the flat buckets; None: measured.
-        two_level: of engine mpi: "on": ranks of a node sum in its shared memory, and nodes
-            communicate once; "off": each rank communicates for itself; "auto": the faster.
-        compression: of what crosses nodes; see `gradients.compression`.
-        average_every: steps that each rank takes by itself before parameters and moments are
-            averaged (`gradients.local`); 1: gradients are, in every step. Engine mpi.
-        reduction: "adasum", of engine horovod: see `gradients.adasum`.
-        zero: 1: the ranks of a node share the parameters' memory and the optimizer's work and state
-            (engine mpi, parameters on the CPU).
-        whole: parameters that zero leaves alone.
+        bucket_bytes: size of the flat buckets; None chooses it by a measurement.
+        two_level: "on" lets the ranks of a node sum in its shared memory, so that only the node's
+            sum crosses the network. With "off" each rank communicates for itself. "auto" measures
+            which is faster. Engine mpi only.
+        compression: compression of gradients between nodes; see `gradients.compression`.
+        average_every: number of steps that each rank takes by itself before parameters and moments
+            are averaged (`gradients.local`). 1 averages gradients in every step. Engine mpi only.
+        reduction: "mean", or "adasum" with engine horovod (see `gradients.adasum`).
+        zero: 1 lets the ranks of a node share the parameters' memory and divide the optimizer's
+            work and state; 0 does not. Engine mpi only, with parameters on the CPU.
+        whole: parameters that are not divided by `zero`.
         cores: processor cores for this rank alone (`Runtime.cores`).
-        deterministic: measure nothing, so that each run goes the same way.
+        deterministic: measure nothing, so that each run sums in the same way.
     """
 
     engine: Engine = "auto"
@@ -64,10 +66,10 @@ class AveragingOptions:
         return self.cores > torch.get_num_threads()
 
     def check(self, parameters: Sequence[Parameter]) -> None:
-        """Refuse what would be accepted and not done.
+        """Refuse options that could not be followed.
 
         Raises:
-            UserError: options that do not go together, or not with these parameters.
+            UserError: the options do not fit together, or do not fit these parameters.
         """
         for dtype in {p.dtype for p in parameters}:
             if dtype not in SUMMABLE:
@@ -77,7 +79,9 @@ class AveragingOptions:
         for device in {p.device for p in parameters}:
             self._check_device(device)
         if self.compression != "none" and any(p.is_complex() for p in parameters):
-            raise UserError("compression is for real parameters", "leave it out")
+            raise UserError(
+                "compression does not work for complex parameters", "leave compression out"
+            )
 
     def _check_device(self, device: torch.device) -> None:
         local, packed = self.average_every > 1, self.compression != "none"
@@ -86,20 +90,20 @@ class AveragingOptions:
             (packed and local, "compression and average_every do not go together", "leave one out"),
             (
                 self.zero and self.two_level == "off",
-                'zero sums in the memory of nodes, two_level is "off"',
+                'zero sums in the shared memory of nodes, and two_level is "off"',
                 "leave one out",
             ),
             (
                 device.type != "cpu" and (self.zero or packed or self.two_level == "on"),
-                "zero, compression and two levels are for parameters in host memory, these are on "
-                f"{device}",
-                "leave them out",
+                'zero, compression and two_level "on" need parameters in host memory, and these '
+                f"are on {device}",
+                "leave those options out",
             ),
         ):
             if asked:
                 raise UserError(why, remedy)
 
     def progress(self) -> Progress:
-        """A thread where there is a core for it, else hooks."""
-        polite = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # see `runtime.start`
+        """A new `Progress`: with a thread if there is a core for it, else by hooks alone."""
+        polite = ranks_yield(os.environ)
         return ThreadProgress(polite=polite) if self.spare_core else Progress(polite=polite)

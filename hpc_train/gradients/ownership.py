@@ -1,4 +1,4 @@
-"""Which averager has which parameter: two that averaged the same gradient would do it twice."""
+"""Records which averager has which parameter, so that no gradient is averaged twice."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from hpc_train.gradients.mpi import BucketAverager
 
 OWNERS: Any = WeakIdKeyDictionary()
-"""By parameter: the averager that has it."""
+"""For each parameter, the averager that has it."""
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> list[Parameter]:
-    """What an averager takes: all that the optimizer trains, and of the model what is free.
+    """The parameters of a new averager.
 
-    In the model's order, those outside of the model last.
+    They are all that the optimizer trains, and those of the model that no other averager has. They
+    come in the model's order; parameters outside of the model come last.
     """
     mine = {id(p) for p in trained_by(optimizer)}
     found = [
@@ -35,8 +36,9 @@ def trained(model: nn.Module, optimizer: Optimizer) -> list[Parameter]:
 def take_over(optimizer: Optimizer) -> None:
     """Take an optimizer's parameters from the averagers that have them. Collective.
 
-    One whose own optimizer has some of them is closed: a second loop over a model follows a first.
-    The first one's optimizer must not step without averaging, so it refuses to.
+    An averager is closed if some of these parameters are its own optimizer's, as when a second loop
+    trains the model of a first. The closed averager's optimizer refuses to step, because its
+    gradients are no longer averaged.
     """
     wanted = trained_by(optimizer)
     owners = {id(owner): owner for owner in (OWNERS.get(p) for p in wanted) if owner is not None}
@@ -60,13 +62,13 @@ def _refuse(*_: Any) -> None:
 
 
 def claim(parameters: Iterable[Parameter], by: BucketAverager) -> None:
-    """Write down who has parameters."""
+    """Record that an averager has these parameters."""
     for parameter in parameters:
         OWNERS[parameter] = by
 
 
 def disown(parameters: Iterable[Parameter]) -> None:
-    """Leave parameters to others."""
+    """Record that no averager has these parameters."""
     for parameter in parameters:
         OWNERS.pop(parameter, None)
 
@@ -77,11 +79,12 @@ def parameters_of(optimizer: Optimizer) -> list[Parameter]:
 
 
 def trained_by(optimizer: Optimizer) -> list[Parameter]:
-    """Those that require gradients."""
+    """The parameters of an optimizer that require gradients, in its order."""
     return [p for p in parameters_of(optimizer) if p.requires_grad]
 
 
 def is_wrapped(optimizer: Optimizer) -> bool:
-    """Whether hvd.DistributedOptimizer has made it, of whatever class it was: it averages."""
+    """Whether an optimizer was made by hvd.DistributedOptimizer, and so averages by itself."""
+    # Horovod makes a class derived from the user's, so `isinstance` does not find it.
     method = getattr(type(optimizer), "skip_synchronize", None)
     return getattr(method, "__module__", "") == "horovod.torch.optimizer"

@@ -1,11 +1,13 @@
-"""What `grad` of a parameter is between the backward pass and averaging: a promise of the mean.
+"""The tensor in `grad` between the backward pass and averaging: a promise of the mean.
 
-A rank's own gradient is not what a plain loop would see: whoever clips it, or looks at its norm,
-would do so to a part. So `grad` is a tensor without memory, and the first operation on it averages:
-`clip_grad_norm_` before the optimizer's step, a look at a norm, torch's GradScaler work as they do
-in one process. That makes the first look at a gradient collective, as the optimizer's step is.
+A rank's own gradient is only a part of the gradient that a loop in one process sees. Code that
+clips it or computes its norm would get a wrong number. So `grad` is a tensor without memory, and
+the first operation on it averages. `clip_grad_norm_` before the optimizer's step, norms and torch's
+GradScaler then work as in one process. In return, the first look at a gradient is collective, as
+the optimizer's step is.
 
-The backward pass itself adds to it, too, in a second micro-batch; this alone reaches the bucket.
+A second micro-batch's backward pass adds to `grad`, too. This operation alone does not average: it
+adds to the bucket.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ class PendingGradient(Tensor):
     Args:
         like: has the gradient's shape, strides, dtype and device.
         add: adds a gradient that a backward pass has made.
-        average: averages, and returns the gradient; raises where no rank has it whole.
+        average: averages, and returns the averaged gradient; raises if no rank has all of it.
     """
 
-    # Python's own hooks for subclasses are left out: those of the dispatcher are enough.
+    # `__torch_dispatch__` sees every operation, so the hook of Python's functions is not needed.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     add_gradient: Callable[[Tensor], None]
     averaged: Callable[[], Tensor]
@@ -37,7 +39,7 @@ class PendingGradient(Tensor):
     def __new__(
         cls, like: Tensor, add: Callable[[Tensor], None], average: Callable[[], Tensor]
     ) -> PendingGradient:
-        """A tensor subclass without memory is made here."""
+        """Make the tensor: torch has only this way to make a subclass without memory."""
         made: PendingGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
@@ -45,7 +47,7 @@ class PendingGradient(Tensor):
         return made
 
     def __init__(self, like: Tensor, add: Any, average: Any) -> None:
-        """All was done by `__new__`."""
+        """Do nothing: `__new__` has done all."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -56,31 +58,33 @@ class PendingGradient(Tensor):
             if func is torch.ops.aten.add_.Tensor:
                 args[0].add_gradient(args[1])
                 return args[0]
-            if func is torch.ops.aten.add.Tensor:  # what it adds shall have a graph
+            if func is torch.ops.aten.add.Tensor:  # create_graph=True adds out of place
                 raise has_graph()
         return func(*_real(args), **_real(kwargs or {}))
 
     def type(self, *args: Any, **kwargs: Any) -> Any:
-        """What Horovod asks first of a gradient that it is to sum, in the memory that is not there.
+        """The averaged gradient in another type.
+
+        In a backward pass only Horovod calls this, before it would sum memory that is not there.
 
         Raises:
-            UserError: in a backward pass.
+            UserError: it is called in a backward pass.
         """
         if torch._C._current_graph_task_id() != -1:
             raise UserError(
                 "Horovod averages gradients that are averaged already: hvd.DistributedOptimizer "
                 "has wrapped the optimizer after it was given to the loop or the averager",
-                "give what hvd.DistributedOptimizer returned, or leave it out",
+                "wrap it first and give the wrapped one, or leave hvd.DistributedOptimizer out",
             )
         return self.averaged().type(*args, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The averaged gradient's elements: torch does not dispatch this."""
+        """The averaged gradient as an array; torch does not dispatch this method."""
         return self.averaged().numpy(force=force)
 
 
 def has_graph() -> UserError:
-    """What a gradient of gradients is answered with."""
+    """The error for gradients that themselves have a graph."""
     return UserError(
         "backward(create_graph=True) makes gradients that have a graph; their mean over the ranks "
         "has none",

@@ -1,4 +1,4 @@
-"""PowerSGD: sums of matrices over nodes, by approximations of low rank.
+"""PowerSGD: sums matrices over nodes by approximations of low rank.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
 optimization", https://arxiv.org/abs/1905.13727.
@@ -21,19 +21,26 @@ if TYPE_CHECKING:
 
 
 class PowerSgd(ErrorFeedback):
-    """Implements `Compressor` by one step of a power iteration per matrix, from where the last led.
+    """Implements `Compressor` by one step of a power iteration per matrix.
 
-    The sum S of the n ranks' matrices M (rows, columns), residuals included, is approximated by
-    P^T Q: P (rank, rows) is an orthonormal basis of what B S^T spans, where B (rank, columns) is
-    such a basis of the last step's Q, and Q is P S. As S is a sum, so are B S^T and P S, of what
-    each rank computes from its own M. Each keeps M - P^T Q / n. (The factors lie across the paper's
-    so that they are read along their rows: products are then several times as fast.)
+    The iteration starts from the result of the last step. S is the sum of the n ranks' matrices
+    M (rows, columns), residuals included. It is approximated by P^T Q:
 
-    Vectors, and matrices whose two factors have more than half as many elements as they, are summed
-    as they are. On equal processors factors and products have the same bits on all ranks.
+    - B (rank, columns) is an orthonormal basis of the rows of the last step's Q.
+    - P (rank, rows) is an orthonormal basis of the rows of B S^T.
+    - Q (rank, columns) is P S.
+
+    Because S is a sum, B S^T and P S are sums over the ranks, too: each rank computes its term from
+    its own M. Each rank keeps M - P^T Q / n as its residual. The factors are transposed in
+    comparison with the paper, so that products read them along their rows and are several times as
+    fast.
+
+    Vectors are summed exactly. So are matrices whose two factors together have more than half as
+    many elements as the matrix. On equal processors, factors and products have the same bits on all
+    ranks.
 
     Args:
-        rank: of the approximations.
+        rank: rank of the approximations.
         warmup_steps: number of steps at the start in which nothing is approximated.
     """
 
@@ -43,18 +50,18 @@ class PowerSgd(ErrorFeedback):
         self._bases: dict[tuple[int, int], Tensor] = {}  # B, by bucket number and piece
 
     def load(self, totals: Mapping[int, Tensor], ranks: int, steps: int | None = None) -> None:
-        """Take this rank's share; the bases, which depend on the layout, begin anew."""
+        """Take this rank's share of the residuals (see `Compressor`)."""
         super().load(totals, ranks, steps)
-        self._bases.clear()
+        self._bases.clear()  # they depend on the layout, which may be another one now
 
     def _sum_compressed(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
     ) -> Coroutine[None]:
-        """Sum the first factors together with what is not approximated, then the second factors."""
+        """Sum B S^T and all exact pieces in one operation, then P S in another."""
         results = [_matrix(piece) for piece in pieces]
         kept = self.with_residual(number, part)
         if not is_finite(kept):
-            kept.fill_(math.nan)  # a single one might meet a zero of B and be passed over
+            kept.fill_(math.nan)  # a product could lose a single NaN where B is zero
         mine = _cut(kept, results)
         low = [i for i, matrix in enumerate(mine) if self._pays(matrix)]
         firsts = dict(enumerate(mine))
@@ -65,7 +72,7 @@ class PowerSgd(ErrorFeedback):
         for i, result in enumerate(results):
             result.copy_(lefts[i].T @ rights[i] if i in lefts else sums[i])
         if is_finite(part):
-            kept.sub_(part, alpha=1 / cross.group.size)
+            kept.sub_(part, alpha=1 / cross.group.size)  # `mine` are views of `kept`
             for i in firsts.keys() - lefts.keys():
                 mine[i].zero_()
             self.residuals[number] = kept
@@ -76,7 +83,7 @@ class PowerSgd(ErrorFeedback):
         return matrix.dim() == 2 and 2 * self.rank * sum(matrix.shape) <= matrix.numel()
 
     def _basis(self, number: int, index: int, matrix: Tensor) -> Tensor:
-        """B: of the last step, or at first drawn, alike on all ranks."""
+        """B from the last step; in the first step random, the same on all ranks."""
         known = self._bases.get((number, index))
         if known is not None:
             return known
@@ -86,12 +93,12 @@ class PowerSgd(ErrorFeedback):
 
 
 def _matrix(piece: Tensor) -> Tensor:
-    """A view of two dimensions, the rows and all else; of one, if the piece has no more."""
+    """A view of a piece as a matrix (rows, all other dimensions); a vector stays a vector."""
     return piece.flatten(1) if piece.dim() > 1 else piece.flatten()
 
 
 def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a tensor of one dimension, in the shapes of others."""
+    """Cut a tensor of one dimension into views that have the shapes of other tensors."""
     pieces = flat.split([each.numel() for each in like])
     return [piece.view_as(each) for piece, each in zip(pieces, like, strict=True)]
 
@@ -99,7 +106,7 @@ def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def _summed(
     cross: Cross, number: int, tensors: Mapping[int, Tensor]
 ) -> Coroutine[dict[int, Tensor]]:
-    """The sums of several tensors over the ranks, by one operation."""
+    """The sums of several tensors over the ranks, computed by one operation."""
     if not tensors:
         return {}
     together = torch.cat([tensor.flatten() for tensor in tensors.values()])
@@ -108,9 +115,9 @@ def _summed(
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
-    """An orthonormal basis that spans the rows, by Householder's reflections.
+    """An orthonormal basis whose span contains the rows, by Householder reflections.
 
-    Unlike Gram and Schmidt's way it is one whatever the rows are: also if they are zero.
+    Unlike the Gram-Schmidt process, they give a basis even if rows are zero or dependent.
     """
     if not is_finite(matrix):
         return torch.full_like(matrix, math.nan)

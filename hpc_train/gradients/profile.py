@@ -1,4 +1,4 @@
-"""What averaging has taken: for the log's last lines and for benchmarks."""
+"""Time and bytes that averaging has taken, for the end of the log and for benchmarks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Profile:
     """Totals over all buckets that this rank has averaged so far.
 
     Args:
-        buckets: how many.
-        nbytes: of gradients.
-        wait: seconds from the moment that this rank's part was there until the last one's was.
-        wire: seconds from then until the mean was there. Both may have passed while the rank
-            computed: what it stood still for is in the metric comm_seconds.
+        buckets: number of buckets.
+        nbytes: bytes of gradients.
+        wait: seconds from the moment when this rank had filled a bucket until all ranks had.
+        wire: seconds from then until the mean was there. The rank may have computed during both
+            times; the metric comm_seconds has the time in which it stood still.
         sent: bytes that this rank has sent to other nodes.
     """
 
@@ -25,7 +25,7 @@ class Profile:
     sent: int = 0
 
     def add(self, wait: float, wire: float, nbytes: int) -> None:
-        """One more bucket."""
+        """Count one more bucket."""
         self.buckets += 1
         self.nbytes += nbytes
         self.wait += wait
@@ -37,12 +37,12 @@ class Profile:
         return self.nbytes / self.wire if self.wire else 0.0
 
     def describe(self) -> str:
-        """One line for people; "" if nothing was averaged."""
+        """The totals in one line of text; "" if nothing was averaged."""
         if not self.buckets:
             return ""
         line = (
             f"averaged {self.nbytes / 2**30:.2f} GiB of gradients in {self.buckets} buckets: "
-            f"{self.wait:.1f} s until all ranks had theirs, {self.wire:.1f} s on the way "
-            f"({self.bandwidth / 2**30:.2f} GiB/s)"
+            f"{self.wait:.1f} s of waiting until all ranks had them, {self.wire:.1f} s of "
+            f"communication ({self.bandwidth / 2**30:.2f} GiB/s)"
         )
         return line + (f", {self.sent / 2**30:.2f} GiB sent to other nodes" if self.sent else "")

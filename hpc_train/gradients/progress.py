@@ -1,4 +1,4 @@
-"""Who lets the sums of buckets go on while the backward pass computes."""
+"""Advances the sums of buckets while the backward pass computes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hpc_train.collectives.coroutines import Coroutine, CoroutineScheduler
 
 T = TypeVar("T")
 
-PAUSE = 200e-6  # seconds between two looks of the thread: 2 MB of a link of 10 GB/s
+PAUSE = 200e-6  # seconds that the thread sleeps; a link of 10 GB/s carries 2 MB in that time
 
 
 class Progress:
-    """Advances coroutines from the hooks of the backward pass: it costs a look at each.
+    """Advances coroutines whenever a hook of the backward pass calls `advance`.
 
     Args:
-        polite: the ranks outnumber the cores, so that waiting ranks must not hold them.
+        polite: whether waiting ranks give up their cores, for nodes with more ranks than cores.
     """
 
     def __init__(self, *, polite: bool = False) -> None:
@@ -29,12 +29,12 @@ class Progress:
         self._scheduler.start(steps)
 
     def advance(self) -> None:
-        """Let all go on that can."""
+        """Let all coroutines go on whose wait is over."""
         if not self._scheduler.idle:
             self._scheduler.advance()
 
     def finish(self) -> None:
-        """Advance until all are done."""
+        """Advance until all coroutines are done."""
         self._scheduler.finish(polite=self.polite)
 
     def complete(self, steps: Coroutine[T]) -> T:
@@ -42,14 +42,14 @@ class Progress:
         return self._scheduler.complete(steps, polite=self.polite)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no thread to end."""
 
 
 class ThreadProgress(Progress):
-    """Advances coroutines from a thread as well, for ranks that have a core to spare for it.
+    """Advances coroutines in a thread, for ranks that have a core to spare for it.
 
-    The hooks are too rare where single layers compute for long. An error in the thread is raised by
-    `finish`.
+    Hooks are called too rarely if single layers compute for long. An error in the thread is raised
+    by `finish` or `complete`.
     """
 
     def __init__(self, *, polite: bool = False) -> None:
@@ -68,10 +68,10 @@ class ThreadProgress(Progress):
         self._busy.set()
 
     def advance(self) -> None:
-        """The thread does."""
+        """Do nothing: the thread advances the coroutines."""
 
     def finish(self) -> None:
-        """Advance until all are done, without the thread."""
+        """Advance until all coroutines are done, in the calling thread."""
         self._busy.clear()
         with self._lock:
             if self._error is not None:
@@ -79,7 +79,7 @@ class ThreadProgress(Progress):
             self._scheduler.finish(polite=self.polite)
 
     def complete(self, steps: Coroutine[T]) -> T:
-        """As of `Progress`, without the thread."""
+        """Complete a coroutine as `Progress` does, in the calling thread."""
         with self._lock:
             if self._error is not None:
                 raise self._error

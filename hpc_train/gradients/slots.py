@@ -1,4 +1,4 @@
-"""A parameter's place in its bucket, and how far its gradient is in the step under way."""
+"""A parameter's place in its bucket, and the state of its gradient in the current step."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ UNSTEADY = -1
 
 
 class Slot:
-    """Takes the gradients of one parameter.
+    """Moves the gradients of one parameter into its bucket.
 
     Args:
-        parameter: whose `grad` it looks after.
-        view: its part of the bucket, which holds this rank's share of the mean, then the mean.
-        home: the bucket's number.
-        share: what each gradient is multiplied by on its way into the bucket.
-        average: what the first look at `grad` has to do; returns the averaged gradient.
+        parameter: the parameter.
+        view: its part of the bucket. It holds this rank's share of the mean, then the mean.
+        home: the bucket's number; -1 for memory outside of the buckets.
+        share: factor for each gradient on its way into the bucket.
+        average: is called at the first look at `grad`; returns the averaged gradient.
 
     Attributes:
-        gradient: what `grad` is after averaging: the view, or a copy in the parameter's dtype.
-        pending: what `grad` is before.
+        gradient: the value of `grad` after averaging: the view, or a copy in the parameter's dtype.
+        pending: the value of `grad` before averaging.
+        before: number of gradients in the last step.
         filled: whether the bucket has a gradient of this step.
-        begun: whether the bucket's sum has.
-        late: what came after the bucket's sum had begun, multiplied by the share.
-        kept: a copy of what an earlier step had left, where that alone went into the sum.
-        arrived: gradients of this step.
-        expected: gradients per step, the same in the last two; else UNSTEADY.
+        begun: whether the bucket's sum has begun.
+        late: gradients that came after the sum had begun, multiplied by the share.
+        kept: a copy of the gradient that an earlier step had left, if only that went into the sum.
+        arrived: number of gradients in this step so far.
+        expected: number of gradients per step if the last two steps had the same; else UNSTEADY.
     """
 
     __slots__ = (
@@ -68,12 +69,12 @@ class Slot:
         self.arrived, self.before, self.expected = 0, UNSTEADY, UNSTEADY
 
     def begin_step(self) -> None:
-        """Nothing of a new step is there yet."""
+        """Begin a step: no gradient of it has come yet."""
         self.filled, self.begun, self.arrived = False, False, 0
         self.late = self.kept = None
 
     def take(self, gradient: Tensor) -> None:
-        """Take a gradient that lies elsewhere: the step's first, or one put in its place."""
+        """Take the step's first gradient, or one that the user has put in its place."""
         if self.begun:
             self.late = torch.empty_like(self.view) if self.late is None else self.late
             _scaled(gradient, self.share, self.late)
@@ -82,7 +83,7 @@ class Slot:
             self.filled = True
 
     def add(self, gradient: Tensor) -> None:
-        """Add another gradient of the step, which the backward pass would add to `pending`."""
+        """Add a further gradient of the step, in place of the backward pass, which adds it."""
         if self.begun:
             self.late = torch.zeros_like(self.view) if self.late is None else self.late
             self.late.add_(gradient, alpha=self.share)
@@ -90,9 +91,10 @@ class Slot:
             self.view.add_(gradient, alpha=self.share)
 
     def begin(self) -> None:
-        """The bucket's sum begins: what is not there counts as zero.
+        """Prepare for the bucket's sum: a missing gradient counts as zero.
 
-        What an earlier step has left in `grad` is there, also where no gradient is added to it.
+        A gradient that an earlier step has left in `grad` takes part, even if no backward pass of
+        this step has added to it.
         """
         if not self.filled:
             gradient = self.parameter.grad
@@ -105,7 +107,10 @@ class Slot:
         self.begun = True
 
     def set_apart(self) -> None:
-        """Keep what an earlier step has left out of the sum of a step that is given up."""
+        """Save a gradient that an earlier step has left, because its step is given up.
+
+        The sum, which still has to be finished, overwrites the bucket.
+        """
         gradient = self.parameter.grad
         if self.kept is not None and gradient is self.pending:
             self.parameter.grad = self.kept
@@ -114,12 +119,12 @@ class Slot:
         self.filled = True
 
     def learn(self) -> None:
-        """Expect in the next step what came in this one, if it came in the one before as well."""
+        """Expect as many gradients in the next step as in this one, if the last had as many."""
         self.expected = self.arrived if self.arrived == self.before else UNSTEADY
         self.before = self.arrived
 
     def publish(self, *, used: bool) -> None:
-        """Make the mean what `grad` is; None if no rank had a gradient, as in a plain loop."""
+        """Set `grad` to the mean, or to None if no rank had a gradient, as in a plain loop."""
         if used and self.gradient is not self.view:
             self.gradient.copy_(self.view)
         self.parameter.grad = self.gradient if used else None
@@ -142,7 +147,10 @@ def slots_of_buckets(
 
 
 def _published(parameter: Parameter, view: Tensor) -> Tensor:
-    """Memory for the mean with the dtype and strides that autograd gives a gradient."""
+    """Memory for the mean, with the dtype and strides that autograd gives a gradient.
+
+    It is the view itself if that has them.
+    """
     dense = is_dense(parameter)
     strides = parameter.stride() if dense else view.stride()
     if view.dtype == parameter.dtype and view.stride() == strides:
@@ -157,5 +165,5 @@ def _scaled(gradient: Tensor, share: float, view: Tensor) -> None:
         torch.mul(gradient, share, out=view)
     elif gradient.layout is not torch.strided:
         view.zero_().add_(gradient, alpha=share)
-    else:  # in the view's wider numbers
+    else:  # multiply in the view's wider dtype
         view.copy_(gradient).mul_(share)

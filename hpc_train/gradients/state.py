@@ -1,4 +1,4 @@
-"""The optimizer's state, brought from one rank to the others or to the mean of all."""
+"""Broadcasts the optimizer's state from rank 0, or averages it over the ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from hpc_train.mpi.agreement import same
 
 
 class Blank(NamedTuple):
-    """A tensor without its elements.
+    """Describes a tensor of the optimizer's state, so that other ranks can allocate it.
 
     Args:
-        beside: whether it is on its parameter's device; else on the CPU.
+        shape: its shape.
+        dtype: its dtype.
+        beside: whether it is on its parameter's device; otherwise it is on the CPU.
     """
 
     shape: tuple[int, ...]
@@ -26,7 +28,7 @@ class Blank(NamedTuple):
     beside: bool
 
     def filled(self, parameter: Parameter) -> Tensor:
-        """Memory for it."""
+        """A tensor of zeros for it."""
         device = parameter.device if self.beside else "cpu"
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
@@ -34,11 +36,11 @@ class Blank(NamedTuple):
 def broadcast_state(optimizer: Optimizer, collectives: Collectives) -> None:
     """Give all ranks the state and the settings of rank 0's optimizer. Collective.
 
-    For a state that rank 0 alone has read from a file, and for ranks that were told other learning
-    rates.
+    This is needed if only rank 0 has read a state from a file, or if ranks were given different
+    settings, such as learning rates.
 
     Raises:
-        UserError: the optimizers have other parameters.
+        UserError: the optimizers have parameters of different shapes or in different groups.
     """
     group = collectives.group
     if group.comm is None:
@@ -56,9 +58,9 @@ def broadcast_state(optimizer: Optimizer, collectives: Collectives) -> None:
 
 
 def average_state(optimizer: Optimizer, collectives: Collectives) -> None:
-    """Replace moments, what of the state has its parameter's shape, by the ranks' mean. Collective.
+    """Replace the optimizer's moments (see `moments`) by their mean over the ranks. Collective.
 
-    All ranks have them for the same parameters.
+    All ranks must have moments for the same parameters.
     """
     for slot in moments(optimizer).values():
         for moment in slot.values():
@@ -67,7 +69,11 @@ def average_state(optimizer: Optimizer, collectives: Collectives) -> None:
 
 
 def moments(optimizer: Optimizer) -> dict[str, dict[Parameter, Tensor]]:
-    """What of the state has its parameter's shape, by slot, in the same order on all ranks."""
+    """The moments: tensors of the state that have their parameter's shape, in floating point.
+
+    Returns:
+        For each name in the state, the moment of each parameter; in the same order on all ranks.
+    """
     found: dict[str, dict[Parameter, Tensor]] = {}
     for parameter in _parameters(optimizer):
         for name, value in sorted(optimizer.state.get(parameter, {}).items()):
@@ -90,7 +96,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _outline(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Each parameter's slots, tensors as blanks."""
+    """The state of each parameter by name, with a `Blank` in place of each tensor."""
     return [
         {
             name: Blank(tuple(value.shape), value.dtype, value.device == parameter.device)
@@ -105,7 +111,7 @@ def _outline(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _receive(
     optimizer: Optimizer, parameter: Parameter, name: str, value: Any, collectives: Collectives
 ) -> None:
-    """Take over one slot of rank 0's, which has it."""
+    """Take over one value of rank 0's state. Collective."""
     state = optimizer.state[parameter]
     if collectives.group.rank:
         state[name] = value.filled(parameter) if isinstance(value, Blank) else value

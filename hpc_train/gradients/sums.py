@@ -1,7 +1,8 @@
-"""How a bucket is summed over the ranks.
+"""Sums buckets over the ranks.
 
-Through a node's shared memory and between nodes, or by the collectives of MPI or Horovod. The sum
-of one bucket is a coroutine (see `collectives.steps`); those of several go on together.
+`LevelSums` sums in each node's shared memory and then between nodes. `CollectiveSums` calls a
+collective of MPI or Horovod. The sum of a bucket is a coroutine (see `collectives.coroutines`), so
+the sums of several buckets can be under way at once.
 """
 
 from __future__ import annotations
@@ -24,54 +25,56 @@ from hpc_train.gradients.compression import Compressor
 from hpc_train.gradients.profile import Profile
 from hpc_train.mpi.levels import Levels
 
+# A rank signals these to its node, for each bucket: its buffer is filled; its share of the node's
+# buffers is added up; its part is summed over the nodes; it has written its part of the result.
 FILLED, ADDED, CROSSED, DONE = range(4)
-SIGNALS_PER_BUCKET = 4  # of each bucket
+SIGNALS_PER_BUCKET = 4
 
 
 class Sums(Protocol):
     """Sums buckets over the ranks of a group.
 
     Attributes:
-        profile: what it has taken.
+        profile: time and bytes that the sums have taken.
     """
 
     profile: Profile
 
     @property
     def flats(self) -> Sequence[Tensor]:
-        """Each bucket's buffer, to be filled before `begin` and to be read after it."""
+        """Each bucket's buffer: it is filled before `begin` and has the sum afterwards."""
 
     @property
     def early(self) -> bool:
-        """Whether sums make progress beside the backward pass; if not, they begin after it."""
+        """Whether sums make progress during the backward pass; if not, they begin after it."""
 
     def begin(self, number: int) -> Coroutine[None]:
-        """Sum a bucket. All ranks begin the same ones in the same order."""
+        """Sum a bucket. All ranks must begin the same buckets in the same order."""
 
     def close(self) -> None:
-        """Give the buffers back. Collective."""
+        """Release the buffers. Collective."""
 
 
 class LevelSums:
-    """Implements `Sums` in the memory of each node and, between nodes, by one rank for each part.
+    """Implements `Sums` in the shared memory of each node and by messages between nodes.
 
-    The ranks of a node add up each other's buffers where they lie: each rank its part of them all.
-    Only these parts, one of each node, cross the network; then each rank writes its part of the
-    result to all buffers of its node. On a network of nodes with p ranks each this takes
-    1 / p of the traffic of ranks that communicate as if they were alone. If nodes have different
-    numbers of ranks, as many ranks of each node cross the network as the smallest node has. The
-    work within a node is still shared by all of its ranks.
+    Every bucket is cut into one part for each rank of a node. Each rank adds up its part of all the
+    node's buffers, sums the result with the ranks of other nodes that have the same part, and
+    writes it to all buffers of its node. With p ranks on each node this takes 1 / p of the traffic
+    of ranks that each communicate for themselves. If nodes have different numbers of ranks, as many
+    ranks of each node communicate as the smallest node has. The work within a node is still shared
+    by all of its ranks.
 
     Collective to make.
 
     Args:
         levels: the ranks by nodes.
         buckets: all on the CPU.
-        cross: for the ranks of different nodes, closed with this; None on one node, and for ranks
-            that own nothing.
-        compressor: of what crosses nodes.
-        whole: of each bucket, whether every rank gets the whole result; else each only its part
-            (`Bucket.cuts`). By default the whole of all.
+        cross: the ranks of different nodes that have this rank's part, closed with this object.
+            None on one node, and for ranks that own no part.
+        compressor: compresses messages between nodes; None for exact sums.
+        whole: for each bucket, whether every rank gets the whole result; otherwise each rank gets
+            its own part only (`Bucket.cuts`). By default all get the whole of all buckets.
 
     Raises:
         SetupError: there is too little shared memory; raised on all ranks of the node.
@@ -106,19 +109,19 @@ class LevelSums:
             parts = [cut_memory(part, buckets) for part in self.memory.parts]
         else:
             parts = [_private(buckets)]
-        self._buffers = list(zip(*parts, strict=True))  # of each bucket, those of the node's ranks
+        self._buffers = list(zip(*parts, strict=True))  # by bucket, then by rank of the node
         self.flats = parts[levels.node.rank]
-        """See `Sums`."""
+        """This rank's buffer of each bucket (see `Sums`)."""
         self._begun = self._passed = 0
         self._everyone = range(levels.node.size)
         self._owners = range(levels.owners)
         self._shares: list[list[int]] | None = None
-        """Where each bucket is cut for all ranks of a node that has more of them than others."""
+        """Cuts of each bucket for all ranks of the node, if it has more ranks than other nodes."""
         if levels.node.size > levels.owners and levels.nodes > 1:
             self._shares = [bucket.cuts(levels.node.size) for bucket in buckets]
 
     def begin(self, number: int) -> Coroutine[None]:
-        """Sum a bucket."""
+        """Sum a bucket (see `Sums`)."""
         begin = time.perf_counter()
         self.rounds[number] += 1
         round_, turn = self.rounds[number], self._begun
@@ -127,8 +130,8 @@ class LevelSums:
         if self._shares is not None:
             self._add_share(number, self._shares[number])
             yield from self._all(number, ADDED, round_, self._everyone)
-        # A later bucket may be seen to be filled before an earlier one. Yet all nodes have to come
-        # to what crosses them in one order: MPI pairs collectives by it.
+        # A later bucket may be seen to be filled before an earlier one. Yet all nodes must begin
+        # operations between nodes in the same order, because MPI pairs collectives by it.
         yield lambda: self._passed == turn
         self._passed += 1
         filled = time.perf_counter()
@@ -144,13 +147,17 @@ class LevelSums:
         self.profile.add(filled - begin, time.perf_counter() - filled, nbytes)
 
     def _all(self, number: int, phase: int, round_: int, ranks: range) -> Coroutine[None]:
-        """Tell the node that this rank has come to a phase of a bucket, and wait for some ranks."""
+        """Tell the node that this rank has come to a phase of a bucket, and wait for `ranks`."""
         if self.memory is not None:
             self.memory.tell(SIGNALS_PER_BUCKET * number + phase, round_)
             yield from self.memory.wait(SIGNALS_PER_BUCKET * number + phase, round_, ranks)
 
     def _owned(self, number: int, shares: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """This rank's share of a bucket, by owners: the owner's place, its begin and its end."""
+        """Divide this rank's share of a bucket by the owners of its parts.
+
+        Yields:
+            The owner's rank in the node, and the start and end of the share's part that it owns.
+        """
         place = self.levels.node.rank
         for owner, (begin, end) in enumerate(pairwise(self.cuts[number])):
             first, last = max(begin, shares[place]), min(end, shares[place + 1])
@@ -158,13 +165,13 @@ class LevelSums:
                 yield owner, first, last
 
     def _add_share(self, number: int, shares: Sequence[int]) -> None:
-        """Add up a share of the node's buffers, into those of the ranks that take it across."""
+        """Add up this rank's share of the node's buffers, into the buffers of the owners."""
         for owner, begin, end in self._owned(number, shares):
             parts = [buffer[begin:end] for buffer in self._buffers[number]]
             sum_into(parts, [parts[owner]])
 
     def _copy_share(self, number: int, shares: Sequence[int]) -> None:
-        """Copy what came across from the ranks that took it to all others."""
+        """Copy this rank's share of the result from the owners' buffers to all others."""
         for owner, begin, end in self._owned(number, shares):
             parts = [buffer[begin:end] for buffer in self._buffers[number]]
             for part in parts:
@@ -172,17 +179,17 @@ class LevelSums:
                     part.copy_(parts[owner])
 
     def part(self, number: int) -> tuple[int, int]:
-        """Where this rank's part of a bucket begins and ends."""
+        """Start and end of this rank's part of a bucket, in elements; (0, 0) if it owns none."""
         place = self.levels.node.rank
         cuts = self.cuts[number]
         return (cuts[place], cuts[place + 1]) if self.levels.owns else (0, 0)
 
     def _sum_part(self, number: int) -> Coroutine[None]:
-        """This rank's part: of the node's buffers, over the nodes, into the node's buffers."""
+        """Sum this rank's part: within the node, over the nodes, then into the node's buffers."""
         begin, end = self.part(number)
         parts = [buffer[begin:end] for buffer in self._buffers[number]]
         mine = parts[self.levels.node.rank]
-        shared = self._shares is not None
+        shared = self._shares is not None  # then `_add_share` has summed, and `_copy_share` copies
         others = [part for part in parts if part is not mine] if self.whole[number] else []
         if self.cross is None:
             sum_into(parts, [mine, *others])
@@ -204,7 +211,7 @@ class LevelSums:
         self.profile.sent = self.cross.bytes_sent
 
     def close(self) -> None:
-        """Give shared memory back."""
+        """Release shared memory. Collective."""
         self.flats, self._buffers = [], []
         if self.memory is not None:
             self.memory.close()
@@ -213,12 +220,12 @@ class LevelSums:
 
 
 class CollectiveSums:
-    """Implements `Sums` by one collective per bucket: on GPUs, and where no memory is shared.
+    """Implements `Sums` by one collective per bucket, for GPUs and for lack of shared memory.
 
     Args:
-        collectives: of the ranks.
+        collectives: connect the ranks.
         buckets: on any device.
-        early: whether the collectives make progress by themselves (a thread, Horovod).
+        early: whether the collectives make progress by themselves, by a thread or by Horovod.
     """
 
     def __init__(
@@ -229,17 +236,17 @@ class CollectiveSums:
         self.profile = Profile()
 
     def begin(self, number: int) -> Coroutine[None]:
-        """Sum a bucket; what was begun early is waited for only when the backward pass is over."""
+        """Sum a bucket (see `Sums`)."""
         begin = time.perf_counter()
         pending = self.collectives.start_sum_(self.flats[number])
-        if self.early:
+        if self.early:  # let the backward pass go on until the sum is done
             yield pending.done
         pending.wait()
         nbytes = self.flats[number].nbytes
         self.profile.add(0.0, time.perf_counter() - begin, nbytes)
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: no memory is shared."""
 
 
 def _private(buckets: Sequence[Bucket]) -> list[Tensor]:
@@ -247,7 +254,7 @@ def _private(buckets: Sequence[Bucket]) -> list[Tensor]:
 
 
 def _begins(buckets: Sequence[Bucket]) -> list[int]:
-    """Where each bucket begins in memory that has them all, in bytes, aligned; at last the size."""
+    """Aligned offsets of the buckets in memory that holds them all, in bytes, and its size."""
     begins = [0]
     for bucket in buckets:
         begins.append(begins[-1] + -(-bucket.nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT)
@@ -255,12 +262,12 @@ def _begins(buckets: Sequence[Bucket]) -> list[int]:
 
 
 def memory_bytes(buckets: Sequence[Bucket]) -> int:
-    """What `cut_memory` needs."""
+    """Bytes of memory that `cut_memory` needs for these buckets."""
     return _begins(buckets)[-1]
 
 
 def cut_memory(part: Tensor, buckets: Sequence[Bucket]) -> list[Tensor]:
-    """Memory, (bytes,) of uint8, as the buffers of all buckets."""
+    """Cut memory, (bytes,) of uint8, into the buffers of all buckets."""
     begins = _begins(buckets)
     pairs = zip(buckets, begins, strict=False)
     return [part[begin : begin + b.nbytes].view(b.dtype) for b, begin in pairs]

@@ -1,4 +1,4 @@
-"""Sums over nodes of the largest elements only."""
+"""Top-k compression: sums only the largest elements over the nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpc_train.gradients.compression import ErrorFeedback, is_finite
 if TYPE_CHECKING:
     from hpc_train.collectives.ring import Cross
 
-SAMPLE = 1 << 14
+SAMPLE = 1 << 14  # elements by which the threshold of a large tensor is estimated
 
 
 class TopK(ErrorFeedback):
@@ -25,15 +25,15 @@ class TopK(ErrorFeedback):
     Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", https://arxiv.org/abs/1809.07599;
     Lin et al., "Deep gradient compression", https://arxiv.org/abs/1712.01887.
 
-    Ranks choose different places, so every rank gets every other's message: of n nodes each sends
-    n - 1 messages of ratio * elements * (4 bytes + those of the value). In float32 that is less
-    than the ring's 2 (n - 1) / n of all elements while ratio < 1 / n; where it is not, everything
-    is sent round the ring.
+    Ranks choose different places, so every rank gets every other rank's message: each of n nodes
+    sends n - 1 messages of ratio * elements * (4 bytes + the bytes of a value). In float32 this is
+    less than the ring's 2 (n - 1) / n of all elements if ratio < 1 / n. Otherwise all elements are
+    sent round the ring.
 
     Args:
-        ratio: the part of the elements that is sent.
-        warmup_steps: number of steps over which the part falls from 1 to `ratio`, by the same
-            factor in each, as in Lin et al., section 3.3.
+        ratio: fraction of the elements that is sent.
+        warmup_steps: number of steps over which the fraction falls from 1 to `ratio`, by the same
+            factor in each step, as in Lin et al., section 3.3.
     """
 
     def __init__(self, ratio: float, warmup_steps: int = 0) -> None:
@@ -52,11 +52,11 @@ class TopK(ErrorFeedback):
     def _sum_compressed(
         self, cross: Cross, number: int, part: Tensor, pieces: Sequence[Tensor]
     ) -> Coroutine[None]:
-        """Sum the largest elements of each rank; it keeps the others."""
+        """Sum the largest elements of each rank; each rank keeps its others as the residual."""
         kept = self.with_residual(number, part)
         wanted = self._ratio_now(number) * part.numel()
-        count = max(1, math.ceil(wanted - 1e-6))  # 0.07 * 100 is above 7
-        values = kept.new_full((count,), math.nan)  # what the others get if ours are not finite
+        count = max(1, math.ceil(wanted - 1e-6))  # 0.07 * 100 is slightly above 7
+        values = kept.new_full((count,), math.nan)  # sent if this rank's elements are not finite
         places = torch.arange(count, dtype=torch.int32, device=part.device)
         if is_finite(kept):
             places = largest_places(kept, count).to(torch.int32)
@@ -64,7 +64,8 @@ class TopK(ErrorFeedback):
             kept[places] = 0
         all_values, all_places = yield from _exchanged(cross, number, values, places)
         part.zero_()
-        for theirs, where in zip(all_values, all_places, strict=True):  # in all ranks' same order
+        # All ranks add in the order of ranks, so that all get the same bits.
+        for theirs, where in zip(all_values, all_places, strict=True):
             part.index_add_(0, where, theirs)
         if is_finite(part[all_places.flatten()]):
             self.residuals[number] = kept
@@ -82,11 +83,11 @@ def _exchanged(
 
 
 def largest_places(flat: Tensor, count: int) -> Tensor:
-    """Where the `count` largest magnitudes of a finite tensor lie, in no order; int64.
+    """Indices of the `count` largest magnitudes of a finite tensor, in no order; int64.
 
-    Of a large tensor a sample tells a magnitude that some more than `count` elements reach, and
-    only these are compared with each other: on a processor that is several times as fast as
-    `torch.topk` over all, with the same result.
+    In a large tensor a sample gives a threshold that slightly more than `count` elements reach, and
+    only these are compared with each other. On a processor this is several times as fast as
+    `torch.topk` over all elements, with the same result.
     """
     size = flat.numel()
     magnitudes = flat.abs()
@@ -96,19 +97,20 @@ def largest_places(flat: Tensor, count: int) -> Tensor:
     places = np.arange(0)
     if size > 4 * SAMPLE and count < size // 4:
         places = np.flatnonzero(array >= _reached_by_more(magnitudes, count / size))
-    if len(places) < count:  # a small tensor, or a sample unlike the whole
+    if len(places) < count:  # the tensor is small, or the sample was not like the whole
         places = np.arange(size)
     chosen = np.argpartition(array[places], len(places) - count)[len(places) - count :]
     return torch.from_numpy(places[chosen])
 
 
 def _reached_by_more(magnitudes: Tensor, ratio: float) -> float:
-    """A magnitude that probably more than this part of all elements reach, but few more.
+    """A threshold that probably slightly more than this fraction of all elements reach.
 
-    Three standard deviations of the number within the sample. Its places are drawn: at regular
-    distances they could all lie in few columns of a matrix. Always the same are drawn, so that a
-    step repeated gives the same bits.
+    It is chosen so that the sample has three standard deviations more elements above it than the
+    fraction needs.
     """
+    # Places at regular distances could all lie in few columns of a matrix, so they are random. The
+    # seed is fixed, so that a repeated step gives the same bits.
     drawn = torch.Generator().manual_seed(0)
     sample = magnitudes[torch.randint(len(magnitudes), (SAMPLE,), generator=drawn)]
     expected = ratio * SAMPLE

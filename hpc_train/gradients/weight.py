@@ -1,4 +1,4 @@
-"""The mean over samples where ranks have unlike numbers of them."""
+"""The mean over samples if ranks have different numbers of samples."""
 
 from __future__ import annotations
 

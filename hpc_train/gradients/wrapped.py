@@ -1,4 +1,4 @@
-"""An optimizer that the user has wrapped by hvd.DistributedOptimizer: it averages by itself."""
+"""Averager for an optimizer that the user has wrapped by hvd.DistributedOptimizer."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def wrapped_averager(
     group: Group,
     options: AveragingOptions,
 ) -> WrappedAverager:
-    """An averager for a wrapped optimizer. Collective.
+    """The averager for a wrapped optimizer. Collective.
 
     Raises:
-        UserError: it averages over other ranks, or the options ask for what it does not do.
+        UserError: the optimizer averages over other ranks than the group's, or it cannot do what
+            the options ask for.
     """
     fuses = os.environ.get(runtime.THRESHOLD) != "0"
     for name, asked in (
@@ -50,12 +51,12 @@ def wrapped_averager(
     ):
         if asked:
             raise UserError(
-                f"Horovod averages for an optimizer that it has wrapped: {name} cannot be had",
+                f"an optimizer that Horovod has wrapped does not work with {name}",
                 f"leave it out, or {UNWRAP}",
             )
     if hasattr(optimizer, "_starting_models"):
         raise UserError(
-            "an optimizer that was wrapped with op=hvd.Adasum steps inside of the backward pass",
+            "an optimizer wrapped with op=hvd.Adasum takes its steps inside of the backward pass",
             f'{UNWRAP}, and give engine="horovod" and reduction="adasum"',
         )
     hvd = runtime.running_horovod()
@@ -67,14 +68,14 @@ def wrapped_averager(
         if ranks != sorted(range(hvd.size()) if theirs is None else theirs):
             raise UserError(
                 f"the wrapped optimizer averages over ranks {theirs} of the job, not {ranks}",
-                f"wrap it for these, or {UNWRAP}",
+                f"wrap it with the process set of these ranks, or {UNWRAP}",
             )
         _check_known(optimizer, group)
     return WrappedAverager(model, optimizer, group)
 
 
 def _check_known(optimizer: Any, group: Group) -> None:
-    known = optimizer._requires_update  # parameters that had no hook are in nothing of Horovod's
+    known = optimizer._requires_update  # the parameters that have Horovod's hook
     if group.size > 1 and any(p not in known for p in trained_by(optimizer)):
         raise UserError(
             "the wrapped optimizer trains parameters that it did not have, or that were frozen, "
@@ -86,14 +87,14 @@ def _check_known(optimizer: Any, group: Group) -> None:
 class WrappedAverager(BucketAverager):
     """Implements `GradientAverager` by the optimizer's own `synchronize`.
 
-    Until they are averaged gradients are this rank's own, as Horovod has them: `loop.clip` sees the
-    mean, and so does who calls `optimizer.synchronize()` first. A step that follows does not
-    average again. What Horovod does to the loop stays: backward passes beyond those that it was
-    told of, and gradients dropped while it may be summing them, raise its own errors.
+    As usual with Horovod, `grad` holds this rank's own gradient until it is averaged. `loop.clip`
+    averages first; other code sees the mean if it calls `optimizer.synchronize()` first. The next
+    step does not average again. Horovod's own errors stay: it raises them for more backward passes
+    than it was told of, and for gradients that are dropped while it may be summing them.
 
     Args:
         model: as for `BucketAverager`.
-        optimizer: for which `is_wrapped`, not with op=hvd.Adasum.
+        optimizer: an optimizer for which `is_wrapped` is true, made without op=hvd.Adasum.
         group: the ranks that it averages over.
     """
 
@@ -103,17 +104,20 @@ class WrappedAverager(BucketAverager):
         self._skipping: AbstractContextManager[None] | None = None
         super().__init__(model, optimizer, group, lambda _: ([], none), Progress(polite=True))
         self._synchronize = optimizer.synchronize
-        optimizer.synchronize = self.average  # the user's call tells the other ranks, too
+        optimizer.synchronize = self.average  # so that the user's call is compared between ranks
 
     def _plan(self) -> None:
         super()._plan()
-        if self.group.size > 1:  # what Horovod does not average stays the user's
+        if self.group.size > 1:  # parameters that Horovod does not average are left to the user
             known = self.wrapped._requires_update
             disown(p for p in self.trained if p not in known)
             self.trained = [p for p in self.trained if p in known]
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """In place of Horovod's, which takes no argument, and raises while it may be summing."""
+        """Replaces Horovod's `zero_grad`, which knows no `set_to_none`.
+
+        Horovod's raises an error if sums may be under way, so it is called then.
+        """
         if set_to_none or self.wrapped._handles:
             self._zero_optimizer()
         else:
@@ -122,14 +126,14 @@ class WrappedAverager(BucketAverager):
         self._drops += 1
 
     def _begin_anew(self) -> None:
-        """What was averaged is dropped, or used: Horovod averages the next."""
+        """Let Horovod average again: the averaged gradients are dropped or used."""
         if self._skipping is not None:
             self._skipping.__exit__(None, None, None)
             self._skipping = None
         self._done = self.wrapped._synchronized = False
 
     def average(self) -> None:
-        """Let Horovod average, unless it has, and keep it from doing so again. Collective."""
+        """Let Horovod average, unless that is done, and not again in `step`. Collective."""
         if self.group.size == 1 or (self._done and not self.wrapped._handles):
             return
         self._begin_anew()  # a step may have been given up by model.zero_grad()
@@ -137,17 +141,18 @@ class WrappedAverager(BucketAverager):
         with self.group.waiting("the sums of the gradients by Horovod"):
             self.progress.complete(self._told(Place.AVERAGE))
             self._synchronize()
+        # Horovod's `step` averages unless it is called in this context, which `_begin_anew` leaves.
         self._skipping = self.wrapped.skip_synchronize()
         self._skipping.__enter__()
         self._done, self._drops = True, 0
 
     def norm(self) -> Tensor:
-        """See `GradientAverager`; averages first."""
+        """Average, then compute the norm (see `GradientAverager`). Collective."""
         self.average()
         return super().norm()
 
     def scale_(self, factor: float) -> None:
-        """See `GradientAverager`; averages first."""
+        """Average, then multiply the gradients (see `GradientAverager`). Collective."""
         self.average()
         super().scale_(factor)
 
@@ -161,7 +166,10 @@ class WrappedAverager(BucketAverager):
         return super()._before_step(optimizer, args, kwargs)
 
     def _after_step(self) -> None:
-        """Called twice: torch's hooks are around Horovod's `step` and around the one in it."""
+        """Get ready for the next step.
+
+        It is called twice, because torch's hooks run for Horovod's `step` and for the one in it.
+        """
         super()._after_step()
         self._begin_anew()
 

@@ -2,9 +2,10 @@
 
 Stage 1 of ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
 models", SC 2020, https://arxiv.org/abs/1910.02054) divides the optimizer's state over the ranks,
-and all gather the new parameters after each step. Inside a node nobody has to gather: parameters
-lie in memory that all its ranks read. Optimizer time and state shrink by the ranks of a node, and
-each rank needs its own part of the averaged gradients only.
+and all ranks gather the new parameters after each step. Inside a node no gather is needed, because
+the parameters lie in memory that all its ranks read. With p ranks on a node, optimizer time and
+state per rank shrink by a factor of p, and each rank needs only its own part of the averaged
+gradients.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from hpc_train.gradients.sums import LevelSums, cut_memory, memory_bytes
 from hpc_train.mpi.levels import Levels
 
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
-"""Optimizers of torch whose step of an element depends on others."""
+"""Optimizers of torch whose update of an element depends on other elements."""
 
 
 def check_divisible(optimizer: Optimizer) -> None:
-    """Check that an optimizer can be divided.
+    """Check that an optimizer can be divided over ranks.
 
     Raises:
-        UserError: it has a state already, or does not treat each element by itself.
+        UserError: the optimizer has a state already, or does not treat each element by itself.
     """
     if optimizer.state:
         raise UserError(
@@ -54,19 +55,20 @@ def check_divisible(optimizer: Optimizer) -> None:
 class ShardedAverager(BucketAverager):
     """`BucketAverager` whose optimizer updates this rank's slabs, in memory that the node shares.
 
-    The optimizer's groups hold the slabs in place of the parameters, whose `grad` is of no use. It
-    must treat each element by itself, as SGD, Adam and their kin do, and have no state yet
+    The optimizer's groups hold the slabs in place of the shared parameters, whose `grad` is not
+    used. The optimizer must treat each element by itself, as SGD and Adam do, and have no state yet
     (`check_divisible`). Between `average` and the end of `step` nobody may use the parameters.
 
     Args:
         model, optimizer, progress: as for `BucketAverager`.
         levels: the ranks by nodes.
-        buckets: of all trained parameters.
-        sums: of these buckets; those whose result is not whole are shared.
+        buckets: buckets of all trained parameters.
+        sums: sums of these buckets. The parameters of a bucket are shared if its result is not
+            whole.
 
     Raises:
-        SetupError: there is too little shared memory; raised on all ranks of the node, which leaves
-            model and optimizer as they are.
+        SetupError: there is too little shared memory. All ranks of the node raise it, and model and
+            optimizer stay as they are.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class ShardedAverager(BucketAverager):
         self.shards = connect(levels.node)
         self.shared = {p: p.data for b in divided for p in b.parameters}
         self.slabs: dict[Parameter, Slab] = {}
-        """This rank's parts of parameters, as the optimizer has them."""
+        """For each piece that the optimizer has as a parameter, its slab of the model's one."""
         self._gradients: dict[Parameter, Tensor] = {}
         self._steps = 0
         self._share_parameters(sums, divided)
@@ -97,7 +99,7 @@ class ShardedAverager(BucketAverager):
         self._remember()
 
     def _share_parameters(self, sums: LevelSums, divided: list[Bucket]) -> None:
-        """Put the parameters where the node's ranks can all read them. Collective."""
+        """Move the parameters to memory that all ranks of the node can read. Collective."""
         if self.memory is None:
             flats = [torch.empty(b.numel, dtype=b.dtype) for b in divided]
         else:
@@ -107,12 +109,12 @@ class ShardedAverager(BucketAverager):
         for number, bucket, flat in zip(numbers, divided, flats, strict=True):
             for slab in bucket.slabs(*sums.part(number)):
                 mine = slab.of(flat)
-                # Whoever touches memory first has it near: that is who updates it.
+                # The rank that updates a slab touches it first, so that its memory is near (NUMA).
                 mine.copy_(slab.rows_of(slab.parameter.data))
                 piece = Parameter(mine)
                 self.slabs[piece] = slab
                 self._gradients[piece] = slab.of(sums.flats[number])
-        self.levels.node.barrier()
+        self.levels.node.barrier()  # all slabs are written before anybody reads the parameters
         for bucket, flat in zip(divided, flats, strict=True):
             for parameter, view in bucket.views(flat).items():
                 parameter.data = view
@@ -133,6 +135,7 @@ class ShardedAverager(BucketAverager):
         pairs = list(zip(self._filling.slots, used, strict=True))
         for slot, flag in pairs:
             if slot.parameter in self.shared:
+                # The promise only shows that there is a gradient: a look at it raises (`_look`).
                 slot.parameter.grad = slot.pending if flag else None
             else:
                 slot.publish(used=flag)
@@ -141,7 +144,7 @@ class ShardedAverager(BucketAverager):
             piece.grad = gradient if self.slabs[piece].parameter in there else None
 
     def _check(self) -> tuple[bool, HpcTrainError | None]:
-        """As of `BucketAverager`; parameters still have to lie in the memory that ranks share."""
+        """Check as `BucketAverager` does, and that parameters still lie in shared memory."""
         moved = [p for p, where in self._places.items() if p.data_ptr() != where]
         if moved or self._changed():
             what = "model has moved a parameter" if moved else "optimizer has got other parameters"
@@ -152,10 +155,14 @@ class ShardedAverager(BucketAverager):
         return super()._check()
 
     def _adopt(self) -> None:
-        """What came later is refused by `_check`."""
+        """Do nothing: `_check` refuses parameters that came later."""
 
     def refresh(self) -> None:
-        """Nothing can be added here."""
+        """Refuse parameters that came later.
+
+        Raises:
+            UserError: the optimizer's parameters have changed.
+        """
         if self._changed():
             raise UserError(
                 "memory.zero shares the parameters that were there when it was set up",
@@ -167,7 +174,7 @@ class ShardedAverager(BucketAverager):
             return super()._look(slot)
         raise UserError(
             "with memory.zero no rank has the whole gradient of a parameter",
-            "call the averager's `norm` and `scale_`, of a Loop or Trainer: its clipping",
+            "call the averager's `norm` and `scale_`; in a Loop or Trainer use its clipping",
         )
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:
@@ -188,7 +195,7 @@ class ShardedAverager(BucketAverager):
         return [p.grad for p in [*self.slabs, *kept] if p.grad is not None]
 
     def _after_step(self) -> None:
-        """Wait for the step of the node's other ranks."""
+        """Wait until the node's other ranks have updated their slabs, too."""
         super()._after_step()
         if self.memory is None:
             return
@@ -199,7 +206,10 @@ class ShardedAverager(BucketAverager):
             drive(updated, polite=self.progress.polite)
 
     def close(self) -> None:
-        """Give each rank parameters of its own; the optimizer's state is gone. Collective."""
+        """Give each rank its own copy of the parameters. Collective.
+
+        The optimizer has all parameters again, and its state is cleared.
+        """
         for parameter in self.shared:
             if parameter.data_ptr() == self._places[parameter]:
                 parameter.data = parameter.data.clone()

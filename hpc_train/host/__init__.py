@@ -2,5 +2,5 @@
 
 allocator.py  keeps freed memory in the process
 programs.py   runs another program, and returns what it prints
-processor.py  tells which library multiplies float32 matrices faster on its kind of processor
+processor.py  says which library multiplies float32 matrices faster on this kind of processor
 """

@@ -1,17 +1,17 @@
-"""How the C library keeps memory that torch has freed."""
+"""Make the C library keep memory that torch has freed."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 
-# Numbers of glibc's malloc.h, which mallopt(3) explains.
+# Constants of glibc's malloc.h, which mallopt(3) explains.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-LARGEST_TRIM, LARGEST_MMAP = (1 << 31) - 1, 1 << 25  # bytes: the most that mallopt takes
+LARGEST_TRIM, LARGEST_MMAP = (1 << 31) - 1, 1 << 25  # bytes, the most that mallopt accepts
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep memory that it frees, for its next use.
+    """Let this process keep the memory that it frees, to use it again.
 
     Each step allocates and frees the same tensors. By default glibc returns large blocks to the
     system and must fault them in, zeroed, in the next step. Averaging makes this worse, because

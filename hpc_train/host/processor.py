@@ -1,7 +1,7 @@
-"""What kind of processor this is, and which library multiplies float32 matrices faster on it.
+"""A table: the library that multiplies float32 matrices faster on each kind of processor.
 
-A choice by what the processor is, and not by a measurement at each start, gives equal bits on equal
-machines. `hpc-train doctor` measures, and says where the table is wrong.
+A choice by a table gives equal bits on equal machines; a measurement at each start would not.
+`hpc-train doctor` measures, and says if the table is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ProcessorKind(NamedTuple):
     """A kind of processor: a row of the table."""
 
     vendor: str
-    best: str  # of AVX-512 and AVX2; "" for neither
+    best: str  # the better one that it has of AVX-512 and AVX2; "" for neither
 
     def __str__(self) -> str:
         return f"{self.vendor} with {self.best}" if self.best else f"{self.vendor} without AVX2"
@@ -38,8 +38,8 @@ class Processor(NamedTuple):
 
     Args:
         vendor: AMD, Intel or "another vendor".
-        sets: which of the instruction sets in SETS it has, the best one first.
-        family, model: the vendor's numbers; "" for others than AMD's and Intel's.
+        sets: the instruction sets of SETS that it has, the best one first.
+        family, model: the vendor's numbers for it; "" if /proc/cpuinfo has none.
     """
 
     vendor: str
@@ -49,16 +49,17 @@ class Processor(NamedTuple):
 
     @property
     def kind(self) -> ProcessorKind:
-        """The row of the table that it belongs to; of AMX, float32 has no use."""
+        """The row of the table that it belongs to. AMX does not count, as it has no float32."""
         return ProcessorKind(self.vendor, next((name for name in self.sets if name != "AMX"), ""))
 
 
 class Measured(NamedTuple):
-    """The speed of a GPT's training step with oneDNN, in times of the one with torch's products.
+    """The speed of a GPT's training step with oneDNN, divided by its speed with torch's products.
 
     Args:
-        date: of the measurement by benchmarks/gpt_step.py.
-        light, heavy: at 1 x 128 and at 8 x 128 tokens per step.
+        date: the date on which benchmarks/gpt_step.py measured it.
+        light: the result with 1 x 128 tokens per step.
+        heavy: the result with 8 x 128 tokens per step.
     """
 
     date: str
@@ -67,7 +68,7 @@ class Measured(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Which way products go on a kind of processor, and the measurements that this rests on."""
+    """The choice for a kind of processor, and the measurements that it is based on."""
 
     way: Way
     measured: tuple[Measured, ...] = ()
@@ -79,7 +80,7 @@ class Cell(NamedTuple):
 
 
 TABLE = {
-    # The second machine is of family 25 (Zen 4), which computes AVX-512 in two halves.
+    # The second machine has family 25 (Zen 4), which computes AVX-512 in two halves.
     ProcessorKind("AMD", "AVX-512"): Cell(
         "onednn", (Measured("2026-11-21", 1.68, 1.80), Measured("2026-11-22", 1.02, 1.03))
     ),
@@ -90,12 +91,12 @@ TABLE = {
 
 
 def cell(kind: ProcessorKind) -> Cell:
-    """What the table has for a kind of processor: torch's own way where it has nothing."""
+    """The table's entry for a kind of processor. Without an entry the choice is torch's own way."""
     return TABLE.get(kind, Cell("torch"))
 
 
 def parse_cpuinfo(cpuinfo: str) -> Processor:
-    """The first processor of a text such as that of /proc/cpuinfo."""
+    """The first processor in a text of the form of /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
@@ -111,5 +112,5 @@ def here() -> Processor:
     """This machine's processor."""
     try:
         return parse_cpuinfo(Path("/proc/cpuinfo").read_text())
-    except OSError:  # no Linux
+    except OSError:  # this is not Linux
         return parse_cpuinfo("")

@@ -1,4 +1,4 @@
-"""What another program prints."""
+"""Run another program and return what it prints."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import subprocess
 
 
 def output(*words: str, timeout: float, errors: bool = False, needs_success: bool = False) -> str:
-    """Run a program to its end; returns what it prints, or "" if it cannot be run.
+    """Run a program to its end. Returns what it prints, or "" if it cannot be run.
 
     Args:
         words: the program and its arguments.
-        timeout: seconds after which it is ended, and has printed nothing.
-        errors: return what it prints on standard error, too.
+        timeout: seconds after which the program is killed. The result is then "".
+        errors: return also what it prints on standard error.
         needs_success: return "" if its exit code is not 0.
     """
     try:

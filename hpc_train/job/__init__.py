@@ -3,7 +3,7 @@
 program.py        the frame around a program: start, errors as one line, the same exit code
 run_directory.py  the directory of a run, which one job has at a time
 preflight.py      checks before the first step: versions, clocks, disk, memory, links
-heartbeat.py      tells `hpc-train launch` how far the job is, and how long a step may take
+heartbeat.py      reports progress to `hpc-train launch`, and how long a step may take
 preemption.py     collects the requests to stop: signals, the time limit, the file STOP
 deadline.py       when the scheduler ends the job
 jobs.py           which jobs the scheduler knows

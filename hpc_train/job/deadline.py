@@ -1,6 +1,6 @@
-"""When this process's batch job ends, as its scheduler tells.
+"""Find out from the scheduler when this process's batch job ends.
 
-It is asked once, by one rank, before MPI is started: a process that has MPI must not start others.
+One rank asks, once, before MPI is started: a process that has MPI must not start others.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from hpc_train.config.durations import parse_duration
 from hpc_train.errors import UserError
 from hpc_train.host import programs
 from hpc_train.launch.protocol import DEADLINE
 from hpc_train.mpi.group import Group
 
-SCHEDULER_PATIENCE = 20.0  # seconds for the scheduler's answer
-SECONDS_TO_END = 8.0  # seconds before the job's end, for the launcher and the script to end in
+SCHEDULER_PATIENCE = 20.0  # seconds to wait for the scheduler's answer
+SECONDS_TO_END = 8.0  # seconds before the job's end, in which the launcher and the script end
 
 
 def note_end() -> None:
-    """Set DEADLINE to the end of the job, in seconds since 1970, if it is in one that ends."""
+    """Set DEADLINE to the end of this process's batch job, in seconds since 1970, if it has one."""
     if DEADLINE not in os.environ and (end := ask_end(os.environ)) is not None:
         os.environ[DEADLINE] = str(int(end))
 
 
 def of_job(group: Group) -> float | None:
-    """When training has to be over, by the end of the job that rank 0 has noted. Collective.
+    """When training must be over, in seconds since 1970; None without a limit. Collective.
+
+    It is SECONDS_TO_END before the end of the job that rank 0 has noted.
 
     Raises:
-        UserError: DEADLINE was set to something else.
+        UserError: DEADLINE is set to something that is no number.
     """
     noted = group.from_first(lambda: os.environ.get(DEADLINE))
     with suppress(ValueError):
@@ -39,21 +42,14 @@ def of_job(group: Group) -> float | None:
 
 
 def ask_end(environ: Mapping[str, str]) -> float | None:
-    """The end of the job in seconds since 1970; None: there is no job, no limit, or no answer."""
+    """The end of the job in seconds since 1970; None without a job, a limit or an answer."""
     if "SLURM_JOB_ID" in environ:
         if environ.get("SLURM_JOB_END_TIME", "").isdigit():  # since Slurm 22.05, or later
             return float(environ["SLURM_JOB_END_TIME"])
-        left = seconds_of_slurm(
-            programs.output(
-                "squeue",
-                "-h",
-                "-j",
-                environ["SLURM_JOB_ID"],
-                "-o",
-                "%L",
-                timeout=SCHEDULER_PATIENCE,
-            )
-        )
+        words = ("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%L")
+        text = programs.output(*words, timeout=SCHEDULER_PATIENCE).strip()
+        # squeue leaves out the hours of less than one, and says UNLIMITED where there is no limit.
+        left = parse_duration(f"0:{text}" if text.count(":") == 1 else text)
         return None if left is None else time.time() + left
     if "PBS_JOBID" in environ:
         return pbs_end(
@@ -62,23 +58,14 @@ def ask_end(environ: Mapping[str, str]) -> float | None:
     return None
 
 
-def seconds_of_slurm(text: str) -> int | None:
-    """Seconds of Slurm's [days-][hours:]minutes:seconds; None for UNLIMITED and the like."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if not found:
-        return None
-    days, hours, minutes, rest = (int(number or 0) for number in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
-
-
 def pbs_end(text: str) -> float | None:
-    """The end of a job that `qstat -f` describes: its start and its walltime.
+    """The end of a job that `qstat -f` describes, its start plus its walltime; seconds since 1970.
 
-    PBS Pro has `stime`, Torque `start_time`; both write them as ctime does.
+    PBS Pro calls the start `stime`, Torque `start_time`; both write it as ctime does.
     """
     limit = re.search(r"Resource_List\.walltime = (\S+)", text)
     begin = re.search(r"\b(?:stime|start_time) = (.+)", text)
-    length = seconds_of_slurm(limit[1]) if limit else None
+    length = parse_duration(limit[1]) if limit else None
     if length is None or not begin:
         return None
     with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""How long a job may go without progress, and telling it to a launcher that supervises the job."""
+"""Decides how long a job may go without progress, and reports progress to the launcher."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from hpc_train.launch import protocol
 from hpc_train.mpi.group import Group
 
-BEAT_SECONDS = 0.2  # seconds between two at the least: the file may lie on a network
-HANG = 60.0  # seconds: shorter waits are a machine's own hiccups
-LEARNING = 2  # first steps, which take longer than others and tell less
+BEAT_SECONDS = 0.2  # least seconds between two reports: the file may be on a network file system
+HANG = 60.0  # seconds; shorter waits are normal on a machine
+LEARNING = 2  # number of first steps, which take longer and are not typical
 
 
 class Pace:
-    """What steps have taken, and so how long a silence may be.
+    """Measures steps, to decide how long a rank may be silent.
 
     Args:
-        steps: a wait inside a step hangs when it lasts as long as this number of usual steps, and
-            at least HANG seconds; 0 disables this.
+        steps: a wait inside a step is a hang when it lasts as long as this number of usual steps,
+            and at least HANG seconds; 0 disables this limit.
         timeout: seconds that any wait may last; 0 disables the limit.
         unusual: returns True for steps that take atypically long, such as those with a validation.
     """
@@ -35,24 +35,24 @@ class Pace:
         self._seen = 0
 
     def took(self, step: int, seconds: float) -> None:
-        """Note what a step has taken."""
+        """Record the seconds that a step has taken."""
         self.longest = max(self.longest, seconds)
         self._seen += 1
         if self._seen > LEARNING and not self.unusual(step):
             self._usual = max(self._usual, seconds)
 
     def within(self, step: int) -> float:
-        """Seconds that a rank may wait for another within a step."""
+        """Seconds that a rank may wait for another within a step; infinite without a limit."""
         if not self.steps or not self._usual or self.unusual(step):
             return math.inf
         return max(HANG, self.steps * self._usual)
 
     def until(self, step: int, save_seconds: float) -> float:
-        """Seconds until the end of a step at the latest, if all goes well; 0: nobody knows.
+        """Seconds in which the next step must end, or else the job hangs; 0 without a limit.
 
         Args:
-            step: the next one, before which a checkpoint may be written.
-            save_seconds: what the longest has taken; 0: none has been written.
+            step: the step that comes next; a checkpoint may be written before it.
+            save_seconds: seconds of the longest save; 0: there was none.
         """
         within = self.within(step)
         if save_seconds and within < math.inf:
@@ -61,7 +61,7 @@ class Pace:
 
 
 class Heartbeat:
-    """Tells the last finished step, on rank 0; without a launcher that asks for it, nothing.
+    """Reports the last finished step from rank 0. It does nothing if no launcher asks for it.
 
     Args:
         group: the ranks of the job.
@@ -73,11 +73,11 @@ class Heartbeat:
         self._last, self._due = -BEAT_SECONDS, 0.0
 
     def tell(self, step: int, due: float) -> None:
-        """Tell it, unless that has just been done.
+        """Report a step. Within BEAT_SECONDS of the last report only a longer `due` is reported.
 
         Args:
-            step: the last finished one.
-            due: seconds until the next one will be told at the latest; 0: nobody knows.
+            step: the last finished step.
+            due: seconds in which the next report must come; 0 without a limit.
         """
         now = time.monotonic()
         if self.path is None or (now - self._last < BEAT_SECONDS and due <= self._due):
@@ -86,25 +86,25 @@ class Heartbeat:
         protocol.write_progress(self.path, step, due)
 
     def finish(self, step: int) -> None:
-        """Tell that training has come to its end, and with which step."""
+        """Report that training is finished, and its last step."""
         if self.path is not None:
             protocol.write_progress(self.path, step, 0.0, done=True)
 
 
 def restarts() -> int:
-    """How often a launcher has started this job again."""
+    """Number of times that a launcher has restarted this job."""
     return int(os.environ.get(protocol.RESTARTS, 0))
 
 
 def history(after: int) -> dict[str, int]:
-    """How often the launcher has started this job again, and what the last failure cost.
+    """How often the launcher has restarted this job, and what the last failure cost.
 
     Args:
-        after: the step after which training goes on.
+        after: the step after which training resumes.
 
     Returns:
-        For metrics.jsonl: restarts, and lost_steps: finished ones that are done again. Empty before
-        the first restart.
+        For metrics.jsonl: restarts, and lost_steps, the number of finished steps that are repeated.
+        Empty before the first restart.
     """
     if not (times := restarts()):
         return {}

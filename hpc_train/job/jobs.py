@@ -1,7 +1,7 @@
-"""This process's place with its scheduler and launcher, and which jobs the scheduler still has.
+"""Find out which job and which launcher this process belongs to, and which jobs still run.
 
-The scheduler is asked before MPI is started, by one rank: a process that has MPI must not start
-others. Which directory will be claimed is not known then, so it is asked for all jobs of the user.
+One rank asks the scheduler before MPI is started, because a process that has MPI must not start
+others. The directory to claim is not known by then, so it asks for all jobs of the user.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hpc_train.host import programs
 from hpc_train.job.deadline import SCHEDULER_PATIENCE
 from hpc_train.launch.protocol import LAUNCH, RESTARTS
 
-JOBS = "HPC_TRAIN_JOBS"  # what `note_jobs` has been told
+JOBS = "HPC_TRAIN_JOBS"  # the answer that `note_jobs` has got
 
 
 def own_place(environ: Mapping[str, str]) -> ProcessPlace:
-    """Where this process stands."""
+    """The job of the scheduler, and the attempt of the launcher, that this process belongs to."""
     return ProcessPlace(
         _name(environ),
         int(environ.get("SLURM_RESTART_COUNT") or 0),
@@ -45,15 +45,15 @@ def _name(environ: Mapping[str, str]) -> str:
 
 
 def note_jobs() -> None:
-    """Ask the scheduler, if this process is in a job, and keep the answer for `known`."""
+    """Ask the scheduler for jobs, if this process is in one, and keep the answer for `known`."""
     names = ask_jobs(os.environ)
-    os.environ.pop(JOBS, None)  # of another process, perhaps
+    os.environ.pop(JOBS, None)  # it may be the answer to another process
     if names is not None:
         os.environ[JOBS] = json.dumps([time.time(), sorted(names)])
 
 
 def known() -> Jobs | None:
-    """The user's jobs, as the scheduler says now, or said before MPI was started."""
+    """The user's jobs, as the scheduler says now, or as it said before MPI was started."""
     if "mpi4py.MPI" not in sys.modules:
         note_jobs()
     with suppress(ValueError, TypeError, KeyError):
@@ -63,7 +63,7 @@ def known() -> Jobs | None:
 
 
 def ask_jobs(environ: Mapping[str, str]) -> frozenset[str] | None:
-    """The user's jobs that run or are ending; None: there is no scheduler, or no answer."""
+    """The user's jobs that run or are ending; None without a scheduler or an answer."""
     own = _name(environ)
     if "SLURM_JOB_ID" in environ:
         lines = _lines("squeue", "-h", "-u", _user(), "-o", "%A %T")
@@ -74,7 +74,7 @@ def ask_jobs(environ: Mapping[str, str]) -> frozenset[str] | None:
     scheduler = own.rpartition(":")[0]
     running = [line.split() for line in lines if line.split()[1:] != ["PENDING"]]
     names = frozenset(f"{scheduler}:{words[0]}" for words in running if words)
-    return names if own in names else None  # an answer without this job is none
+    return names if own in names else None  # an answer without this job cannot be right
 
 
 def _user() -> str:

@@ -1,4 +1,4 @@
-"""How a loop of the user's own is left before its end, and what the ranks agree on then."""
+"""How ranks leave a user's own loop before its end, and what they agree on then."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Held(Iterator[T]):
-    """An iterator that tells when nobody has it any more.
+    """An iterator that calls a function once nobody refers to it any more.
 
     Args:
-        source: where the items come from; it lives on.
-        dropped: is called with that then.
+        source: the generator of its items, which lives on.
+        dropped: the function; its argument is the source.
     """
 
     def __init__(
@@ -33,25 +33,25 @@ class Held(Iterator[T]):
 
 
 def leave_together(group: Group, error: BaseException | None) -> bool:
-    """Whether all ranks leave a block by this error, or none; another may be of one rank alone."""
+    """Whether all ranks leave a block by this error. Other errors may be on one rank alone."""
     together = error is None or isinstance(error, Stopped) or getattr(error, "agreed", False)
     return together or group.comm is None
 
 
 def check_left_by_all(group: Group, *, left: bool) -> None:
-    """Raise, unless all ranks have left the loop. Collective, once one of them has.
+    """Raise an error unless all ranks have left the loop. Collective, once one rank has left it.
 
     Raises:
-        UserError: on all ranks, naming those that have.
+        UserError: some ranks have left it and others have not; raised on all ranks.
     """
     found = group.gathered((left, group.host), "who has left the loop")
     ranks = [rank for rank, (gone, _) in enumerate(found) if gone]
     if len(ranks) == group.size:
         return
     error = UserError(
-        f"{named(ranks, [host for _, host in found])} left the loop before its end, the other "
-        "ranks did not",
-        "let all ranks leave it, or call loop.stop() on any of them",
+        f"{named(ranks, [host for _, host in found])} left the loop before its end, but the "
+        "other ranks did not",
+        "let all ranks leave it, or call loop.stop() on any rank",
     )
     error.agreed = True
     raise error

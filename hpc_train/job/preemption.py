@@ -1,4 +1,4 @@
-"""Stop requests: signals set a flag, and the ranks agree on it between two steps."""
+"""Requests to stop: a signal sets a flag, and the ranks agree on it between two steps."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ TIME_LIMIT = 1000  # above all signal numbers
 STOP_FILE = 1001
 ENOUGH = 1002
 LEFT = 1003
-EARLY = 0.1  # of the time that a job has, after which it has to know what a checkpoint takes
-LEAVING = 60.0  # seconds in which the other ranks have to come, when one has left its loop
-STOP_FILE_SECONDS = 1.0  # seconds between two looks for the file, which may lie on a network
+EARLY = 0.1  # share of a job's time after which it must know how long a checkpoint takes
+LEAVING = 60.0  # seconds in which the other ranks must follow a rank that has left its loop
+STOP_FILE_SECONDS = 1.0  # seconds between two looks for the file, which may be on a network
 
 
 def hold_signals() -> None:
-    """Let stop signals wait until there is a `StopRequests`: a job that starts is not killed.
+    """Hold stop signals back until a `StopRequests` is made, so that they cannot kill a start.
 
-    Call it in the main thread before other threads start, which inherit it.
+    Call it in the main thread before other threads start: they inherit it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, REQUEST_SIGNALS)
 
@@ -37,13 +37,13 @@ def hold_signals() -> None:
 class StopRequests:
     """Collects this process's reasons to stop: a signal, a file, or too little time left.
 
-    From its making until `close`, SIGTERM, SIGUSR1 and SIGUSR2 no longer end the process; after an
+    From its making until `close`, SIGTERM, SIGUSR1 and SIGUSR2 do not end the process. After an
     agreed stop they never do, so that nothing disturbs its orderly end. Make it in the main thread.
 
     Args:
-        time_limit: seconds from the process's start; None is without limit.
-        end: of the job, in seconds since 1970; None is without.
-        file: its appearance is a reason to stop; None: none is.
+        time_limit: seconds from the process's start; None: no limit.
+        end: end of the job, in seconds since 1970; None: no end is known.
+        file: a file that is a reason to stop once it exists; None: there is no such file.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class StopRequests:
     ) -> None:
         self.time_limit, self.end, self.file = time_limit, end, file
         self.enough = False
-        """Whether this process wants to end, as if the training had come to its end."""
+        """Whether this process wants to end as if training were finished (`loop.stop()`)."""
         self.ended = False
         """Whether the ranks have agreed on that."""
         self.soon = False
-        """Whether the ranks have agreed to save once, so that they know what that takes."""
+        """Whether the ranks have agreed to save once, to measure how long that takes."""
         self._total = math.inf
         self._looked = 0.0
         self._started = psutil.Process().create_time()
@@ -64,7 +64,8 @@ class StopRequests:
             number: signal.signal(number, self._note) for number in REQUEST_SIGNALS
         }
         self._stopping = False
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUEST_SIGNALS)  # what was held arrives now
+        # Signals that `hold_signals` has held back arrive now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUEST_SIGNALS)
 
     @property
     def limited(self) -> bool:
@@ -77,12 +78,12 @@ class StopRequests:
     def pending(
         self, needed_seconds: float = 0.0, *, look: bool = True, untried: bool = False
     ) -> int:
-        """This process's reason: a signal's number, TIME_LIMIT, STOP_FILE, ENOUGH, SOON, or 0.
+        """This process's reason to stop: a signal, TIME_LIMIT, STOP_FILE, ENOUGH or SOON; 0: none.
 
         Args:
-            needed_seconds: what one more step and a checkpoint would take.
+            needed_seconds: seconds that one more step and a checkpoint would take.
             look: whether this process looks for the file.
-            untried: whether nobody knows yet what a checkpoint takes.
+            untried: whether the time of a checkpoint is still unknown.
         """
         if self.enough:
             return ENOUGH
@@ -116,12 +117,12 @@ class StopRequests:
 
         Args:
             group: all ranks of the job.
-            needed_seconds: what one more step and a checkpoint would take.
-            failure: of this rank since the last agreement.
-            untried: whether nobody knows yet what a checkpoint takes.
+            needed_seconds: seconds that one more step and a checkpoint would take.
+            failure: a failure of this rank since the last agreement.
+            untried: whether the time of a checkpoint is still unknown.
 
         Raises:
-            HpcTrainError: a rank has brought a failure; the same on all ranks.
+            HpcTrainError: a rank has a failure; the same error is raised on all ranks.
             UserError: a rank has left the loop.
         """
         pending = self.pending(needed_seconds, look=group.rank == 0, untried=untried)
@@ -144,11 +145,11 @@ class StopRequests:
     def leave(self, group: Group) -> None:
         """Agree that this rank has left its loop before the end. Collective, as `agree`.
 
-        Ranks that wait in something else are noticed after LEAVING seconds by the watchdog.
+        After LEAVING seconds the watchdog notices ranks that wait in something else.
 
         Raises:
-            UserError: other ranks have not left it; the same on all ranks.
-            HpcTrainError: a rank has brought a failure; the same on all ranks.
+            UserError: other ranks have not left it; the same error is raised on all ranks.
+            HpcTrainError: a rank has a failure; the same error is raised on all ranks.
         """
         before, group.waiting.limit = group.waiting.limit, LEAVING
         try:
@@ -160,5 +161,5 @@ class StopRequests:
     def close(self) -> None:
         """Put the former signal handlers back, or ignore the signals if the job is stopping."""
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._note:  # else somebody else listens by now
+            if signal.getsignal(number) == self._note:  # else another handler has replaced ours
                 signal.signal(number, signal.SIG_IGN if self._stopping else handler)

@@ -1,7 +1,7 @@
-"""What a job looks at before its first step: the same program everywhere, and no host that is slow.
+"""Checks before a job's first step: all ranks have the same software, and no host is slow.
 
-What differs ends the job with an error that names rank and host. What is only slow, or nearly full,
-is a warning: a job on it is worth less, not wrong.
+A difference ends the job with an error that names rank and host. A slow host or a nearly full disk
+is only a warning, because the results are still right.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from hpc_train.planning.schedules import size as size_text
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "mpi4py", "numpy", "h5py", "horovod")
-COMPUTE_SECONDS = 0.1  # of each rank's trial
-TRIAL_ROUNDS = 3  # of which the fastest counts: others use the machine too
-MESSAGE_BYTES = 1 << 20  # bytes
-SLOW = 1.5  # times the median of all
-CLOCKS = 2.0  # seconds that clocks may differ: logs and time limits mean them
-LITTLE = 1 << 30  # bytes of memory
-SLOW_SHOWN = 4  # slow ones that are named
+COMPUTE_SECONDS = 0.1  # seconds of each rank's trial
+TRIAL_ROUNDS = 3  # rounds of each trial; the fastest counts, because others use the machine too
+MESSAGE_BYTES = 1 << 20
+SLOW = 1.5  # times the median: a rank or host that takes longer is slow
+CLOCKS = 2.0  # seconds that hosts' clocks may differ: logs and time limits depend on them
+LITTLE = 1 << 30  # bytes of free memory, below which a host is named
+SLOW_SHOWN = 4  # number of slow ranks or hosts that are named
 
 
 class PreflightFinding(NamedTuple):
@@ -49,16 +49,16 @@ class PreflightFinding(NamedTuple):
 
 
 def preflight(runtime: Runtime, directory: Path, device: torch.device, needed: int) -> None:
-    """Look at all ranks and hosts, and log what was found as one table. Collective.
+    """Check all ranks and hosts, and log the findings as one table. Collective.
 
     Args:
-        runtime: of the job; a process alone has nothing to compare.
-        directory: the run's, which all hosts have to share.
-        device: that this rank computes on.
+        runtime: the job's runtime. With a single process nothing is checked.
+        directory: the run directory, which all hosts must share.
+        device: the device that this rank computes on.
         needed: bytes of a checkpoint.
 
     Raises:
-        UserError: ranks run different versions, or a host does not see the run directory.
+        UserError: ranks have different versions, or a host does not see the run directory.
     """
     world = runtime.world
     if world.comm is None:
@@ -96,10 +96,10 @@ def versions() -> dict[str, str]:
 
 
 def same_versions(world: Group) -> PreflightFinding:
-    """Whether all ranks have the same packages and the same MPI library. Collective.
+    """Check that all ranks have the same packages and the same MPI library. Collective.
 
     Raises:
-        UserError: a rank differs.
+        UserError: a rank has another version.
     """
     mine = versions()
     for name in ("Python", *PACKAGES, "MPI"):
@@ -120,13 +120,13 @@ def clocks(world: Group) -> PreflightFinding:
 def shared_directory(
     world: Group, leaders: Group | None, directory: Path, needed: int
 ) -> PreflightFinding:
-    """Whether all hosts write to the same run directory, and how much it still takes. Collective.
+    """Check that all hosts write to the same run directory, and find its free space. Collective.
 
     Raises:
         UserError: a host cannot write there, or writes to a folder of its own.
     """
     begin = time.monotonic()
-    # Each host looks for one file: if all see the next one's, all see the same folder.
+    # Each host looks for the file of the next host. If all find it, all see the same folder.
     other = world.host
     if leaders is not None:
         hosts = leaders.gathered(world.host)
@@ -164,12 +164,13 @@ def _write(path: Path) -> None:
         files.write_text(path, "x" * 4096)
     except OSError as error:
         raise UserError(
-            f"run.dir {path.parent} cannot be written ({error.strerror})", "free space there"
+            f"run.dir {path.parent} cannot be written ({error.strerror})",
+            "free space there, or give another folder",
         ) from None
 
 
 def free_memory(world: Group) -> PreflightFinding:
-    """The memory that is free on the host that has least. Collective."""
+    """The free memory of the host that has least of it. Collective."""
     free, host = min(world.gathered((psutil.virtual_memory().available, world.host)))
     return PreflightFinding(
         "memory", f"{size_text(free)} free at the least ({host})", free > LITTLE
@@ -177,7 +178,7 @@ def free_memory(world: Group) -> PreflightFinding:
 
 
 def computing(world: Group, device: torch.device) -> PreflightFinding:
-    """How fast each rank multiplies matrices while all do. Collective."""
+    """How fast each rank multiplies matrices while all ranks do. Collective."""
     world.barrier()
     seconds = world.gathered((multiply(device), f"rank {world.rank} ({world.host})"), "a trial")
     median = statistics.median(second for second, _ in seconds)
@@ -187,7 +188,7 @@ def computing(world: Group, device: torch.device) -> PreflightFinding:
 
 
 def multiply(device: torch.device) -> float:
-    """Seconds of one product of two matrices in float32, the fastest of many."""
+    """Seconds of one product of two float32 matrices: the fastest of many products."""
     size = _matrix(device)
     one = torch.ones(size, size, device=device)
     best, until = float("inf"), time.monotonic() + COMPUTE_SECONDS
@@ -223,10 +224,10 @@ def links(runtime: Runtime, leaders: Group | None) -> list[PreflightFinding]:
 
 
 def exchange(leaders: Group) -> float:
-    """Seconds of a message each way with a neighbour, the faster one of two. Collective.
+    """Seconds of a message each way with a neighbour: the smaller of two neighbours. Collective.
 
-    All hosts of a round exchange at the same time, each with one other; a host is slow only if it
-    is with both of its neighbours.
+    In a round all hosts exchange at the same time, each with one other host. So a host is slow only
+    if it is slow with both of its neighbours.
     """
     assert leaders.comm is not None
     out, into = np.zeros(MESSAGE_BYTES, np.uint8), np.empty(MESSAGE_BYTES, np.uint8)
@@ -245,7 +246,7 @@ def exchange(leaders: Group) -> float:
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of neighbours on a ring, in rounds in which each is in one pair at most."""
+    """Pairs of neighbours on a ring, in rounds. In each round a host is in one pair at most."""
     pairs = [(i, (i + 1) % count) for i in range(count if count > 2 else count - 1)]
     for begin in (0, 1):
         yield [pair for pair in pairs[begin::2] if pair[1] or count == 2]
@@ -254,7 +255,7 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def sum_inside(node: Group) -> float:
-    """Seconds of a sum over the ranks of this host, the fastest of some. Collective over them."""
+    """Seconds of a sum over the ranks of this host: the fastest of some. Collective over them."""
     if node.comm is None:
         return 0.0
     values, total = np.zeros(MESSAGE_BYTES // 8), np.empty(MESSAGE_BYTES // 8)
@@ -271,7 +272,7 @@ def sum_inside(node: Group) -> float:
 def _with_slow(
     what: str, text: str, seconds: Sequence[tuple[float, str]], median: float
 ) -> PreflightFinding:
-    """The finding, with those that took far longer than most."""
+    """A finding that names the ranks or hosts that took far longer than the median."""
     slow = sorted((entry for entry in seconds if entry[0] > SLOW * median), reverse=True)
     if not slow:
         return PreflightFinding(what, text)

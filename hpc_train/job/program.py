@@ -1,4 +1,4 @@
-"""The frame around a program on many ranks: start, errors as one line, the same exit code."""
+"""Runs a program on many ranks: starts MPI, prints errors as one line, agrees on the exit code."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hpc_train.mpi.runtime import Runtime, start_runtime
 
 logger = logging.getLogger(__name__)
 
-SAME_ERROR_PATIENCE = 3.0  # seconds in which all ranks meet the same error, if they do
+SAME_ERROR_PATIENCE = 3.0  # seconds in which the other ranks must meet the same error
 
 
 def run(program: Callable[[Runtime], None]) -> int:
     """Run a program on all ranks of the job; every rank gets the same exit code.
 
-    An error that the ranks have agreed on is printed once, by rank 0, and so is one that all of
-    them meet. Any other exception prints its traceback and ends the job, because the other ranks
-    may wait for this one.
+    An error that the ranks have agreed on, or that all of them meet, is printed once, by rank 0.
+    Any other exception prints its traceback and ends the job, because the other ranks may wait for
+    this one. All ranks must call.
 
     Args:
-        program: is given the runtime; all ranks run it.
+        program: the function that all ranks run; its argument is the runtime.
 
     Returns:
         0 finished, 75 stopped with a checkpoint, 2 the user's mistake, 1 any other error.
@@ -42,7 +42,7 @@ def run(program: Callable[[Runtime], None]) -> int:
         jobs.note_jobs()
     try:
         runtime = start_runtime()
-    except HpcTrainError as error:  # before MPI runs nobody can wait: each rank ends by itself
+    except HpcTrainError as error:  # no rank waits for another before MPI runs
         if _launched_rank() == 0:
             print_error(error)
         return error.exit_code
@@ -62,7 +62,7 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
         runtime.end(failed=False)
         failed = False
     except Stopped as stopped:
-        logger.info("%s; the same command goes on from there", stopped)
+        logger.info("%s; the same command resumes from there", stopped)
         code = stopped.exit_code
     except HpcTrainError as error:
         code = error.exit_code
@@ -84,7 +84,10 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
             world, SAME_ERROR_PATIENCE
         ):  # the first rank's traceback, on the console, is enough
             logger.info(
-                "all ranks failed, this is of rank %d (%s):\n%s", world.rank, world.host, text
+                "all ranks failed; this is the traceback of rank %d (%s):\n%s",
+                world.rank,
+                world.host,
+                text,
             )
         else:
             logger.error("rank %d (%s) failed:\n%s", world.rank, world.host, text)
@@ -105,7 +108,7 @@ def _exit_of(program: Callable[[Runtime], None], runtime: Runtime) -> SystemExit
     except SystemExit as leaving:
         if not all_arrive(world, SAME_ERROR_PATIENCE):
             logger.error(
-                "rank %d (%s) left the program by %r, other ranks did not",
+                "rank %d (%s) left the program by %r, but other ranks did not",
                 world.rank,
                 world.host,
                 leaving,
@@ -116,7 +119,7 @@ def _exit_of(program: Callable[[Runtime], None], runtime: Runtime) -> SystemExit
 
 
 def _end_failed(runtime: Runtime) -> None:
-    with suppress(HpcTrainError):  # the error that is being told says more
+    with suppress(HpcTrainError):  # the error that is being reported says more
         runtime.end(failed=True)
 
 

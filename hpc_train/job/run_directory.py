@@ -1,4 +1,4 @@
-"""A run's directory: made with its configuration, logged to, and given the records of its steps."""
+"""A run's directory: claims it, writes its configuration, logs to it, and records its steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def run_directory(group: Group, config: RunConfig) -> Iterator[tuple[Path, Claim
 
     Raises:
         ClaimError: another job trains there.
-        ConfigError: it cannot be written, or a file STOP in it ends the run.
+        ConfigError: the directory cannot be written, or a file STOP in it ends the run.
     """
     directory = Path(config.run.dir)
     with agreed(group):
         if group.rank == 0 and (directory / STOP).exists():
             raise ConfigError(
                 f"{directory / STOP} is there, which ends the run",
-                "remove it, and the run goes on",
+                "remove it to resume the run",
             )
     with (
         claimed_by_job(group, directory, config.run.hang_timeout) as claim,
@@ -65,14 +65,16 @@ def _written(group: Group, directory: Path, config: RunConfig) -> Iterator[None]
 def reporting(
     group: Group, directory: Path, after: int, last_step: int, claim: Claim
 ) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Where records go: on rank 0 to metrics.jsonl and the console, elsewhere nowhere. Collective.
+    """A function that takes records: rank 0 writes them, others drop them. Collective.
+
+    Rank 0 writes to metrics.jsonl and the console.
 
     Args:
         group: the ranks of the job.
-        directory: the run's.
-        after: the step after which training goes on; later records are dropped.
-        last_step: of the run.
-        claim: of the directory; once another job has it, nothing is written to it.
+        directory: the run directory.
+        after: the step after which training resumes; later records are dropped.
+        last_step: the last step of the run.
+        claim: the claim on the directory; once another job has it, nothing is written there.
     """
     with agreed(group), _usable(directory):
         metrics = MetricsFile(directory / "metrics.jsonl", after) if group.rank == 0 else None

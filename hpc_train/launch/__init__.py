@@ -1,9 +1,13 @@
-"""From a job (nodes, ranks, time, command) to launcher lines and batch scripts, on login nodes.
+"""Starts jobs: makes launcher lines and batch scripts on login nodes, and supervises running jobs.
 
-hosts.py      which hosts and slots there are: -H, host files, SLURM, PBS, LSF
-launchers.py  mpirun, mpiexec, srun or horovodrun, with the ranks bound to cores
+command.py    `hpc-train launch`: from its options to a launcher line, or a supervised job
+hosts.py      the hosts of a job and their slots: -H, host files, SLURM, PBS, LSF
+launchers.py  lines for mpirun, mpiexec, srun and horovodrun, with the ranks bound to cores
+supervise.py  restarts a job when it fails; attempt.py, cause.py and contact.py serve it
+submit.py     `hpc-train submit`: batch.py writes the script, sites.py reads the site's profile
+protocol.py   the files and variables by which launcher, script and job talk
 
-The names that options take stand here, so that the help of a verb loads none of these modules.
+The values of options are defined here, so that a verb's help loads none of these modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One run of a job under its launcher: started, listened to, told to stop, and cleared away."""
+"""One attempt of a job: start its launcher, read its output, stop it, end what it leaves behind."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hpc_train.launch.launchers import Line
 from hpc_train.launch.left_behind import LeftBehind
 from hpc_train.launch.protocol import JobProgress, read_progress
 
-LINES_KEPT = 400  # last lines of the output, in which the cause of a failure is looked for
+LINES_KEPT = 400  # last lines of output that are searched for the cause of a failure
 POLL_SECONDS = 0.1  # seconds between two looks at the job
-GRACE = 5.0  # seconds that a launcher has to end its ranks, before it is killed with them
-LOST_GRACE = 1.0  # the same if a host has died, whose ranks it would wait for in vain
+GRACE = 5.0  # seconds in which a launcher can end its ranks before it is killed with them
+LOST_GRACE = 1.0  # the same after a host has died: a launcher would wait for its ranks in vain
 PR_SET_PDEATHSIG = 1  # prctl(2)
-_LIBC = ctypes.CDLL(None)  # loaded before a fork, after which little is safe
+_LIBC = ctypes.CDLL(None)  # loaded now, because little is safe between fork and exec
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Outcome:
 
     Args:
         code: the launcher's exit code.
-        lines: the last ones that were printed.
-        silent: seconds without any progress, after which it was ended; 0: it was not.
-        progress: the last.
-        starved: whether the kernel of this host ended a process meanwhile for lack of memory.
-        lost: hosts that did not answer any more, for which it was ended.
+        lines: the last lines of output.
+        silent: seconds without progress, if it was ended for that; else 0.
+        progress: the last progress that the job reported.
+        starved: whether this host's kernel killed a process for lack of memory meanwhile.
+        lost: hosts that stopped answering, if it was ended for that.
     """
 
     code: int
@@ -52,12 +52,12 @@ class Outcome:
 
 
 def _end_with_parent() -> None:
-    """Have this process, a launcher, get SIGTERM when we are killed: its ranks end with it."""
+    """Have the kernel send this launcher SIGTERM when its parent dies; its ranks end with it."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def memory_kills() -> int:
-    """Processes of this host that its kernel has ended for lack of memory."""
+    """Number of processes that this host's kernel has killed for lack of memory."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
@@ -65,14 +65,14 @@ def memory_kills() -> int:
 
 
 class Attempt:
-    """A launcher at work, whose output goes on to ours.
+    """A running launcher. Its output is copied to ours.
 
     Args:
-        line: what is started.
-        environ: the variables, besides those of the line.
-        progress: the file in which the job's first rank tells how far it is.
-        start_limit: seconds until it must have told it for the first time; 0: for ever.
-        lost: the job's hosts that have died, after this many seconds without progress.
+        line: the line to start.
+        environ: environment variables, to which those of the line are added.
+        progress: the file to which rank 0 of the job writes its progress.
+        start_limit: seconds until it must have written there for the first time; 0 disables this.
+        lost: is called with the seconds without progress, and returns the hosts that have died.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Attempt:
     ) -> None:
         self.path, self.start_limit, self.lost = progress, start_limit, lost
         self.unwanted = False
-        """Set it to have `watch` end the job at once."""
+        """Set it to True, and `watch` ends the job at once."""
         with suppress(FileNotFoundError):
             progress.unlink()
         self.process = subprocess.Popen(
@@ -113,25 +113,29 @@ class Attempt:
                 text = raw.decode(errors="replace")
                 self.lines.append(text.rstrip("\n"))
                 self._left_behind.hear(text)
-                with suppress(OSError, ValueError):  # nobody reads ours any more
+                with suppress(OSError, ValueError):  # nobody reads our own output any more
                     target.write(text)
                     target.flush()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for its end; returns whether it has ended."""
+        """Wait for the launcher's end; returns whether it has ended.
+
+        Args:
+            seconds: longest time to wait; None: no limit.
+        """
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
             return True
         return False
 
     def ask_to_stop(self) -> None:
-        """Have the ranks write a checkpoint and end: launchers pass SIGUSR1 on to them."""
+        """Ask the ranks to write a checkpoint and end. Launchers pass SIGUSR1 on to them."""
         for process in self._launchers():
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGUSR1)
 
     def _launchers(self) -> list[psutil.Process]:
-        """The launcher; in place of horovodrun, which passes nothing on, the mpirun below it."""
+        """The processes that pass signals on to the ranks: for horovodrun its mpirun."""
         with suppress(psutil.Error):
             first = psutil.Process(self.process.pid)
             below = [child for child in first.children(recursive=True) if child.name() == "mpirun"]
@@ -140,13 +144,13 @@ class Attempt:
         return []
 
     def watch(self) -> Outcome:
-        """Wait for its end, which comes too when it is silent for too long or a host has died."""
+        """Wait for its end. End it if it makes no progress for too long, or a host has died."""
         before = memory_kills()
         lost: Sequence[str] = ()
         heard, last, silent = time.monotonic(), read_progress(self.path), 0.0
         while not self.wait(POLL_SECONDS):
             told = read_progress(self.path)
-            if told != last:  # by our clock: that of the file's server may differ
+            if told != last:  # by our clock: the file server's may differ
                 heard, last = time.monotonic(), told
             if self._left_behind.due:
                 self._left_behind.end()
@@ -166,10 +170,10 @@ class Attempt:
         return Outcome(self.process.returncode, list(self.lines), silent, told, starved, lost)
 
     def kill(self, grace: float = GRACE) -> None:
-        """End launcher and ranks.
+        """End the launcher and its ranks.
 
         Args:
-            grace: seconds that the launcher has for it.
+            grace: seconds before a launcher that has not ended is killed.
         """
         left = self._family()
         self.process.terminate()
@@ -186,7 +190,7 @@ class Attempt:
         return []
 
     def _clear(self) -> None:
-        """End the ranks of this host that have outlived their launcher, and hear the last words."""
+        """Kill ranks on this host that have outlived their launcher, and read the last output."""
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 if os.getsid(process.pid) == self.process.pid:

@@ -1,9 +1,9 @@
-"""The text of batch scripts: a job's values put into the templates of jobscripts/.
+"""Write batch scripts: the values of a job are put into the templates of jobscripts/.
 
-The templates are ordinary scripts with the values of an example, between `#% if by_hand` and
-`#% endif`. Here those parts are left out, and directives and settings come in their place. Settings
-are shell words quoted by `shlex`; directives, which schedulers read by rules of their own, may hold
-a few kinds of characters only. So no value can run a command.
+The templates are scripts that can also be used by hand. Between `#% if by_hand` and `#% endif` they
+have the values of an example. This module replaces these parts by a job's directives and settings.
+No value can run a command: settings are quoted by `shlex`. Directives, which schedulers read by
+rules of their own, may have a few kinds of characters only.
 
 Sources: sbatch(1) of Slurm 22.05, qsub(1B) of OpenPBS 23, Torque's manual, mpi-operator v2beta1.
 """
@@ -20,11 +20,12 @@ from typing import Any, Literal
 import jinja2
 import yaml
 
+from hpc_train.config.durations import format_duration
 from hpc_train.errors import UserError
 from hpc_train.launch import Scheduler
 
 TEMPLATES = Path(__file__).parents[1] / "jobscripts"
-SHORT = 600  # seconds; a shorter SLURM job could get a signal, up to 60 s early, as it starts
+SHORT = 600  # seconds; SLURM sends a signal up to 60 s early, in shorter jobs perhaps at the start
 
 
 @dataclass(frozen=True)
@@ -32,27 +33,28 @@ class BatchJob:
     """A batch job.
 
     Args:
-        scheduler: whose script it is.
-        name: of the job.
-        nodes: how many.
-        ranks_per_node: ranks of each.
-        threads: cores of a rank.
-        seconds: time limit; an MPIJob has none.
-        command: what each rank runs.
-        run_dir: of the run, in which a file STOP ends it.
-        launcher: the launcher's line, in front of the command.
-        script: where the script will lie, absolute.
-        requeue_by: how it is queued again when it has stopped early.
+        scheduler: the scheduler that reads the script.
+        name: job name.
+        nodes: number of nodes.
+        ranks_per_node: ranks on each node.
+        threads: cores of each rank.
+        seconds: time limit in seconds; an MPIJob has none.
+        command: the command of each rank.
+        run_dir: run directory; a file STOP in it ends the run.
+        launcher: the launcher's line, which stands before the command.
+        script: absolute path that the script will have.
+        requeue_by: how the job is queued again when it has stopped early.
         max_requeues: maximum number of requeues.
-        account: that pays; "" the site's default.
-        account_option: PBS's for it.
-        queue: or partition; "" the site's default.
-        resources: PBS's, in place of nodes and ranks as usual.
-        directives: more of them, as the scheduler spells them.
+        account: account that pays; "" is the site's default.
+        account_option: the option by which PBS is given the account.
+        queue: queue or partition; "" is the site's default.
+        resources: resources for PBS, instead of the usual nodes and ranks.
+        directives: further directives, as the scheduler spells them.
         environ: variables for the job.
-        setup: shell lines that load modules, trusted: from a site's profile.
-        sweep: arguments that are added in each task of an array; with run directories of its own.
-        image: of containers, for mpijob.
+        setup: shell lines that load modules. They are not quoted, because the user wrote them.
+        sweep: for each task of an array, the arguments that it adds to the command. Each task has a
+            run directory of its own.
+        image: container image, for mpijob.
     """
 
     scheduler: Scheduler
@@ -87,7 +89,7 @@ def text(batch: BatchJob) -> str:
     """The script, or the manifest, of a batch job.
 
     Raises:
-        UserError: a value cannot stand in a directive.
+        UserError: a value has characters that a directive cannot have.
     """
     if batch.scheduler == "mpijob":
         return _mpijob(batch)
@@ -114,26 +116,8 @@ def _filled(name: str, directives: str, settings: str) -> str:
     return environment.get_template(name).render(values)
 
 
-def clock(seconds: int) -> str:
-    """Seconds as HH:MM:SS."""
-    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
-
-
-def seconds_of(text: str) -> int:
-    """Seconds of HH:MM:SS.
-
-    Raises:
-        UserError: it is something else, or nothing.
-    """
-    found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
-    seconds = sum(int(n) * unit for n, unit in zip(found.groups(), (3600, 60, 1))) if found else 0  # noqa: B905
-    if not seconds:
-        raise UserError(f"--time is {text!r}", "give HH:MM:SS, such as 02:00:00")
-    return seconds
-
-
 def _checked(line: str) -> str:
-    """A directive, if it has only characters that mean nothing to a shell or a scheduler.
+    """Return a directive whose characters mean nothing to a shell or a scheduler; refuse others.
 
     % stands for numbers in names of output files, @ for a time, [ ] in arrays and node lists.
     """
@@ -146,10 +130,10 @@ def _checked(line: str) -> str:
 
 
 def _word(what: str, value: str) -> str:
-    """A value of a directive, which must be a single word."""
+    """Return a value of a directive if it is a single word; refuse others."""
     if not re.fullmatch(r"[\w.,:=@%+/~^|*\[\]-]+", value, re.ASCII):
         raise UserError(
-            f"{what} {value!r} cannot stand in a batch script",
+            f"{what} {value!r} cannot be used in a batch script",
             "use letters, digits and . , : = @ % + / - _ only, without spaces",
         )
     return value
@@ -162,11 +146,11 @@ def _slurm(batch: BatchJob) -> list[str]:
         f"--nodes={batch.nodes}",
         f"--ntasks-per-node={batch.ranks_per_node}",
         f"--cpus-per-task={batch.threads}",
-        f"--time={clock(batch.seconds)}",
+        f"--time={format_duration(batch.seconds)}",
         f"--output={_word('run.dir', output)}",
         "--open-mode=append",
         "--requeue",
-        "--no-kill",  # `hpc-train launch` goes on without a node that fails
+        "--no-kill",  # `hpc-train launch` continues without a node that fails
     ]
     if batch.seconds >= SHORT:
         lines.append(f"--signal=B:USR1@{min(300, batch.seconds // 10)}")
@@ -188,7 +172,7 @@ def _pbs(batch: BatchJob) -> list[str]:
     lines = [
         f"-N {_word('the name', batch.name)}",
         f"-l {batch.resources or usual}",
-        f"-l walltime={clock(batch.seconds)}",
+        f"-l walltime={format_duration(batch.seconds)}",
         f"-o {_word('run.dir', batch.run_dir)}/",
         "-j oe",
         "-r y",
@@ -224,7 +208,7 @@ def _settings(batch: BatchJob) -> str:
 
 
 def _array(words: Sequence[str]) -> str:
-    """Words of an array of bash; a comma would look like a mistake."""
+    """The words of a bash array, quoted. shellcheck takes an unquoted comma for a mistake."""
     quoted = [shlex.quote(word) for word in words]
     return " ".join(f"'{word}'" if "," in word and word[0] != "'" else word for word in quoted)
 
@@ -236,7 +220,7 @@ def _name(variable: str) -> str:
 
 
 def _tasks(batch: BatchJob) -> list[str]:
-    """What each task of an array adds to the command; it runs in a directory of its own."""
+    """Shell lines that give each task of an array its arguments and its run directory."""
     variable = "SLURM_ARRAY_TASK_ID" if batch.scheduler == "slurm" else "PBS_ARRAY_INDEX"
     if batch.scheduler == "torque":
         variable = "PBS_ARRAYID"
@@ -249,7 +233,7 @@ def _tasks(batch: BatchJob) -> list[str]:
 def _mpijob(batch: BatchJob) -> str:
     if not re.fullmatch("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", batch.name):
         raise UserError(
-            f"the name {batch.name!r} is none for Kubernetes",
+            f"the name {batch.name!r} is not allowed by Kubernetes",
             "give --name with lower-case letters, digits and - only",
         )
     tree: dict[str, Any] = yaml.safe_load((TEMPLATES / "mpijob.yaml").read_text())

@@ -1,4 +1,4 @@
-"""`hpc-train cancel`: have a run stop for good."""
+"""`hpc-train cancel`: stop a run for good."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hpc_train.launch.protocol import STOP
 
 
 def cancel(run: Path) -> str:
-    """Have a run stop for good: with a checkpoint, and not to be queued again.
+    """Stop a run for good: it writes a checkpoint, and is not queued again.
 
     Returns:
-        What happens now, in words.
+        A line for the user that says what happens now.
 
     Raises:
         UserError: there is no such run.
@@ -25,6 +25,6 @@ def cancel(run: Path) -> str:
     for directory in (run, *tasks):
         files.write_text(directory / STOP, "")
     return (
-        f"{run / STOP} written: the run stops after its step with a checkpoint and is not queued "
-        "again; a job that waits in the queue ends when it starts; remove the file to go on"
+        f"{run / STOP} written: the run stops with a checkpoint after its step, and is not queued "
+        "again; a job that waits in the queue ends when it starts; remove the file to resume"
     )

@@ -1,7 +1,7 @@
-"""Why a job failed, from its exit code and what its launcher and its ranks have printed.
+"""Find out why a job failed, from its exit code and the output of its launcher and its ranks.
 
-The lines are those of Open MPI 4 and 5, MPICH's Hydra, PALS and Slurm's srun (their sources), of
-this package's own errors, and Python's.
+It knows the lines of Open MPI 4 and 5, MPICH's Hydra, PALS and Slurm's srun (from their sources),
+this package's own errors, and Python's tracebacks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 OUT_OF_MEMORY = "out of memory"
 PERHAPS_MEMORY = ", perhaps for lack of memory"
-# Each finds some of rank, host, signal or code. The first line that one of them matches tells most:
-# the launcher then kills the other ranks, which are not to blame.
+# Each pattern finds some of rank, host, signal and exit code. An earlier line counts more: after a
+# failure the launcher kills the other ranks, which did not cause it.
 PATTERNS = [
     re.compile(text)
     for text in (
@@ -36,10 +36,10 @@ PATTERNS = [
         # Hydra
         r"RUNNING AT (?P<host>\S+)",
         r"EXIT STRING: \w+(?: \w+)* \(signal (?P<signal>\d+)\)",
-        # Open MPI lost a host's daemon
+        # Open MPI, about a host whose daemon it lost
         r"Node name:\s+(?P<lost>\S+)",
         r"(?P<away>lost communication with a remote daemon)",
-        # Open MPI, of a rank that has ended by itself
+        # Open MPI, about a rank that ended by itself
         r"Process name:\s+\[(?:\[\d+,\d+\]|[^\s\[\]]+@\d+),(?P<rank>\d+)\]",
         r"Exit code:\s+(?P<code>\d+)",
     )
@@ -55,7 +55,7 @@ def explain(code: int, lines: Sequence[str]) -> str:
 
     Args:
         code: the launcher's exit code; negative for a signal.
-        lines: its output and that of the ranks, the last ones.
+        lines: the last lines that it and the ranks have printed.
     """
     for line in lines:
         if own := OWN_ERROR.search(line):
@@ -71,7 +71,7 @@ def explain(code: int, lines: Sequence[str]) -> str:
         told = f"{told}: {raised}" if told else raised
     if told := told or _help(lines):
         return told
-    return f"the launcher {_end(code)}"
+    return _end(code)
 
 
 def _told(found: dict[str, str]) -> str:
@@ -93,7 +93,7 @@ def _told(found: dict[str, str]) -> str:
 
 
 def _traceback(lines: Sequence[str]) -> str:
-    """The last line of a traceback, the exception; those of several ranks may be mixed."""
+    """The exception of a traceback: its last line. Lines of several ranks may be mixed."""
     within = False
     for line in lines:
         if TRACEBACK in line:
@@ -104,7 +104,7 @@ def _traceback(lines: Sequence[str]) -> str:
 
 
 def _help(lines: Sequence[str]) -> str:
-    """What Open MPI explains between two lines of dashes, but for what every failure has."""
+    """The first help text of Open MPI, between two lines of dashes, that not every failure has."""
     blocks = re.split(r"-{40,}", " ".join(lines))[1::2]
     texts = [" ".join(block.split()) for block in blocks]
     told = [text for text in texts if not re.match("Primary job|mpirun detected|$", text)]
@@ -113,8 +113,9 @@ def _help(lines: Sequence[str]) -> str:
 
 def _end(code: int) -> str:
     if code > 128 and signal.strsignal(code - 128):
-        return f"tells of no rank, but that one was ended by {_signal(code - 128)}"
-    return f"was ended by {_signal(-code)}" if code < 0 else f"exited with code {code}"
+        return f"a rank was ended by {_signal(code - 128)}; the launcher does not say which"
+    ended = f"was ended by {_signal(-code)}" if code < 0 else f"exited with code {code}"
+    return f"the launcher {ended}"
 
 
 def _signal(number: int) -> str:

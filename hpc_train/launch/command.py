@@ -1,4 +1,4 @@
-"""`hpc-train launch`: from its options to a line, or to a supervised job."""
+"""`hpc-train launch`: make a launcher's line from the options, and run it as a supervised job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpc_train.launch.launchers import Job, Line, cores_here, find_launcher, thr
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.supervise import START, Supervisor
 
-COLD = "--cold"  # of train, where it is no key of the configuration
+COLD = "--cold"  # an option of `train` that is no configuration key
 OWN_VERBS = ("train", "topology", "doctor")
 
 
@@ -29,16 +29,16 @@ class LaunchRequest:
     """What the user asks for.
 
     Args:
-        command: behind --.
-        ranks: in all; None takes all slots.
-        hosts: as -H has them.
-        hostfile: in place of hosts.
-        ranks_per_node: of each host, in place of its slots.
-        program: the launcher's; None chooses.
-        restarts: how often a job that fails is started again.
-        cores: physical ones of a host; None: as many as here.
+        command: the words after --.
+        ranks: number of ranks; None takes all slots.
+        hosts: hosts with their slots, as -H takes them.
+        hostfile: a file of hosts, instead of `hosts`.
+        ranks_per_node: ranks to start on each host, overriding its slots.
+        program: the launcher's program; None chooses one.
+        restarts: maximum number of restarts after failures.
+        cores: physical cores of a host; None: as many as this host has.
         dry_run: print the line, and start nothing.
-        cold: every rank imports its libraries itself; otherwise one process per node does.
+        cold: each rank imports its libraries itself; by default one process per node does.
     """
 
     command: Sequence[str]
@@ -54,7 +54,7 @@ class LaunchRequest:
 
 
 def launch(request: LaunchRequest) -> int:
-    """Start a job, and again when it fails; returns its exit code.
+    """Start a job, and restart it when it fails; returns its exit code.
 
     Raises:
         UserError: the request cannot be met.
@@ -64,11 +64,14 @@ def launch(request: LaunchRequest) -> int:
     hosts = _hosts(request, allocation)
     if request.ranks_per_node:
         if not hosts:
-            raise UserError("--ranks_per_node is of hosts, of which none is named", "give -np N")
+            raise UserError("--ranks_per_node needs hosts, and none is named", "give -np N")
         hosts = [Host(host.name, request.ranks_per_node) for host in hosts]
     ranks = request.ranks or sum(host.slots for host in hosts)
     if not ranks:
-        raise UserError("how many ranks?", "give -np N, or hosts with slots by -H or --hostfile")
+        raise UserError(
+            "the number of ranks is not given",
+            "give -np N, or hosts with slots by -H or --hostfile",
+        )
     used = take_hosts(hosts, ranks) if hosts else []
     command, config = _command(request.command)
     cores = request.cores or cores_here()
@@ -79,7 +82,7 @@ def launch(request: LaunchRequest) -> int:
     command = warm_start.warm_command(command, warm)
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **warm}
     job = Job(command, ranks, used, cores, threads, variables)
-    # Kubernetes starts the launcher again whatever it exits with, but for 0.
+    # Kubernetes restarts a launcher that exits with any other code than 0.
     again = allocation is not None and allocation.scheduler == "mpijob"
     if config and again and (stop := Path(config.run.dir, STOP)).exists():
         _say(f"{stop} is there: nothing is started")
@@ -123,13 +126,13 @@ def _hosts(request: LaunchRequest, allocation: Allocation | None) -> list[Host]:
 
 
 def _command(words: Sequence[str]) -> tuple[list[str], RunConfig | None]:
-    """What each rank runs; the configuration if that is this package's training.
+    """The command of each rank, and its configuration if it is `train` of this package.
 
     Raises:
-        UserError: there is none, or its configuration is wrong, which is better known now.
+        UserError: there is no command, or its configuration is wrong.
     """
     if not words:
-        raise UserError("no command", "write it behind --: hpc-train launch -np 4 -- train my.yaml")
+        raise UserError("no command", "write it after --: hpc-train launch -np 4 -- train my.yaml")
     own = _own(words)
     if own is None and not shutil.which(words[0]):
         near = difflib.get_close_matches(words[0], OWN_VERBS, n=1)
@@ -149,7 +152,7 @@ def _command(words: Sequence[str]) -> tuple[list[str], RunConfig | None]:
 
 
 def _own(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """This package's program and its arguments, if that is what the words run."""
+    """This package's program and its arguments, if the words run it; else None."""
     program = [sys.executable, "-m", "hpc_train"]
     if Path(words[0]).name == "hpc-train":
         return program, list(words[1:])
@@ -159,7 +162,10 @@ def _own(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
 
 
 def shrinking(config: RunConfig | None) -> Callable[[int], tuple[int, list[str]]]:
-    """How a job does with fewer ranks: dp becomes smaller, so batch and sample order stay."""
+    """Returns a function that fits a job into fewer slots: see `Supervisor.shrink`.
+
+    It makes dp smaller, so that the batch and the order of samples stay the same.
+    """
 
     def shrink(slots: int) -> tuple[int, list[str]]:
         if config is None:

@@ -1,7 +1,7 @@
-"""Which hosts still answer on the network: there a host's death shows first.
+"""Find out which hosts still answer on the network: there a host's death shows first.
 
-A scheduler may take minutes to notice it (Slurm's SlurmdTimeout is 300 s by default), and ranks
-that wait for a dead host cannot tell it from a slow one.
+A scheduler may take minutes to notice that a host has died (Slurm's SlurmdTimeout is 300 s by
+default), and ranks that wait for a dead host cannot tell it from a slow one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 PORT = 9  # discard (RFC 863): the kernel of a host that lives accepts or refuses it at once
-CONTACT_SECONDS = 3.5  # for an answer; the kernel asks again after 1 and 3 s (RFC 6298)
-FIRST = 1.0  # seconds of silence, after which hosts are asked; then after 2, 4, 8, ...
-LONGEST = 60.0  # seconds between two times
-CONNECTIONS_AT_ONCE = 200  # connections: a process may often open no more than 1024 files
+CONTACT_SECONDS = 3.5  # seconds to wait; the kernel asks again after 1 and 3 s (RFC 6298)
+FIRST = 1.0  # seconds of silence before hosts are asked; again after 2, 4, 8, ...
+LONGEST = 60.0  # most seconds between two times that hosts are asked
+CONNECTIONS_AT_ONCE = 200  # a process may often open no more than 1024 files
 
 Address = tuple[int, Any]  # family and address, as `socket.getaddrinfo` gives them
 
@@ -48,17 +48,17 @@ class Contact:
         return name in self._addresses
 
     def lost(self, names: Iterable[str]) -> list[str]:
-        """Those of these hosts that have answered before, and now do not within SECONDS."""
+        """The hosts that answered at the beginning, and now do not within CONTACT_SECONDS."""
         asked = {name: self._addresses[name] for name in names if name in self._addresses}
         answers = answering(asked)
         return [name for name in asked if name not in answers]
 
     def lost_in(self, names: Iterable[str], silence: float) -> list[str]:
-        """The same, asked from time to time in a silence.
+        """Like `lost`, but hosts are asked only from time to time while the job is silent.
 
         Args:
             names: the hosts.
-            silence: seconds that it has lasted.
+            silence: seconds without progress so far.
         """
         if silence < FIRST:
             self._due = FIRST
@@ -69,7 +69,7 @@ class Contact:
 
 
 def resolved(name: str) -> Address | None:
-    """The address of a host; None if nobody knows it."""
+    """The address of a host; None if its name has none."""
     with suppress(OSError, UnicodeError):
         family, _, _, _, address = socket.getaddrinfo(name, PORT, type=socket.SOCK_STREAM)[0]
         return family, address
@@ -80,8 +80,8 @@ def answering(addresses: Mapping[str, Address], seconds: float = CONTACT_SECONDS
     """The names of hosts that accept or refuse a connection.
 
     Args:
-        addresses: by name.
-        seconds: to wait for answers; if all answer, it takes no longer than the slowest of them.
+        addresses: address of each name.
+        seconds: longest time to wait; the wait ends when all have answered.
     """
     names, answers = list(addresses), set[str]()
     for begin in range(0, len(names), CONNECTIONS_AT_ONCE):

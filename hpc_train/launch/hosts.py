@@ -1,6 +1,6 @@
 """The hosts of a job and their slots, from the command line, a host file, or the scheduler.
 
-Every source ends in the same list: hosts in their order, each with the number of ranks it takes.
+Every source gives the same list: hosts in their order, each with the number of ranks it takes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a scheduler has given to this job.
+    """The hosts that a scheduler has given to this job.
 
     Args:
         scheduler: slurm, pbs, lsf or mpijob.
@@ -53,12 +53,12 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_file(path: Path) -> list[Host]:
-    """Hosts of a file as Open MPI, MPICH, Horovod or PBS write it.
+    """Read a host file as Open MPI, MPICH, Horovod or PBS write it.
 
     Lines are `node1 slots=4`, `node1:4`, or `node1`, once for each slot; # begins a comment.
 
     Raises:
-        UserError: it cannot be read, or a line is none of these.
+        UserError: the file cannot be read, names no host, or has a line of another form.
     """
     try:
         lines = path.read_text().splitlines()
@@ -83,7 +83,7 @@ def read_file(path: Path) -> list[Host]:
 
 
 def allocated(environ: Mapping[str, str]) -> Allocation | None:
-    """What the scheduler of this process's job has given, or None outside of one.
+    """The hosts that this process's batch job has been given; None outside of a batch job.
 
     Raises:
         UserError: the scheduler's variables or files are not what its manual says.
@@ -127,7 +127,7 @@ def _repeated(text: str) -> list[int]:
 
 
 def _without_launch_host(hosts: list[Host]) -> list[Host]:
-    """LSF may put the host that the script runs on first, with one slot, where no rank belongs."""
+    """Leave out the host of the script: LSF may list it first, with one slot and no rank."""
     first = hosts[0]
     many = len(hosts) > 1 and max(host.slots for host in hosts[1:]) > 1
     return hosts[1:] if first.slots == 1 and many else hosts
@@ -158,7 +158,7 @@ def _expanded(entry: str) -> Iterable[str]:
 
 
 def _numbers(inside: str) -> Iterable[str]:
-    """The numbers of 1-3,07: with as many digits as the first of a range has."""
+    """The numbers of a list like 1-3,07, each with as many digits as the first of its range."""
     for part in inside.split(","):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not (last.isdigit() and int(first) <= int(last))):
@@ -171,7 +171,7 @@ def take_hosts(hosts: Iterable[Host], ranks: int) -> list[Host]:
     """The first hosts that hold `ranks` ranks; the last one has only the slots that are needed.
 
     Raises:
-        UserError: they hold fewer.
+        UserError: the hosts have fewer slots.
     """
     used: list[Host] = []
     left = ranks

@@ -1,4 +1,4 @@
-"""Launchers: the line that starts a job's ranks, and the variables that it needs.
+"""Launchers: the line that starts a job's ranks, with the variables that it needs.
 
 Sources: the manuals mpirun(1) of Open MPI 4 and 5, mpiexec of MPICH's Hydra, of Intel MPI and of
 HPE's PALS, srun(1) of Slurm, and `horovodrun --help`.
@@ -22,20 +22,20 @@ from hpc_train.errors import SetupError, UserError
 from hpc_train.host.programs import output
 from hpc_train.launch.hosts import Host
 from hpc_train.launch.left_behind import step_name
-from hpc_train.mpi.environment import for_launcher
+from hpc_train.mpi.environment import YIELD, for_launcher
 
-# Handed to ranks on other hosts by launchers that would leave them out.
+# Variables that Open MPI passes to ranks on other hosts only if its line names them.
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
 PREFIXES = ("HPC_TRAIN_", "HOROVOD_", "NCCL_", "TORCH_")
-# A host whose link is dead sends nothing, not even its end: without these mpirun, of version 4 and
-# of 5, would believe in it for minutes. In seconds: 9 all together.
+# A host whose link is dead cannot even close its connections. Without these settings mpirun, in
+# version 4 and 5, believes for minutes that it is alive; with them for 3 + 3 x 2 = 9 seconds.
 KEEPALIVE = {
     f"{prefix}_MCA_oob_tcp_keepalive_{name}": value
     for prefix in ("OMPI", "PRTE")
     for name, value in (("time", "3"), ("intvl", "2"), ("probes", "3"))
 }
-# For srun's --mpi: which of Slurm's plugins start which MPI, best first. Cray's and ParTec's Slurms
-# have their own.
+# For srun's --mpi: Slurm's plugins that start each kind of MPI, best first. The Slurms of Cray and
+# ParTec have plugins of their own.
 PLUGINS = {
     "open_mpi": ("pmix", "pspmix"),
     "hydra": ("cray_shasta", "pmi2", "pspmix", "pmix"),
@@ -45,17 +45,17 @@ PLUGINS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What to start.
+    """The job that a launcher starts.
 
     Args:
-        command: of each rank.
-        ranks: in all.
-        hosts: with the ranks that each takes; none is this machine.
-        cores: of a host, which its ranks share.
-        threads: of each rank.
-        environ: variables that the ranks are to have.
-        again: it takes the place of one that has failed, of which the scheduler may still count
-            ranks on hosts that died.
+        command: the command of each rank.
+        ranks: number of ranks.
+        hosts: hosts, with the number of ranks of each; empty: this machine.
+        cores: cores of a host.
+        threads: threads of each rank.
+        environ: variables for the ranks.
+        again: whether it replaces a job that failed. The scheduler may still count ranks of that
+            job on hosts that died.
     """
 
     command: Sequence[str]
@@ -83,7 +83,7 @@ class Job:
 
     @property
     def crowded(self) -> bool:
-        """Whether ranks share cores: then those that wait have to give theirs up."""
+        """Whether ranks share cores. Ranks that wait must then yield theirs."""
         return self.per_host > self.cores
 
     @property
@@ -93,14 +93,14 @@ class Job:
         return sorted(present | set(self.environ))
 
     def blocks(self, launcher: str) -> str:
-        """The hosts' names, for a launcher that fills one after the other with `per_host` ranks.
+        """The hosts' names, for a launcher that puts `per_host` ranks on one host after the other.
 
         Raises:
-            UserError: another than the last one has fewer slots.
+            UserError: a host other than the last one has fewer slots.
         """
         if any(host.slots != self.per_host for host in self.hosts[:-1]):
             raise UserError(
-                f"{launcher} takes no unequal numbers of ranks per host: {self.listed()}",
+                f"{launcher} cannot start unequal numbers of ranks per host: {self.listed()}",
                 "give all hosts the same number of slots",
             )
         return ",".join(host.name for host in self.hosts)
@@ -112,12 +112,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Line:
-    """How a job is started.
+    """A line that starts a job.
 
     Args:
-        words: the launcher's line with the command.
-        environ: variables that are set for it.
-        note: what the user should know about the choice; "" nothing.
+        words: the launcher's words, followed by the command.
+        environ: variables to set for the launcher.
+        note: a note to the user about the choice of launcher; "" if there is none.
     """
 
     words: list[str]
@@ -139,8 +139,8 @@ def open_mpi(program: str, job: Job) -> Line:
         words += ["--map-by", f"ppr:{job.per_host}:node:PE={job.threads}", "--bind-to", "core"]
     elif job.crowded:
         words += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
-        # Version 4 would have ranks that wait spin; 5 calls its component otherwise, and yields.
-        environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        # In version 4 waiting ranks spin. Version 5 yields, and its variable has another name.
+        environ[YIELD] = "1"
     else:
         words += ["--map-by", "slot", "--bind-to", "none"]
     if job.hosts:
@@ -150,7 +150,7 @@ def open_mpi(program: str, job: Job) -> Line:
 
 
 def hydra(program: str, job: Job) -> Line:
-    """MPICH's mpiexec; it hands its environment on by itself."""
+    """MPICH's mpiexec. It passes its environment to the ranks by itself."""
     words = [program, "-n", str(job.ranks)]
     if job.hosts:
         words += ["-hosts", job.listed()]
@@ -159,7 +159,7 @@ def hydra(program: str, job: Job) -> Line:
 
 
 def intel_mpi(program: str, job: Job) -> Line:
-    """Intel MPI's mpiexec; it gives each rank as many cores as OpenMP has threads."""
+    """Intel MPI's mpiexec. It gives each rank as many cores as OpenMP has threads."""
     words = [program, "-n", str(job.ranks)]
     if job.hosts:
         words += ["-hosts", job.blocks("mpiexec"), "-ppn", str(job.per_host)]
@@ -168,7 +168,7 @@ def intel_mpi(program: str, job: Job) -> Line:
 
 
 def pals(program: str, job: Job) -> Line:
-    """HPE's mpiexec; it hands its environment on by itself."""
+    """HPE's mpiexec (PALS). It passes its environment to the ranks by itself."""
     words = [program, "-n", str(job.ranks), "--ppn", str(job.per_host)]
     if job.hosts:
         words += ["--hosts", job.blocks("PALS")]
@@ -180,9 +180,9 @@ def pals(program: str, job: Job) -> Line:
 
 
 def srun(program: str, plugin: str, job: Job) -> Line:
-    """Slurm's srun, inside an allocation; since Slurm 22.05 it has to be told the cores itself."""
+    """Slurm's srun, inside an allocation. Since Slurm 22.05 its own line must give the cores."""
     words = [program, f"--mpi={plugin}", f"--ntasks={job.ranks}", f"--job-name={step_name()}"]
-    words.append("--kill-on-bad-exit=0")  # `LeftBehind` does it, without waiting
+    words.append("--kill-on-bad-exit=0")  # `LeftBehind` kills the other ranks, without KillWait
     if job.hosts:
         names = ",".join(host.name for host in job.hosts)
         words += [f"--nodes={len(job.hosts)}", f"--nodelist={names}"]
@@ -192,27 +192,27 @@ def srun(program: str, plugin: str, job: Job) -> Line:
         words += [f"--cpus-per-task={job.threads}", "--cpu-bind=cores"]
     else:
         words += ["--overcommit", "--cpu-bind=none"]
-    # The other barrier of Slurm 22.05 lets ranks through MPI_Init while others are not there yet.
+    # The other fence of Slurm 22.05 lets ranks leave MPI_Init before all ranks have entered it.
     environ = {"SLURM_PMIX_FENCE": "ring"} if plugin == "pmix" else {}
-    if job.again:  # it would wait for the cores of a step that does not end
+    if job.again:  # else srun waits for the cores of the failed step, which may not end
         environ["SLURM_OVERLAP"] = "1"
     return Line([*words, *job.command], environ)
 
 
 def horovodrun(program: str, job: Job) -> Line:
-    """Horovod's own; it starts the mpirun of Open MPI up to version 4, and binds nothing."""
+    """Horovod's launcher. It starts the mpirun of Open MPI up to version 4, and binds no ranks."""
     words = [program, "-np", str(job.ranks), "-H", job.listed() or f"localhost:{job.ranks}"]
     return Line([*words, *job.command], for_launcher({}, os.geteuid()))
 
 
 @dataclass(frozen=True)
 class FoundLauncher:
-    """A launcher that is here.
+    """A launcher that was found on this machine.
 
     Args:
         kind: open_mpi, hydra, intel_mpi, pals, srun or horovodrun.
-        make: the line of a job.
-        version: what the program says of itself, its first line.
+        make: makes the line of a job.
+        version: first line of what the program says of its version.
         note: see `Line`.
     """
 
@@ -227,10 +227,10 @@ def find_launcher(wanted: str | None, scheduler: str | None) -> FoundLauncher:
 
     Args:
         wanted: its program, such as mpirun; None chooses by what is here.
-        scheduler: of the allocation that this process is in, if it is in one.
+        scheduler: scheduler of the batch job that this process runs in; None outside of one.
 
     Raises:
-        SetupError: it is not here, or is none that is known.
+        SetupError: the launcher is not here, or is not a known one.
     """
     if wanted == "horovodrun":
         return _find_horovodrun()
@@ -240,7 +240,7 @@ def find_launcher(wanted: str | None, scheduler: str | None) -> FoundLauncher:
             return found
     tried = [wanted] if wanted else ["mpiexec", "mpirun"]
     known = [found for program in tried if (found := identify(program))]
-    # PALS is the machine's own; otherwise the name that Open MPI's manual uses.
+    # PALS comes with the machine and is preferred. Else take mpirun, the name in Open MPI's manual.
     best = [found for found in known if found.kind == "pals"] or known[-1:]
     if not best:
         raise SetupError(
@@ -251,7 +251,7 @@ def find_launcher(wanted: str | None, scheduler: str | None) -> FoundLauncher:
 
 
 def identify(program: str) -> FoundLauncher | None:
-    """Which launcher a program is; None: it is not here, or not one that is known.
+    """Find out which launcher a program is; None if it is not here or not a known one.
 
     It is looked for on the PATH, then beside this Python, whose environment need not be activated.
     """
@@ -300,7 +300,7 @@ def _find_srun(*, needed: bool) -> FoundLauncher | None:
 
 
 def srun_plugin() -> str | None:
-    """The way by which Slurm's srun, if it is here, starts ranks of this MPI."""
+    """The plugin by which srun starts ranks of this MPI; None if there is none."""
     mpi = identify("mpirun") or identify("mpiexec")
     kind = "unknown" if mpi is None else mpi.kind
     offered = re.findall(r"\w+", _output("srun", "--mpi=list", needs_success=True))
@@ -316,7 +316,8 @@ def _find_horovodrun() -> FoundLauncher:
         )
     if mpi.kind != "open_mpi" or not re.search(r"\(Open MPI\) [1-4]\.", mpi.version):
         note = (
-            f"horovodrun knows Open MPI up to version 4 only, this is {mpi.version}: mpirun is used"
+            f"horovodrun supports Open MPI up to version 4 only, and this is {mpi.version}: "
+            "mpirun is used instead"
         )
         return FoundLauncher(mpi.kind, mpi.make, mpi.version, note)
     if not shutil.which("horovodrun"):

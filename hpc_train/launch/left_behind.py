@@ -1,8 +1,8 @@
-"""Ends the ranks of a step of SLURM that a dead one has left behind.
+"""Kills the remaining ranks of a SLURM step when one of its ranks has died.
 
-srun would ask them by SIGTERM, which they take for a request to stop, and wait KillWait, by default
-30 seconds, before it kills them; but they wait for the dead one, in vain. mpirun and the others
-need no help.
+srun itself would send them SIGTERM, which they take for a request to stop, and would kill them only
+after KillWait, by default 30 seconds. Until then they wait in vain for the dead rank. mpirun and
+the other launchers kill the remaining ranks at once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hpc_train.host.programs import output
 
 KILLED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: (?!Exited with exit code)")
 EXITED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?!75\b)")
-TIMEOUT = 30.0  # seconds for SLURM's answer
-STEP_END_SECONDS = 0.1  # seconds for srun to tell of others
-LAST_WORDS_SECONDS = 5.0  # for ranks that all end with an error, each after its last words
+TIMEOUT = 30.0  # seconds to wait for SLURM's answer
+STEP_END_SECONDS = 0.1  # seconds in which srun can report other ranks that died
+LAST_WORDS_SECONDS = 5.0  # the same for ranks that exit with an error, which print it first
 
 
 def step_name() -> str:
@@ -27,14 +27,14 @@ def step_name() -> str:
 
 
 class LeftBehind:
-    """Listens to srun's output; ranks that have stopped in order, with exit code 75, are left."""
+    """Finds dead ranks in srun's output. Exit code 75, a stop with a checkpoint, is no death."""
 
     def __init__(self) -> None:
         self._when = math.inf
         self._ended = False
 
     def hear(self, line: str) -> None:
-        """Take note of a line of output."""
+        """Look for a dead rank in a line of output."""
         seconds = (
             STEP_END_SECONDS
             if KILLED.search(line)
@@ -46,11 +46,11 @@ class LeftBehind:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to end those that are left."""
+        """Whether it is time to kill the remaining ranks."""
         return not self._ended and time.monotonic() >= self._when
 
     def end(self) -> None:
-        """Kill the SLURM steps that this process has started. After that, `due` stays false."""
+        """Kill the SLURM steps that this process has started. From then on `due` is False."""
         self._ended = True
         job = os.environ.get("SLURM_JOB_ID", "")
         steps = output(

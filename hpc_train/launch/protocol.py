@@ -1,9 +1,8 @@
-"""What launchers and batch scripts, and the jobs that they start, say to each other.
+"""The files and variables by which a job talks with its launcher and its batch script.
 
-A supervising launcher names a file, in which the job's first rank writes how far it is, and says
-how often it has started the job; batch scripts say when it ends; a file in the run directory stops
-it.
-The templates in `jobscripts/` hold the same names.
+The launcher names a file to which rank 0 of the job writes its progress, and says how often it has
+restarted the job. The batch script says when the job ends. A file in the run directory stops it.
+The templates in `jobscripts/` use the same names.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-STOP = "STOP"  # a file of this name in a run directory ends the run, which is not queued again
+STOP = "STOP"  # a file of this name in a run directory ends the run for good
 DEADLINE = "HPC_TRAIN_DEADLINE"  # the job's end, in seconds since 1970
 PROGRESS = "HPC_TRAIN_PROGRESS"  # the file of `write_progress`
-LAUNCH = "HPC_TRAIN_LAUNCH"  # a random name, of all attempts of one launcher
-RESTARTS = "HPC_TRAIN_RESTARTS"  # how often the launcher has started the job again
-REACHED = "HPC_TRAIN_REACHED"  # the last step that was done before it did
-# Of these the launcher makes SIGUSR1 for the ranks. SIGHUP: the terminal is closed.
+LAUNCH = "HPC_TRAIN_LAUNCH"  # a random name, the same in all attempts of one launcher
+RESTARTS = "HPC_TRAIN_RESTARTS"  # how often the launcher has restarted the job
+REACHED = "HPC_TRAIN_REACHED"  # the last step that was finished before the restart
+# For each of these the launcher sends SIGUSR1 to the ranks. SIGHUP: the terminal was closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -28,10 +27,10 @@ class JobProgress(NamedTuple):
     """How far a job is.
 
     Args:
-        step: the last one that is done; -1: nothing is known.
-        due: seconds until it will tell more at the latest; 0: not known.
-        done: whether training has come to its end.
-        written: the file's time of change.
+        step: the last finished step; -1: none is known.
+        due: seconds in which the next report must come; 0: no limit is known.
+        done: whether training is finished.
+        written: when the file was last changed, in seconds since 1970.
     """
 
     step: int
@@ -41,13 +40,13 @@ class JobProgress(NamedTuple):
 
 
 def write_progress(path: Path, step: int, due: float, *, done: bool = False) -> None:
-    """Write the job's progress; nothing happens if that fails: a job does not end for this."""
+    """Write the job's progress. An error is ignored, because it must not end the job."""
     with suppress(OSError):
         path.write_text(json.dumps({"step": step, "due": due, "done": done}))
 
 
 def read_progress(path: Path) -> JobProgress:
-    """What has been written last."""
+    """The progress that was written last."""
     with suppress(OSError, ValueError):
         values = json.loads(path.read_text())
         return JobProgress(values["step"], values["due"], values["done"], path.stat().st_mtime)

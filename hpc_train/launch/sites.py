@@ -1,18 +1,17 @@
-"""Site profiles: what batch scripts of a machine have in common, as YAML in jobscripts/sites/."""
+"""Site profiles: what all batch scripts of a machine share, as YAML in jobscripts/sites/."""
 
 from __future__ import annotations
 
-import difflib
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
+from hpc_train.config.keys import check_fields, read_mapping
 from hpc_train.errors import UserError
 from hpc_train.launch import Scheduler
 from hpc_train.launch.batch import TEMPLATES
@@ -23,25 +22,25 @@ NUMBERS = ("nodes", "ranks", "ranks_per_node", "threads", "cores", "gpus", "memo
 
 @dataclass(frozen=True)
 class Site:
-    """A machine. What a user gives on the command line wins over it.
+    """The profile of a machine. Options of the command line override it.
 
-    `resources` and `launcher` may have {nodes}, {ranks}, {ranks_per_node} and {threads}. {cores},
-    {gpus} and {memory_gb} are those of all nodes together.
+    `resources` and `launcher` may contain {nodes}, {ranks}, {ranks_per_node}, {threads}, {cores},
+    {gpus} and {memory_gb}. The last three are the numbers of all nodes together.
 
     Args:
-        scheduler: the machine's.
-        needs: options of `submit` that the site asks of every job.
-        account_option: how PBS is given the account.
-        ranks_per_node: ranks of each node, such as one per GPU.
+        scheduler: the machine's scheduler.
+        needs: options of `submit` that every job of the site must give.
+        account_option: the option by which PBS is given the account.
+        ranks_per_node: ranks on each node, such as one per GPU.
         threads: cores that each rank asks for.
-        bound: whether `launcher` lists cores, so that neither of the two can be another number.
-        queue: or partition.
-        gpus_per_node, memory_gb_per_node: of a node.
-        resources: PBS's, in place of the usual select.
-        directives: more lines of the script, without #SBATCH or #PBS.
+        bound: whether `launcher` lists cores. Then the user cannot change the ranks or threads.
+        queue: queue or partition.
+        gpus_per_node, memory_gb_per_node: GPUs and memory of a node.
+        resources: resources for PBS, instead of the usual select.
+        directives: further directives, without #SBATCH or #PBS.
         launcher: the launcher's line; [] leaves it to `hpc-train launch`.
         setup: lines of shell that load modules.
-        environ: variables; --threads wins over OMP_NUM_THREADS.
+        environ: variables for the job; --threads overrides OMP_NUM_THREADS.
     """
 
     scheduler: Scheduler
@@ -61,32 +60,24 @@ class Site:
 
 
 def names() -> list[str]:
-    """The profiles that come with the package."""
+    """Names of the profiles that come with the package."""
     return sorted(path.stem for path in SITES.glob("*.yaml"))
 
 
 def load_site(name: str) -> Site:
-    """A profile, by its name or by the path of a file of one's own.
+    """Read a profile, by its name or by the path of your own file.
 
     Raises:
-        UserError: there is none, or it is not one.
+        UserError: there is no such profile, or something in it is wrong.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else SITES / f"{name}.yaml"
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
+    own = name.endswith((".yaml", ".yml"))
+    if not own and name not in names():
         raise UserError(
-            f"no site profile {name}", f"there are {', '.join(names())}; or give a .yaml file"
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"site profile {path}: {' '.join(str(error).split())}") from None
-    known = {key.name for key in fields(Site)}
-    if not isinstance(tree, dict) or "scheduler" not in tree:
-        raise UserError(f"site profile {path} has no scheduler", "write scheduler: slurm, or pbs")
-    for key in tree:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1) or sorted(known)
-            raise UserError(f"site profile {path}: unknown key {key}", f"take {', '.join(near)}")
+            f"there is no site profile {name}",
+            f"take {', '.join(names())}, or give a .yaml file of your own",
+        )
+    path = Path(name) if own else SITES / f"{name}.yaml"
+    tree = check_fields(read_mapping(path, "site profile"), Site, path)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Site)
     try:
@@ -95,11 +86,11 @@ def load_site(name: str) -> Site:
             filled(words, dict.fromkeys(NUMBERS, 1))
     except (ArgumentError, KeyError, IndexError, ValueError) as error:
         told = " ".join(str(error).split())
-        raise UserError(f"site profile {path}: {told}", "hpc_train/launch/sites.py tells") from None
+        raise UserError(f"{path}: {told}", "hpc_train/launch/sites.py describes the keys") from None
     if site.resources and site.scheduler == "slurm":
-        raise UserError(f"site profile {path}: resources are PBS's", "write directives")
+        raise UserError(f"{path}: resources is a key for PBS only", "use directives")
     if "account_option" in tree and site.scheduler == "slurm":
-        raise UserError(f"site profile {path}: account_option is PBS's", "leave it out")
+        raise UserError(f"{path}: account_option is a key for PBS only", "leave it out")
     return site
 
 

@@ -1,4 +1,4 @@
-"""`hpc-train submit`: write a job's script beside its outputs, and queue it."""
+"""`hpc-train submit`: write a job's script into its run directory, and queue it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_train.config import file as config_file
+from hpc_train.config.durations import TIME_FORMS, parse_duration
+from hpc_train.config.keys import check_key
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch import Scheduler, sites
-from hpc_train.launch.batch import BatchJob, seconds_of, text
+from hpc_train.launch.batch import BatchJob, text
 from hpc_train.launch.launchers import srun_plugin
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.sites import Site
@@ -26,9 +28,9 @@ COMMANDS = {
     "torque": ("qsub",),
     "mpijob": ("kubectl", "create", "-o", "name", "-f"),
 }
-HOUR = "01:00:00"
+HOUR = 3600
 RESTARTS, REQUEUES = 3, 50
-# Options that mean nothing to a scheduler: to take them and do nothing would be to lie.
+# Options that a scheduler cannot use. They are refused, because ignoring them would mislead.
 NOT_FOR: dict[str, tuple[str, ...]] = {
     "slurm": ("image",),
     "pbs": ("image", "chain"),
@@ -39,26 +41,26 @@ NOT_FOR: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """What the user asks for; None and empty values are the site's, or else the usual ones.
+    """What the user asks for. None and empty values stand for the site's, or else the default.
 
     Args:
         config: path of CONFIG.yaml.
         options: --section.key VALUE ..., for the training.
         scheduler: slurm, pbs, torque or mpijob.
-        site: a profile's name or file.
-        nodes, ranks_per_node, threads: how many nodes, ranks of each, and cores of each rank.
-        time: limit, HH:MM:SS.
-        name: the job's; by default that of the run directory.
-        account, queue: who pays, and where it waits.
-        directive: more directives.
-        setup: shell lines.
+        site: name or file of a site profile.
+        nodes, ranks_per_node, threads: number of nodes, ranks on each node, cores of each rank.
+        time: time limit, such as 02:00:00 or 2h; None: one hour.
+        name: job name; by default that of the run directory.
+        account, queue: account that pays, and queue or partition.
+        directive: further directives.
+        setup: shell lines to run first.
         launcher: srun, mpirun or horovodrun; by default `hpc-train launch`.
-        max_restarts: within a job, by `hpc-train launch`; None: RESTARTS.
-        requeue_by: how it is queued again when it has stopped early.
+        max_restarts: maximum number of restarts by `hpc-train launch`; None: RESTARTS.
+        requeue_by: how the job is queued again when it has stopped early.
         max_requeues: maximum number of requeues; None: REQUEUES.
-        chain: number of jobs to queue at once, each of which waits for the one before.
+        chain: number of jobs to queue at once; each waits for the one before it.
         sweep: section.key=V1,V2,...: an array with a task for each combination.
-        image: of containers, for mpijob.
+        image: container image, for mpijob.
         dry_run: print the script, and queue nothing.
     """
 
@@ -86,7 +88,7 @@ class SubmitRequest:
 
 
 def submit(request: SubmitRequest) -> list[str]:
-    """Queue a job, or more of them; returns their ids.
+    """Write a job's script and queue it; returns the ids of the queued jobs.
 
     The script stays in the run directory, as job.sh or job.yaml.
 
@@ -102,11 +104,12 @@ def submit(request: SubmitRequest) -> list[str]:
     program = COMMANDS[batch.scheduler]
     if not shutil.which(program[0]):
         raise SetupError(
-            f"{program[0]} is not here", "submit from a login node, or look at it by --dry_run"
+            f"{program[0]} is not here",
+            "submit from a login node, or look at the script with --dry_run",
         )
     run_dir = Path(batch.run_dir)
     if (run_dir / STOP).exists():
-        raise UserError(f"{run_dir / STOP} is there", "remove it, and the run may go on")
+        raise UserError(f"{run_dir / STOP} is there", "remove it to resume the run")
     run_dir.mkdir(parents=True, exist_ok=True)
     path = Path(batch.script)
     path.write_text(script)
@@ -122,12 +125,12 @@ def _queue(words: Sequence[str]) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         told = " ".join((done.stderr or done.stdout).split())
-        raise HpcTrainError(f"{shlex.join(words)}: {told}", "change what it refuses")
+        raise HpcTrainError(f"{shlex.join(words)}: {told}", "change the option that it refuses")
     return done.stdout.strip().partition(";")[0]
 
 
 def make(request: SubmitRequest) -> BatchJob:
-    """The job that is asked for.
+    """Make the batch job of a request.
 
     Raises:
         UserError: its configuration is wrong, or the options do not fit together.
@@ -141,7 +144,7 @@ def make(request: SubmitRequest) -> BatchJob:
     sweep = _sweep(request.sweep)
     if len(sweep) == 1 and scheduler != "slurm":
         raise UserError(
-            "--sweep has a single task, of which PBS makes no array", "give more values"
+            "--sweep has a single task, and PBS makes no array of one", "give more values"
         )
     for words in sweep:
         config_file.load(request.config, [*request.options, *words])
@@ -166,7 +169,7 @@ def make(request: SubmitRequest) -> BatchJob:
         nodes=request.nodes,
         ranks_per_node=ranks_per_node,
         threads=threads,
-        seconds=seconds_of(request.time or HOUR),
+        seconds=_time_limit(request.time),
         command=[*program, "train", request.config, *request.options],
         run_dir=run_dir,
         launcher=_launcher(request, site, scheduler, program, numbers),
@@ -186,7 +189,7 @@ def make(request: SubmitRequest) -> BatchJob:
 
 
 def _check(request: SubmitRequest, site: Site | None, scheduler: Scheduler) -> None:
-    """Refuse what would be accepted and not done.
+    """Refuse options that would be accepted and ignored.
 
     Raises:
         UserError: options that do not go together, or not with this site or scheduler.
@@ -208,32 +211,32 @@ def _check(request: SubmitRequest, site: Site | None, scheduler: Scheduler) -> N
         ),
         (
             request.requeue_by == "requeue" and scheduler != "slurm",
-            f"--requeue_by requeue is SLURM's, this is {scheduler}",
+            f"--requeue_by requeue is for SLURM, and the scheduler is {scheduler}",
             "give --requeue_by submit",
         ),
         (
             request.chain > 1 and (request.sweep or request.requeue_by not in (None, "never")),
-            "--chain goes with neither --sweep nor --requeue_by",
-            "its jobs are in the queue already",
+            "--chain cannot be combined with --sweep or --requeue_by",
+            "leave one out: all jobs of a chain are in the queue already",
         ),
         (
             request.max_requeues is not None and _requeue_by(request, scheduler) == "never",
-            "--max_requeues is given, and this job is not queued again",
+            "--max_requeues is given, but this job is never queued again",
             "leave it out",
         ),
         (
             request.launcher == "srun" and scheduler != "slurm",
-            f"srun is SLURM's, this is {scheduler}",
+            f"srun is for SLURM, and the scheduler is {scheduler}",
             "leave out --launcher",
         ),
         (
             starts_itself and torque_cores,
-            "Torque's slots are cores: --launcher and --threads do not go together",
+            "Torque's slots are cores: --launcher and --threads cannot be combined",
             "leave one out",
         ),
         (
             request.max_restarts is not None and starts_itself,
-            "--max_restarts is that of `hpc-train launch`, which does not start this job",
+            "--max_restarts is for `hpc-train launch`, which does not start it",
             "leave out --max_restarts, or --launcher and the `launcher` line of the site profile",
         ),
     ):
@@ -243,23 +246,40 @@ def _check(request: SubmitRequest, site: Site | None, scheduler: Scheduler) -> N
 
 def _check_site(request: SubmitRequest, site: Site, scheduler: Scheduler) -> None:
     if site.scheduler != scheduler:
-        raise UserError(f"{request.site} has {site.scheduler}, not {scheduler}", "leave one out")
+        raise UserError(
+            f"site {request.site} has {site.scheduler}, not {scheduler}",
+            "leave out --site or --scheduler",
+        )
     for need in site.needs:
         if not getattr(request, need):
-            raise UserError(f"{request.site} asks for --{need}", f"give --{need}")
+            raise UserError(f"site {request.site} requires --{need}", f"give --{need}")
     for option in ("threads", "ranks_per_node"):
         if site.bound and getattr(request, option):
             raise UserError(
-                f"{request.site} lists its ranks' cores: --{option} is {getattr(site, option)}",
+                f"site {request.site} lists ranks' cores: --{option} is {getattr(site, option)}",
                 "leave it out, or copy the profile to a file and change it",
             )
+
+
+def _time_limit(text: str | None) -> int:
+    """Seconds of --time.
+
+    Raises:
+        UserError: it is not a time span, or has no unit: 30 is minutes to SLURM, seconds to PBS.
+    """
+    if text is None:
+        return HOUR
+    seconds = None if text.isdecimal() else parse_duration(text)
+    if not seconds:
+        raise UserError(f"--time is {text!r}", f"give {TIME_FORMS}, such as 02:00:00")
+    return seconds
 
 
 def _requeue_by(
     request: SubmitRequest, scheduler: Scheduler
 ) -> Literal["requeue", "submit", "never"]:
     if request.chain > 1:
-        return "never"  # the next one of the chain is in the queue
+        return "never"  # the next job of the chain is in the queue
     return request.requeue_by or ("requeue" if scheduler == "slurm" else "submit")
 
 
@@ -268,7 +288,7 @@ def _scheduler_here() -> Scheduler:
         return "slurm"
     if shutil.which("qsub"):
         return "pbs"
-    raise UserError("neither sbatch nor qsub is here", "name the --scheduler, or a --site")
+    raise UserError("neither sbatch nor qsub is here", "give --scheduler or --site")
 
 
 def _launcher(
@@ -289,14 +309,14 @@ def _launcher(
     words = [*program, "launch"]
     if request.launcher == "horovodrun":
         words += ["--launcher", "horovodrun"]
-    if scheduler == "torque" and numbers["threads"] > 1:  # whose slots are cores
+    if scheduler == "torque" and numbers["threads"] > 1:  # Torque's slots are cores
         words += ["--ranks_per_node", str(numbers["ranks_per_node"])]
     restarts = RESTARTS if request.max_restarts is None else request.max_restarts
     return [*words, "--max_restarts", str(restarts), "--"]
 
 
 def _activation() -> list[str]:
-    """The line that makes the batch shell find what this Python's virtual environment has."""
+    """Shell lines that activate this Python's virtual environment, if it has one."""
     if sys.prefix == sys.base_prefix:
         return []
     activate = shlex.quote(str(Path(sys.prefix, "bin", "activate")))
@@ -304,10 +324,10 @@ def _activation() -> list[str]:
 
 
 def _sweep(axes: Sequence[str]) -> list[list[str]]:
-    """Options of each task: all combinations of section.key=V1,V2.
+    """The options of each task, one task for each combination of section.key=V1,V2.
 
     Raises:
-        UserError: an axis is not of that form, or names no key.
+        UserError: an axis has another form, or its key is unknown.
     """
     if not axes:
         return []
@@ -317,9 +337,9 @@ def _sweep(axes: Sequence[str]) -> list[list[str]]:
         if not all(values.split(",")):
             raise UserError(f"--sweep has {axis!r}", "write section.key=VALUE,VALUE")
         if key == "run.dir":
-            raise UserError("--sweep has run.dir", "each task has a directory of its own anyhow")
+            raise UserError("--sweep has run.dir", "each task has a directory of its own")
         if [other.partition("=")[0] for other in axes].count(key) > 1:
             raise UserError(f"--sweep has {key} twice", f"write {key}=VALUE,VALUE once")
-        config_file.check_key(key)
+        check_key(key, config_file.KEYS)
         choices.append([(f"--{key}", value) for value in values.split(",")])
     return [list(itertools.chain(*combination)) for combination in itertools.product(*choices)]

@@ -1,7 +1,7 @@
-"""Keeps a job going: a failure is named, hosts that are gone are left out, and it starts again.
+"""Restarts a job when it fails: names the cause, leaves out lost hosts, and starts it again.
 
-The job's own checkpoints carry it over; what is kept here is how often it failed and how far it
-came.
+The job resumes from its own checkpoints. The supervisor only keeps how often the job has failed and
+which step it reached.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hpc_train.launch.hosts import Host, take_hosts
 from hpc_train.launch.launchers import FoundLauncher, Job
 from hpc_train.launch.protocol import LAUNCH, PROGRESS, REACHED, RESTARTS, STOP, STOP_SIGNALS
 
-HOST_PROBE_SECONDS = 15.0  # in which a host must have started and ended a process
-PROBES = 2  # tries for a host that says no at once
-FUTILE = 3  # attempts in a row that come no further than those before: it would never end
-START = 600.0  # seconds, at least, for imports, MPI and loading: slow on thousands of ranks
+HOST_PROBE_SECONDS = 15.0  # seconds in which a host must start and end a process
+PROBES = 2  # tries for a host whose probe fails at once
+FUTILE = 3  # attempts in a row without progress, after which the job is given up
+START = 600.0  # least seconds for imports, MPI and loading, which are slow on thousands of ranks
 
 
 @dataclass
@@ -42,16 +42,16 @@ class Supervisor:
     """Runs a job and starts it again when it fails.
 
     Args:
-        launcher: starts it.
-        job: on the hosts that it begins with.
-        hosts: all that there are, the spare ones too; none: this machine alone.
-        restarts: how often it may be started again.
-        progress: file in which the job tells how far it is.
-        run_dir: its run directory, which gets launch.jsonl with a line for each start and end, and
-            in which a file STOP ends it; None: it is not a training of this package.
-        start_limit: seconds until it has to tell its progress for the first time; 0: for ever.
-        shrink: the largest number of ranks below a limit that the job can run with, and the options
-            that it needs for that; 0 if none.
+        launcher: the launcher that starts the job.
+        job: the job, on its first hosts.
+        hosts: all hosts, with the spare ones; empty: this machine alone.
+        restarts: maximum number of restarts.
+        progress: the file to which the job writes its progress.
+        run_dir: the run directory. It gets launch.jsonl, with a line for each start and each end of
+            an attempt; a file STOP in it ends the job. None: the job is no `train` of this package.
+        start_limit: seconds until the job must report progress for the first time; 0 disables this.
+        shrink: takes a number of slots; returns the largest number of ranks that the job can run
+            with on them (0 if there is none), and the options that it needs for that.
         say: prints a line for the user.
     """
 
@@ -75,7 +75,7 @@ class Supervisor:
         """Run the job to its end; returns its exit code.
 
         Raises:
-            HpcTrainError: it failed more often than it may, or comes no further.
+            HpcTrainError: it failed more often than it may, or made no progress.
         """
         with self._signals():
             return self._run()
@@ -84,7 +84,7 @@ class Supervisor:
         job, best, futile, lost_after = self.job, -1, 0, 0
         for restart in range(self.restarts + 1):
             if self._stopping or (restart and self.run_dir and (self.run_dir / STOP).exists()):
-                self.say("asked to stop: it is not started")
+                self.say("asked to stop: the job is not started")
                 return EXIT_STOPPED
             outcome = self._once(job, restart, lost_after)
             if self._is_final(outcome):
@@ -94,10 +94,10 @@ class Supervisor:
             futile = 0 if reached > best else futile + 1
             best, lost_after = max(best, reached), reached if reached >= 0 else lost_after
             if self._stopping and reached < 0:
-                self.say("asked to stop, and ended before the ranks had told of a step")
+                self.say("asked to stop: the job ended before its ranks had reported a step")
                 return EXIT_STOPPED
             if self._stopping:
-                raise HpcTrainError(f"{cause}, while it was stopping")
+                raise HpcTrainError(f"{cause}, while the job was stopping")
             self._check(restart, futile, cause)
             job = self._next(cause, outcome)
             self.say(
@@ -108,11 +108,11 @@ class Supervisor:
 
     def _check(self, restart: int, futile: int, cause: str) -> None:
         logs = "the logs in the run directory show more"
-        again = f"{logs}; the same command goes on from the last checkpoint" if self.run_dir else ""
+        again = f"{logs}; the same command resumes from the last checkpoint" if self.run_dir else ""
         if futile >= FUTILE:
             raise HpcTrainError(
-                f"{cause}; {futile} starts in a row came no further than those before",
-                "; ".join(["it would fail for ever: mend the cause", *([again] if again else [])]),
+                f"{cause}; {futile} starts in a row made no progress",
+                "; ".join(["restarts do not help: remove the cause", *([again] if again else [])]),
             )
         if restart >= self.restarts:
             raise HpcTrainError(f"{cause} after {restart} restarts" if restart else cause, again)
@@ -146,7 +146,7 @@ class Supervisor:
         return outcome.code in FINAL_CODES and not unfinished
 
     def _next(self, cause: str, outcome: Outcome) -> Job:
-        """The job on what is left of the hosts."""
+        """The job on the hosts that are left."""
         if not self.hosts:
             return replace(self.job, again=True)
         alive = self._alive(cause, outcome)
@@ -157,8 +157,8 @@ class Supervisor:
             ranks, options = self.shrink(slots)
         if not ranks:
             raise HpcTrainError(
-                f"{cause}; what is left, {slots} slots on {len(alive)} hosts, is too little",
-                "start the same command when there are more; it goes on from the last checkpoint",
+                f"{cause}; {slots} slots on {len(alive)} hosts are left, which are too few",
+                "run the same command when there are more; it resumes from the last checkpoint",
             )
         command, hosts = [*self.job.command, *options], take_hosts(alive, ranks)
         return replace(self.job, ranks=ranks, hosts=hosts, command=command, again=True)
@@ -169,8 +169,8 @@ class Supervisor:
         hosts = [host for host in self.hosts if host.name in names and host.name not in lost]
         trained = outcome.progress.step >= 0 and "was lost" not in cause
         if trained and all(self._contact.knows(host.name) for host in hosts):
-            return hosts  # whether ranks can start there, the next attempt shows soonest
-        # A host that is the cause is asked once: a second look costs seconds.
+            return hosts  # the next attempt shows soonest whether ranks can start there
+        # A host that is named as the cause is tried once: a second try costs seconds.
         tries = [1 if f"host {host.name} " in cause else PROBES for host in hosts]
         with ThreadPoolExecutor(max_workers=16) as pool:
             answers = list(pool.map(self._answers, hosts, tries))
@@ -195,7 +195,7 @@ class Supervisor:
                 return False
             if done.returncode == 0:
                 return True
-            if left:  # several launchers at once, and the end of the last, may disturb it
+            if left:  # other probes, or the end of the last attempt, may have disturbed it
                 time.sleep(1.0)
         return False
 
@@ -206,10 +206,11 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        # What was ignored stays so: `nohup` is to outlive the terminal.
+        # Ignored signals stay ignored, so that `nohup` outlives the terminal.
         heard = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._note) for number in heard}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what was held arrives now
+        # Signals that were held back since the start of the program arrive now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             yield
         finally:
@@ -217,7 +218,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The first signal has the job save and stop; a second Ctrl-C ends it at once."""
+        """At the first signal the job saves and stops; a second Ctrl-C ends it at once."""
         if self._attempt is not None:
             if self._stopping and number == signal.SIGINT:
                 self._attempt.unwanted = True
@@ -243,7 +244,7 @@ def cause_of(outcome: Outcome) -> str:
             "all ranks hang or have been stopped"
         )
     if outcome.code == 0:
-        return "the launcher exited with code 0, but the training has not come to its end"
+        return "the launcher exited with code 0, but the training is not finished"
     cause = explain(outcome.code, outcome.lines)
     if outcome.starved and f"({socket.gethostname()})" in cause:
         return cause.replace(PERHAPS_MEMORY, f": its host ran {OUT_OF_MEMORY}")

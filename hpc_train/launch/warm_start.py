@@ -13,14 +13,14 @@ from pathlib import Path
 from hpc_train.warm import meeting, stand_in
 from hpc_train.warm.key import LINGER, LOAD, WARM, is_off
 
-RESTART = 30.0  # seconds that a node's fork server waits for the job to be started again
+RESTART = 30.0  # seconds that a node's fork server waits for a restart of the job
 
 
 def variables(ranks_per_host: int, restarts: int, *, cold: bool) -> dict[str, str]:
-    """The variables by which ranks find their node's fork server; none where it brings nothing.
+    """The variables by which ranks find their node's fork server; empty where it gains nothing.
 
     Args:
-        ranks_per_host: ranks of the fullest host.
+        ranks_per_host: number of ranks on the fullest host.
         restarts: maximum number of restarts.
         cold: whether each rank imports its libraries itself.
     """
@@ -43,7 +43,7 @@ def warm_command(words: Sequence[str], warm: Mapping[str, str]) -> list[str]:
     python, program = shutil.which(words[0]), same[1:]
     if python is None or Path(python).parent != Path(sys.executable).parent:
         return same
-    if program[:1] == ["-u"]:  # what launched ranks print is not buffered anyway
+    if program[:1] == ["-u"]:  # launched ranks never buffer their output
         del program[0]
     runs = program[:1] == ["-m"] or (program and program[0].endswith(".py"))
     return stand_in.command(program) if runs and Path(python).name.startswith("python") else same

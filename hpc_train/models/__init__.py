@@ -1,6 +1,6 @@
-"""Plain PyTorch modules that know nothing of ranks: a folder for each architecture.
+"""Plain PyTorch modules that know nothing of ranks. Each architecture has a folder.
 
-Importing this package does not load torch; `GPT` loads it when it is first used.
+Importing this package does not load torch. The first use of `GPT` does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Dropout whose masks belong to the samples, not to the process that computes them.
 
-PyTorch's dropout draws from one stream per process: cut a batch over other ranks or micro-batches
-and every mask changes. Here each sample brings a seed, so its masks, and the loss, are the same on
-every layout and after every resume, and no generator state has to be saved. The idea of keys in
-place of streams: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC11).
+PyTorch's dropout draws from one stream per process. If a batch is cut over other ranks or
+micro-batches, every mask changes. Here each sample brings a seed. Its masks, and so the loss, are
+the same on every layout and after every resume, and no generator state has to be saved. The idea of
+keys in place of streams is from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+(SC11).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class SampleDropout(nn.Module):
 
     Args:
         share: probability that an element is dropped.
-        place: distinguishes the dropouts of one model from each other.
+        place: a number that differs between the dropout layers of one model.
     """
 
     def __init__(self, share: float, place: int) -> None:
@@ -40,11 +41,11 @@ class SampleDropout(nn.Module):
         if len(self.seeds) != len(x):
             raise ValueError(f"{len(x)} samples but {len(self.seeds)} seeds: call seed_samples")
         masks = torch.stack([self._mask(x, seed) for seed in self.seeds])
-        # The factor is no part of the masks: rounded to 16 bits it would change the mean.
+        # The masks do not contain the factor: rounded to 16 bits it would change the mean.
         return (x * masks).mul_(1 / (1 - self.share))
 
     def _mask(self, x: Tensor, seed: int) -> Tensor:
-        """One sample's mask of zeros and ones: of the whole sample, or the part that x is."""
+        """One sample's mask of zeros and ones, cut to this rank's part if `section` is set."""
         generator = torch.Generator(x.device).manual_seed(mix(seed, self.place))
         shape = list(x.shape[1:])
         if self.section is None:
@@ -59,14 +60,14 @@ class SampleDropout(nn.Module):
 
 
 class SeedsInUse:
-    """The seeds that the dropouts of a model have at a moment, to be brought back later.
+    """Keeps the seeds that a model's dropout layers have now, to set them again later.
 
-    A backward pass that computes activations again (torch.utils.checkpoint) has to draw the masks
-    of its own forward pass, and since then others may have come: a pipeline has several
+    A backward pass that recomputes activations (torch.utils.checkpoint) has to draw the masks of
+    its own forward pass. By then the layers may have other seeds, because a pipeline has several
     micro-batches under way.
 
     Args:
-        dropouts: all of the model's.
+        dropouts: all dropout layers of the model.
     """
 
     def __init__(self, dropouts: Sequence[SampleDropout]) -> None:
@@ -75,7 +76,7 @@ class SeedsInUse:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Let the dropouts have them inside of this context."""
+        """A context in which the dropout layers have the kept seeds."""
         later = [dropout.seeds for dropout in self.dropouts]
         self._set(self._seeds)
         try:

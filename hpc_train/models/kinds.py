@@ -1,4 +1,4 @@
-"""The shape of each architecture that `model.kind` can name; a shape builds its module."""
+"""Maps each value of `model.kind` to the shape of its architecture. A shape builds its module."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Linear layers that multiply float32 matrices by the library that is faster on the processor.
+"""Linear layers that multiply float32 matrices with the library that is faster on the processor.
 
-PyTorch's CPU wheels multiply float32 matrices with Intel's MKL, which stays below AVX-512 on AMD
-processors. oneDNN, a library that the same wheels contain and use for other types, does not. Where
-the table of `host.processor` says so, the products of a linear layer, forward and backward,
-are given to oneDNN; everywhere else, and under `torch.autocast`, this is torch's linear layer.
+PyTorch's CPU wheels multiply float32 matrices with Intel's MKL, which does not use AVX-512 on AMD
+processors. The same wheels contain oneDNN for other types, and oneDNN does use it. If the table of
+`host.processor` says so, oneDNN computes the products of a linear layer, forward and backward. In
+all other cases, and under `torch.autocast`, this is torch's linear layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpc_train.host.processor import Way
 
 
 class MatmulChoice(NamedTuple):
-    """A way to multiply float32 matrices, and in words why it is taken."""
+    """A way to multiply float32 matrices, and the reason for it in words."""
 
     way: Way
     why: str
@@ -32,7 +32,7 @@ _used: Way | None = None
 
 
 def use(way: Way) -> None:
-    """Multiply this way from now on, in this process; by default it is the table's.
+    """Set how this process multiplies float32 matrices. By default it does as the table says.
 
     Raises:
         ConfigError: oneDNN does not work here.
@@ -47,13 +47,13 @@ def use(way: Way) -> None:
 
 
 def used() -> Way:
-    """Which way this process multiplies float32 matrices."""
+    """The way in which this process multiplies float32 matrices."""
     return _used or of_table().way
 
 
 @functools.cache
 def of_table() -> MatmulChoice:
-    """What the table says of this machine's processor, if torch has the libraries that it means."""
+    """The table's choice for this processor, or torch's own way if this torch lacks a library."""
     kind = processor.here().kind
     cell = processor.cell(kind)
     if cell.way == "onednn" and not torch.backends.mkl.is_available():
@@ -67,7 +67,7 @@ def of_table() -> MatmulChoice:
 
 @functools.cache
 def onednn_works() -> bool:
-    """Try the operator: it is not part of torch's public interface."""
+    """Whether oneDNN's operator works. It is tried, as it is not in torch's public interface."""
     if not torch.backends.mkldnn.is_available():
         return False
     generator = torch.Generator().manual_seed(0)
@@ -84,16 +84,16 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _onednn_takes(x: Tensor) -> bool:
-    """Whether a product with x should go to oneDNN; autocast would have it in another type."""
+    """Whether oneDNN should compute a product with x. Autocast would use another type."""
     plain = x.dtype is torch.float32 and x.device.type == "cpu"
     return plain and not torch.is_autocast_enabled("cpu") and used() == "onednn"
 
 
 def lowered(operand: Tensor) -> Tensor:
-    """An operand of a matrix product as `torch.autocast` converts it, if that is on.
+    """Convert an operand of a matrix product as `torch.autocast` would; unchanged if that is off.
 
-    For functions of our own, which autocast does not know. Called outside of them, it leaves a
-    trace for autograd, so that the gradient is converted back.
+    It is for the operands of our own autograd functions, which autocast does not know. Call it
+    outside of them: autograd then records the conversion, and converts the gradient back.
     """
     kind = operand.device.type
     if operand.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
@@ -102,9 +102,10 @@ def lowered(operand: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Give x (M, K) times the transpose of weight (N, K), plus bias (N): (M, N).
+    """Compute x W^T + b of shape (M, N) for x (M, K), weight W (N, K) and bias b (N).
 
-    It leaves no trace for autograd: for functions that bring a backward pass of their own.
+    With oneDNN, autograd does not record it. So it is for functions that have a backward pass of
+    their own.
     """
     if _onednn_takes(x):
         return _onednn(x, weight, bias)
@@ -132,7 +133,7 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Give x W^T + b, as torch.nn.functional.linear.
+    """Compute x W^T + b, as torch.nn.functional.linear does.
 
     Args:
         x: of shape (..., K).

@@ -1,6 +1,6 @@
-"""What planning, measuring and training ask of an architecture; without torch.
+"""The interface that planning, measuring and training use of an architecture, without torch.
 
-An architecture is a folder beside this file. It has a `Shape` and the module that the shape builds;
+An architecture is a folder beside this file. It has a `Shape` and the module that the shape builds.
 `kinds.py` has one line for it.
 """
 
@@ -20,7 +20,7 @@ class Division:
     Args:
         tp: number of ranks that share each layer.
         pp: number of ranks that the layers are divided over.
-        chunks: runs of layers that each of these has.
+        chunks: number of runs of layers that each of these `pp` ranks has.
         sequence_parallel: whether ranks that share layers divide the tokens between them.
     """
 
@@ -35,17 +35,17 @@ UNDIVIDED = Division()
 
 @dataclass(frozen=True, kw_only=True)
 class PartCost:
-    """What the embedding, a block or the head costs.
+    """The cost of the embedding, of a block or of the head.
 
     Args:
         parameters: number of parameters on a rank that has the part.
         weights: number of elements in the matrices of its products, on all ranks that share them.
         flops: floating-point operations of a sample's forward pass, on all those ranks.
         activations: numbers that a rank keeps for the backward pass of a sample.
-        sums: how often the tensor group sums a micro-batch's activations, in the forward and in the
-            backward pass. A gather, or a sum of which each rank keeps a part, is half of one.
-        overhead: the time that the part takes however small the micro-batch is, as a share of a
-            block's.
+        sums: how many times the tensor group sums a micro-batch's activations in the forward and in
+            the backward pass. A gather or a reduce-scatter counts as half a sum.
+        overhead: the fixed time that the part takes even for the smallest micro-batch, as a share
+            of the fixed time of a block.
     """
 
     parameters: int
@@ -62,7 +62,7 @@ class Shape(ABC):
 
     Args:
         layers: number of blocks.
-        hidden: width of what a block hands on to the next one.
+        hidden: width of the activations between blocks.
         heads: number of attention heads; they divide `hidden`.
         vocab: vocabulary size.
         sequence: largest number of tokens of a sample.
@@ -87,10 +87,10 @@ class Shape(ABC):
 
     @abstractmethod
     def parts(self, division: Division = UNDIVIDED) -> list[PartCost]:
-        """What the embedding, each block and the head cost, in this order.
+        """The costs of the embedding, each block and the head, in this order.
 
         Args:
-            division: one that passes `check`.
+            division: a division for which `check` raises nothing.
         """
 
     @property
@@ -100,7 +100,7 @@ class Shape(ABC):
 
     @abstractmethod
     def low_rank(self, rank: float) -> float:
-        """The size of a block's matrices as products of this rank, as a share of their own."""
+        """The size of a block's matrices factored at this rank, as a share of their full size."""
 
     @property
     def most_ranks(self) -> int:
@@ -109,20 +109,20 @@ class Shape(ABC):
 
     @property
     def identity(self) -> dict[str, int]:
-        """The sizes that no tensor's shape tells, by their keys in the configuration."""
+        """The sizes that tensors' shapes do not show, by their keys in the configuration."""
         return {"model.heads": self.heads}
 
     def at_most(self, tokens: int, width: int) -> Self:
-        """The same shape with at most these tokens and channels; heads keep their width."""
+        """This shape with at most `tokens` tokens and `width` channels. Heads keep their width."""
         head = self.hidden // self.heads
         heads = max(1, min(self.heads, width // head))
         return replace(self, sequence=min(self.sequence, tokens), hidden=heads * head, heads=heads)
 
     def check(self, division: Division) -> None:
-        """Check that ranks can divide the model so.
+        """Check that the model's sizes allow a division.
 
         Raises:
-            ConfigError: they cannot; the message has the nearest sizes that can.
+            ConfigError: they do not. The message has the nearest sizes that would.
         """
         self._check_tensor_parallel(division)
         if division.pp > 1:
@@ -155,6 +155,6 @@ class Shape(ABC):
 
 
 def _multiples(key: str, size: int, tp: int) -> str:
-    """The multiples of tp next to a size; a vocabulary cannot be smaller than the data's."""
+    """The multiples of tp next to a size. A vocabulary must not shrink, so it has only one."""
     below, above = size // tp * tp, -(-size // tp) * tp
     return str(above) if key == "vocab" or not below else f"{below} or {above}"

@@ -1,4 +1,4 @@
-"""Which way of multiplying float32 matrices is faster on this machine: measured in a second."""
+"""Measure in a second which way of multiplying float32 matrices is faster on this machine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hpc_train.host.processor import Way
 from hpc_train.models import linear
 from hpc_train.models.linear import Linear
 
-HIDDEN = 384  # of a small GPT
-ROWS = {"light": 128, "heavy": 1024}  # tokens at once
-TRIAL_SECONDS = 0.3  # for each of them
-FEWEST = 3  # measurements
+HIDDEN = 384  # width of a small GPT
+ROWS = {"light": 128, "heavy": 1024}  # number of tokens at once
+TRIAL_SECONDS = 0.3  # time spent on each of these loads
+FEWEST = 3  # least number of measurements
 
 
 def onednn_speed() -> dict[str, float]:
-    """The speed of a linear layer with oneDNN, in times of the one with torch's own products.
+    """The speed of a linear layer with oneDNN, divided by its speed with torch's own products.
 
-    Forward and backward, on one thread.
+    Forward and backward pass are measured on one thread, for each load in ROWS.
 
     Raises:
         ConfigError: oneDNN does not work here.

@@ -1,1 +1,1 @@
-"""What a run tells: metrics in a file, progress on the console."""
+"""Reports on a run: metrics in a file, progress on the console."""

@@ -1,4 +1,4 @@
-"""Rank 0's console: a live line on a terminal, plain lines in a batch log."""
+"""Shows progress on rank 0's console: a live line on a terminal, plain lines in a batch log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def describe_record(record: Mapping[str, float]) -> str:
-    """One record of metrics as a short line; what it does not have is left out."""
+    """Describe a record of metrics in a short line. Missing metrics are left out."""
     shown = [f"step {record['step']:.0f}"]
     hidden = set() if record.get("skipped_steps") else {"skipped_steps"}
     hidden |= {"samples_per_second"} if "tokens_per_second" in record else set()
@@ -33,7 +33,7 @@ def describe_record(record: Mapping[str, float]) -> str:
 
 
 class ProgressDisplay(Protocol):
-    """Shows the records of a run as they come."""
+    """Shows the records of a run when they are made."""
 
     def show(self, record: Mapping[str, float]) -> None:
         """Show a record."""
@@ -43,18 +43,18 @@ class ProgressDisplay(Protocol):
 
 
 class PlainProgress:
-    """A line in the log for each record."""
+    """Logs a line for each record."""
 
     def show(self, record: Mapping[str, float]) -> None:
         """Log a record."""
         logger.info(describe_record(record))
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing, as nothing is open."""
 
 
 class LiveProgress:
-    """A bar that is redrawn in place; what is printed meanwhile appears above it.
+    """Redraws a bar in place. What is printed meanwhile appears above the bar.
 
     Args:
         last_step: the run's last step.
@@ -75,16 +75,16 @@ class LiveProgress:
         self._bar.update(self._task, completed=record["step"], description=describe_record(record))
 
     def close(self) -> None:
-        """Leave the last state standing."""
+        """Stop redrawing. The last state stays visible."""
         self._bar.stop()
 
 
 def progress(last_step: int, *, alone: bool) -> ProgressDisplay:
-    """The fitting one: live on a terminal, plain where output goes to a file or a pipe.
+    """Choose a display: live on a terminal, plain if output goes to a file or a pipe.
 
     Args:
         last_step: the run's last step.
-        alone: no launcher stands between this process and its console. Open MPI gives ranks a
-            pseudo-terminal and forwards what they write there, to a batch log as well.
+        alone: whether no launcher stands between this process and its console. Open MPI gives ranks
+            a pseudo-terminal even if their output goes to a batch log.
     """
     return LiveProgress(last_step) if alone and sys.stdout.isatty() else PlainProgress()

@@ -1,4 +1,4 @@
-"""How fast training goes, and what it waits for."""
+"""Measures how fast training goes, and how long it waits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Meter:
 
     Args:
         batch: samples per step over the whole job.
-        watch: knows how long this rank has waited for others.
-        tokens_per_sample: 0 where samples have no tokens.
+        watch: measures how long this rank has waited for others.
+        tokens_per_sample: number of tokens of a sample; 0 if samples have no tokens.
     """
 
     def __init__(self, batch: int, watch: Watch, tokens_per_sample: int = 0) -> None:
@@ -21,7 +21,7 @@ class Meter:
         self.watch = watch
         self.tokens_per_sample = tokens_per_sample
         self.data_seconds = 0.0
-        """How long steps have waited for their batch since the last record; added to by others."""
+        """Seconds that steps have waited for batches since the last record. Callers add to it."""
         self.start()
 
     def start(self) -> None:
@@ -30,11 +30,15 @@ class Meter:
         self._waited = self.watch.seconds
 
     def count_step(self) -> None:
-        """One more step is done."""
+        """Count one more step."""
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """The averages since the last call, and begin anew."""
+        """Return the averages since the last call, and start again.
+
+        Keys are samples_per_second; step_seconds, data_seconds and comm_seconds per step; and
+        tokens_per_second, if samples have tokens.
+        """
         seconds = (time.perf_counter() - self._begin) / self._steps
         record = {
             "samples_per_second": self.batch / seconds,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpc_train import files
 
-LARGEST_BACKLOG = 1 << 24  # bytes that are kept for later; newer records are dropped then
+LARGEST_BACKLOG = 1 << 24  # bytes that are kept to be written later; then new records are dropped
 
 logger = logging.getLogger(__name__)
 
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 class MetricsFile:
     """Appends records to a file, each complete when `write` returns.
 
-    A file that cannot be written is no reason to end a run: there is one warning, and what could
-    not be written is written with a later record.
+    A file that cannot be written does not end the run. There is one warning, and the record is
+    written together with a later one.
 
     Args:
-        path: the file; its folder exists.
-        after_step: where a resumed run goes on. Records of later steps, which a run wrote after
-            its last checkpoint, are dropped: those steps are computed again.
+        path: the file. Its folder must exist.
+        after_step: the step of the checkpoint that the run resumes from. Records of later steps are
+            dropped, because those steps are computed again.
 
     Raises:
-        OSError: it cannot be written now, at the start.
+        OSError: the file cannot be written at the start.
     """
 
     def __init__(self, path: Path, after_step: int) -> None:
@@ -50,7 +50,7 @@ class MetricsFile:
         return files.call("create", os.open, self.path, flags, 0o666)
 
     def write(self, record: Mapping[str, float | int]) -> None:
-        """Append one record; numbers that JSON cannot hold (NaN, infinity) become null."""
+        """Append one record. Numbers that JSON does not have (NaN, infinity) become null."""
         finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
         line = (json.dumps(finite) + "\n").encode()
         if len(self._rest) < LARGEST_BACKLOG:
@@ -58,7 +58,7 @@ class MetricsFile:
         try:
             self._append()
         except OSError as error:
-            self._close()  # a handle that has gone stale stays so
+            self._close()  # a stale file handle stays stale, so the next write opens the file again
             if not self._warned:
                 logger.warning("%s cannot be written (%s); training goes on", self.path, error)
             self._warned = True
@@ -68,7 +68,7 @@ class MetricsFile:
             self._warned = False
 
     def _append(self) -> None:
-        """Write all that is left; what is written in part is not written twice."""
+        """Write all records that are left. After an error, go on behind the bytes written."""
         if self._descriptor is None:
             self._descriptor = self._open()
         while self._rest:
@@ -82,7 +82,7 @@ class MetricsFile:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Write what is left, if that is possible, and close the file."""
+        """Write the records that are left, if that is possible, and close the file."""
         with suppress(OSError):
             self._append()
         self._close()
@@ -92,4 +92,4 @@ def _is_up_to(line: str, step: int) -> bool:
     try:
         return int(json.loads(line)["step"]) <= step
     except (ValueError, KeyError, TypeError):
-        return False  # the end of a line that a killed run did not finish
+        return False  # a line that a killed run did not finish

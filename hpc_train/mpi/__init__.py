@@ -1,1 +1,1 @@
-"""MPI: launchers' variables, the runtime with its group of ranks, agreement among ranks."""
+"""MPI: the launchers' variables, the runtime, groups of ranks, and agreement among ranks."""

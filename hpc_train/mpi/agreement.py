@@ -1,8 +1,8 @@
-"""Agreement: what fails on one rank is raised on all, and what must be equal is checked to be.
+"""Agreement: an error on one rank is raised on all ranks, and equal values are checked.
 
-A rank that leaves by an exception while the others enter a collective is how MPI jobs hang. Each
-step that can fail on one rank alone therefore runs inside `agreed`, without collectives in it; at
-its end the ranks exchange their outcome, and all of them raise the same error or none does.
+MPI jobs hang if one rank leaves by an exception while the others enter a collective. Therefore each
+step that can fail on one rank alone runs inside `agreed`, without collectives in it. At its end the
+ranks exchange their outcomes, and all of them raise the same error or none does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpc_train.errors import HpcTrainError, RankError, UserError
 from hpc_train.mpi.group import Group
 
 T = TypeVar("T")
-FAILED = 1 << 32  # added to what a failing rank brings to an agreement
+FAILED = 1 << 32  # a failing rank brings a number above this to an agreement
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 def agreed(group: Group) -> Iterator[None]:
     """Run a block that may fail on some ranks; all ranks of the group fail or none does.
 
-    Collective. The block must hold no collective of its own.
+    Collective. The block itself must not call a collective.
 
     Raises:
         HpcTrainError: the failing rank's error, of the same class on every rank, naming the rank
-            and its host. Of a subclass that cannot be made from a cause and a remedy, or not be
-            pickled, the nearest base that can be. Exceptions of other kinds become a RankError.
+            and its host. If its class cannot be made from a cause and a remedy, or cannot be
+            pickled, the nearest base class that can is raised. Other exceptions become a RankError.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # noqa: BLE001  # the other ranks must hear of any error
         failure = error
     settle(group, failure)
 
@@ -46,24 +46,25 @@ def agreed(group: Group) -> Iterator[None]:
 def settle(
     group: Group, failure: Exception | None, number: int = 0, what: str = "an agreement"
 ) -> int:
-    """Raise on all ranks if any rank brings a failure; else the largest of their numbers.
-
-    Collective, by one small Allreduce.
+    """Raise an error on all ranks if any rank brings a failure. Collective: one small Allreduce.
 
     Args:
         group: the ranks that agree.
-        failure: this rank's, if it has failed.
-        number: from 0 to below FAILED; what else the ranks have to agree on.
-        what: is agreed on, in words, for the message if a rank does not come.
+        failure: this rank's error, if it has failed.
+        number: a further number to agree on, from 0 to FAILED - 1.
+        what: names the agreement, for the message if a rank does not come.
+
+    Returns:
+        The largest of the ranks' numbers.
 
     Raises:
-        HpcTrainError: as `agreed`; of several failing ranks the lowest one's.
+        HpcTrainError: as `agreed`. If several ranks fail, it is the error of the lowest one.
     """
     if group.comm is None:
         if failure is not None:
             raise failure
         return number
-    # Of the failing ranks the lowest is to speak, so the largest of these numbers is it.
+    # The lowest failing rank brings the largest number, so its error is the one that is raised.
     outcome = group.largest(number if failure is None else FAILED + group.size - group.rank, what)
     if outcome < FAILED:
         return outcome
@@ -78,14 +79,12 @@ def settle(
 
 
 def _described(group: Group, failure: Exception | None) -> HpcTrainError:
-    """The failing rank's error as the other ranks raise it.
-
-    Nothing in it may raise: the other ranks wait for what it returns.
-    """
+    """The failing rank's error, in the form in which all ranks raise it."""
+    # Nothing here may raise, because the other ranks wait for the result.
     where = f"rank {group.rank} ({group.host})"
     if isinstance(failure, HpcTrainError):
         cause, remedy = f"{where}: {_text(failure.cause)}", _text(failure.remedy)
-        # A subclass of somebody else's may take other arguments, or not survive the way.
+        # A user's own subclass may take other arguments, or be changed by pickling.
         for kind in type(failure).__mro__[: type(failure).__mro__.index(HpcTrainError)]:
             with suppress(Exception):
                 error: HpcTrainError = pickle.loads(pickle.dumps(kind(cause, remedy)))
@@ -99,15 +98,15 @@ def _described(group: Group, failure: Exception | None) -> HpcTrainError:
 def _text(of: object) -> str:
     try:
         return str(of)
-    except Exception as error:  # noqa: BLE001  # in somebody's __str__
+    except Exception as error:  # noqa: BLE001  # a user's own __str__ may fail
         return f"({type(error).__name__} in its message)"
 
 
 def from_first(group: Group, make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on all ranks; if it raises there, all raise. Collective.
+    """Call `make` on rank 0 and return its result on all ranks. Collective.
 
     Raises:
-        HpcTrainError: as `agreed`.
+        HpcTrainError: `make` has failed; on all ranks, as `agreed`.
     """
     value: T | None = None
     with agreed(group):
@@ -121,9 +120,9 @@ def same(group: Group, what: str, value: str, remedy: str) -> None:
 
     Args:
         group: the ranks that compare.
-        what: what the value stands for, in words for the message.
-        value: any text, compared by its hash.
-        remedy: how to make it equal.
+        what: names the value, for the message.
+        value: any text; its hash is compared.
+        remedy: tells the user how to make it equal.
 
     Raises:
         UserError: the value differs; the message names a rank and host of each side.
@@ -142,8 +141,9 @@ def same(group: Group, what: str, value: str, remedy: str) -> None:
 def all_arrive(group: Group, seconds: float) -> bool:
     """Whether all ranks of the group call this within `seconds` seconds.
 
-    For a rank that has failed outside `agreed`: if all have, they can leave together; if not, the
-    job has to be ended. After False the communicator is of no further use.
+    A rank that has failed outside `agreed` calls it. If all ranks have failed, they can leave
+    together; otherwise the job has to be aborted. After False the communicator cannot be used any
+    more.
     """
     if group.comm is None:
         return True

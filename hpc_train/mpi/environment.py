@@ -1,7 +1,7 @@
-"""What a launcher tells its processes by environment variables, before MPI is initialised.
+"""Reads a process's place in its job from the launcher's environment variables, before MPI_Init.
 
-Devices have to be chosen before MPI_Init, and a batch shell has to be told apart from a rank:
-both must be read from variables, which each launcher names differently.
+A rank must choose its GPU before MPI_Init, and a batch shell must be told apart from a rank. Both
+can only be read from variables, which each launcher names differently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpc_train.errors import SetupError
 
 
 class Names(NamedTuple):
-    """One launcher's variables."""
+    """The names of one launcher's variables; "" for one that it does not set."""
 
     launcher: str
     rank: str
@@ -24,7 +24,7 @@ class Names(NamedTuple):
     local_size: str
 
 
-# The MPI launchers stand before Slurm: mpirun in a batch script inherits the batch shell's
+# The MPI launchers come before Slurm, because mpirun in a batch script inherits the batch shell's
 # SLURM_PROCID=0. Sources: the launchers' manuals; Slurm's srun(1) "OUTPUT ENVIRONMENT VARIABLES".
 LAUNCHERS = (
     Names(
@@ -52,6 +52,7 @@ LAUNCHERS = (
     ),
     Names("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
 )
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
 # Launchers that start ranks without MPI: each rank would train alone, in the same run directory.
 WITHOUT_MPI = {
     "HOROVOD_RANK": "horovodrun --gloo",
@@ -63,7 +64,7 @@ WITHOUT_MPI = {
 class Launch:
     """A process's place in its job as its launcher describes it.
 
-    `local_rank` and `local_size` are None where the launcher does not tell.
+    `local_rank` and `local_size` are None if the launcher does not set them.
     """
 
     launcher: str
@@ -76,8 +77,9 @@ class Launch:
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
     """Read the launcher's variables; None for a process that no MPI launcher started.
 
-    What the launcher itself does not tell is taken from another one that gives this process the
-    same place: `srun --mpi=pmi2` sets Hydra's rank and size, and only Slurm's local rank.
+    If the launcher does not set the local rank or size, it is taken from the variables of another
+    launcher that give this process the same rank and size. For instance `srun --mpi=pmi2` sets
+    Hydra's rank and size, but the local rank only in Slurm's variables.
 
     Raises:
         SetupError: a launcher that does not start MPI ranks started this process.
@@ -103,9 +105,20 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def for_launcher(environ: Mapping[str, str], uid: int) -> dict[str, str]:
-    """The environment in which to start mpirun: Open MPI wants root's consent, given twice."""
+    """The environment in which to start mpirun.
+
+    If the user is root, it has the two variables without which Open MPI refuses to start as root.
+    """
     consent = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**environ, **(consent if uid == 0 else {})}
+
+
+def ranks_yield(environ: Mapping[str, str]) -> bool:
+    """Whether ranks that wait should leave their cores to others, because ranks share cores.
+
+    `start_runtime` and the launcher's line set the variable where a node has more ranks than cores.
+    """
+    return environ.get(YIELD) == "1"
 
 
 @dataclass(frozen=True)
@@ -113,9 +126,9 @@ class Gpus:
     """The GPUs of a node.
 
     Args:
-        count: how many there are.
-        variables: by which a process is told which of them it sees, the one that counts from what
-            the others leave first.
+        count: number of GPUs.
+        variables: variables that choose the GPUs which a process sees. The first one numbers the
+            GPUs that the others have left.
     """
 
     count: int
@@ -123,21 +136,24 @@ class Gpus:
 
 
 NVIDIA = ("CUDA_VISIBLE_DEVICES",)
-# HIP numbers what ROCr leaves, and reads CUDA's variable where its own is not set. So one of them
-# is to be changed and not two: the second would choose among the one GPU that the first has left.
+# HIP numbers the GPUs that ROCr has left, and reads CUDA's variable if its own is not set. So only
+# one of them may be changed: a second one would choose from the one GPU that the first has left.
 AMD = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def visible_device(environ: Mapping[str, str], launch: Launch, gpus: Gpus) -> dict[str, str]:
-    """The variable that gives each local rank a GPU of its own; nothing where it sees but one.
+    """The variable to set so that each local rank sees a GPU of its own.
 
     Args:
-        environ: may hold the scheduler's choice of GPUs, whose entries are then dealt out.
+        environ: the environment. If it has the scheduler's choice of GPUs, these are dealt out.
         launch: this rank's place.
-        gpus: of the node.
+        gpus: the node's GPUs.
+
+    Returns:
+        The variable and its value; nothing if the rank sees no more than one GPU.
 
     Raises:
-        SetupError: the rank sees several GPUs, and no launcher tells its place on the node.
+        SetupError: the rank sees several GPUs, and no launcher tells its local rank.
     """
     set_ones = [name for name in gpus.variables if name in environ]
     visible = [str(i) for i in range(gpus.count)]
@@ -146,29 +162,28 @@ def visible_device(environ: Mapping[str, str], launch: Launch, gpus: Gpus) -> di
     if len(visible) <= 1:
         return {}
     if launch.local_rank is None:
-        if not gpus.count:  # a site's modules may set the variable on nodes without GPUs
+        if not gpus.count:  # a site's modules may set the variable even on nodes without GPUs
             return {}
         raise SetupError(
             f"rank {launch.rank} of {launch.size} sees {len(visible)} GPUs, and {launch.launcher} "
-            "does not tell which place it has among the ranks of its node",
-            "let the launcher show each rank one GPU, such as by srun --gpus-per-task=1, or set "
-            "MPI_LOCALRANKID",
+            "does not tell its local rank on the node",
+            "let the launcher show each rank one GPU, for instance by srun --gpus-per-task=1, or "
+            "set MPI_LOCALRANKID",
         )
     name = set_ones[0] if set_ones else gpus.variables[0]
     return {name: visible[launch.local_rank % len(visible)]}
 
 
 def _gives(environ: Mapping[str, str], names: Names, rank: int, size: int) -> bool:
-    """Whether a launcher's variables give a process this place.
+    """Whether a launcher's variables give a process this rank and size.
 
-    Those that a process has inherited, of a batch shell or of the daemon that has started it, do
-    not.
+    Variables that the process has inherited from a batch shell or a daemon give another place.
     """
     return (environ.get(names.rank), environ.get(names.size)) == (str(rank), str(size))
 
 
 def _first_number(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
-    """The number that the first of these variables starts with that is set.
+    """The number at the start of the first of these variables that is set and has one.
 
     Slurm writes 2(x3) for three nodes with two tasks each.
     """

@@ -23,17 +23,19 @@ class ParallelGrid:
     may be `world`. A group of one rank has no communicator.
 
     Args:
-        placement: which rank has which place.
+        placement: the places of all ranks.
         coordinate: this rank's place.
         world: all ranks of the job.
-        data: same stage and part of the layers; the rank in it is `coordinate.dp`.
-        tensor: same replica and stage; the rank in it is `coordinate.tp`.
-        pipe: same replica and part of the layers; the rank in it is `coordinate.pp`.
-        model: all ranks of this replica; the rank in it is `coordinate.pp * tp + coordinate.tp`.
-        embedding: first and last stage of the pipe, which share tied embeddings; on the stages
-            between them, and where pp is 1, this rank alone.
+        data: ranks of the same stage and part of each layer; this one's number is `coordinate.dp`.
+        tensor: ranks of the same replica and stage; this one's number is `coordinate.tp`.
+        pipe: ranks of the same replica and part of each layer; this one's number is
+            `coordinate.pp`.
+        model: all ranks of this replica; this one's number is `coordinate.pp * tp + coordinate.tp`.
+        embedding: the ranks of `pipe` with the first and the last stage, which share tied
+            embeddings. On the stages between them, and if pp is 1, it is this rank alone.
         data_node: the ranks of `data` on this node.
-        data_cross: of each node that `data` lies on, the rank with this one's place in `data_node`.
+        data_cross: the ranks of `data` on different nodes that have the same number in their
+            `data_node` as this one.
     """
 
     placement: Placement
@@ -61,19 +63,19 @@ class ParallelGrid:
 
         Args:
             world: all ranks of the job.
-            topology: of these ranks.
-            dp: data-parallel size; by default what tp and pp leave.
-            tp: tensor-parallel size; rank 0 warns if nodes cannot hold such groups.
+            topology: where these ranks run.
+            dp: data-parallel size; by default the number of ranks / (tp * pp).
+            tp: tensor-parallel size; rank 0 warns if such groups lie across nodes.
             pp: pipeline-parallel size.
 
         Raises:
-            ConfigError: the sizes do not multiply to the number of ranks; raised on all of them.
+            ConfigError: the product of the sizes is not the number of ranks; raised on all ranks.
         """
         placement = place(topology, dp, tp, pp)
         if world.rank == 0 and (warning := placement.warning()):
             logger.warning(warning)
         made: GroupCache = {frozenset(): Group(waiting=world.waiting)}
-        made[_several([tuple(range(world.size))])] = world
+        made[_several([tuple(range(world.size))])] = world  # for an axis that spans the job
         with world.waiting("the groups of the layout"):
             groups = {
                 axis: _join(world, groups, made) for axis, groups in placement.groups().items()
@@ -98,7 +100,8 @@ class ParallelGrid:
     def process_sets(self) -> list[list[int]]:
         """World ranks of all data, tensor and embedding groups of the job, for Horovod.
 
-        Each set once and ascending, without sets of one rank and of all; the same on all ranks.
+        Each set comes once, in ascending order. Sets of one rank and the set of all ranks are left
+        out. All ranks get the same list.
         """
         groups = self.placement.groups()
         axes = [*groups["data"], *groups["tensor"], *groups["embedding"]]
@@ -106,7 +109,7 @@ class ParallelGrid:
         return [list(ranks) for ranks in sorted(sets)]
 
     def close(self) -> None:
-        """Free the groups that `build` has made, which world is not. Collective."""
+        """Free the groups that `build` has made; `world` stays. Collective."""
         axes = (self.data, self.tensor, self.pipe, self.model, self.embedding)
         made = {id(group): group for group in (*axes, self.data_node, self.data_cross)}
         made.pop(id(self.world), None)
@@ -115,10 +118,8 @@ class ParallelGrid:
 
 
 def _join(world: Group, groups: Sequence[Ranks], made: GroupCache) -> Group:
-    """This rank's one of the groups; they are made if no axis has had the same. Collective.
-
-    Which are the same is seen from all groups of the job, so all ranks split or none does.
-    """
+    """This rank's group along an axis; made unless an earlier axis had the same. Collective."""
+    # All groups of the job are compared, so that all ranks split or none does.
     several = _several(groups)
     if several not in made:
         alone = (world.rank,)

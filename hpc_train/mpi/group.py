@@ -1,4 +1,4 @@
-"""A set of ranks that communicate, and the communicator that is theirs alone."""
+"""A set of ranks that communicate, with a communicator that only they use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 T = TypeVar("T")
 
+# For messages: "rank 3 has waited 60 s for ..."
 AGREEMENT = "an agreement"
+GATHER = "a value from each rank"
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,12 @@ class Group:
     """Ranks 0 to size - 1 of one communicator.
 
     Args:
-        rank: this process's place in the group.
+        rank: this process's number in the group.
         size: number of ranks.
-        comm: a duplicated communicator, owned by this group; None for a process alone, for which
-            MPI is never started.
-        waiting: `with group.waiting("the sum of a bucket"):` around every call that waits for
-            other ranks.
+        comm: a duplicated communicator that this group owns; None for a process alone, which never
+            starts MPI.
+        waiting: records waits for the watchdog. Every call that waits for other ranks is inside of
+            `with group.waiting("the sum of a bucket"):`.
     """
 
     rank: int = 0
@@ -40,11 +42,11 @@ class Group:
 
     @classmethod
     def of(cls, comm: MPI.Intracomm) -> Group:
-        """The group of a communicator's ranks, on a duplicate of it. Collective."""
+        """The group of a communicator's ranks, with a duplicate of it. Collective."""
         return cls(comm.rank, comm.size, comm.Dup())
 
     def split(self, color: int, key: int) -> Group:
-        """The ranks that give the same color, ordered by key. Collective over this group.
+        """The group of the ranks that give the same color, ordered by key. Collective.
 
         Colors are 0 or larger. A group of one rank has no communicator.
         """
@@ -57,7 +59,7 @@ class Group:
         return Group(waiting=self.waiting)
 
     def duplicate(self) -> Group:
-        """The same ranks on a communicator of its own. Collective."""
+        """A group of the same ranks with another communicator of its own. Collective."""
         comm = self.comm.Dup() if self.comm else None
         return Group(self.rank, self.size, comm, self.waiting)
 
@@ -67,34 +69,35 @@ class Group:
         return socket.gethostname()
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on all ranks; it runs on rank 0 only. Collective.
+        """Call `make` on rank 0 only and return its result on all ranks. Collective.
 
-        `make` must not raise: wrap what can fail in `agreement.from_first`.
+        `make` must not raise. If it can fail, use `agreement.from_first`.
         """
         value = make() if self.rank == 0 else None
         with self.waiting("a broadcast from rank 0"):
             return self.comm.bcast(value) if self.comm else value  # type: ignore[return-value]
 
-    def gathered(self, value: T, what: str = "what all ranks have") -> list[T]:
+    def gathered(self, value: T, what: str = GATHER) -> list[T]:
         """The values of all ranks, by rank. Collective.
 
         Args:
-            value: this rank's; it is pickled.
-            what: they are, in words, for the message if a rank does not come.
+            value: this rank's value; it is pickled.
+            what: names the values, for the message if a rank does not come.
         """
         if self.comm is None:
             return [value]
         with self.waiting(what):
             return self.comm.allgather(value)
 
-    def united(self, values: Mapping[K, T], what: str = "what all ranks have") -> dict[K, T]:
-        """All ranks' values by key; of several for one key it is any of them. Collective.
+    def united(self, values: Mapping[K, T], what: str = GATHER) -> dict[K, T]:
+        """The union of all ranks' mappings. Collective.
 
-        It goes through a tree, so no message is longer than the result.
+        If several ranks have a value for one key, it is any of theirs. The mappings are joined
+        along a tree, so no message is longer than the result.
 
         Args:
-            values: this rank's; pickled.
-            what: they are, in words, for the message if a rank does not come.
+            values: this rank's mapping; it is pickled.
+            what: names the values, for the message if a rank does not come.
         """
         if self.comm is None:
             return dict(values)
@@ -103,12 +106,18 @@ class Group:
         return found
 
     def same(self, data: bytes, what: str = AGREEMENT) -> bool:
-        """Whether all ranks bring the same bytes: 8, or a multiple of it. Collective."""
+        """Whether all ranks bring the same bytes. Collective.
+
+        Args:
+            data: this rank's bytes; their length is a multiple of 8.
+            what: names the values, for the message if a rank does not come.
+        """
         if self.comm is None:
             return True
-        from mpi4py import MPI  # a group with a communicator has MPI
+        from mpi4py import MPI  # it is running, because the group has a communicator
 
         mine = array("q", data)
+        # ~x reverses the order of integers, so one MAX gives both the largest and the smallest.
         found = array("q", [*mine, *(~number for number in mine)])
         with self.waiting(what):
             self.comm.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
@@ -119,8 +128,8 @@ class Group:
         """The largest of the ranks' integers, of 64 bits. Collective.
 
         Args:
-            number: this rank's.
-            what: is agreed on, in words, for the message if a rank does not come.
+            number: this rank's number.
+            what: names the agreement, for the message if a rank does not come.
         """
         return self._combined("MAX", number, what)
 
@@ -135,7 +144,7 @@ class Group:
     def _combined(self, operation: str, number: int, what: str) -> int:
         if self.comm is None:
             return number
-        from mpi4py import MPI  # a group with a communicator has MPI
+        from mpi4py import MPI  # it is running, because the group has a communicator
 
         result = array("q", [number])
         with self.waiting(what):

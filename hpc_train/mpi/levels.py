@@ -1,4 +1,4 @@
-"""The two levels of a group of ranks: those that share a node's memory, and the network between."""
+"""The two levels of a group of ranks: within a node's memory, and over the network."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from hpc_train.mpi.group import Group
 
 @dataclass(frozen=True)
 class Levels:
-    """A group of ranks by nodes, however they are numbered or dealt out.
+    """A group of ranks by nodes. The ranks may be spread over the nodes in any way.
 
     Args:
         whole: the group.
         node: its ranks on this node; `node.rank` is this rank's place there.
-        cross: of each node, the rank with this one's place.
-        owners: places that every node has. Each of them stands for its part of the data when nodes
-            communicate; where nodes have more ranks than others, those ranks own nothing.
-        nodes: how many there are.
+        cross: the ranks of different nodes that have this rank's place.
+        owners: size of the smallest node. The ranks at places below this own a part of the data
+            each, for which they communicate with other nodes. Further ranks of larger nodes own
+            none.
+        nodes: number of nodes.
     """
 
     whole: Group
@@ -28,7 +29,7 @@ class Levels:
 
     @classmethod
     def join(cls, whole: Group, node: Group, cross: Group) -> Levels:
-        """Put a group and its parts together. Collective over the group."""
+        """Make levels of a group and its parts. Collective over the group."""
         return cls(whole, node, cross, whole.smallest(node.size), whole.largest(cross.size))
 
     @classmethod
@@ -36,11 +37,11 @@ class Levels:
         """Find out which ranks share memory. Collective."""
         if whole.comm is None:
             return cls.flat(whole)
-        from mpi4py import MPI  # a group with a communicator has MPI
+        from mpi4py import MPI  # it is running, because the group has a communicator
 
-        with whole.waiting("which ranks share memory"):
+        with whole.waiting("the search for ranks that share memory"):
             shared = whole.comm.Split_type(MPI.COMM_TYPE_SHARED, key=whole.rank)
-            first = shared.bcast(whole.rank)
+            first = shared.bcast(whole.rank)  # the lowest rank of the node, which stands for it
             shared.Free()
         node = whole.split(color=first, key=whole.rank)
         cross = whole.split(color=node.rank, key=whole.rank)
@@ -48,16 +49,16 @@ class Levels:
 
     @classmethod
     def flat(cls, whole: Group) -> Levels:
-        """Every rank as if it were alone on its node."""
+        """Treat every rank as if it were alone on its node."""
         return cls(whole, Group(waiting=whole.waiting), whole, 1, whole.size)
 
     def close(self) -> None:
-        """Free what `of` has made. Collective."""
+        """Free the groups that `of` has made. Collective."""
         for part in (self.node, self.cross):
             if part is not self.whole:
                 part.close()
 
     @property
     def owns(self) -> bool:
-        """Whether this rank stands for a part of the data."""
+        """Whether this rank owns a part of the data."""
         return self.node.rank < self.owners

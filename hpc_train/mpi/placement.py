@@ -1,7 +1,8 @@
-"""Which rank gets which place in the layout dp x tp x pp: ranks that talk most lie nearest.
+"""Gives each rank a place in the layout dp x tp x pp: ranks that communicate most are nearest.
 
 Tensor-parallel ranks exchange activations in every layer, pipeline stages once per micro-batch,
-data-parallel ranks once per step. Pure: every rank computes the same from the same topology.
+data-parallel ranks once per step. There is no communication here: every rank computes the same
+placement from the same topology.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from hpc_train.mpi.topology import Topology
 
 Ranks = tuple[int, ...]
 SOCKET, NODE, NODES = "socket", "node", "nodes"
-SUGGESTIONS = 3
+SUGGESTIONS = 3  # layouts that an error message offers
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """A rank's place: its replica, its part of each layer, its pipeline stage."""
+    """A rank's place: the numbers of its replica, its part of each layer, and its stage."""
 
     dp: int
     tp: int
@@ -79,7 +80,7 @@ class Placement:
         }
 
     def extent(self, group: Ranks) -> str:
-        """The least that holds the whole group: one "socket", one "node", or several "nodes"."""
+        """The smallest unit that holds the whole group: "socket", "node", or several "nodes"."""
         node, socket = self.topology.node, self.topology.socket
         if len({node[rank] for rank in group}) > 1:
             return NODES
@@ -87,11 +88,11 @@ class Placement:
         return SOCKET if len(sockets) == 1 and -1 not in sockets else NODE
 
     def crossing(self) -> list[Ranks]:
-        """The tensor-parallel groups that lie on several nodes."""
+        """The tensor-parallel groups that lie across nodes."""
         return [group for group in _rows(self.ranks) if self.extent(group) == NODES]
 
     def warning(self) -> str:
-        """What is unwise about this layout, for people; "" if nothing is."""
+        """A warning for the user if tensor-parallel groups lie across nodes; else ""."""
         crossing = len(self.crossing())
         if not crossing:
             return ""
@@ -106,20 +107,21 @@ class Placement:
 def place(topology: Topology, dp: int | None, tp: int, pp: int) -> Placement:
     """Place the ranks by where they run, not by their numbers.
 
-    The ranks of a tensor-parallel group share a socket where they can, else a node; as few groups
-    as possible lie across nodes. The stages of a replica are then taken from one socket, else one
-    node, else from as few nodes as possible. Replicas are numbered by their lowest rank, stages in
-    the order of nodes (so that a pipeline passes from one to the next once), tensor-parallel ranks
-    ascend.
+    The ranks of a tensor-parallel group share a socket if possible, else a node. As few groups as
+    possible lie across nodes. The stages of a replica are then taken from one socket if possible,
+    else from one node, else from as few nodes as possible. Replicas are numbered by their lowest
+    rank. Stages are numbered in the order of nodes, so that a pipeline passes from one node to the
+    next only once. Tensor-parallel ranks ascend.
 
     Args:
         topology: where the ranks run.
-        dp: data-parallel size; None: what tp and pp leave.
+        dp: data-parallel size; None for the number of ranks / (tp * pp).
         tp: tensor-parallel size.
         pp: pipeline-parallel size.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of ranks; it names some that do.
+        ConfigError: the product of the sizes is not the number of ranks; the error names sizes that
+            fit.
     """
     dp = data_parallel(topology.size, dp, tp, pp)
     singles = [(rank,) for rank in range(topology.size)]
@@ -129,10 +131,10 @@ def place(topology: Topology, dp: int | None, tp: int, pp: int) -> Placement:
 
 
 def bundle(items: Sequence[Ranks], size: int, topology: Topology) -> list[list[Ranks]]:
-    """Put items together, `size` at a time: inside sockets, what is left inside nodes, then across.
+    """Bundle items, `size` at a time: first inside sockets, then inside nodes, then across nodes.
 
-    An item of several ranks is in a socket or node if all its ranks are. Items in a bundle stand in
-    the order of nodes, sockets and lowest ranks.
+    An item of several ranks is in a socket or node if all its ranks are. Items in a bundle are
+    sorted by node, socket and lowest rank.
     """
     sockets = [
         None if socket < 0 else (node, socket)
@@ -145,7 +147,7 @@ def bundle(items: Sequence[Ranks], size: int, topology: Topology) -> list[list[R
         near: dict[Hashable, list[Ranks]] = {}
         for item in left:
             near.setdefault(_home(item, homes), []).append(item)
-        left = near.pop(None, [])
+        left = near.pop(None, [])  # items that lie across these homes, for the next larger ones
         for members in near.values():
             whole = len(members) - len(members) % size
             made += [members[i : i + size] for i in range(0, whole, size)]
@@ -154,7 +156,7 @@ def bundle(items: Sequence[Ranks], size: int, topology: Topology) -> list[list[R
 
 
 def _home(item: Ranks, homes: Sequence[Hashable]) -> Hashable:
-    """The home that all ranks of an item have; None if they differ."""
+    """The socket or node that all ranks of an item have; None if they differ."""
     first = homes[item[0]]
     return first if all(homes[rank] == first for rank in item[1:]) else None
 
@@ -179,16 +181,16 @@ def _across(parts: Sequence[Ranks]) -> list[Ranks]:
 
 
 def data_parallel(world: int, dp: int | None, tp: int, pp: int) -> int:
-    """The data-parallel size of a layout, checked.
+    """Check the sizes of a layout; returns the data-parallel size.
 
     Args:
-        world: ranks of the job.
-        dp: as asked for; None: world / (tp * pp).
+        world: number of ranks of the job.
+        dp: the requested data-parallel size; None for world / (tp * pp).
         tp: tensor-parallel size.
         pp: pipeline-parallel size.
 
     Raises:
-        ConfigError: a size below 1, or sizes that do not multiply to the world.
+        ConfigError: a size is below 1, or the product of the sizes is not the number of ranks.
     """
     for name, size in (("dp", dp), ("tp", tp), ("pp", pp)):
         if size is not None and size < 1:
@@ -216,7 +218,7 @@ def _ranks(count: int) -> str:
 
 
 def _nearest(world: int, dp: int | None, tp: int, pp: int) -> list[str]:
-    """Layouts of `world` ranks, by the factors in which their sizes differ from these."""
+    """The layouts of `world` ranks whose sizes differ from these by the smallest factors."""
 
     def distance(layout: tuple[int, int, int]) -> float:
         wanted = (layout[0] if dp is None else dp, tp, pp)

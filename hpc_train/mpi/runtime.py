@@ -19,7 +19,7 @@ from hpc_train.mpi.group import Group
 
 BUILD_HOROVOD = "python -m hpc_train.build.horovod"
 THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
-CACHED = 1 << 16  # operations that Horovod's ranks know by a few bits
+CACHED = 1 << 16  # operations in Horovod's cache; see `horovod_settings`
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ class Runtime:
     Args:
         world: all ranks of the job.
         node: the ranks that share this rank's memory; its `rank` is the local rank.
-        launcher: what started the job, "" for a process alone.
-        at_end: what is called at the end of the program, with whether that has failed. All ranks
-            have come to it then.
+        launcher: name of the launcher that started the job; "" for a process alone.
+        at_end: functions to call at the end of the program, when all ranks have come to it. Their
+            argument is whether the program has failed.
     """
 
     world: Group
@@ -43,9 +43,9 @@ class Runtime:
 
     @property
     def cores(self) -> int:
-        """Processor cores for this rank alone: its own binding, or its part of a shared one.
+        """Number of processor cores for this rank alone; at least 1. Collective over the node.
 
-        Collective over the node.
+        They are the cores that it is bound to, divided by the ranks that are bound to any of them.
         """
         mine = os.sched_getaffinity(0)
         everyone = self.node.gathered(mine, "the cores of the ranks of its node")
@@ -57,7 +57,7 @@ class Runtime:
             print(*values, flush=True)
 
     def end(self, *, failed: bool) -> None:
-        """End what the program has left open. Collective.
+        """Call the functions of `at_end`, the last one first. Collective.
 
         Raises:
             HpcTrainError: a loop was left by some ranks only, or its last checkpoint failed.
@@ -66,7 +66,7 @@ class Runtime:
             self.at_end.pop()(failed)
 
     def close(self) -> None:
-        """Shut Horovod down where it runs and free the communicators. Collective."""
+        """Shut Horovod down if it is running, and free the communicators. Collective."""
         _stop_horovod()
         self.node.close()
         self.world.close()
@@ -75,25 +75,25 @@ class Runtime:
 def start_runtime() -> Runtime:
     """Initialise MPI if a launcher started this process as one of several ranks.
 
-    A process alone never touches MPI: on login nodes of some sites MPI_Init aborts the program.
-    Each local rank gets a GPU of its own, where there are any: drivers have to see the choice
-    before MPI starts. All ranks must call.
+    Each local rank gets a GPU of its own if there are any. Collective.
 
     Raises:
-        SetupError: mpi4py finds no MPI, the MPI library is another one than the launcher's, or it
-            does not give MPI_THREAD_MULTIPLE, which Horovod's and our threads need; or there are
+        SetupError: mpi4py finds no MPI; or the MPI library is another one than the launcher's; or
+            it does not give MPI_THREAD_MULTIPLE, which Horovod's and our threads need; or there are
             several GPUs, and nothing tells which of them is this rank's.
     """
     launch = environment.read_launch(os.environ)
     if launch is None or launch.size == 1:
+        # No MPI for a process alone: on login nodes of some sites MPI_Init aborts the program.
         return Runtime(Group(), Group())
+    # Drivers have to see the choice of a GPU before MPI starts.
     os.environ |= environment.visible_device(os.environ, launch, _gpus())
     if (launch.local_size or 1) > (os.cpu_count() or 1):
-        # Ranks that wait would hold the cores of those they wait for. Open MPI notices this only
-        # where the launcher was told of too few slots; horovodrun -H tells it of as many as ranks.
-        os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        # Waiting ranks would hold the cores of the ranks they wait for. Open MPI notices this only
+        # if the launcher was told fewer slots than ranks; horovodrun -H tells it as many as ranks.
+        os.environ[environment.YIELD] = "1"
     for component in ("romio321", "romio341"):
-        # Open MPI's own component, which it prefers, reports success on a full disk.
+        # Open MPI prefers a component of its own, which reports success on a full disk.
         os.environ.setdefault(f"OMPI_MCA_io_{component}_priority", "50")
     MPI = import_mpi()
     if MPI.COMM_WORLD.size != launch.size:
@@ -113,10 +113,10 @@ def start_runtime() -> Runtime:
 
 
 def _gpus(root: Path = Path("/")) -> environment.Gpus:
-    """GPUs of this node, counted by files of their drivers, which are not touched.
+    """The GPUs of this node, counted by their drivers' files. The drivers are not loaded.
 
     Args:
-        root: stands for the root of the file system.
+        root: takes the place of the root of the file system.
     """
     nvidia = sum(1 for path in (root / "dev").glob("nvidia*") if path.name[6:].isdigit())
     if nvidia:
@@ -126,10 +126,13 @@ def _gpus(root: Path = Path("/")) -> environment.Gpus:
 
 
 def _is_gpu(gpu_id: Path) -> bool:
-    """Whether a node of AMD's driver is a GPU that this process may use: processors have id 0."""
+    """Whether a node of AMD's driver is a GPU that this process may use.
+
+    Nodes that are processors have the id 0.
+    """
     try:
         return int(gpu_id.read_text()) != 0
-    except (OSError, ValueError):  # a cgroup hides it
+    except (OSError, ValueError):  # a cgroup hides the GPU from this process
         return False
 
 
@@ -170,17 +173,17 @@ def start_horovod(
 ) -> Any:
     """Import horovod.torch and initialise it on the ranks of the job. Collective.
 
-    Where it runs without some of the process sets it is started again with them; nothing may be
-    pending then. Process sets of before stay, under the same numbers. Its settings are those of
-    `horovod_settings`.
+    If Horovod is running without some of the process sets, it is started again with them; no
+    operation may be pending then. Earlier process sets stay, with the same numbers.
+    `horovod_settings` has the other settings.
 
     Args:
         world: all ranks of the job.
-        process_sets: world ranks of each, ascending; the same on all ranks, without duplicates, and
-            without the set of all.
-        fusion_bytes: size of the buffer in which it sums what it fuses; 0 disables fusion. By
-            default its own. The size stays as it is if Horovod runs already, or if the user has set
-            HOROVOD_FUSION_THRESHOLD.
+        process_sets: world ranks of each set, ascending. All ranks give the same sets, without
+            duplicates and without the set of all ranks.
+        fusion_bytes: size of the buffer in which Horovod fuses tensors before a sum; 0 disables
+            fusion, and None keeps Horovod's default. The size does not change if Horovod is running
+            already, or if the user has set HOROVOD_FUSION_THRESHOLD.
 
     Returns:
         The module horovod.torch.
@@ -199,7 +202,7 @@ def start_horovod(
     if running:
         with agreed(world):
             _check_restart()
-        world.barrier()  # the first rank that shuts Horovod down takes it from the others
+        world.barrier()  # the first rank that shuts Horovod down ends it on all ranks
         hvd.shutdown()
     elif world.rank == 0:
         _warn_of_words()
@@ -212,15 +215,13 @@ def start_horovod(
 
 
 def horovod_settings(environ: Mapping[str, str], fusion_bytes: int | None = None) -> dict[str, str]:
-    """What to set in the environment before Horovod starts; what the user has set stays.
-
-    Horovod's ranks know an operation of before by a few bits, as long as it is in their cache: that
-    has room for models of many parameters, and for several models.
-
-    The cycle in which its thread looks for work stays Horovod's, 1 ms: a step took as long with 1,
-    2 and 5 ms, where threads that wait yield. Horovod 0.28.1 that was given both a cycle and a
-    fusion threshold crashes when it is started a second time in a process.
-    """
+    """The variables to set before Horovod starts, without those that the user has set."""
+    # Horovod's ranks agree on an operation by a few bits if it is in their cache, else by a whole
+    # request. This size has room for models of many parameters, and for several models.
+    #
+    # The cycle in which Horovod's thread looks for work keeps its default, 1 ms. A step took as
+    # long with 1, 2 and 5 ms if waiting threads yield, and Horovod 0.28.1 crashes when it is
+    # started a second time in a process with both a cycle and a fusion threshold set.
     settings = {"HOROVOD_CACHE_CAPACITY": str(CACHED)}
     if fusion_bytes is not None:
         settings[THRESHOLD] = str(fusion_bytes)
@@ -243,14 +244,15 @@ def _warn_of_words() -> None:
 
 
 def yield_while_waiting(switch: bool) -> None:
-    """Let what waits inside of MPI give its core away, where it is Open MPI, or no longer so.
+    """Switch whether threads that wait inside of Open MPI yield their core.
 
-    In each cycle Horovod's threads wait for one another. Spinning, they took 6 to 9 % of cores that
-    ranks computed on, in a machine that was busy otherwise, too; yielding, 0.6 %. The variable is
-    read when MPI starts, which it has.
+    Other MPI libraries and a user's own setting stay as they are. In each cycle Horovod's threads
+    wait for one another. On a busy machine they took 6 to 9 % of the cores that ranks computed on
+    when they were spinning, and 0.6 % when they yielded.
     """
-    if "OMPI_MCA_mpi_yield_when_idle" in os.environ:
+    if environment.YIELD in os.environ:
         return
+    # Open MPI reads the variable only when MPI starts, so it is too late to set it here.
     library = ctypes.CDLL(import_mpi().__file__)
     set_yield = getattr(library, "opal_progress_set_yield_when_idle", None)
     if set_yield is not None:
@@ -258,7 +260,7 @@ def yield_while_waiting(switch: bool) -> None:
 
 
 def process_set(hvd: Any, ranks: Sequence[int]) -> Any:
-    """Horovod's process set of these world ranks, its global one if they are all.
+    """Horovod's process set of these world ranks; the global one if they are all ranks.
 
     Raises:
         ValueError: `start_horovod` was not given these ranks.
@@ -273,7 +275,8 @@ def process_set(hvd: Any, ranks: Sequence[int]) -> Any:
 
 
 def _process_sets(hvd: Any) -> dict[tuple[int, ...], int]:
-    """Horovod's number of each process set; 0 is the global one. It has no public way to ask."""
+    """Horovod's number of each process set, by its ranks; 0 is the global one."""
+    # Horovod has no public function for this.
     numbered = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
     return {tuple(numbered[number]): number for number in sorted(numbered)}
 

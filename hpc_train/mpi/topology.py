@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which of them a socket of it."""
+"""Finds out which ranks share a node, and which of these share a socket."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SYSTEM = Path("/sys/devices/system")  # Linux: Documentation/ABI/stable/sysfs-de
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the ranks of a job run, however its launcher has dealt them.
+    """The nodes and sockets on which the ranks of a job run.
 
     Args:
         hosts: host name of each node; nodes are numbered by their lowest rank.
         node: for each rank of the job, the number of its node.
-        socket: for each rank, the NUMA domain or socket of its node that has all its cores, as
-            `socket_of` numbers them; -1 where there is no such one.
+        socket: for each rank, the number (see `socket_of`) of the NUMA domain or socket that has
+            all its cores; -1 if none has.
     """
 
     hosts: tuple[str, ...]
@@ -30,12 +30,16 @@ class Topology:
 
     @classmethod
     def alone(cls) -> Topology:
-        """The topology of one process; MPI is not touched."""
+        """The topology of one process; MPI is not started."""
         return discover(Group(), Group())
 
     @classmethod
     def of(cls, ranks: Sequence[tuple[int, str, int]]) -> Topology:
-        """From what each rank tells: the lowest rank of its node, its host name, its socket."""
+        """Make a topology.
+
+        Args:
+            ranks: for each rank, the lowest rank of its node, its host name and its socket.
+        """
         hosts = {first: host for first, host, _ in sorted(ranks, reverse=True)}
         number = {first: index for index, first in enumerate(sorted(hosts))}
         return cls(
@@ -51,7 +55,7 @@ class Topology:
 
     @property
     def ranks_per_node(self) -> tuple[int, ...]:
-        """For each node, how many ranks it has."""
+        """Number of ranks of each node."""
         count = Counter(self.node)
         return tuple(count[node] for node in range(len(self.hosts)))
 
@@ -61,12 +65,12 @@ class Topology:
 
 
 def discover(world: Group, node: Group) -> Topology:
-    """Find out where all ranks are: one broadcast in the node, one Allgather. Collective.
+    """Find out where all ranks are. Collective: a broadcast in each node and an Allgather.
 
     Args:
         world: all ranks of the job.
-        node: those that share memory with this one (MPI_Comm_split_type); that they do makes a
-            node, since host names need not be unique.
+        node: the ranks that share memory with this one (MPI_Comm_split_type). They define a node,
+            because host names need not be unique.
     """
     first = node.from_first(lambda: world.rank)
     mine = (first, world.host, socket_of(os.sched_getaffinity(0)))
@@ -76,7 +80,7 @@ def discover(world: Group, node: Group) -> Topology:
 
 @dataclass(frozen=True)
 class NodeHardware:
-    """What a node has: sockets, NUMA domains, and cores (hardware threads of one count once)."""
+    """Numbers of a node's sockets, NUMA domains, and cores, each without its hardware threads."""
 
     sockets: int
     numa: int
@@ -84,7 +88,7 @@ class NodeHardware:
 
 
 def machine(root: Path = SYSTEM) -> NodeHardware:
-    """What this node has; 0 for what the operating system does not tell."""
+    """The hardware of this node; a number is 0 if the operating system does not tell it."""
     cpus = [path / "topology" for path in root.glob("cpu/cpu[0-9]*")]
     sockets = {_text(cpu / "physical_package_id") for cpu in cpus} - {""}
     cores = {_text(cpu / "thread_siblings_list") for cpu in cpus} - {""}
@@ -92,14 +96,15 @@ def machine(root: Path = SYSTEM) -> NodeHardware:
 
 
 def socket_of(cores: Iterable[int], root: Path = SYSTEM) -> int:
-    """The part of the node that these cores lie in.
+    """The number of the NUMA domain or socket that has all these cores.
 
-    The number of a NUMA domain if all are in one; else, counted on from the domains, the number of
-    a socket; else, or where the operating system does not tell, -1.
+    If one NUMA domain has all of them, it is the domain's number. If one socket has, it is the
+    socket's number plus the number of domains. Otherwise, or if the operating system does not tell,
+    it is -1.
 
     Args:
         cores: as the operating system numbers them.
-        root: stands for /sys/devices/system.
+        root: takes the place of /sys/devices/system.
     """
     mine, domains = set(cores), _numa(root)
     for number, domain in domains.items():
@@ -112,13 +117,13 @@ def socket_of(cores: Iterable[int], root: Path = SYSTEM) -> int:
 
 
 def _numa(root: Path) -> dict[int, set[int]]:
-    """The cores of each NUMA domain; some domains are memory only."""
+    """The cores of each NUMA domain that has any; some domains only have memory."""
     lists = {int(path.name[4:]): _text(path / "cpulist") for path in root.glob("node/node[0-9]*")}
     return {number: _cores(lists[number]) for number in sorted(lists) if lists[number]}
 
 
 def _cores(text: str) -> set[int]:
-    """The kernel's way to write a list: 0-3,8,10-11."""
+    """Read the kernel's notation of a list, such as 0-3,8,10-11."""
     ends = [part.split("-") for part in text.split(",")]
     return {core for end in ends for core in range(int(end[0]), int(end[-1]) + 1)}
 

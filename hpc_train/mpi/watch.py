@@ -1,4 +1,4 @@
-"""What this rank waits for, so that a rank that never comes can be named (see `watchdog.py`)."""
+"""Records what this rank waits for, so that `watchdog.py` can name a rank that never comes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from types import TracebackType
 
 
 class Watch:
-    """Records what this process's main thread waits for; entered as a context, by that thread only.
+    """Records what this process's main thread waits for.
 
-    One object serves all groups of a job. `now` is the operation and since when (by
-    `time.monotonic`); the operation is "" while the rank waits for nobody. It is one tuple, never
-    changed, so another thread may read it at any moment. The end of a wait inside of another one is
-    progress: the outer wait then counts from there. `seconds` is the time of all waits together.
-    `limit` is how many seconds a wait may take now, if that is less than the watchdog's own.
+    Only that thread enters the object, as a context: `with watch("the sum of a bucket"):`. One
+    object serves all groups of a job. If a wait inside of another one ends, the outer wait counts
+    from there, because this was progress.
+
+    Attributes:
+        now: the operation, and the time by `time.monotonic` since when the rank waits for it. The
+            operation is "" while the rank waits for nobody.
+        seconds: the time of all waits together.
+        limit: the seconds that a wait may take now, if they are less than the watchdog's timeout.
     """
 
     def __init__(self) -> None:
+        # The tuple is replaced and never changed, so that another thread can read it at any moment.
         self.now = ("", time.monotonic())
         self.seconds = 0.0
         self.limit = math.inf
@@ -25,7 +30,11 @@ class Watch:
         self._outer: list[str] = []
 
     def __call__(self, operation: str) -> Watch:
-        """Name the operation, such as "the sum of a bucket over 4 ranks", and enter the result."""
+        """Name the operation of the next wait, such as "the sum of a bucket over 4 ranks".
+
+        Returns:
+            This object, for `with`.
+        """
         self._next = operation
         return self
 

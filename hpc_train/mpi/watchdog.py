@@ -1,8 +1,8 @@
-"""Ends a job whose ranks wait for one that does not come, with an error that names it.
+"""Ends a job whose ranks wait for one that does not come, with an error that names this rank.
 
-A thread on every rank looks at what its main thread waits for (`watch.py`). When one wait lasts too
-long, that rank asks all others what they do; their threads answer unless the whole process has been
-stopped or has died. From the answers, and the ranks that give none, follows who is to blame.
+A thread on every rank looks at what its main thread waits for (`watch.py`). If a wait lasts too
+long, the rank asks all others what they are doing. Their threads answer unless the whole process
+has been stopped or has died. The answers, and the ranks that give none, show which rank is missing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from hpc_train.mpi.group import Group
 logger = logging.getLogger(__name__)
 
 ENTRIES_SHOWN = 4  # entries of a list in a message; a job may have ten thousand ranks
-ENDING_SECONDS = (
-    3.0  # seconds, of the timeout, for the job to end in: PARTING and the launcher's part
-)
+ENDING_SECONDS = 3.0  # of the timeout, for the end of the job: PARTING and the launcher's part
 PARTING = 1.0  # seconds in which the other ranks hear of the end and write their logs
-END_PATIENCE = 5.0  # seconds after which these end the job, should the rank that told them not have
+END_PATIENCE = 5.0  # seconds after which these ranks abort, if the one that told them has not
 CLOSE_PATIENCE = 3.0  # seconds that ranks wait for each other to stop watching
 
 
 class State(NamedTuple):
-    """What a rank's main thread has waited for, "" for nobody, and for how many seconds."""
+    """The operation that a rank's main thread waits for, "" if none, and for how many seconds."""
 
     operation: str
     seconds: float
@@ -44,7 +42,7 @@ def blame(asker: int, states: Mapping[int, State], hosts: Sequence[str]) -> HpcT
 
     Args:
         asker: the rank that has waited too long.
-        states: what each rank that answered does, the asker's own included.
+        states: the state of each rank that has answered, and of the asker.
         hosts: host name of each rank.
     """
     silent = [rank for rank in range(len(hosts)) if rank not in states]
@@ -53,19 +51,19 @@ def blame(asker: int, states: Mapping[int, State], hosts: Sequence[str]) -> HpcT
     waits = f"{named([asker], hosts)} has waited {seconds} for {states[asker].operation}"
     if silent:
         return HpcTrainError(
-            f"{_who(silent, hosts)} not answer, stopped, dead or stuck: {waits}",
-            "look at its host, then start the same command again: it goes on from the last "
+            f"{_who(silent, hosts)} not answer (stopped, dead or stuck): {waits}",
+            "look at its host, then start the same command again: it resumes from the last "
             "checkpoint",
         )
     if busy:
         return HpcTrainError(
-            f"{_who(busy, hosts)} not come, busy elsewhere or stuck: {waits}",
-            "the log of the missing rank shows where it is; if it needs that long, raise "
+            f"{_who(busy, hosts)} not come (busy elsewhere or stuck): {waits}",
+            "the log of the missing rank shows where it is; if it needs this much time, raise "
             "hang_timeout",
         )
     return HpcTrainError(
         f"all ranks wait for each other: {_waits(states, hosts)}",
-        "they went different ways through the program; their logs show where each is",
+        "they took different paths through the program; their logs show where each one is",
     )
 
 
@@ -92,7 +90,7 @@ def _who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _waits(states: Mapping[int, State], hosts: Sequence[str]) -> str:
-    """Who waits for what, by operation."""
+    """Lists the operations that ranks wait for, with these ranks."""
     ranks: dict[str, list[int]] = {}
     for rank in sorted(states):
         ranks.setdefault(states[rank].operation, []).append(rank)
@@ -105,8 +103,8 @@ def watch_over(world: Group, timeout: float) -> Iterator[None]:
     """Run a block under a `Watchdog`. Collective, but safe for a rank that leaves by an exception.
 
     Args:
-        world: all ranks of the job; one alone is not watched.
-        timeout: seconds that a rank waits for others before the job ends; 0: for ever.
+        world: all ranks of the job; a rank alone is not watched.
+        timeout: seconds that a rank waits for others before the job ends; 0 disables the watchdog.
     """
     if world.size == 1 or timeout <= 0:
         yield
@@ -122,14 +120,17 @@ def watch_over(world: Group, timeout: float) -> Iterator[None]:
 
 
 class Watchdog:
-    """Watches this rank's waits and answers for it when others wait.
+    """Watches this rank's waits, and answers the questions of other ranks.
 
-    A wait counts only while this process runs: a job that was suspended and goes on is not blamed.
-    Only one rank should ask, so that 10 000 ranks do not all query each other. Each rank waits
-    before it asks, longer the higher its number, and stays silent if another has just asked it.
+    A wait counts only while this process runs, so a job that was suspended and goes on is not
+    ended. Only one rank should ask, so that 10 000 ranks do not all query each other. Each rank
+    waits before it asks, longer the higher its number, and stays silent if another has just asked
+    it.
+
+    Collective to make.
 
     Args:
-        world: all ranks of the job, with a communicator, of which a duplicate is made. Collective.
+        world: all ranks of the job, with a communicator, which is duplicated.
         timeout: seconds, above 0, from the beginning of a wait to the end of the job.
     """
 
@@ -145,25 +146,25 @@ class Watchdog:
             self.hosts: list[str] = world.comm.allgather(world.host)
         self.comm: Any = self.group.comm
         self._sent: list[Any] = []
-        self._clock = 0.0  # seconds that this process has run
+        self._clock = 0.0  # seconds that this process has run, without times when it was stopped
         self._seen = self.watch.now
-        self._since = 0.0  # the clock when that was first seen
+        self._since = 0.0  # the clock when `_seen` was first seen
         self._asked: float | None = None  # the clock when this rank asked
-        self._silent_until = 0.0  # another one asks
-        self._number = 0  # of the question
+        self._silent_until = 0.0  # the clock until which another rank is left to ask
+        self._number = 0  # number of this rank's last question
         self._answers: dict[int, State] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     @property
     def limit(self) -> float:
-        """Seconds that a wait may take now, for which the end of the job leaves some."""
+        """Seconds that a wait may take now: the timeout less the time for the job to end."""
         timeout = min(self.timeout, self.watch.limit)
         return timeout - min(ENDING_SECONDS, timeout / 6)
 
     @property
     def grace(self) -> float:
-        """Seconds for an answer, the last ones of the limit."""
+        """Seconds that other ranks have to answer; they are the last part of the limit."""
         return min(30.0, min(self.timeout, self.watch.limit) / 2)
 
     def start(self) -> None:
@@ -179,7 +180,7 @@ class Watchdog:
         atexit.unregister(self.stop)
 
     def close(self) -> None:
-        """End the thread and free the communicator, if all ranks come for it. Collective."""
+        """End the thread, and free the communicator if all ranks come. Collective."""
         self.stop()
         if all_arrive(self.group, CLOSE_PATIENCE):
             while self.comm.iprobe():
@@ -190,7 +191,7 @@ class Watchdog:
         last = time.monotonic()
         while not self._over.wait(self.period):
             now = time.monotonic()
-            # A process that was stopped in between has slept longer than it wanted.
+            # A process that was stopped has slept longer than the period; that time is not counted.
             self._count(min(now - last, 2 * self.period))
             last = now
             self._progress()
@@ -211,7 +212,7 @@ class Watchdog:
             match self.comm.recv():
                 case ("ask", asker, number):
                     self._send(asker, ("answer", self.rank, number, self._state()))
-                    if self._asked is None or asker < self.rank:
+                    if self._asked is None or asker < self.rank:  # of two askers the lower goes on
                         self._asked = None
                         self._silent_until = self._clock + 2 * self.grace
                 case ("answer", rank, number, state) if number == self._number:
@@ -220,8 +221,9 @@ class Watchdog:
                     self._end(error, END_PATIENCE)
 
     def _look(self) -> None:
-        """Ask the other ranks, or draw the conclusion, if it is time for that."""
+        """Ask the other ranks, or end the job, if it is time for that."""
         operation, waited = self._state()
+        # Ranks 0, 1, 2-3, 4-7 and so on ask one period after each other.
         patience = self.limit - self.grace + self.rank.bit_length() * self.period
         if not (self.armed and operation) or waited < patience or self._clock < self._silent_until:
             return
@@ -243,7 +245,7 @@ class Watchdog:
         self._end(error, PARTING)
 
     def _end(self, error: HpcTrainError, after: float) -> None:
-        """Write to the log what this rank knows, and end the job after `after` seconds."""
+        """Write this rank's wait and stack to its log, and abort the job after `after` seconds."""
         operation, seconds = self._state()
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         logger.debug(

@@ -1,10 +1,10 @@
-"""Put a layout on a model: its stages, its tensor-parallel layers, what each rank then holds."""
+"""Apply a layout to a model: cut it into stages, and its layers over tensor-parallel ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,31 +26,16 @@ if TYPE_CHECKING:
     from hpc_train.parallel.schedule import Name
 
 
-class ParallelOptions(Protocol):
-    """What `apply` reads of the configuration's section `parallel`."""
-
-    @property
-    def schedule(self) -> Name:
-        """The pipeline's schedule."""
-
-    @property
-    def chunks(self) -> int:
-        """Virtual stages of each pipeline rank."""
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether tokens are cut between the tensor-parallel layers."""
-
-
 @dataclass(frozen=True)
-class Applied:
-    """A model that a layout was put on, for one rank.
+class ParallelModel:
+    """This rank's part of a model after a layout was applied to it.
 
     Args:
-        pipeline: runs micro-batches through it.
-        gradients: completes its gradients.
-        shards: what this rank holds, by the names of the local module's parameters and buffers.
-        collectives: what the model computes with, closed with this.
+        pipeline: runs micro-batches through the model.
+        gradients: completes the model's gradients.
+        shards: the slice that this rank holds of each tensor, by the names that the local module's
+            parameters and buffers have.
+        collectives: the collectives that the model computes with. `close` closes them.
     """
 
     pipeline: Pipeline
@@ -70,26 +55,31 @@ class Applied:
 def apply(
     model: nn.Module,
     grid: ParallelGrid,
-    layout: ParallelOptions,
     device: torch.device,
     *,
+    schedule: Name = "1f1b",
+    chunks: int = 1,
+    sequence_parallel: bool = False,
     overlap: bool = False,
-) -> Applied:
-    """Leave of a model, in place, what this rank computes. Collective over all ranks.
+) -> ParallelModel:
+    """Reduce a model, in place, to the part that this rank computes. Collective over all ranks.
 
-    All ranks build the same whole model. For tp above 1 it has an attribute `tensor_plan`
-    (see `parallelize`), for pp above 1 an attribute `stages` (see `stages.stage_names`).
+    All ranks build the same whole model; rank 0's weights are sent to the others. For tp above 1
+    the model needs an attribute `tensor_plan` (see `parallelize`), for pp above 1 an attribute
+    `stages` (see `stages.stage_names`).
 
     Args:
-        model: as above.
+        model: the whole model.
         grid: the ranks' places and groups.
-        layout: schedule and sequence parallelism.
-        device: where the model will lie.
-        overlap: whether tensor-parallel sums go on in a thread while this rank computes; it needs a
-            core to itself.
+        device: the device that the model will be moved to.
+        schedule: the pipeline's schedule.
+        chunks: number of virtual stages of each pipeline rank.
+        sequence_parallel: whether tokens are divided between the tensor-parallel layers.
+        overlap: whether a thread sums over tensor-parallel ranks while this rank computes. The
+            thread needs a core of its own.
 
     Raises:
-        UserError: the model lacks what the layout needs, or its sizes do not fit.
+        UserError: the model lacks an attribute that the layout needs, or its sizes do not fit.
     """
     everyone = connect(grid.world)
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -102,10 +92,10 @@ def apply(
             "say there how its layers are shared: docs/how-to/parallel.md",
         )
     names = stage_names(model) if grid.pp > 1 else []
-    chunks = layout.chunks if grid.pp > 1 else 1
+    chunks = chunks if grid.pp > 1 else 1
     runs = runs_of(model, names, grid.pp, chunks) if names else []
-    deferred = Deferred() if names and layout.schedule == "zero_bubble" else None
-    cut = layout.sequence_parallel and grid.tp > 1
+    deferred = Deferred() if names and schedule == "zero_bubble" else None
+    cut = sequence_parallel and grid.tp > 1
     specs = parallelize(
         model,
         getattr(model, "tensor_plan", {}) if grid.tp > 1 else {},
@@ -128,20 +118,22 @@ def apply(
         [p for name, p in parameters.items() if shards[name].owned],
         **over,
     )
-    name = "1f1b" if layout.schedule == "zero_bubble" and not names else layout.schedule
+    name = "1f1b" if schedule == "zero_bubble" and not names else schedule
     dropouts = [layer for layer in model.modules() if isinstance(layer, SampleDropout)]
     pipeline = Pipeline(grid.pipe, device, name, chunks, stages, deferred, dropouts)
-    return Applied(pipeline, gradients, shards, [everyone, *over.values()])
+    return ParallelModel(pipeline, gradients, shards, [everyone, *over.values()])
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """The names and shapes of the whole model, before anything is taken from it.
+    """The names and shapes of the whole model's tensors, before the model is cut.
+
+    A tensor that several modules share has several names.
 
     Args:
-        first: the name that stands for a tensor, for each of the names that it has.
-        shapes: by any name.
-        parameters: those of the names that are not buffers'.
+        first: maps each name of a tensor to the tensor's first name.
+        shapes: maps each name of a tensor to its shape.
+        parameters: the names that belong to parameters and not to buffers.
     """
 
     first: Mapping[str, str]
@@ -161,7 +153,7 @@ class _Whole:
         """First names of the parameters that the first and the last pipeline rank share.
 
         Raises:
-            UserError: other ranks share one.
+            UserError: other pipeline ranks share a parameter.
         """
         home = {
             names[position]: rank
@@ -189,10 +181,10 @@ class _Whole:
         place: Coordinate,
         stages: Sequence[str],
     ) -> dict[str, ParameterSlice]:
-        """What this rank has.
+        """The slice that this rank holds of each tensor, and whether the rank owns it.
 
-        For what all of a tensor group have its first rank speaks, and the first stage for buffers
-        that lie in no stage.
+        In a replica each slice has one owner. A tensor group's first rank owns tensors that all
+        ranks of the group hold. The first pipeline rank owns the buffers that lie in no stage.
         """
         found = {}
         local: list[tuple[str, torch.Tensor | Parameter]] = [

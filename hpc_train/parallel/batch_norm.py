@@ -1,9 +1,10 @@
-"""Batch normalization over the samples of all ranks, so that it computes what one process would.
+"""Batch normalization over the samples of all ranks, with the results of a single process.
 
-A BatchNorm layer takes mean and variance over the samples it sees, and those are a rank's own. Here
-the ranks add up their sums in the forward pass, and those of the gradients in the backward pass:
-two small collectives for each layer and micro-batch. Ioffe and Szegedy, "Batch normalization",
-https://arxiv.org/abs/1502.03167, with the gradients of its section 3.
+A BatchNorm layer takes mean and variance over the samples that it sees. On several ranks each layer
+would see only its rank's samples. Here the ranks add up their sums in the forward pass, and the
+sums for the gradients in the backward pass. This takes two small collectives for each layer and
+micro-batch. The method is from Ioffe and Szegedy, "Batch normalization",
+https://arxiv.org/abs/1502.03167; the gradients are in its section 3.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ from hpc_train.errors import UserError
 logger = logging.getLogger(__name__)
 
 BatchNorm = Literal["sync", "local", "refuse"]
-"""What is done with BatchNorm layers: see `set_up_batch_norm`."""
+"""How BatchNorm layers are treated on several ranks: see `set_up_batch_norm`."""
 
 
 def set_up_batch_norm(model: nn.Module, over: Collectives, batch_norm: BatchNorm) -> None:
-    """Make a model's BatchNorm layers do on many ranks what was asked for. Collective.
+    """Set up a model's BatchNorm layers for training on several ranks. Collective.
 
-    Rank 0 logs which layers couple samples, and that the ranks' own dropout draws differ.
+    Rank 0 logs which layers mix samples, and which dropout layers draw different masks when the
+    number of ranks changes.
 
     Args:
-        model: whose layers are changed in place, as long as it is trained on several ranks.
-        over: the ranks that have other samples of a micro-batch.
-        batch_norm: "sync": statistics are those of all ranks' samples, as in one process; "local":
-            each rank takes its own, and running statistics are averaged where ranks are brought to
-            one state; "refuse": a model with such layers is refused.
+        model: its layers are changed in place. `release` undoes it.
+        over: the ranks that share a batch.
+        batch_norm: "sync" takes the statistics over all ranks' samples, as one process would.
+            "local" lets each rank take its own; `average_statistics` then averages the running
+            statistics. "refuse" raises an error if the model has such layers.
 
     Raises:
-        UserError: the model has such layers, and they are to be refused; or it has torch's own
-            SyncBatchNorm, which needs torch.distributed.
+        UserError: the model has BatchNorm layers and `batch_norm` is "refuse", or it has torch's
+            own SyncBatchNorm, which needs torch.distributed.
     """
     group = over.group
     if group.size == 1:
@@ -83,14 +85,15 @@ def _tell(named: dict[str, nn.Module], layers: dict[str, Any], batch_norm: Batch
     ]
     if drawing:
         logger.info(
-            "dropout draws by itself (layer %s, %d in all): masks depend on the number of ranks",
+            "each rank draws its own dropout masks (layer %s, %d in all), "
+            "which depend on the number of ranks",
             drawing[0],
             len(drawing),
         )
 
 
 def average_statistics(model: nn.Module, over: Collectives) -> None:
-    """Replace running statistics that each rank has taken by itself by their mean. Collective."""
+    """Average the running statistics that each rank has taken by itself. Collective."""
     if over.group.size == 1:
         return
     for module in model.modules():
@@ -102,16 +105,17 @@ def average_statistics(model: nn.Module, over: Collectives) -> None:
 
 
 def release(model: nn.Module, over: Collectives) -> None:
-    """Make layers that `set_up_batch_norm` was given the same ranks for plain ones again."""
+    """Make the layers that `set_up_batch_norm` has changed for these ranks plain again."""
     for module in model.modules():
         if isinstance(module, _Synchronized) and module.over is over:
             module.__class__ = module.plain
 
 
 class _Synchronized:
-    """What a BatchNorm layer is mixed with.
+    """A mixin that takes a BatchNorm layer's statistics over all ranks.
 
-    It becomes one by its class, so its name, its tensors and `isinstance` stay. A copy is plain.
+    `_synchronize` only changes the class of the layer, so its name and its tensors stay, and
+    `isinstance` still works. A copy or a pickle of the layer is plain.
     """
 
     plain: ClassVar[type[Any]]
@@ -145,15 +149,18 @@ def _synchronize(module: Any, over: Collectives) -> None:
 
 
 def _statistics(x: Tensor, about: Tensor | None, over: Collectives) -> tuple[Tensor, Tensor, float]:
-    """Mean and biased variance of each channel over all ranks, (C,), and numbers per channel.
+    """Mean and biased variance of each channel, (C,) each, and the number of values per channel.
+
+    All three are taken over all ranks.
 
     Args:
         x: (B, C, ...).
-        about: near the mean, the same on all ranks: the variance loses least then.
+        about: a guess of the mean, the same on all ranks. Sums are taken of the differences from
+            it, because the variance then loses less to rounding.
         over: the ranks.
 
     Raises:
-        ValueError: there is one number per channel, which has no variance.
+        ValueError: there is only one value per channel, which has no variance.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     var, mean = torch.var_mean(x.detach().to(wide), _but_channels(x), correction=0)

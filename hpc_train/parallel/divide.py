@@ -1,4 +1,4 @@
-"""Layers divided over stages: consecutive runs whose largest cost is as small as it can be."""
+"""Divide layers over stages: consecutive runs whose largest cost is as small as possible."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from itertools import accumulate, pairwise
 
 
 def divide(costs: Sequence[float], parts: int) -> list[range]:
-    """Divide items into consecutive runs, at least one item each, with the least largest sum.
+    """Divide items into consecutive runs so that the largest sum of a run is as small as possible.
 
-    Among the divisions that reach it, each run in turn takes what comes nearest to an even share of
-    the rest, the smaller of two that are as near. The least largest sum is found by bisection over
-    "does this bound suffice" (Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D
-    partitioning", JPDC 64, 2004), in integers, so it is exact.
+    Each run has at least one item. Several divisions can have the same largest sum. Of these, the
+    runs are filled in order: each takes the items whose sum is nearest to an even share of the
+    rest, and fewer of them in a tie. The smallest possible largest sum is found by bisection
+    over "does this bound suffice" (Pinar and Aykanat, "Fast optimal load balancing algorithms for
+    1D partitioning", JPDC 64, 2004). The bisection uses integers, so the result is exact.
 
     Args:
-        costs: of the items in their order; finite, 0 or more.
+        costs: the items' costs in order, each finite and at least 0.
         parts: number of runs.
 
     Returns:
@@ -30,26 +31,26 @@ def divide(costs: Sequence[float], parts: int) -> list[range]:
     if not 1 <= parts <= len(costs):
         raise ValueError(f"{len(costs)} items cannot be divided into {parts} runs")
     if not all(0 <= cost < math.inf for cost in costs):
-        raise ValueError(f"costs are finite and not negative: {list(costs)}")
+        raise ValueError(f"costs must be finite and not negative: {list(costs)}")
     integers = _integers(costs)
     totals = [0, *accumulate(integers)]
     return _even_runs(integers, totals, parts, _least_bound(totals, parts))
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
-    """The costs times the least number that makes all of them integers."""
+    """The costs, multiplied by the smallest number that makes all of them integers."""
     exact = [Fraction(cost) for cost in costs]
     scale = math.lcm(*(cost.denominator for cost in exact))
     return [int(cost * scale) for cost in exact]
 
 
 def _longest(totals: Sequence[int], start: int, bound: int) -> int:
-    """Where the longest run from `start` within the bound ends."""
+    """The end of the longest run from `start` whose sum is at most `bound`."""
     return bisect_right(totals, totals[start] + bound) - 1
 
 
 def _least_bound(totals: Sequence[int], parts: int) -> int:
-    """The least bound that is enough for every item and for as many runs."""
+    """The smallest bound with which `parts` runs hold all items."""
     low, high = max(b - a for a, b in pairwise(totals)), totals[-1]
     while low < high:
         middle = (low + high) // 2
@@ -61,9 +62,9 @@ def _least_bound(totals: Sequence[int], parts: int) -> int:
 
 
 def _even_runs(costs: Sequence[int], totals: Sequence[int], parts: int, bound: int) -> list[range]:
-    """Runs within a bound that is known to be enough, each near its share of the rest."""
+    """Runs whose sums stay within a sufficient bound, each near its share of the rest."""
     items = len(totals) - 1
-    needed = [0] * (items + 1)  # runs that the items from here on take at least
+    needed = [0] * (items + 1)  # the fewest runs that hold the items from each position on
     for start in reversed(range(items)):
         needed[start] = 1 + needed[_longest(totals, start, bound)]
     runs, start = [], 0
@@ -78,7 +79,7 @@ def _even_runs(costs: Sequence[int], totals: Sequence[int], parts: int, bound: i
 
 
 def _even_share(costs: Sequence[int], parts: int) -> Fraction:
-    """The mean of the runs, without those that one large item fills alone."""
+    """The mean sum of the runs, not counting items so large that they fill a run alone."""
     rest = sum(costs)
     for large in sorted(costs, reverse=True):
         if parts == 1 or large * parts <= rest:

@@ -1,4 +1,4 @@
-"""What a layout leaves to do for the gradients after they were averaged over the replicas."""
+"""Completes gradients and takes their norm after they were averaged over the replicas."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
 
 from hpc_train.collectives import Collectives
+from hpc_train.gradients import GradientAverager
 
-SMALL = 1 << 18  # bytes, up to which to copy a gradient costs less than a call of its own
+SMALL = 1 << 18  # bytes; copying a gradient up to this size costs less than a call of its own
 
 
 class LayoutGradients:
-    """Completes gradients of parameters that several ranks of one replica hold, and their norm.
+    """Sums gradients of parameters that several ranks of one replica hold, and takes the norm.
 
     Args:
-        partial: parameters outside of the layers that a tensor-parallel group shares, where each
-            rank saw its part of the tokens only.
+        partial: parameters between the layers that tensor-parallel ranks share, if sequence
+            parallelism is on. Each rank has seen only its part of the tokens.
         tied: parameters that the first and the last stage share.
         counted: parameters whose part on this rank counts for the norm.
-        tensor, embedding, model: the tensor-parallel group, first and last stage, and all ranks of
-            the replica.
+        tensor: the tensor-parallel group.
+        embedding: the ranks of the first and the last stage.
+        model: all ranks of the replica.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class LayoutGradients:
         self.tensor, self.embedding, self.model = tensor, embedding, model
 
     def complete(self) -> None:
-        """Sum what is partial. Collective over the replica's ranks."""
+        """Sum the gradients of which each rank has a part. Collective over the replica's ranks."""
         _sum_gradients(self.partial, self.tensor)
         _sum_gradients(self.tied, self.embedding)
 
@@ -49,22 +51,23 @@ class LayoutGradients:
         """The parameters whose gradients `complete` changes."""
         return [*self.partial, *self.tied]
 
-    def norm(self, parts: Iterable[tuple[Parameter, Tensor]], shards: Collectives) -> Tensor:
-        """The norm of all gradients of the whole model, float64. Collective over both groups.
+    def norm(self, averager: GradientAverager) -> Tensor:
+        """The 2-norm of the whole model's averaged gradients, float64. Collective over the job.
 
-        One that is not finite, on any of the ranks, makes it so on all of them.
+        If a gradient is not finite on any of the ranks, the norm is not finite on all of them.
 
         Args:
-            parts: averaged gradients that this rank speaks for.
-            shards: of the ranks that speak for all of the replica's together.
+            averager: has averaged and completed the gradients.
         """
+        if self.model.group.size == 1:  # an averager need not go through all parameters
+            return averager.norm()
         mine: list[Tensor] = []
         copies: list[Tensor] = []
-        for parameter, part in parts:
+        for parameter, part in averager.parts():
             (mine if parameter in self._counted else copies).append(part)
-        # Other ranks speak for the copies: they add nothing, but NaN if one is not finite.
+        # Other ranks count the copies. Here they add 0, or NaN if one of them is not finite.
         total = _square(mine) + 0 * _square(copies)
-        for over in (shards, self.model):
+        for over in (averager.shards, self.model):
             if over.group.size > 1:
                 over.sum_(total)
         return total.sqrt()
@@ -76,7 +79,7 @@ def _square(gradients: list[Tensor]) -> Tensor:
 
 
 def _sum_gradients(parameters: Iterable[Parameter], over: Collectives) -> None:
-    """Sum the gradients over ranks: large ones where they lie, small ones in one call by type."""
+    """Sum gradients over ranks: large ones in place, small ones in one call for each type."""
     if over.group.size == 1:
         return
     small: dict[torch.dtype, list[Tensor]] = {}

@@ -1,11 +1,11 @@
-"""Linear layers of which each rank of a tensor-parallel group holds a part.
+"""Linear layers that the ranks of a tensor-parallel group share.
 
-Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model
-parallelism", https://arxiv.org/abs/1909.08053, section 3. A column-parallel layer holds rows of the
-weight (N, K), so each rank computes its part of the outputs from the whole input; a row-parallel
-layer holds columns, takes its part of the inputs, and the ranks' results are summed. With sequence
-parallelism the tensors outside of the pair are cut along the tokens (dimension 1): the sum becomes
-a reduce-scatter, and the input is gathered.
+The method is from Shoeybi et al., "Megatron-LM: training multi-billion parameter language models
+using model parallelism", https://arxiv.org/abs/1909.08053, section 3. In a column-parallel layer
+each rank holds rows of the weight (N, K), and computes its part of the outputs from the whole
+input. In a row-parallel layer each rank holds columns and takes its part of the inputs, and the
+ranks' results are summed. With sequence parallelism the tensors outside of such a pair are cut
+along the tokens (dimension 1). The sum then becomes a reduce-scatter, and the input is gathered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Deferred:
         self.waiting: list[tuple[Parameter, Callable[[], Tensor]]] = []
 
     def take(self) -> list[tuple[Parameter, Callable[[], Tensor]]]:
-        """What has been left since the last call."""
+        """The weight gradients that were left since the last call."""
         waiting, self.waiting = self.waiting, []
         return waiting
 
@@ -43,14 +43,14 @@ def compute(deferred: list[tuple[Parameter, Callable[[], Tensor]]]) -> None:
         known = gradients.get(parameter)
         gradients[parameter] = gradient() if known is None else known.add_(gradient())
     for parameter, total in gradients.items():
-        parameter.backward(total)  # and not `grad +=`, so that hooks run
+        parameter.backward(total)  # `grad +=` would not run the hooks
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T for x (..., K): gathers its input or sums its output over the layer's ranks.
+    """y = x W^T for x (..., K). It gathers its input or sums its output over the layer's ranks.
 
-    One function and not three, so that sums take place where the product left them, and so that
-    communication goes on while the weight's gradient is computed.
+    Gather, product and sum are one function, so that the sum works in place on the product's
+    result, and so that communication goes on while the weight's gradient is computed.
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         layer: ParallelLinear = ctx.layer
         x, weight = ctx.saved_tensors
-        # Of a gathered input only this rank's part was kept; the rest comes while dx is computed.
+        # Only this rank's part of a gathered input was kept. The rest arrives while dx is computed.
         gathering = layer.over.start_gather(x, TOKENS) if layer.gathers else None
         if layer.style == "rowwise" and layer.cut:
             dy = layer.over.start_gather(dy.contiguous(), TOKENS).wait()
@@ -83,13 +83,13 @@ class _Linear(torch.autograd.Function):
         if gathering is not None:
             x = gathering.wait()
         summing = None
-        if dx is not None and layer.style == "colwise":  # its sum goes on below
+        if dx is not None and layer.style == "colwise":  # the sum goes on during dweight below
             over = layer.over
             summing = over.start_sum_scatter(dx, TOKENS) if layer.cut else over.start_sum_(dx)
 
         def dweight() -> Tensor:
             found = product(flat.t(), x.reshape(-1, x.shape[-1]).t())
-            return found.to(layer.weight.dtype)  # what is added to it later has to have its type
+            return found.to(layer.weight.dtype)  # `compute` adds others to it, of the same type
 
         found = dweight() if ctx.needs_input_grad[1] else None
         if found is None and layer.deferred is not None and layer.weight.requires_grad:
@@ -102,13 +102,13 @@ class ParallelLinear(nn.Module):
     """A linear layer, or this rank's part of one.
 
     Args:
-        weight: this rank's part of (N, K): all of it, or its rows for style colwise, or its
-            columns for style rowwise.
-        bias: None, or a part like that of the rows; all of it for style rowwise.
-        style: what the ranks share.
+        weight: this rank's part of the weight (N, K): its rows for style colwise, its columns for
+            style rowwise, all of it for style whole.
+        bias: this rank's elements (N) for style colwise, all of them for the other styles, or None.
+        style: how the ranks share the layer; "whole" does not share it.
         over: the tensor-parallel group.
         cut: whether the tensors outside of a colwise and rowwise pair are cut along the tokens.
-        deferred: where weight gradients are left for later; None computes them at once.
+        deferred: takes the weight gradients, to be computed later. None computes them at once.
     """
 
     def __init__(
@@ -129,19 +129,19 @@ class ParallelLinear(nn.Module):
 
     @property
     def gathers(self) -> bool:
-        """Whether the input comes cut along the tokens and is needed whole."""
+        """Whether the input has to be gathered, as it is cut along the tokens."""
         return self.cut and self.style == "colwise"
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform x of shape (..., K) to (..., N). Collective over the tensor group.
 
-        K is this rank's part for style rowwise, N for style colwise. Under `torch.autocast` the
-        product and what the ranks exchange have its type.
+        For style rowwise K counts this rank's inputs, for style colwise N counts its outputs. Under
+        `torch.autocast` the ranks compute and exchange tensors of autocast's type.
         """
         later = self.bias if self.style == "rowwise" else None  # added once, to the sum
         at_once = None if self.style == "rowwise" else self.bias
-        # A weight whose gradient is deferred is kept out of the graph, so that no hook of its runs
-        # without a gradient; the backward pass comes here all the same if x has a gradient.
+        # A weight whose gradient is deferred is kept out of the graph: otherwise its hooks would
+        # run without a gradient. The backward pass still gets here, because x needs a gradient.
         deferred = self.deferred is not None and x.requires_grad
         weight = self.weight.detach() if deferred else self.weight
         bias = None if at_once is None else lowered(at_once)

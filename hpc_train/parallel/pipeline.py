@@ -1,6 +1,7 @@
-"""Carry out a pipeline schedule: a short loop over its actions.
+"""Carry out a pipeline schedule, in a short loop over its actions.
 
-A rank alone is a pipeline of one stage: the same loop accumulates its micro-batches' gradients.
+A rank alone is a pipeline of one stage. The same loop then accumulates the gradients of its
+micro-batches.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from hpc_train.parallel.stages import Stages
 from hpc_train.parallel.transport import TAGS, Message, Transport
 
 Forward = Callable[[int, int], Tensor]
-"""The model's whole forward pass and loss, of a micro-batch, for one of this rank's chunks."""
+"""Runs the model's whole forward pass and its loss. Takes the numbers of micro-batch and chunk."""
 
 
 @dataclass
 class Live:
-    """What is kept of a micro-batch in a chunk from its forward to the end of its backward pass."""
+    """The tensors that a chunk keeps of a micro-batch until its backward pass has ended."""
 
     output: Tensor
     seeds: SeedsInUse
@@ -37,16 +38,16 @@ class Live:
 
 
 class Pipeline:
-    """Runs micro-batches through the stages of a model; every rank of the pipeline calls it.
+    """Runs micro-batches through the stages of a model. Every rank of the pipeline calls it.
 
     Args:
         group: the ranks of the pipeline.
-        device: where the tensors lie.
-        name: the schedule.
-        chunks: virtual stages of each rank.
-        stages: this rank's; None for a pipeline of one rank.
-        deferred: where its linear layers leave their weights' gradients, for zero_bubble.
-        dropouts: of this rank's part of the model.
+        device: the device of the tensors.
+        name: the schedule's name.
+        chunks: number of virtual stages of each rank.
+        stages: this rank's stages; None for a pipeline of one rank.
+        deferred: takes the weight gradients of this rank's linear layers, for zero_bubble.
+        dropouts: the dropout layers of this rank's part of the model.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Pipeline:
         self.virtual = group.size * chunks
         self.transport = Transport(group, device) if group.size > 1 else None
         self.peak_live = 0
-        """Most micro-batches, times chunks, whose activations this rank has held at once."""
+        """Largest number of (micro-batch, chunk) pairs with activations held at once so far."""
 
     @property
     def is_last(self) -> bool:
@@ -77,19 +78,22 @@ class Pipeline:
     ) -> list[Tensor]:
         """Compute the gradients of the mean of the micro-batches' losses.
 
+        Collective over the pipeline.
+
         Args:
-            forward: see `Forward`; errors that it raises are this rank's own.
-            samples: number of samples of each micro-batch; equal ones have tensors of one shape.
-            factor: the gradients are multiplied by it, from the loss on; the last rank's counts.
+            forward: see `Forward`. Its errors are raised on this rank only.
+            samples: number of samples of each micro-batch. Micro-batches with the same number have
+                activations of the same shape.
+            factor: the last rank multiplies the loss by it, and so all gradients.
 
         Returns:
-            The micro-batches' losses on the last rank, elsewhere nothing.
+            The micro-batches' losses on the last rank, an empty list on the others.
         """
         made = schedules.build(self.name, self.group.size, len(samples), self.chunks)
         return self._run(made, forward, samples, factor)
 
     def evaluate(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
-        """Compute the losses only; call it under `torch.no_grad`. As `train` otherwise."""
+        """Compute the losses only, otherwise as `train`. Call it under `torch.no_grad`."""
         made = schedules.forward_only(self.group.size, len(samples), self.chunks)
         return self._run(made, forward, samples)
 
@@ -138,7 +142,7 @@ class Pipeline:
         )
         if self._stage(action) < self.virtual - 1:
             message = self._activation(action.micro_batch, self._stage(action) + 1, samples, +1)
-            # A received buffer may be filled again before what shares its memory is sent.
+            # A received buffer may be filled again before an output that shares its memory is sent.
             shared = given is not None and _share(output, given)
             self.transport.send(message, output.clone() if shared else output)
             back = self._gradient(action.micro_batch, self._stage(action), samples, +1)
@@ -147,7 +151,7 @@ class Pipeline:
 
     @contextmanager
     def _pass_of(self, action: Action, live: Live) -> Iterator[None]:
-        """What the forward pass had, for modules that the backward pass computes again."""
+        """Bring back seeds and input of the forward pass, as the backward pass may recompute it."""
         with ExitStack() as stack:
             stack.enter_context(live.seeds.again())
             if self.stages is not None:
@@ -176,7 +180,7 @@ class Pipeline:
             message = self._gradient(action.micro_batch, self._stage(action) - 1, samples, -1)
             self.transport.send(message, gradient)
         if action.micro_batch == 0:
-            live.gradient = None  # not to be reused: autograd may have made it a parameter's `grad`
+            live.gradient = None  # autograd may have made it a parameter's `grad`: do not reuse it
         if self.deferred is not None:
             live.deferred = self.deferred.take()
 
@@ -186,7 +190,7 @@ class Pipeline:
                 self.transport.release(tensor.detach())
 
     def _received(self, action: Action, samples: Sequence[int]) -> Message | None:
-        """The message that an action starts with."""
+        """The message that an action waits for; None if it needs none."""
         stage = self._stage(action)
         if action.kind is Kind.FORWARD and stage > 0:
             return self._activation(action.micro_batch, stage, samples, -1)
@@ -197,7 +201,7 @@ class Pipeline:
     def _activation(
         self, micro_batch: int, stage: int, samples: Sequence[int], peer: int
     ) -> Message:
-        """The input of a virtual stage; the peer is the rank before or after this one."""
+        """Describe the input of a virtual stage. `peer` is -1 or +1: the rank before or after."""
         return Message(
             (self.group.rank + peer) % self.group.size,
             (micro_batch * self.virtual + stage) * 2 % TAGS,
@@ -206,7 +210,7 @@ class Pipeline:
         )
 
     def _gradient(self, micro_batch: int, stage: int, samples: Sequence[int], peer: int) -> Message:
-        """The gradient of a virtual stage's output."""
+        """Describe the gradient of a virtual stage's output; `peer` as above."""
         return Message(
             (self.group.rank + peer) % self.group.size,
             ((micro_batch * self.virtual + stage) * 2 + 1) % TAGS,

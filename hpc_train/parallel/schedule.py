@@ -1,10 +1,10 @@
-"""A pipeline schedule is data: for each rank, the list of actions that it takes one after another.
+"""A pipeline schedule is data: for each rank, a list of actions to take one after another.
 
-`build` writes the lists; `simulate.py` plays them and refuses those that would not end.
+`build` makes the lists. `simulate.py` plays them and refuses those that would not end.
 
-Rank r of p has `chunks` runs of layers; its chunk c is virtual stage c * p + r of the model. Every
-schedule runs a chunk's backward passes in the order of the micro-batches, so gradients are summed
-in the same order whatever the schedule.
+Rank r of p has `chunks` runs of layers. Its chunk c is virtual stage c * p + r of the model. In
+every schedule the backward passes of a chunk run in the order of the micro-batches, so all
+schedules sum gradients in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 class Kind(Enum):
-    """What an action computes of one chunk for one micro-batch."""
+    """The pass that an action computes, for one chunk and one micro-batch."""
 
     FORWARD = "forward"
     BACKWARD = "backward"  # the whole backward pass
@@ -33,9 +33,9 @@ class Action:
     """One step of a rank.
 
     Args:
-        kind: what is computed.
-        micro_batch: counted from 0.
-        chunk: which of the rank's virtual stages, counted from 0.
+        kind: the pass to compute.
+        micro_batch: number of the micro-batch, from 0.
+        chunk: number of the virtual stage on its rank, from 0.
     """
 
     kind: Kind
@@ -51,26 +51,27 @@ Schedule = tuple[tuple[Action, ...], ...]  # one list per pipeline rank
 
 @functools.cache
 def build(name: Name, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Write a schedule, for any number of micro-batches from 1 on.
+    """Make a schedule, for any number of micro-batches from 1 on.
 
-    gpipe: all forward passes, then all backward passes (Huang et al., "GPipe",
+    gpipe runs all forward passes, then all backward passes (Huang et al., "GPipe",
     https://arxiv.org/abs/1811.06965).
 
-    1f1b: as soon as a rank has its first backward pass, one forward and one backward in turn
+    1f1b alternates one forward and one backward pass, as soon as a rank has its first backward pass
     (Narayanan et al., "Memory-efficient pipeline-parallel DNN training", PipeDream-flush,
     https://arxiv.org/abs/2006.09503).
 
-    interleaved: the same over several chunks per rank, in groups of p micro-batches (Narayanan et
-    al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
-    https://arxiv.org/abs/2104.04473). Where p does not divide their number, the groups are as many
-    and a little larger.
+    interleaved does the same over several chunks per rank, in groups of p micro-batches (Narayanan
+    et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
+    https://arxiv.org/abs/2104.04473). If p does not divide the number of micro-batches n, there are
+    n // p groups, some of them larger than p.
 
-    zero_bubble: ZB-H1, 1f1b with the backward pass split in two; rank r is r weight gradients
-    behind, so that it passes the gradient of the input on sooner and has work left for the end
-    (Qi et al., "Zero bubble pipeline parallelism", https://arxiv.org/abs/2401.10241).
+    zero_bubble is ZB-H1: 1f1b with the backward pass split in two. Rank r computes weight gradients
+    r micro-batches late. It so passes the gradient of the input on sooner, and has work left for
+    the end (Qi et al., "Zero bubble pipeline parallelism", https://arxiv.org/abs/2401.10241).
 
     Raises:
-        ValueError: an unknown name, a number below 1, or chunks with a schedule that has none.
+        ValueError: the name is unknown, a number is below 1, or chunks is above 1 with a schedule
+            other than interleaved.
     """
     _check_sizes(name, stages, micro_batches, chunks)
     groups = _groups(stages, micro_batches)
@@ -89,7 +90,7 @@ def build(name: Name, stages: int, micro_batches: int, chunks: int = 1) -> Sched
 
 @functools.cache
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Write a schedule of forward passes, for validation; raises as `build`."""
+    """Make a schedule of forward passes only, for validation. Raises as `build`."""
     _check_sizes("interleaved", stages, micro_batches, chunks)
     return (tuple(_ordered(Kind.FORWARD, _groups(stages, micro_batches), range(chunks))),) * stages
 
@@ -98,15 +99,17 @@ def _check_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> Non
     if name not in get_args(Name):
         raise ValueError(f"unknown schedule {name!r}: it is one of {', '.join(get_args(Name))}")
     if min(stages, micro_batches, chunks) < 1:
-        raise ValueError(f"{stages} stages, {micro_batches} micro-batches, {chunks} chunks")
+        sizes = f"{stages} stages, {micro_batches} micro-batches, {chunks} chunks"
+        raise ValueError(f"{sizes}: each number must be at least 1")
     if chunks > 1 and name != "interleaved":
         raise ValueError(f"schedule {name} has one chunk per rank, not {chunks}")
 
 
 def _groups(stages: int, micro_batches: int) -> list[range]:
-    """Micro-batches that go through all chunks of a rank together: p each, or some more.
+    """Groups of micro-batches that go through all chunks of a rank together, at least p in each.
 
-    A smaller group at the end would make ranks wait for it, with some sizes for ever.
+    There is no smaller group at the end: ranks would wait for it, and with some sizes forever. If
+    there are fewer than p micro-batches, they are one group.
     """
     number = max(1, micro_batches // stages)
     borders = [i * micro_batches // number for i in range(number + 1)]
@@ -118,7 +121,7 @@ def _ordered(kind: Kind, groups: list[range], chunks: Sequence[int]) -> Iterator
 
 
 def _split_backwards(micro_batches: int, delay: int) -> list[tuple[Action, ...]]:
-    """Backward steps of ZB-H1: a gradient of the input, and the weight gradient `delay` before."""
+    """Backward steps of ZB-H1: an input gradient, and the weight gradient of `delay` steps ago."""
     inputs, weights = (
         {m: (Action(kind, m, 0),) for m in range(micro_batches)}
         for kind in (Kind.INPUT, Kind.WEIGHT)
@@ -128,7 +131,7 @@ def _split_backwards(micro_batches: int, delay: int) -> list[tuple[Action, ...]]
 
 
 def _warm_up(name: Name, stages: int, micro_batches: int, chunks: int, rank: int) -> int:
-    """Forward passes of a rank before it alternates."""
+    """The number of forward passes that a rank runs before it alternates."""
     every = micro_batches * chunks
     if name == "gpipe":
         return every
@@ -150,10 +153,11 @@ def _one_forward_one_backward(
 def peak_live_formula(
     name: Name, stages: int, micro_batches: int, chunks: int = 1
 ) -> tuple[int, ...]:
-    """For each rank, how many (micro-batch, chunk) pairs `build`'s schedule holds at most.
+    """The largest number of (micro-batch, chunk) pairs that each rank holds at once, by formula.
 
-    With n micro-batches on p ranks: gpipe n; 1f1b min(n, p - rank); interleaved one more than the
-    forward passes before its first backward; zero_bubble min(n, p), the most that 1f1b has.
+    With n micro-batches on p ranks this is n for gpipe, min(n, p - rank) for 1f1b, and min(n, p)
+    for zero_bubble, as on the first rank of 1f1b. For interleaved it is one more than the number of
+    forward passes before the rank's first backward pass, n x chunks at most.
     """
     if name == "zero_bubble":
         return (min(micro_batches, stages),) * stages

@@ -1,8 +1,8 @@
-"""What a pipeline schedule comes to: whether it ends, how long ranks wait, how much they hold.
+"""Simulate a pipeline schedule: does it end, how long do ranks wait, how much do they hold?
 
 A schedule is played over its data dependencies before anything is computed. FORWARD of a virtual
-stage needs that of the stage before; BACKWARD and INPUT need their own FORWARD and the gradient
-from the stage behind; WEIGHT needs its own INPUT.
+stage needs the FORWARD of the stage before it. BACKWARD and INPUT need the FORWARD of their own
+stage and the gradient from the stage after it. WEIGHT needs the INPUT of its own stage.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Costs:
-    """Time that the actions of one chunk take, in any unit; BACKWARD takes input + weight."""
+    """Times of one chunk's actions, in any unit. BACKWARD takes input + weight."""
 
     forward: float = 1.0
     input: float = 1.0
     weight: float = 1.0
     communication: float = 0.0
-    """From the end of an action to the start of the one on another rank that takes its result."""
+    """Time from the end of an action until another rank has its result."""
     back: float | None = None
-    """The same for gradients, on their way to the chunk before; None: as long."""
+    """The same for gradients, which go to the chunk before. None takes `communication`."""
 
     def of(self, kind: Kind) -> float:
-        """Time of one action."""
+        """The time of one action."""
         if kind is Kind.BACKWARD:
             return self.input + self.weight
         cost: float = getattr(self, kind.value)
         return cost
 
     def delay(self, kind: Kind) -> float:
-        """Time that the result of an action is on its way."""
+        """The time that an action's result takes to another rank."""
         return self.communication if kind is Kind.FORWARD or self.back is None else self.back
 
 
@@ -52,11 +52,11 @@ EQUAL = Costs()
 
 @dataclass(frozen=True)
 class Timing:
-    """What a schedule comes to.
+    """The result of a simulation.
 
     Args:
         makespan: time from the first start to the last end.
-        busy: for each rank, time in which it computes.
+        busy: for each rank, the time in which it computes.
         peak_live: for each rank, the largest number of (micro-batch, chunk) pairs whose activations
             are held at once: from the start of FORWARD to the end of BACKWARD, or of WEIGHT.
     """
@@ -67,20 +67,24 @@ class Timing:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they wait."""
+        """The share of the ranks' time in which they wait."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
 
 
 def bubble_formula(
     name: Name, stages: int, micro_batches: int, chunks: int = 1, costs: Costs = EQUAL
 ) -> float:
-    """The share of the step that ranks wait, for equal stages and free communication.
+    """The share of a step in which ranks wait, if stages are equal and communication is free.
 
-    With p stages, n >= p micro-batches, v chunks, and F, B, W the costs of forward, input gradient
-    and weight gradient, from the papers that `build` names: gpipe and 1f1b wait (p-1)/(n+p-1) of
-    the step, interleaved (p-1)/(vn+p-1), zero_bubble (p-1)(F+B-W) of n(F+B+W) + (p-1)(F+B-W) if W
-    is at most F and B. For n < p the critical path, counted in the same way, has vp+n-1 in place of
-    vn+p-1; in zero_bubble n-1 weight gradients fill the bubble, not p-1.
+    There are p stages, n micro-batches and v chunks. F, B and W are the costs of the forward pass,
+    the input gradient and the weight gradient. The papers that `build` names give, for n >= p:
+
+    - gpipe and 1f1b: (p-1) / (n+p-1).
+    - interleaved: (p-1) / (vn+p-1).
+    - zero_bubble: (p-1)(F+B-W) / (n(F+B+W) + (p-1)(F+B-W)), if W is at most F and B.
+
+    For n < p the critical path, counted in the same way, has vp+n-1 in place of vn+p-1. In
+    zero_bubble, n-1 weight gradients then fill the bubble in place of p-1.
     """
     p, n, v = stages, micro_batches, chunks
     if name == "zero_bubble":
@@ -90,11 +94,11 @@ def bubble_formula(
 
 
 def peak_live(actions: Sequence[Action], sizes: Sequence[float] | None = None) -> float:
-    """The most that a rank holds at once of its chunks' activations.
+    """The largest size of activations that a rank holds at once.
 
     Args:
-        actions: the rank's list; without backward passes nothing is given back.
-        sizes: what one micro-batch of each chunk takes; without them, 1.
+        actions: the rank's list of actions. Only backward passes free activations.
+        sizes: for each chunk, the size of one micro-batch's activations; by default 1.
     """
     held = peak = 0.0
     for action in actions:
@@ -111,12 +115,12 @@ def check_schedule(schedule: Schedule, chunks: int = 1, live: Sequence[int] | No
     """Check a schedule before it runs.
 
     Args:
-        schedule: as `build` writes it.
-        chunks: virtual stages per rank.
-        live: for each rank, how many (micro-batch, chunk) pairs it may hold at once.
+        schedule: one list of actions per rank, as `build` makes them.
+        chunks: number of virtual stages per rank.
+        live: for each rank, the number of (micro-batch, chunk) pairs that it may hold at once.
 
     Raises:
-        ScheduleError: as `simulate`, or a rank would hold more.
+        ScheduleError: `simulate` refuses the schedule, or a rank would hold more than `live`.
     """
     needed = simulate(schedule, chunks).peak_live
     for rank, (peak, limit) in enumerate(zip(needed, live or needed, strict=True)):
@@ -125,16 +129,16 @@ def check_schedule(schedule: Schedule, chunks: int = 1, live: Sequence[int] | No
 
 
 def simulate(schedule: Schedule, chunks: int = 1, costs: Costs | Sequence[Costs] = EQUAL) -> Timing:
-    """Play a schedule; each action starts as soon as its rank is free and what it needs is there.
+    """Play a schedule. Each action starts as soon as its rank is free and its inputs are there.
 
     Args:
         schedule: one list of actions per rank.
-        chunks: virtual stages per rank.
-        costs: of every virtual stage, or one for each in the model's order; by default all 1.
+        chunks: number of virtual stages per rank.
+        costs: one value for all virtual stages, or one for each in the model's order.
 
     Raises:
         ScheduleError: an action is missing, doubled or out of order, or ranks would wait for each
-            other for ever; it names rank and action.
+            other forever. The message names rank and action.
     """
     _check_complete(schedule, chunks)
     stages = len(schedule)
@@ -152,13 +156,15 @@ def simulate(schedule: Schedule, chunks: int = 1, costs: Costs | Sequence[Costs]
 
 @functools.lru_cache(maxsize=1 << 14)
 def makespan(name: Name, stages: int, micro_batches: int, costs: tuple[Costs, ...]) -> float:
-    """Time of a schedule. Of a long one only the start is played, and one micro-batch more.
+    """The time that a schedule takes from the first start to the last end.
+
+    For many micro-batches it is extrapolated from the two smaller numbers of `enough`.
 
     Args:
-        name: of the schedule.
-        stages: ranks of the pipeline.
-        micro_batches: of a step.
-        costs: of each virtual stage.
+        name: the schedule's name.
+        stages: number of ranks of the pipeline.
+        micro_batches: number of micro-batches of a step.
+        costs: the costs of each virtual stage.
     """
     chunks = len(costs) // stages
     played = enough(stages, micro_batches)
@@ -170,13 +176,19 @@ def makespan(name: Name, stages: int, micro_batches: int, costs: tuple[Costs, ..
 
 
 def enough(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """How many micro-batches show what a step takes: all, or two numbers in its steady state."""
+    """Numbers of micro-batches to play: the given one, or two smaller ones to extrapolate from.
+
+    With both smaller numbers the schedule reaches its steady state, in which time grows linearly.
+    """
     few = tuple(rounds * stages + micro_batches % stages for rounds in (3, 4))
     return few if micro_batches > few[1] else (micro_batches,)
 
 
 class _Timeline:
-    """When each rank is free, and when each result (what, micro-batch, virtual stage) is there."""
+    """The times at which ranks are free and results are there.
+
+    A result has the key (kind, micro-batch, virtual stage).
+    """
 
     def __init__(self, stages: int, costs: Sequence[Costs]) -> None:
         self.stages, self.costs = stages, costs
@@ -184,7 +196,7 @@ class _Timeline:
         self.there: dict[tuple[Kind, int, int], float] = {}
 
     def advance(self, rank: int, actions: deque[Action]) -> int:
-        """Take a rank's actions until one has to wait; returns how many."""
+        """Take a rank's actions until one has to wait. Returns the number of actions taken."""
         before = len(actions)
         while actions and (ready := self._ready(rank, actions[0])) is not None:
             action = actions.popleft()
@@ -196,7 +208,7 @@ class _Timeline:
         return before - len(actions)
 
     def _ready(self, rank: int, action: Action) -> float | None:
-        """When what an action needs is on its rank; None if nobody knows yet."""
+        """The time at which an action's inputs are on its rank; None if it is not known yet."""
         stage = action.chunk * self.stages + rank
         ready = 0.0
         for kind, source in _needs(action, stage, len(self.costs)):
@@ -209,7 +221,7 @@ class _Timeline:
 
 
 def _check_complete(schedule: Schedule, chunks: int) -> None:
-    """Check that each rank has each micro-batch's actions once, in an order that can be."""
+    """Check that each rank has the actions of each micro-batch once and in a possible order."""
     every = list(chain.from_iterable(schedule))
     micro_batches = 1 + max((action.micro_batch for action in every), default=0)
     passes = TRAINING if any(action.kind is not Kind.FORWARD for action in every) else VALIDATION
@@ -226,12 +238,12 @@ def _check_complete(schedule: Schedule, chunks: int) -> None:
 
 
 def _result(kind: Kind) -> Kind:
-    """What others wait for: both backward actions give the gradient of the input."""
+    """The kind of result that an action gives: BACKWARD gives the input gradient, as INPUT does."""
     return Kind.INPUT if kind is Kind.BACKWARD else kind
 
 
 def _needs(action: Action, stage: int, stages: int) -> Iterator[tuple[Kind, int]]:
-    """The results of the same micro-batch, (what, virtual stage), that an action needs."""
+    """The results, (kind, virtual stage), that an action needs of its own micro-batch."""
     kind = _result(action.kind)
     if kind is Kind.WEIGHT:
         yield Kind.INPUT, stage

@@ -1,9 +1,10 @@
 """Divide a model into pipeline stages without taking its forward pass apart.
 
-The model names its stages: modules that its forward pass calls one after the other, each with the
-last one's result as its first argument. A rank keeps its own modules. The model's forward pass runs
-on every rank as it is written: modules before this rank's hand on the activation that came from
-the rank before, and where a module behind them is called, the pass is left with what it was given.
+The model names its stage modules. Its forward pass calls them one after another, each with the
+result of the one before as its first argument. A rank keeps only its own modules. Yet every rank
+runs the model's forward pass as it is written. Modules before this rank's return the activation
+that was received from the rank before. The first module after this rank's ends the forward pass
+with an exception, which carries the activation that it was called with.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.tensor import matching
 
-REMEDY = "let it call each of its `stages` once, in their order, with the last one's result"
+REMEDY = "let it call each of its `stages` once and in order, with the result of the stage before"
 
 
 class _Leave(Exception):
@@ -39,13 +40,13 @@ class _Absent(nn.Module):
 
 @dataclass
 class Cursor:
-    """Where a forward pass begins and ends: positions of modules, and the activation to start with.
+    """The state of one forward pass through a run of modules. Modules are given by position.
 
     Args:
-        run: the modules that are computed.
-        activation: the result of the module before the first of them; None at the model's begin.
-        due: the module that is called next.
-        again: whether modules are computed a second time, in the backward pass.
+        run: the modules to compute.
+        activation: the input of the first of them; None if it is the model's first module.
+        due: the module that the forward pass has to call next.
+        again: whether modules are recomputed during the backward pass.
         graded: whether the pass computes gradients.
     """
 
@@ -57,19 +58,19 @@ class Cursor:
 
 
 class Stages:
-    """The virtual stages of a model that one rank has: runs of its modules.
+    """This rank's virtual stages of a model. Each is a run of consecutive stage modules.
 
     Args:
-        model: loses the modules of other ranks, in place.
-        names: its stage modules, from `stage_names`.
-        mine: this rank's runs of them.
+        model: the whole model; modules of other ranks are removed from it in place.
+        names: names of its stage modules, from `stage_names`.
+        mine: this rank's runs, as positions in `names`.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], mine: Sequence[range]) -> None:
         self.runs = list(mine)
         self.names = list(names)
         self._model = model
-        self._cursor: Cursor | None = None  # of the pass under way
+        self._cursor: Cursor | None = None  # the pass under way, if any
         kept = {position for run in mine for position in run}
         for position, name in enumerate(names):
             if position not in kept:
@@ -84,12 +85,12 @@ class Stages:
         """Compute one of this rank's runs.
 
         Args:
-            chunk: which.
-            activation: what the run before gave; None for the model's first.
+            chunk: the number of the run on this rank.
+            activation: the last activation of the run before; None for the model's first run.
             forward: runs the whole model and its loss.
 
         Returns:
-            The run's last activation; what `forward` returns, for the model's last.
+            The run's last activation. For the model's last run, the result of `forward`.
 
         Raises:
             UserError: the forward pass did not call each of the modules once, in the order of the
@@ -100,17 +101,18 @@ class Stages:
             try:
                 result = forward()
             except _Leave as leave:
-                # What the model has open, such as the hooks of torch.utils.checkpoint, ends here.
+                # This closes context managers of the model, such as torch.utils.checkpoint's hooks.
                 traceback.clear_frames(leave.__traceback__)
                 return leave.activation
         if cursor.due < len(self.names):
-            raise UserError(f"the forward pass did not come to {self._due(cursor)}", REMEDY)
+            raise UserError(f"the forward pass did not reach {self._due(cursor)}", REMEDY)
         return result
 
     def recomputing(self, chunk: int, activation: Tensor | None) -> AbstractContextManager[None]:
-        """The backward pass of one of this rank's runs, which may compute modules again.
+        """A context for the backward pass of a run, in which modules may be computed again.
 
-        So it is under torch.utils.checkpoint. They start with what `compute` was given.
+        torch.utils.checkpoint computes them again. They start with the activation that `compute`
+        was given.
         """
         return self._under_way(Cursor(self.runs[chunk], activation, again=True))
 
@@ -123,15 +125,17 @@ class Stages:
             self._cursor = None
 
     def _due(self, cursor: Cursor) -> str:
-        """The name of the module that is called next."""
+        """The name of the module that the forward pass has to call next."""
         return [*self.names, "the end"][cursor.due]
 
     def visit(self, position: int, original: Callable[..., Any] | None, args: Any, how: Any) -> Any:
-        """A stage module is called: compute it, skip it, or leave."""
+        """Handle the call of a stage module: compute it, skip it, or leave the forward pass."""
         cursor, name = self._cursor, self.names[position]
         if cursor is None:  # called by itself
             if original is None:
-                raise UserError(f"stage {name} is another rank's", "call it in the model's forward")
+                raise UserError(
+                    f"stage {name} belongs to another rank", "call it in the model's forward"
+                )
             return original(*args, **how)
         if not cursor.again:
             self._check(cursor, position, args)
@@ -140,7 +144,7 @@ class Stages:
             self._check_gradient(cursor, args[0])
             raise _Leave(args[0])
         if position < cursor.run[0]:
-            # A tensor of its own: whoever wraps the module may take it into its graph.
+            # A new tensor each time, as a wrapper of the module may make it part of a graph.
             assert cursor.activation is not None
             return cursor.activation.detach().requires_grad_(cursor.activation.requires_grad)
         if position == cursor.run[0] and cursor.activation is not None:
@@ -156,7 +160,7 @@ class Stages:
             raise UserError(f"the first argument of stage {name} is not a tensor", REMEDY)
 
     def _check_gradient(self, cursor: Cursor, activation: Tensor) -> None:
-        """Refuse an activation that should have a gradient and was computed without."""
+        """Refuse an activation that needs a gradient and was computed without one."""
         if not cursor.graded or torch.is_grad_enabled() or activation.requires_grad:
             return
         given = cursor.activation is not None and cursor.activation.requires_grad
@@ -182,10 +186,11 @@ class _Visit:
 
 
 def stage_names(model: nn.Module) -> list[str]:
-    """The modules that a model names as its stages, in the order of its forward pass.
+    """The names of a model's stage modules, in the order of its forward pass.
 
     Raises:
-        UserError: it names none, or one of them lies in another, or some parameter is in none.
+        UserError: the model has no stages, a stage lies inside another one, or a parameter lies in
+            none.
     """
     patterns = getattr(model, "stages", None)
     if not patterns:
@@ -199,12 +204,14 @@ def stage_names(model: nn.Module) -> list[str]:
             raise UserError(f"stages: {inner} is part of {outer}", "name each module once")
     for name, _ in model.named_parameters():
         if not any(name.startswith(f"{stage}.") for stage in names):
-            raise UserError(f"parameter {name} is in none of the model's stages", "add its module")
+            raise UserError(
+                f"parameter {name} is in none of the model's stages", "add its module to `stages`"
+            )
     return names
 
 
 def costs(model: nn.Module, names: Sequence[str]) -> list[float]:
-    """What each stage module costs, by its matrix products: elements of its linear weights."""
+    """The cost of each stage module: the elements of its linear weights, or 1 if none has any."""
     found = []
     for name in names:
         layers = [m for m in model.get_submodule(name).modules() if isinstance(m, nn.Linear)]
@@ -213,10 +220,13 @@ def costs(model: nn.Module, names: Sequence[str]) -> list[float]:
 
 
 def runs_of(model: nn.Module, names: Sequence[str], ranks: int, chunks: int) -> list[list[range]]:
-    """Divide the stage modules by cost; for each pipeline rank its runs, the first chunk first.
+    """Divide the stage modules by cost over ranks and chunks.
 
     Virtual stage c * ranks + r is chunk c of rank r, as in Narayanan et al., "Efficient large-scale
     language model training on GPU clusters using Megatron-LM", https://arxiv.org/abs/2104.04473.
+
+    Returns:
+        For each pipeline rank a list with one run for each chunk, as positions in `names`.
 
     Raises:
         UserError: there are fewer modules than virtual stages.

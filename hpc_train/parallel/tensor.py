@@ -1,4 +1,4 @@
-"""Put a tensor-parallel plan on a plain module: which layers the ranks share, and how."""
+"""Apply a tensor-parallel plan to a plain module. The plan says how ranks share which layers."""
 
 from __future__ import annotations
 
@@ -29,35 +29,37 @@ def parallelize(
     sequence_parallel: bool = False,
     deferred: Deferred | None = None,
 ) -> dict[str, SliceSpec]:
-    """Replace layers by parts of them, in place; the ranks then compute what the whole would.
+    """Replace layers, in place, by this rank's parts of them. The results stay the same.
 
-    Styles:
+    The styles are:
 
-    - colwise, a Linear: each rank has its part of the outputs. A `SampleDropout` on such outputs is
-      given the style, too, so that each rank draws its part of the mask.
-    - rowwise, a Linear: each rank takes its part of the inputs, as a colwise layer left them.
-    - vocab: an Embedding, the Linear that makes the logits, and the CrossEntropyLoss over them,
-      Embedding and loss without options other than ignore_index.
-    - sequence: without sequence parallelism nothing; with it the module, such as an embedding of
-      positions, is given this rank's part of its input along its last dimension.
+    - colwise, for a Linear: each rank computes its part of the outputs. A `SampleDropout` on such
+      outputs needs this style, too. Each rank then draws its part of the mask.
+    - rowwise, for a Linear: each rank takes its part of the inputs, which are the outputs of a
+      colwise layer.
+    - vocab: for an Embedding, the Linear that computes the logits, and their CrossEntropyLoss.
+      Embedding and loss may have no options other than ignore_index.
+    - sequence: for a module such as an embedding of positions. With sequence parallelism the
+      module gets this rank's part of its input along the last dimension; else nothing changes.
 
-    With `sequence_parallel` all that lies between those layers sees its part of the tokens
-    (dimension 1) and has to treat each token by itself; gradients of parameters there are parts of
-    a sum over the ranks.
+    With `sequence_parallel` all modules between those layers see only this rank's part of the
+    tokens (dimension 1). They must treat each token by itself. The gradients of their parameters
+    have to be summed over the ranks.
 
     Args:
-        module: the same on all ranks, weights too.
-        plan: styles by module name; `*` stands for any one part of a dotted name.
+        module: the whole module, the same on all ranks, with the same weights.
+        plan: maps names of modules to styles; `*` stands for any one part of a dotted name.
         over: the tensor-parallel group.
         sequence_parallel: cut the tokens between the layers.
-        deferred: where weight gradients of linear layers are left for later, if at all.
+        deferred: takes the weight gradients of linear layers, to be computed later. None computes
+            them at once.
 
     Returns:
-        Which parts of which parameters this rank has, by name; those not named it has whole.
+        Maps names of parameters to the slices that this rank has. It has the other ones whole.
 
     Raises:
-        UserError: the plan names a module that does not exist or has not the type for its style, or
-            cuts a parameter that two layers share in one of them only.
+        UserError: a style is unknown, the module that the plan names does not exist or does not fit
+            its style, or two layers share a parameter and the plan cuts it in only one of them.
         ConfigError: a layer cannot be divided by the number of ranks.
     """
     sharing = _Sharing(over, sequence_parallel and over.group.size > 1, deferred)
@@ -75,22 +77,22 @@ def parallelize(
 
 
 def _check_tied(module: nn.Module, before: Mapping[str, Parameter]) -> None:
-    """Check that names that stood for one parameter do so still."""
+    """Check that names which belonged to one parameter still do."""
     first: dict[Parameter, str] = {}
     for name, parameter in before.items():
         other = first.setdefault(parameter, name)
         if module.get_parameter(name) is not module.get_parameter(other):
             raise UserError(
-                f"tensor plan: {other} and {name} are one parameter, but not cut alike",
+                f"tensor plan: {other} and {name} are one parameter, but are cut differently",
                 "give both layers, or none, styles that cut it",
             )
 
 
 def resolve(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
-    """Styles by the modules' own names.
+    """Map each module that a plan's patterns match to its style.
 
     Raises:
-        UserError: a pattern fits no module, or a style does not exist.
+        UserError: a pattern matches no module, or a style does not exist.
     """
     found: dict[str, Style] = {}
     for pattern, style in plan.items():
@@ -102,10 +104,10 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
 
 
 def matching(module: nn.Module, pattern: str, what: str) -> list[str]:
-    """Names of the submodules that a pattern fits, in the module's own order.
+    """Names of the submodules that a pattern matches, in the module's own order.
 
     Raises:
-        UserError: it fits none.
+        UserError: the pattern matches none.
     """
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     names = [name for name, _ in module.named_modules() if name and expression.fullmatch(name)]
@@ -122,7 +124,7 @@ class _Sharing:
         self.parts: dict[tuple[Parameter, int], Parameter] = {}
 
     def replace(self, root: nn.Module, name: str, style: Style) -> dict[str, SliceSpec]:
-        """Replace one layer; returns the parts of its parameters, by their full names."""
+        """Replace one layer. Returns the slices of its parameters by their full names."""
         layer = root.get_submodule(name)
         dims = {"weight": 1} if style == "rowwise" else {"weight": 0, "bias": 0}
         try:
@@ -136,7 +138,7 @@ class _Sharing:
         new = self.part_of(layer, style)
         if new is None:
             raise UserError(
-                f"tensor plan: {name} is {style}, which this {type(layer).__name__} cannot be",
+                f"tensor plan: style {style} of {name} does not fit this {type(layer).__name__}",
                 "see hpc_train.parallel.parallelize for what each style takes",
             )
         if new is not layer:
@@ -144,7 +146,7 @@ class _Sharing:
         return specs if self.over.group.size > 1 else {}
 
     def part_of(self, layer: nn.Module, style: Style) -> nn.Module | None:
-        """What takes a layer's place; None if the style is not for it."""
+        """The module that replaces a layer; None if the style does not fit the layer."""
         if style == "sequence":
             if self.cut:
                 layer.register_forward_pre_hook(self._cut_input)
@@ -174,7 +176,7 @@ class _Sharing:
         return ParallelLinear(weight, bias, style, self.over, cut=self.cut, deferred=self.deferred)
 
     def part(self, parameter: Tensor, dim: int | None) -> Parameter:
-        """This rank's part of a parameter; one that two layers share stays shared."""
+        """This rank's part of a parameter. Layers that share the parameter share the part."""
         assert isinstance(parameter, Parameter)  # torch types those of its layers as tensors
         if self.over.group.size == 1 or dim is None:
             return parameter
@@ -185,7 +187,7 @@ class _Sharing:
         return self.parts[parameter, dim]
 
     def spec(self, parameter: Parameter, dim: int) -> SliceSpec:
-        """Which part it is."""
+        """The slice of the parameter that this rank holds."""
         group = self.over.group
         return SliceSpec.part(tuple(parameter.shape), dim, group.rank, group.size)
 
@@ -195,7 +197,7 @@ class _Sharing:
 
 
 def _replaceable(layer: nn.Module) -> bool:
-    """Whether a layer computes no more than what takes its place."""
+    """Whether a layer has no options that its replacement would ignore."""
     match layer:
         case nn.Linear():
             return type(layer).forward in (nn.Linear.forward, Linear.forward)

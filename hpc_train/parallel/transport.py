@@ -1,7 +1,7 @@
-"""Activations and gradients between the ranks of a pipeline, over MPI point-to-point.
+"""Send activations and gradients between the ranks of a pipeline, by MPI point-to-point messages.
 
-Receives are posted before their message is due, so that it finds its buffer waiting; buffers go
-back to a pool and serve again. The shape of an activation is told once, with the first one.
+A receive is posted before its message is due, so that the message finds its buffer waiting. Buffers
+return to a pool and are used again. Only the first activation of a kind brings its shape.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from torch import Tensor
 from hpc_train.errors import UserError
 from hpc_train.mpi.group import Group
 
-AHEAD = 2  # receives that are posted before they are waited for
-TAGS = 1 << 14  # MPI promises tags up to 32767
-FORM_TAGS = TAGS  # tags from here on tell shapes
+AHEAD = 2  # number of receives that are posted before they are waited for
+TAGS = 1 << 14  # MPI guarantees tags up to 32767; half of them are for tensors
+FORM_TAGS = TAGS  # tags from here on are for shapes
 
 MessageForm = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class Message:
-    """One tensor on its way.
+    """One tensor that is sent from one rank to another. Its form is its shape and dtype.
 
     Args:
-        peer: the rank in the pipeline that sends or receives it.
-        tag: the same on both sides, below TAGS; unlike that of all others under way.
-        kind: messages of one kind have one form; a kind's forms travel in one direction.
-        what: for messages to the user, such as "the activation of micro-batch 3".
-        told: whether its sender tells the form of a kind; else `learn` does.
+        peer: the rank in the pipeline that sends or receives the tensor.
+        tag: a number below TAGS, the same on both sides and different for all messages under way.
+        kind: all messages of one kind have the same form and go in the same direction.
+        what: what the tensor is, for the user, such as "the activation of micro-batch 3".
+        told: whether the sender of a kind's first message sends the form, too. If not, the receiver
+            sets it with `learn`.
     """
 
     peer: int
@@ -48,7 +49,8 @@ class Transport:
 
     Args:
         group: the ranks of the pipeline.
-        device: where tensors lie; those of a GPU go through pinned host memory unless MPI reads it.
+        device: the tensors' device. A GPU's tensors go through pinned host memory, unless MPI can
+            read the GPU's memory.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -67,15 +69,15 @@ class Transport:
         self._pool: dict[MessageForm, list[Tensor]] = {}
 
     def expect(self, messages: Iterable[Message]) -> None:
-        """Tell which messages will be received, in this order, and post the first ones."""
+        """Set the messages that will be received, in this order, and post the first receives."""
         self._expected.extend(messages)
         self._post()
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Begin to send a tensor, which is left alone until `flush`.
+        """Begin to send a tensor. It must not change until `flush`.
 
         Raises:
-            UserError: it has not the form that its kind had before.
+            UserError: its form differs from that of earlier messages of its kind.
         """
         form = (tuple(tensor.shape), tensor.dtype)
         if message.told and message.kind not in self._forms:
@@ -95,7 +97,7 @@ class Transport:
         self._sent.append((request, near))
 
     def learn(self, kind: Hashable, like: Tensor) -> None:
-        """Tell the form of a kind that its sender does not tell."""
+        """Set the form of a kind from a tensor `like` it, if the sender does not send the form."""
         self._forms[kind] = (tuple(like.shape), like.dtype)
 
     def receive(self) -> Tensor:
@@ -111,7 +113,7 @@ class Transport:
         return near.to(self.device, copy=True) if self.staged else near
 
     def release(self, tensor: Tensor) -> None:
-        """A received tensor is used up: its memory may serve again."""
+        """Let the memory of a received tensor be used for later ones."""
         if not self.staged:
             self._pool.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
 
@@ -123,7 +125,7 @@ class Transport:
         self._sent = []
 
     def _post(self) -> None:
-        """Post the next receives, as far as their forms are known."""
+        """Post the next receives, up to the first one with an unknown form."""
         while self._expected and len(self._posted) < AHEAD:
             message = self._expected[0]
             form = self._forms.get(message.kind)

@@ -1,6 +1,6 @@
-"""Layers over a vocabulary of which each rank of a tensor-parallel group holds a part.
+"""Embedding and loss over a vocabulary that the ranks of a tensor-parallel group share.
 
-Neither the whole embedding table nor the whole logits exist anywhere. Shoeybi et al.,
+No rank holds the whole embedding table or whole logits. The method is from Shoeybi et al.,
 "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
 """
 
@@ -21,12 +21,12 @@ from hpc_train.parallel.linear import TOKENS
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding of which this rank holds rows `rank * V / tp` on.
+    """An embedding that ranks share: this rank holds V / tp rows, from row `rank * V / tp` on.
 
     Args:
         weight: this rank's rows, (V / tp, C).
-        over: the ranks that hold the others.
-        cut_output: whether the embedded tokens are cut along the tokens.
+        over: the ranks that share the embedding.
+        cut_output: whether each rank returns only its part of the tokens (dimension 1).
     """
 
     def __init__(self, weight: Parameter, over: Collectives, *, cut_output: bool) -> None:
@@ -36,6 +36,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed int64 tokens of shape (B, T) in (B, T, C). Collective over the tensor group.
+
+        With `cut_output` the result has the shape (B, T / tp, C).
 
         Raises:
             DataError: a token is not in the vocabulary.
@@ -49,11 +51,11 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """The mean cross-entropy of logits of which each rank holds its part of the vocabulary.
+    """The mean cross-entropy of logits, where each rank holds its part of the vocabulary.
 
     Args:
-        over: the ranks that hold the others.
-        ignore_index: the target of tokens that do not count.
+        over: the ranks that share the logits.
+        ignore_index: targets with this value do not count.
     """
 
     def __init__(self, over: Collectives, ignore_index: int = -100) -> None:
@@ -63,14 +65,14 @@ class VocabParallelCrossEntropy(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The loss in nats, a scalar, the same on all ranks. Collective over the tensor group.
 
-        Of 16-bit logits it is computed in float32.
+        It is computed in float32 if the logits have 16 bits.
 
         Args:
-            logits: of shape (N, V / tp).
+            logits: this rank's part, of shape (N, V / tp).
             targets: int64 of shape (N).
 
         Raises:
-            UserError: other shapes, as torch's own loss would take.
+            UserError: the shapes are others. torch's own loss would accept some of them.
             DataError: a target that counts is not in the vocabulary.
         """
         if logits.dim() != 2 or targets.dim() != 1:
@@ -86,7 +88,7 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 def _check_inside(tokens: Tensor, vocab: int) -> None:
-    """Check tokens as torch's own layers do; not on a GPU, which would have to be waited for."""
+    """Check tokens as torch's own layers do, but not on a GPU: the check would wait for it."""
     if tokens.device.type != "cpu" or not tokens.numel():
         return
     for token in (int(tokens.min()), int(tokens.max())):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.schedule import Name
-from hpc_train.planning.layouts import Candidate, LeftOut, layouts, misfit
+from hpc_train.planning.layouts import Candidate, LeftOut, layouts, why_too_large
 from hpc_train.planning.machine import GUIDE, Machine
 from hpc_train.planning.model import planned_shape
 from hpc_train.planning.predict import StepModel, predict
@@ -17,15 +17,15 @@ from hpc_train.planning.schedules import micro_batching
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with what is predicted of it.
+    """A layout with its predicted cost.
 
     Args:
         dp, tp, pp: its sizes.
-        schedule, virtual_stages, sequence_parallel, micro_batch, zero: as the configuration has
-            them; the schedule counts for pp above 1.
-        step_seconds: of a step.
-        tokens_per_second: of the job.
-        memory_bytes: of the rank that needs most.
+        schedule, virtual_stages, sequence_parallel, micro_batch, zero: the keys of the
+            configuration. The schedule matters only for pp above 1.
+        step_seconds: seconds of a step.
+        tokens_per_second: tokens per second of the whole job.
+        memory_bytes: bytes on the rank that needs most.
         bubble, communication: shares of the step, see `predict.Prediction`.
     """
 
@@ -83,11 +83,11 @@ class Choice:
     """The layouts of a job.
 
     Args:
-        nodes, ranks_per_node: the job.
-        fit: how many fit in memory.
-        layouts: the fastest of them, the very fastest first.
-        left_out: sizes of which there is none.
-        warning: in what the description is of another job; "" if in nothing.
+        nodes, ranks_per_node: the job's size.
+        fit: number of layouts that fit in memory.
+        layouts: the fastest of them, the fastest first.
+        left_out: sizes dp x tp x pp without a layout that fits.
+        warning: how the measured job differs from this one; "" if it does not.
     """
 
     nodes: int
@@ -112,10 +112,11 @@ def choose(
     Args:
         config: the training.
         machine: where it will run.
-        nodes: of the job.
-        ranks_per_node: of each.
-        top: how many are wanted.
-        every: all schedules, micro-batches and options of each dp x tp x pp, not the fastest only.
+        nodes: number of nodes.
+        ranks_per_node: ranks on each node.
+        top: largest number of layouts to return.
+        every: return all schedules, micro-batches and options of each dp x tp x pp, not only the
+            fastest.
 
     Raises:
         UserError: nothing fits, or the description lacks what the job needs.
@@ -125,9 +126,9 @@ def choose(
     most = config.data.batch * shape.most_ranks
     if nodes * ranks_per_node > most:
         raise UserError(
-            f"{nodes * ranks_per_node} ranks are more than this training can be divided into: "
-            f"{most}, by samples of a batch, heads, and layers with embedding and head",
-            "plan for fewer",
+            f"{nodes * ranks_per_node} ranks are too many: {most} at most can share this training, "
+            "by samples of a batch, heads, and layers with embedding and head",
+            "plan for fewer ranks",
         )
     timed: list[tuple[float, int, Candidate]] = []
     left_out: list[LeftOut] = []
@@ -135,7 +136,7 @@ def choose(
     for found in layouts(config, shape, nodes, ranks_per_node, shared=shared):
         if isinstance(found, LeftOut):
             left_out.append(found)
-        elif why := misfit(found, machine):
+        elif why := why_too_large(found, machine):
             left_out.append(LeftOut(*found.sizes, why, found.memory[0]))
         else:
             timed.append((StepModel(found, machine).seconds(), found.memory[0], found))
@@ -162,26 +163,29 @@ def check_known(config: RunConfig, machine: Machine, nodes: int, ranks_per_node:
             f"the machine description has no compute.{dtype}",
             f"it has {', '.join(machine.compute)}: measure it with --precision.dtype {dtype}",
         )
-    for needed, link, several in (
-        (ranks_per_node > 1, machine.inside, "a node's ranks are not described (inside)"),
-        (nodes > 1, machine.across, "nodes are not described (across)"),
+    for needed, link, key, between in (
+        (ranks_per_node > 1, machine.inside, "inside", "ranks of a node"),
+        (nodes > 1, machine.across, "across", "nodes"),
     ):
         if needed and link is None:
-            raise UserError(f"messages between {several}", f"measure on several; {GUIDE}")
+            raise UserError(
+                f"the machine description has no messages between {between} ({key})",
+                f"measure it on several {between}; {GUIDE}",
+            )
 
 
 def another_job(machine: Machine, ranks_per_node: int) -> str:
-    """What to say of a machine that was measured with other ranks; "" if with the same."""
+    """A warning if the machine was measured with another number of ranks per node; else ""."""
     if machine.ranks_per_node in (None, ranks_per_node):
         return ""
     return (
-        f"the machine was measured with {machine.ranks_per_node:.0f} ranks of each node: others "
-        "share cores and links in another way"
+        f"the machine was measured with {machine.ranks_per_node:.0f} ranks on each node: "
+        f"{ranks_per_node} share cores and links in another way"
     )
 
 
 def least(left_out: Iterable[LeftOut]) -> list[LeftOut]:
-    """Of each dp x tp x pp, what comes nearest to fitting."""
+    """For each dp x tp x pp, the layout that comes nearest to fitting."""
     found: dict[tuple[int, int, int], LeftOut] = {}
     for one in left_out:
         known = found.setdefault((one.dp, one.tp, one.pp), one)
@@ -194,7 +198,7 @@ def nothing_fits(ranks: int, left_out: Sequence[LeftOut]) -> UserError:
     """The error of a job that has no layout."""
     reasons = least(left_out)
     near = min(reasons, key=lambda one: (not one.memory_bytes, one.memory_bytes))
-    remedy = "more nodes, fewer ranks of each, or a smaller data.micro_batch need less memory"
+    remedy = "take more nodes, fewer ranks on each, or a smaller data.micro_batch"
     return UserError(
         f"none of {len(reasons)} layouts of {ranks} ranks fits: "
         f"dp {near.dp} x tp {near.tp} x pp {near.pp}: {near.why}",

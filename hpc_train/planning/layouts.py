@@ -1,4 +1,4 @@
-"""The layouts dp x tp x pp that a job can have, where their ranks lie, and what they hold."""
+"""The layouts dp x tp x pp that a job can have, where their ranks run, and the memory they need."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A job's layout.
+    """A layout that a job could have.
 
     Args:
         config: every key of the layout is set in it: sizes, schedule, micro-batch, memory.zero.
         shape: the sizes of the model.
-        node: of each rank, the node that it lies on; of shape (dp, pp, tp).
+        node: number of the node that each rank runs on, of shape (dp, pp, tp).
 
     Raises:
-        ConfigError: the model or the batch cannot be divided so.
+        ConfigError: the model or the batch cannot be divided in this way.
     """
 
     config: RunConfig
@@ -56,35 +56,35 @@ class Candidate:
 
     @functools.cached_property
     def runs(self) -> list[range]:
-        """Which of embedding, blocks and head each virtual stage has."""
+        """The modules of each virtual stage: indices into `parts`."""
         parallel = self.config.parallel
         return divide([part.weights for part in self.parts], parallel.pp * parallel.chunks)
 
     @functools.cached_property
     def parts(self) -> list[PartCost]:
-        """What embedding, blocks and head cost."""
+        """The costs of embedding, blocks and head."""
         return self.shape.parts(division_of(self.config.parallel))
 
     @functools.cached_property
     def replicas(self) -> tuple[int, float]:
-        """Nodes that the replicas of a part of the model lie on, and how many lie on each."""
+        """On how many nodes the replicas of a part of the model are, and how many are on each."""
         column = np.sort(self.node, axis=0)
         nodes = 1 + int((np.diff(column, axis=0) != 0).sum(axis=0).max())
         return nodes, len(self.node) / nodes
 
     @property
     def sharing(self) -> float:
-        """Ranks of a node that share parameters and the optimizer's state."""
+        """Number of ranks of a node that share parameters and the optimizer's state."""
         return self.replicas[1] if self.config.memory.zero == 1 else 1
 
     @functools.cached_property
     def memory(self) -> tuple[int, int]:
-        """Bytes of the rank that needs most, and of the ranks of the node that does, together."""
+        """Bytes of the rank that needs most, and of the node that needs most."""
         parallel = self.config.parallel
         micro_batch: float
         micro_batch, number = micro_batching(self.config)
         few = enough(parallel.pp, number)[-1]
-        if parallel.schedule == "gpipe":  # the others hold no more with more micro-batches
+        if parallel.schedule == "gpipe":  # only gpipe holds more when there are more micro-batches
             micro_batch *= number / few
         schedule = build(parallel.schedule, parallel.pp, few, parallel.chunks)
         needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, self.sharing)
@@ -95,12 +95,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Sizes of a layout that cannot be, and why.
+    """Sizes of a layout that the job cannot have, and why.
 
     Args:
         dp, tp, pp: the sizes.
-        why: in words.
-        memory_bytes: of the rank that would need most; 0 if memory is not the reason.
+        why: the reason, in words.
+        memory_bytes: bytes of the rank that would need most; 0 if memory is not the reason.
     """
 
     dp: int
@@ -116,11 +116,12 @@ def layouts(
     """All layouts of a job's ranks, with each schedule, micro-batch and option that they can have.
 
     Args:
-        config: the job's. Of its section parallel the virtual stages count, for interleaved ones,
-            and data.micro_batch, if it is given; memory.zero does not.
+        config: the job's configuration. The layouts keep its data.micro_batch, if it is given, and
+            interleaved ones its parallel.virtual_stages. They replace the other keys of section
+            parallel, and memory.zero.
         shape: the sizes of the model.
         nodes: number of nodes.
-        ranks_per_node: of each.
+        ranks_per_node: ranks on each node.
         shared: whether ranks of a node can share parameters, as memory.zero has them do.
     """
     for dp, tp, pp in sizes(nodes * ranks_per_node):
@@ -131,16 +132,16 @@ def layouts(
         except ConfigError as error:
             yield LeftOut(dp, tp, pp, error.cause)
             continue
-        node = lying(nodes, ranks_per_node, dp, tp, pp)
+        node = node_of_ranks(nodes, ranks_per_node, dp, tp, pp)
         for variant in variants(config, sized.parallel, micro_batch * number, shared=shared):
-            with suppress(ConfigError):  # too few layers for virtual stages, tokens that tp divides
+            with suppress(ConfigError):  # too few layers, or tokens that tp does not divide
                 layout = Candidate(variant, shape, node)
                 if layout.replicas[1] > 1 or variant.memory.zero == 0:
                     yield layout
 
 
 def sizes(ranks: int) -> list[tuple[int, int, int]]:
-    """All (dp, tp, pp) with that product."""
+    """All (dp, tp, pp) whose product is the number of ranks."""
     divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
     pairs = product(divisors, divisors)
     return [(ranks // (tp * pp), tp, pp) for tp, pp in pairs if ranks % (tp * pp) == 0]
@@ -149,12 +150,12 @@ def sizes(ranks: int) -> list[tuple[int, int, int]]:
 def variants(
     config: RunConfig, sized: ParallelSection, samples: int, *, shared: bool
 ) -> Iterator[RunConfig]:
-    """Configurations with these sizes: those that its own checks let pass.
+    """Configurations with these sizes that pass the configuration's own checks.
 
     Args:
-        config: the job's.
+        config: the job's configuration.
         sized: dp, tp and pp.
-        samples: of a replica in a step.
+        samples: samples of a replica in a step.
         shared: as for `layouts`.
     """
     every: tuple[Name, ...] = get_args(Name)
@@ -182,22 +183,22 @@ def variants(
 
 
 def parts(samples: int) -> list[int]:
-    """Micro-batches that a replica's samples can be cut into: powers of two, and the whole."""
+    """Sizes of micro-batches that divide a replica's samples: powers of two, and all samples."""
     powers = {1 << power for power in range(samples.bit_length())}
     return sorted(part for part in {*powers, samples} if samples % part == 0)
 
 
 @functools.lru_cache(maxsize=256)
-def lying(nodes: int, ranks_per_node: int, dp: int, tp: int, pp: int) -> NDArray[np.int64]:
-    """The node that each rank lies on, of shape (dp, pp, tp), as the package places ranks."""
+def node_of_ranks(nodes: int, ranks_per_node: int, dp: int, tp: int, pp: int) -> NDArray[np.int64]:
+    """The node that each rank runs on, of shape (dp, pp, tp), as the package places ranks."""
     ranks = range(nodes * ranks_per_node)
     hosts = tuple(f"node{number}" for number in range(nodes))
     topology = Topology(hosts, tuple(rank // ranks_per_node for rank in ranks), (-1,) * len(ranks))
     return place(topology, dp, tp, pp).ranks // ranks_per_node
 
 
-def misfit(layout: Candidate, machine: Machine) -> str:
-    """Why a layout does not fit in the machine's memory; "" if it does."""
+def why_too_large(layout: Candidate, machine: Machine) -> str:
+    """The reason why a layout does not fit in the machine's memory; "" if it fits."""
     of_rank, of_node = layout.memory
     for need, gib, whose in (
         (of_rank, machine.rank_gib, "rank"),

@@ -1,20 +1,21 @@
 """A description of a machine, as YAML: how fast its ranks compute, and how fast they communicate.
 
-`hpc-train plan` predicts step times from it; `hpc-train plan --measure` writes one, and people may.
+`hpc-train plan` predicts step times from it. `hpc-train plan --measure` writes one; it can also be
+written by hand.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hpc_train.errors import UserError
+from hpc_train.config.keys import check_fields, read_mapping
+from hpc_train.errors import ConfigError
 
 GUIDE = "docs/how-to/plan.md has an example"
 DEVICES, LINKS = ("cpu", "cuda"), ("inside", "across")
@@ -27,13 +28,13 @@ class Compute:
     """How fast ranks train in one number format.
 
     Args:
-        rank: flop/s of a rank in forward and backward passes, while all others sleep.
-        node: of the ranks of a node together, while all of them compute; None: each is as fast as
-            alone.
-        job: of a node's ranks together, while those of all nodes compute: less than `node` where
-            nodes share processors, as emulated ones do; None: the same.
-        layer: seconds that a layer takes for a micro-batch however small it is, forward and
-            backward.
+        rank: flop/s of one rank in forward and backward passes while all others sleep.
+        node: flop/s of all ranks of a node together while all of them compute; None: each rank is
+            as fast as alone.
+        job: flop/s of all ranks of a node together while the ranks of all nodes compute. It is less
+            than `node` where nodes share processors, as emulated nodes do; None: the same.
+        layer: seconds that a layer's forward and backward pass take for a micro-batch, however
+            small it is.
     """
 
     rank: float
@@ -44,14 +45,13 @@ class Compute:
 
 @dataclass(frozen=True)
 class Link:
-    """What messages take.
+    """What messages cost.
 
     Args:
         alpha: seconds for each message.
-        beta: seconds for each byte, in one direction: inside a node of one rank while all of it
-            send, across nodes of a node, whose ranks share it.
-        processor: seconds for each byte in which a rank that sends it and one that receives it,
-            together, cannot compute.
+        beta: seconds for each byte, in one direction. Inside a node it is for each rank, while all
+            ranks of the node send. Across nodes it is for each node; its ranks share the link.
+        processor: seconds of computing that each byte costs the sender and the receiver together.
     """
 
     alpha: float
@@ -61,17 +61,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine on which every node is like the others.
+    """A machine whose nodes are all alike.
 
     Args:
-        compute: by number format, as `precision.dtype` names them.
-        memory_bandwidth: bytes/s that a rank reads and writes, with cores to itself.
-        inside: between ranks of a node; None: not known.
-        across: between nodes; None: not known.
+        compute: speed in each number format, by the names of `precision.dtype`.
+        memory_bandwidth: bytes/s that a rank reads and writes when it shares its cores with nobody.
+        inside: messages between ranks of a node; None: not known.
+        across: messages between nodes; None: not known.
         node_gib: memory of a node, for all its ranks; None: not limited.
         rank_gib: memory of a rank, such as its GPU's; None: not limited.
-        device: cpu or cuda; on cpu the ranks of a node average gradients in memory that they share.
-        ranks_per_node: with which it was measured; None: it was written.
+        device: cpu or cuda; on cpu the ranks of a node average gradients in shared memory.
+        ranks_per_node: ranks on each node when it was measured; None: it was written by hand.
     """
 
     compute: Mapping[str, Compute]
@@ -89,61 +89,43 @@ class Machine:
 
 
 def load_machine(path: Path) -> Machine:
-    """Read a description.
+    """Read a machine description.
 
     Raises:
-        UserError: there is none, or something in it is wrong; the message names its key.
+        ConfigError: there is no such file, or something in it is wrong; the message names the key.
     """
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"there is no machine description {path}",
+    given = check_fields(
+        read_mapping(
+            path,
+            "machine description",
             "measure one on a job's ranks: `mpirun -np 8 hpc-train plan CONFIG.yaml --measure`, "
             f"or write it: {GUIDE}",
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"machine description {path}: {' '.join(str(error).split())}") from None
-    return _machine(tree, f"machine description {path}:")
-
-
-def _machine(tree: object, where: str) -> Machine:
-    given = _known(tree, Machine, where)
+        ),
+        Machine,
+        path,
+    )
     compute, device = given.pop("compute"), given.pop("device", "cpu")
     if not isinstance(compute, dict) or not compute:
-        raise UserError(f"{where} compute has no number format", GUIDE)
+        raise ConfigError(f"{path}: compute has no number format", GUIDE)
     if device not in DEVICES:
-        raise UserError(f"{where} device is {device!r}", f"it is one of {', '.join(DEVICES)}")
-    formats = {
-        str(name): _numbers(_known(keys, Compute, f"{where} compute.{name}"), f"{where} {name}.")
-        for name, keys in compute.items()
+        raise ConfigError(f"{path}: device is {device!r}", f"it is one of {', '.join(DEVICES)}")
+
+    def checked(tree: object, kind: type, section: str) -> Any:
+        return kind(**_numbers(check_fields(tree, kind, path, section), f"{path}: {section}."))
+
+    speeds = {
+        str(name): checked(tree, Compute, f"compute.{name}") for name, tree in compute.items()
     }
     links: dict[str, Any] = {
-        name: Link(**_numbers(_known(keys, Link, f"{where} {name}"), f"{where} {name}."))
+        name: checked(tree, Link, name)
         for name in LINKS
-        if (keys := given.pop(name, None)) is not None
+        if (tree := given.pop(name, None)) is not None
     }
-    made = {name: Compute(**numbers) for name, numbers in formats.items()}
-    return Machine(made, device=device, **links, **_numbers(given, f"{where} "))
-
-
-def _known(tree: object, kind: type, where: str) -> dict[str, Any]:
-    """A mapping whose keys are a dataclass's, with all those that have no default."""
-    keys = {key.name: key for key in fields(kind)}
-    if not isinstance(tree, dict):
-        raise UserError(f"{where} {tree!r} is no mapping", f"write {', '.join(keys)} below it")
-    for key in tree:
-        if key not in keys:
-            near = difflib.get_close_matches(str(key), keys, n=1) or list(keys)
-            raise UserError(f"{where} unknown key {key}", f"take {', '.join(near)}")
-    for name, key in keys.items():
-        if key.default is MISSING and name not in tree:
-            raise UserError(f"{where} {name} is missing", GUIDE)
-    return dict(tree)
+    return Machine(speeds, device=device, **links, **_numbers(given, f"{path}: "))
 
 
 def _numbers(given: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Checked numbers; YAML reads 1e-6, which has no point, as text."""
+    """Check numbers, and make them floats: YAML reads 1e-6, which has no point, as text."""
     found: dict[str, float | None] = {}
     for key, value in given.items():
         if value is None and key in UNLIMITED:
@@ -155,6 +137,6 @@ def _numbers(given: Mapping[str, object], where: str) -> dict[str, Any]:
             number = math.nan
         if not 0 <= number < math.inf or (number == 0 and key not in MAY_BE_ZERO):
             least = "0 or more" if key in MAY_BE_ZERO else "above 0"
-            raise UserError(f"{where}{key} is {value!r}", f"give a number {least}")
+            raise ConfigError(f"{where}{key} is {value!r}", f"give a number {least}")
         found[key] = number
     return found

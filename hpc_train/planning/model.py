@@ -19,20 +19,20 @@ def shape_of(section: ModelSection, vocab: int) -> Shape:
 
 
 def planned_shape(config: RunConfig) -> Shape:
-    """The shape of a model that is not trained yet: its vocabulary is model.vocab, or the data's.
+    """The shape of a model before training. The vocabulary is model.vocab, or the data's.
 
     Raises:
-        ConfigError: neither is given.
+        ConfigError: neither is known.
     """
     if config.model.vocab is not None:
         return shape_of(config.model, config.model.vocab)
     if config.data.path is None:
-        raise ConfigError("the vocabulary is not known", "give model.vocab, or data.path")
+        raise ConfigError("the vocabulary size is not known", "give model.vocab, or data.path")
     try:
         return shape_of(config.model, manifests.read_manifest(Path(config.data.path)).vocab)
     except DataError as error:
         raise ConfigError(
-            f"the vocabulary is not known: {error.cause}", "give model.vocab"
+            f"the vocabulary size is not known: {error.cause}", "give model.vocab"
         ) from None
 
 

@@ -1,8 +1,9 @@
-"""What a step takes under a layout on a machine, from three bounds.
+"""Predict the seconds of a step for a layout on a machine. The largest of three bounds counts.
 
-The critical path: one rank's work, waiting and messages after each other, as if its processor and
-link were its own. The processors: all that ranks which share cores compute, and what communication
-takes of them. The links: the bytes that nodes send. docs/how-to/plan.md has the formulas.
+The critical path: the work, waiting and messages of one rank in sequence, as if it shared its
+processor and its link with nobody. The processors: all work of ranks that share cores, with what
+communication takes of the processors. The links: the bytes that nodes send to each other.
+docs/how-to/plan.md has the formulas.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ ASSUMED_BUCKET = 4 << 20  # bytes
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes.
+    """The predicted time of a step.
 
     Args:
-        seconds: of a step.
-        bubble: share of it in which processors have nothing to do, if communication took no time.
-        communication: share of it by which communication makes it longer.
+        seconds: seconds of the step.
+        bubble: share of the step in which processors would wait if messages took no time.
+        communication: share of the step that messages add.
     """
 
     seconds: float
@@ -42,9 +43,9 @@ class Prediction:
 
 
 def predict(layout: Candidate, machine: Machine) -> Prediction:
-    """Predict a step."""
+    """Predict the time of a step."""
     step = StepModel(layout, machine)
-    silent = step.silent()
+    silent = step.without_messages()
     seconds, alone = step.seconds(), silent.seconds()
     return Prediction(
         seconds, max(0.0, alone - silent.busy()) / seconds, max(0.0, seconds - alone) / seconds
@@ -52,13 +53,13 @@ def predict(layout: Candidate, machine: Machine) -> Prediction:
 
 
 class StepModel:
-    """A step of a layout on a machine. Times are in seconds, of a rank with cores to itself.
+    """A step of a layout on a machine. Times are in seconds, for a rank with cores of its own.
 
-    Arrays have the shape (dp, pp, tp), or one that numpy stretches to it.
+    Arrays have the shape (dp, pp, tp), or one that numpy broadcasts to it.
 
     Args:
-        layout: which.
-        machine: where.
+        layout: the layout.
+        machine: the machine that it runs on.
         averages: whether replicas average their gradients.
     """
 
@@ -72,7 +73,7 @@ class StepModel:
         self.micro_batch, self.n = micro_batching(self.config)
         self.item = ITEM_BYTES[self.config.precision.parameters]
         parameters = self._by_rank([part.parameters for part in layout.parts])
-        self.state = self.item * parameters  # bytes of parameters, gradients
+        self.state = self.item * parameters  # bytes of each rank's parameters, and of its gradients
         shape = layout.shape
         self.activation = self.micro_batch * shape.sequence * shape.hidden * self.item
         self.crossing_next = self.node != np.roll(self.node, -1, axis=1)
@@ -84,60 +85,60 @@ class StepModel:
         )
 
     def seconds(self) -> float:
-        """What the step takes."""
+        """Seconds of the step."""
         return max(self.path(), self.processors() + self.missed(), self.links())
 
-    def silent(self) -> StepModel:
+    def without_messages(self) -> StepModel:
         """The same step if messages took no time."""
         machine = replace(self.machine, inside=NO_COST, across=NO_COST)
         return StepModel(self.layout, machine, averages=False)
 
     def missed(self) -> float:
-        """What ranks that share cores lose because a core is not free at the right moment.
+        """Seconds that ranks which share cores lose because a core is not free when they need it.
 
-        The others do not make good for the time that a rank of the pipeline has waited. It cannot
-        be more than by any schedule that leaves no core idle while there is work: Graham, "Bounds
-        on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969.
+        Other ranks cannot make up for the time that a rank of the pipeline has waited. The limit is
+        that of any schedule that leaves no core idle while there is work: Graham, "Bounds on
+        multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969.
         """
         at_once = self._capacities()[1]
         if at_once >= self.node.size:
             return 0.0
-        silent = self.silent()
+        silent = self.without_messages()
         waited = silent.path() - float(silent.work().max())
         return max(0.0, min(waited, (1 - 1 / at_once) * silent.path()))
 
     def path(self) -> float:
-        """The critical path."""
+        """Seconds of the critical path."""
         name = self.config.parallel.schedule
         pipeline = makespan(name, self.pp, self.n, tuple(self.costs()))
         own = float((self.averaging_work() + self.optimizing()).max())
-        return pipeline + own + self.exposed() + self.tying() + self.agreeing()
+        return pipeline + own + self.exposed() + self.tied_sum() + self.agreement()
 
     def processors(self) -> float:
-        """What the processors need at least: those of the busiest node, and all of the job."""
+        """Least seconds that the busiest node's processors need, or all processors of the job."""
         in_node, in_job = self._capacities()
         work = self.work()
         return max(float(self._by_node(work).max()) / in_node, float(work.sum()) / in_job)
 
     def busy(self) -> float:
-        """The same if all work were spread evenly."""
+        """Seconds that the processors would need if all work were spread evenly."""
         in_node, in_job = self._capacities()
         nodes = len(self._by_node(self.node))
         return float(self.work().sum()) / min(in_node * nodes, in_job)
 
     def links(self) -> float:
-        """What the links between nodes need at least for what the busiest node sends."""
+        """Least seconds that the links between nodes need for the bytes of the busiest node."""
         return float(self._by_node(self.traffic()[1]).max()) * self.across.beta
 
     def work(self) -> Array:
-        """What each rank computes, and what communication takes of its processor."""
+        """Seconds that each rank computes, and that communication takes of its processor."""
         inside, across = self.traffic()
         messages = inside * self.inside.processor + across * self.across.processor
         passes = self._by_rank([sum(module) for module in self.modules()])
         return self.n * passes + self.averaging_work() + self.optimizing() + messages
 
     def _capacities(self) -> tuple[float, float]:
-        """How many ranks' work a node's processors do at once, and how many all of the job's."""
+        """How many ranks can compute at full speed at once on a node, and how many in the job."""
         ranks = self._by_node(np.ones(1))
         in_node = min((self.speed.node or math.inf) / self.speed.rank, float(ranks.max()))
         of_job = min((self.speed.job or math.inf) / self.speed.rank, in_node)
@@ -146,9 +147,10 @@ class StepModel:
     # Computing.
 
     def modules(self) -> list[tuple[float, float, float]]:
-        """Of embedding, blocks and head: a micro-batch's forward pass, its two gradients.
+        """Seconds for a micro-batch: forward pass, input gradients, weight gradients.
 
-        Each is a third of the whole; weight gradients are added to those of other micro-batches.
+        The list has embedding, blocks and head. Each of the three takes a third of the computing.
+        Weight gradients are also added to those of the other micro-batches.
         """
         found = []
         for part in self.layout.parts:
@@ -159,7 +161,7 @@ class StepModel:
         return found
 
     def costs(self) -> Iterator[Costs]:
-        """Of each virtual stage, with the messages of a micro-batch."""
+        """The costs of each virtual stage for a micro-batch, with its messages."""
         modules, parts = self.modules(), self.layout.parts
         for stage, run in enumerate(self.layout.runs):
             rank = stage % self.pp
@@ -181,25 +183,25 @@ class StepModel:
 
     @property
     def _sent_activation(self) -> float:
-        """Bytes that a rank sends to a stage beside it."""
+        """Bytes that a rank sends to the next or the previous stage."""
         return self.activation / (self.tp if self.config.parallel.sequence_parallel else 1)
 
     def optimizing(self) -> Array:
-        """The optimizer's step: it reads and writes parameters and state, and reads gradients."""
+        """Seconds to read the gradients, and to read and write parameters and optimizer state."""
         numbers = 3 + 2 * OPTIMIZER_TENSORS[self.config.optimizer.name]
         return numbers * self.state / self.layout.sharing / self.machine.memory_bandwidth
 
     # Communicating.
 
     def lane(self, rank: int, crossing: NDArray[np.bool_]) -> Link:
-        """What a stage's ranks send over: inside nodes, or each its share of their node's link."""
+        """The link of a stage's ranks: that inside a node, or a rank's share of its node's link."""
         nodes = self.node[:, rank][crossing[:, rank]]
         if not nodes.size:
             return self.inside
         return Link(self.across.alpha, self.across.beta * int(np.bincount(nodes).max()))
 
     def traffic(self) -> tuple[Array, Array]:
-        """Bytes that each rank sends in a step: inside its node, and to others."""
+        """Bytes that each rank sends in a step: inside its node, and to other nodes."""
         inside, across = np.zeros(self.node.shape), np.zeros(self.node.shape)
         for crossing, nbytes in self._pipeline_traffic():
             inside += np.where(crossing, 0.0, nbytes)
@@ -226,9 +228,9 @@ class StepModel:
     # Averaging.
 
     def averaging_work(self) -> Array:
-        """What averaging inside a node takes of each rank.
+        """Seconds that averaging inside a node takes on each rank.
 
-        In shared memory it reads and writes as many numbers as three times all gradients.
+        In shared memory each rank reads and writes three times as many numbers as its gradients.
         """
         ranks = self.layout.replicas[1]
         if ranks == 1 or not self.averages:
@@ -248,7 +250,10 @@ class StepModel:
         return 2 * (parts - 1) / parts * share * self.state * self._kept(nodes)
 
     def _kept(self, nodes: int) -> float:
-        """Of the gradients' bytes, what is sent: compressed, or all the state in few steps."""
+        """Bytes that are sent per step, as a multiple of the gradients' bytes.
+
+        With average_every parameters and optimizer state are sent, once in that number of steps.
+        """
         gradients = self.config.gradients
         scheme = compression.parse_scheme(gradients.compression)
         tensors = 1 + OPTIMIZER_TENSORS[self.config.optimizer.name]
@@ -262,7 +267,7 @@ class StepModel:
         }[scheme.kind]
 
     def exposed(self) -> float:
-        """What of the averaging across nodes the backward pass does not hide: see scaling.md."""
+        """Seconds of averaging across nodes that no backward pass hides: see docs/scaling.md."""
         nodes, _ = self.layout.replicas
         sent = float(self._by_node(self.averaged_across()).max()) * self.across.beta
         if not sent:
@@ -278,18 +283,18 @@ class StepModel:
 
     @property
     def _tied(self) -> float:
-        """Bytes of the gradients that the first and the last stage add up."""
+        """Bytes of the tied gradients that the first and the last stage add up."""
         return self.layout.shape.tied / self.tp * self.item * (self.pp > 1)
 
-    def tying(self) -> float:
-        """The sum of the gradients of the embedding that the first and the last stage have."""
+    def tied_sum(self) -> float:
+        """Seconds to add up the tied embedding's gradients of the first and the last stage."""
         crossing = np.broadcast_to(self.node[:, :1] != self.node[:, -1:], self.node.shape)
         nodes = 1 + bool(crossing.any())
         lane = self.lane(0, crossing)
         return summing(self.inside, lane, 2, nodes, self._tied) if self._tied else 0.0
 
-    def agreeing(self) -> float:
-        """What ranks tell each other at each step's begin."""
+    def agreement(self) -> float:
+        """Seconds of the agreement of all ranks at the start of each step."""
         alpha = self.across.alpha if self.node.max() else self.inside.alpha
         return 2 * math.ceil(math.log2(self.node.size)) * alpha
 
@@ -308,18 +313,18 @@ class StepModel:
 
 
 def halving(ranks: int, nodes: int) -> tuple[float, float]:
-    """What each rank sends in an allreduce, in times of the data: inside its node, and to others.
+    """What each rank sends in an allreduce: inside its node, and to other nodes.
 
-    A reduce-scatter by halving and a gather by doubling, of which the steps with the larger
-    distance leave the node: Thakur, Rabenseifner and Gropp, "Optimization of collective
-    communication operations in MPICH", IJHPCA 19, 2005.
+    Both are multiples of the data's size. The allreduce is a reduce-scatter by halving and a gather
+    by doubling; their steps with the larger distances leave the node: Thakur, Rabenseifner and
+    Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19, 2005.
     """
     across = 2 * (nodes - 1) / nodes
     return 2 * (ranks - 1) / ranks - across, across
 
 
 def summing(inside: Link, across: Link, ranks: int, nodes: int, nbytes: float) -> float:
-    """Seconds of that allreduce."""
+    """Seconds of such an allreduce of `nbytes` bytes."""
     far = 2 * math.ceil(math.log2(nodes))
     near = 2 * math.ceil(math.log2(ranks)) - far
     share = halving(ranks, nodes)

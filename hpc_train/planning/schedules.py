@@ -1,8 +1,8 @@
-"""`hpc-train plan`: how long ranks wait and what they hold under each pipeline schedule.
+"""`hpc-train plan`: how long ranks wait, and how much memory they need, under each schedule.
 
 All of it follows from the configuration; no rank, tensor or device is needed. Memory is an
-estimate: parameters, gradients and optimizer state, and what the blocks keep for their backward
-pass; not what is held for a moment only, nor what libraries take.
+estimate. It counts parameters, gradients, optimizer state, and what blocks keep for their backward
+pass. It does not count tensors that are held for a moment only, and the memory of libraries.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ OPTIMIZER_TENSORS = {"adamw": 2, "sgd": 1}  # per parameter: two moments; the mo
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step comes to under one schedule.
+    """The costs of a step under one schedule.
 
     Args:
-        schedule: its name.
-        virtual_stages: runs of layers per rank.
-        chosen: whether the configuration asks for it.
-        bubble: share of the ranks' time in which they wait, with the stages' own costs.
-        bubble_even: the same if the stages were equal.
+        schedule: name of the schedule.
+        virtual_stages: virtual stages of each rank.
+        chosen: whether the configuration asks for this schedule.
+        bubble: share of the ranks' time in which they wait, with the costs of the actual stages.
+        bubble_even: the same share if all stages cost the same.
         peak_live: (micro-batch, virtual stage) pairs held at once on the rank that holds most.
-        activation_bytes: what the rank that needs most memory keeps for backward passes.
-        state_bytes: its parameters, gradients and optimizer state.
-        layers: blocks of each virtual stage of the model.
+        activation_bytes: bytes that the rank that needs most memory keeps for backward passes.
+        state_bytes: bytes of that rank's parameters, gradients and optimizer state.
+        layers: number of blocks in each virtual stage.
     """
 
     schedule: Name
@@ -52,7 +52,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """All schedules for one layout; those that the layers are too few for are left out.
+    """All schedules for one layout, without those that need more layers than the model has.
 
     The note says how activations are counted.
     """
@@ -68,11 +68,11 @@ class Plan:
 
 
 def plan(config: RunConfig) -> Plan:
-    """Estimate every schedule for a configuration's layout; without parallel.dp, for dp 1.
+    """Estimate every schedule for a configuration's layout. Without parallel.dp, dp is 1.
 
     Raises:
-        ConfigError: the vocabulary is not known, or the batch, the heads, the vocabulary or the
-            layers cannot be divided as the layout asks.
+        ConfigError: the vocabulary size is not known, or the layout cannot divide the batch, the
+            heads, the vocabulary or the layers.
     """
     shape, section = planned_shape(config), config.parallel
     shape.check(division_of(section))
@@ -92,17 +92,17 @@ def plan(config: RunConfig) -> Plan:
 
 
 def micro_batching(config: RunConfig) -> tuple[int, int]:
-    """Samples of a micro-batch, and micro-batches that a pipeline computes per step.
+    """Samples of a micro-batch, and number of micro-batches that a pipeline computes per step.
 
     Raises:
-        ConfigError: the batch cannot be cut so.
+        ConfigError: the batch is not a multiple of dp x micro-batch.
     """
     batch, dp = config.data.batch, config.parallel.dp or 1
     size = config.data.micro_batch or max(1, batch // dp)
     if batch % (dp * size):
         raise ConfigError(
             f"data.batch {batch} is not divisible by parallel.dp {dp} x data.micro_batch {size}",
-            "give a multiple",
+            "give a multiple of their product",
         )
     return size, batch // dp // size
 
@@ -148,10 +148,12 @@ def memory(
     Args:
         config: layout, number format and optimizer.
         shape: the sizes of the model.
-        schedule: what the ranks do.
-        runs: of embedding, blocks and head; run c * pp + r is chunk c of rank r.
-        micro_batch: samples.
-        share: ranks of a node that share parameters and the optimizer's state (memory.zero).
+        schedule: the actions of each rank.
+        runs: indices of embedding, blocks and head in each virtual stage; run c * pp + r is virtual
+            stage c of rank r.
+        micro_batch: samples of a micro-batch.
+        share: number of ranks of a node that share parameters and the optimizer's state
+            (memory.zero).
     """
     parts, pp = shape.parts(division_of(config.parallel)), len(schedule)
     kept = _sums([part.activations for part in parts], runs)
@@ -160,9 +162,8 @@ def memory(
         ITEM_BYTES[config.precision.dtype],
         ITEM_BYTES[config.precision.parameters],
     )
-    copies = (
-        1 + (1 + OPTIMIZER_TENSORS[config.optimizer.name]) / share
-    )  # gradient; parameter, state
+    # Each rank has its gradients. Ranks of a node may share parameters and optimizer state.
+    copies = 1 + (1 + OPTIMIZER_TENSORS[config.optimizer.name]) / share
     return [
         (
             round(peak_live(actions, kept[rank::pp]) * micro_batch * activation),
@@ -177,6 +178,6 @@ def _sums(values: Sequence[float], runs: Sequence[range]) -> list[float]:
 
 
 def size(number: int) -> str:
-    """A number of bytes in MiB, from 1 GiB on in GiB."""
+    """A number of bytes as text: in MiB, and from 1 GiB on in GiB."""
     mib = number / 2**20
     return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint.extra_state import ExtraState
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor
-from hpc_train.checkpoint.state import TrainingState
+from hpc_train.checkpoint.state import ExtraState, TrainingState
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
 from hpc_train.config import GradientsSection, RunConfig
@@ -31,7 +30,7 @@ from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import start_horovod
-from hpc_train.parallel.apply import Applied
+from hpc_train.parallel.apply import ParallelModel
 from hpc_train.parallel.batch_norm import average_statistics
 from hpc_train.sharding import ParameterSlice, SliceSpec
 from hpc_train.training.sharing import Zero
@@ -72,7 +71,7 @@ def make_averager(
     model: nn.Module,
     optimizer: Optimizer,
     grid: ParallelGrid,
-    layout: Applied,
+    layout: ParallelModel,
     engine: Engine,
     *,
     zero: Zero,
@@ -240,7 +239,7 @@ def training_state(
     averager: GradientAverager,
     model: nn.Module,
     optimizer: Optimizer,
-    layout: Applied,
+    layout: ParallelModel,
     grid: ParallelGrid,
     scaler: LossScaler | None,
 ) -> TrainingState:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import Watchdog
 from hpc_train.seeds import mix
+from hpc_train.training.options import LoopOptions
 from hpc_train.training.registered import Registered
 from hpc_train.training.saving import Saving
 from hpc_train.training.steps import guarded_steps
@@ -95,24 +96,14 @@ class Delivery:
     Args:
         runtime: of the job.
         optimizer: whose steps count.
-        saving: knows when to save.
-        time_limit, hang_timeout, hang_steps: as for `Loop`.
+        options: of the loop.
     """
 
     checkpoints: Checkpoints
     averager: GradientAverager
     registered: Registered
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        optimizer: Optimizer,
-        saving: Saving,
-        *,
-        time_limit: float | Literal["auto"] | None,
-        hang_timeout: float,
-        hang_steps: int,
-    ) -> None:
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, options: LoopOptions) -> None:
         self.group: Group = runtime.world
         self.optimizer, self._runtime = optimizer, runtime
         self._running: Generator[tuple[int, Iterator[Any]]] | None = None
@@ -125,9 +116,8 @@ class Delivery:
         """Micro-batches, and backward passes, of a step."""
         self.step_due = True
         """Whether the batch that was given last is its step's last one: now the step is taken."""
-        self.saving = saving
-        self.time_limit = time_limit
-        self.hang_timeout, self.hang_steps = hang_timeout, hang_steps
+        self.options = options
+        self.saving = Saving(options.every, background=options.background)
         self._hooks: list[RemovableHandle] = []
         self._watchdog: Watchdog | None = None
 
@@ -172,7 +162,7 @@ class Delivery:
             raise
 
     def _seeded(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
-        pace = Pace(self.hang_steps, self.hang_timeout)
+        pace = Pace(self.options.hang_steps, self.options.hang_timeout)
         for step in guarded_steps(
             loader, self.checkpoints, stop, self.saving, pace, taken=lambda _: self._taken
         ):
@@ -261,8 +251,8 @@ class Delivery:
 
     def _start_watchdog(self) -> None:
         """Have waits inside of `_watched` looked at, until the loop is closed. Collective."""
-        if self.group.size > 1 and self.hang_timeout > 0:
-            self._watchdog = Watchdog(self.group, self.hang_timeout)
+        if self.group.size > 1 and self.options.hang_timeout > 0:
+            self._watchdog = Watchdog(self.group, self.options.hang_timeout)
             self._watchdog.armed = False
             self._watchdog.start()
             self._runtime.at_end.append(self._stop_watchdog)
@@ -270,14 +260,15 @@ class Delivery:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """End the job with an error if a rank is waited for too long meanwhile."""
-        if self._watchdog is None:
+        watchdog = self._watchdog  # which may be stopped meanwhile
+        if watchdog is None:
             yield
             return
-        before, self._watchdog.armed = self._watchdog.armed, True
+        before, watchdog.armed = watchdog.armed, True
         try:
             yield
         finally:
-            self._watchdog.armed = before
+            watchdog.armed = before
 
     def _stop_watchdog(self, failed: bool = False) -> None:
         """End it on this rank alone."""
@@ -306,6 +297,6 @@ class Delivery:
 
     def _stop_requests(self) -> StopRequests:
         file = self.checkpoints.directory / STOP
-        if self.time_limit == "auto":
+        if self.options.time_limit == "auto":
             return StopRequests(end=of_job(self.group), file=file)
-        return StopRequests(self.time_limit, file=file)
+        return StopRequests(self.options.time_limit, file=file)

@@ -21,6 +21,7 @@ from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.model import division_of, shape_of
+from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 
@@ -58,19 +59,16 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             "dtype": config.precision.parameters,
             "tokenizer": describe_tokenizer(manifest.tokenizer, directory),
         }
-    trainer = Trainer(
-        config,
+    task = TrainingTask(
         model,
         training,
-        lambda gpt, batch: gpt(*batch),
-        runtime,
         validation=held_out,
         identity={"data": manifest.digest, "model.sequence": sequence, **shape.identity},
         about=about,
         tokens_per_sample=sequence,
         only_optimizer_writes=True,
     )
-    trainer.train()
+    Trainer(config, task, runtime).train()
 
 
 def trained_shape(section: ModelSection, manifest: Manifest) -> Shape:

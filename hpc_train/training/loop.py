@@ -5,44 +5,39 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint import Checkpoints, savable
-from hpc_train.checkpoint.extra_state import Together
-from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
-from hpc_train.checkpoint.state import TrainingState
+from hpc_train.checkpoint import Checkpoints, checks
+from hpc_train.checkpoint.state import Together, TrainingState
 from hpc_train.collectives import connect
-from hpc_train.config import GradientsSection
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import LossScaler, average_gradients
-from hpc_train.gradients.options import Engine
-from hpc_train.host.processor import Matmul
 from hpc_train.job.heartbeat import Heartbeat
 from hpc_train.job.leaving import Held, leave_together
 from hpc_train.job.run_directory import claimed_by_job
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel import batch_norm as batch_norms
-from hpc_train.parallel.batch_norm import BatchNorm
 from hpc_train.training.averaging import options_of, whole_training_state
 from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
+from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_integer
 from hpc_train.training.registered import Registered, Registrable
-from hpc_train.training.saving import Saving, finishing_saves
-from hpc_train.training.stepping import Precision, Stepping, checked, one_of, whole_numbers
+from hpc_train.training.saving import finishing_saves
+from hpc_train.training.stepping import Stepping
 
 
 class Loop(Stepping):
@@ -56,33 +51,7 @@ class Loop(Stepping):
         runtime: what `hpc_train.run` gives the program.
         directory: for the checkpoints.
         model, optimizer: as in a single process; all ranks get rank 0's weights.
-        engine: how gradients are averaged, as the key `gradients.engine`.
-        gradients: all keys of that section, in place of `engine`: two_level, compression,
-            average_every ... (docs/reference/gradients).
-        zero: as `memory.zero`. 1: the ranks of a node share the parameters' memory and the
-            optimizer's work and state. Nothing but the optimizer's step may write to parameters
-            then, and no rank has a whole gradient.
-        clip_norm: largest global norm of the averaged gradients in each step; 0 is off. With local
-            steps (average_every) it is of each rank's own.
-        precision: what `autocast` computes in; float16 has a loss scale. None: as the model does.
-            With it a step is taken by `loop.step()`, which leaves out one whose gradients are not
-            finite, on all ranks.
-        batch_norm: what BatchNorm layers do: "sync" takes statistics over all ranks' samples, as
-            one process would; "local" takes each rank's own; "refuse" refuses such a model.
-        every: steps between two checkpoints; one more is written at the end and at a stop.
-        keep: newest checkpoints that are kept.
-        background: whether training goes on while one is written; then nothing but `step` may
-            change parameters and the optimizer's state.
-        nonfinite: what is done at a checkpoint of trained parameters that are infinite or not
-            numbers: "stop" before it is written, or "warn".
-        time_limit: seconds after which it stops with a checkpoint; "auto": before the end of the
-            SLURM or PBS job that it is in.
-        hang_timeout: seconds that a rank waits for another, in `epochs` or in another call of the
-            loop, before the job ends with an error; 0 disables it.
-        hang_steps: limits the wait between two steps to `hang_steps` times the longest one so far,
-            and at least 60 s. 0 disables it, for a loop in which one rank may work while others
-            wait.
-        matmul: how `hpc_train.models.linear` multiplies float32 matrices, as `precision.matmul`.
+        options: how the loop averages, computes, saves and stops.
     """
 
     def __init__(
@@ -91,55 +60,34 @@ class Loop(Stepping):
         directory: str | Path,
         model: nn.Module,
         optimizer: Optimizer,
-        *,
-        engine: Engine = "auto",
-        gradients: GradientsSection | None = None,
-        zero: Literal[0, 1] = 0,
-        clip_norm: float = 0.0,
-        precision: Precision | None = None,
-        batch_norm: BatchNorm = "sync",
-        every: int = 1000,
-        keep: int = 3,
-        background: bool = False,
-        nonfinite: Nonfinite = "stop",
-        time_limit: float | Literal["auto"] | None = "auto",
-        hang_timeout: float = 1800.0,
-        hang_steps: int = 0,
-        matmul: Matmul = "auto",
+        options: LoopOptions = DEFAULT_LOOP_OPTIONS,
     ) -> None:
-        super().__init__(
-            runtime,
-            optimizer,
-            Saving(every, background=background),
-            time_limit=time_limit,
-            hang_timeout=hang_timeout,
-            hang_steps=hang_steps,
-        )
-        group = self.group
+        super().__init__(runtime, optimizer, options)
+        group, gradients = self.group, options.gradients
         with agreed(group):
-            self._gradients = checked(engine, gradients, zero, clip_norm, precision)
-            one_of(batch_norm=(batch_norm, BatchNorm), nonfinite=(nonfinite, Nonfinite))
-            one_of(matmul=(matmul, Matmul))
-            whole_numbers(every=(every, 0), keep=(keep, 0))
-            savable.check_savable(TrainingState(model, optimizer))  # before anything is sent
-        given = (self._gradients, zero, clip_norm, precision, batch_norm, every, keep, background)
-        what = "what the loop was given (Loop's options)"
-        same(group, what, repr((*given, nonfinite, hang_timeout)), "give all ranks the same")
-        self.clip_norm, self._zero = clip_norm, zero
+            options.check()
+            checks.check_savable(TrainingState(model, optimizer))  # before anything is sent
+        alike = replace(options, time_limit=None, prefetch=0, workers=0)  # these may differ
+        what = "what the loop was given (LoopOptions)"
+        same(group, what, repr(alike), "give all ranks the same")
         self._begun = self._enough = False
         self._reading = threading.RLock()  # what is evaluated may be a part of what is trained on
-        local = group if self._gradients.average_every > 1 else None
-        self.scaler = LossScaler(getattr(torch, precision), local) if precision else None
         self.collectives = connect(group)
+
+        # What this rank computes on and in.
         use_cores(runtime)
         device = next(model.parameters()).device
         self._device_type = device.type
-        choose_matmul(group, matmul, device)
-        batch_norms.set_up_batch_norm(model, self.collectives, batch_norm)
-        # Before the averager's: what is refused is refused before anything is summed.
+        choose_matmul(group, options.matmul, device)
+        batch_norms.set_up_batch_norm(model, self.collectives, options.batch_norm)
+        if options.precision:
+            local = group if gradients.average_every > 1 else None
+            self.scaler = LossScaler(getattr(torch, options.precision), local)
+
+        # The optimizer's step, which averages first. What is refused is refused before that.
         self._hooks.append(optimizer.register_step_pre_hook(self._begin_step))
         try:
-            asked = options_of(self._gradients, zero=zero, cores=runtime.cores)
+            asked = options_of(gradients, zero=options.zero, cores=runtime.cores)
             self.averager = average_gradients(model, optimizer, group, asked)
         except BaseException:
             self._unhook()
@@ -149,22 +97,21 @@ class Loop(Stepping):
             optimizer.register_step_post_hook(self._end_step),
         ]
         self.averager.at_close.append(self._unhook)
-        divided = zero == 1 or self._gradients.compression != "none"
+
+        # What a checkpoint holds: the state of training, and what the user registers.
         state = whole_training_state(
-            self.averager, model, optimizer, self.collectives, self.scaler, divided=divided
+            self.averager, model, optimizer, self.collectives, self.scaler, divided=options.divided
         )
-        owned = not divided or group.rank == 0
-        self.registered = Registered(group, optimizer, model, copied=background, owned=owned)
+        owned = not options.divided or group.rank == 0
+        copied = options.background
+        self.registered = Registered(group, optimizer, model, copied=copied, owned=owned)
+        state = replace(state, extra=Together([state.extra, self.registered]))
         try:
-            self.checkpoints = Checkpoints(
-                Path(directory),
-                self.collectives,
-                replace(state, extra=Together([state.extra, self.registered])),
-                SavePolicy(keep, background=background, nonfinite=nonfinite),
-            )
+            self.checkpoints = Checkpoints(Path(directory), self.collectives, state, options.policy)
         except HpcTrainError:  # the same one on all ranks
             self.averager.close()
             raise
+
         # What the user calls meets on a communicator of its own: on one with other agreements, a
         # rank that calls `mean` too often would take their numbers for the mean.
         self._calls = group.duplicate()
@@ -180,8 +127,6 @@ class Loop(Stepping):
         shuffle: bool = True,
         accumulate: int = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        prefetch: int = 0,
-        workers: int = 0,
     ) -> Iterator[tuple[int, Iterator[Any]]]:
         """Deliver (epoch from 1, batches of this rank) up to the last epoch. Collective.
 
@@ -204,9 +149,6 @@ class Loop(Stepping):
             accumulate: micro-batches in which a step's batch is delivered. Each has a backward pass
                 of its own (`backward`), and the step is taken after the last: `if loop.step_due`.
             collate_fn: puts a list of samples together, as that of torch's DataLoader.
-            prefetch: steps read ahead by a thread, if the data set draws no random numbers.
-            workers: processes of each rank that read ahead, if `hpc_train.start_workers` was called
-                before MPI started; else threads. The batches are the same as without.
 
         Raises:
             ConfigError: the batch does not fit the ranks or the data.
@@ -220,7 +162,8 @@ class Loop(Stepping):
         self._begun = True
         with agreed(self.group):
             reader = Reader(dataset, self._reading, collate_fn)
-        load = partial(Loader, reader, prefetch=prefetch, workers=workers)
+        ahead = self.options
+        load = partial(Loader, reader, prefetch=ahead.prefetch, workers=ahead.workers)
         self._running = self._epochs(load, len(dataset), batch, epochs, seed, shuffle, accumulate)
         return Held(self._running, self._dropped)
 
@@ -241,7 +184,8 @@ class Loop(Stepping):
             "number of samples": samples,
         }
         with agreed(self.group):
-            whole_numbers(batch=(batch, 1), epochs=(epochs, 0))
+            check_integer("batch", batch, least=1)
+            check_integer("epochs", epochs, least=0)
             parts = micro_batches(batch, self.group.size, self.group.rank, accumulate)
             check_passes(self.optimizer, accumulate)
             order = SampleOrder(samples, batch, seed=seed, shuffle=shuffle)
@@ -251,7 +195,9 @@ class Loop(Stepping):
         self.accumulate = accumulate
         last = epochs * order.steps_per_epoch
         with (
-            claimed_by_job(self.group, self.checkpoints.directory, self.hang_timeout) as claim,
+            claimed_by_job(
+                self.group, self.checkpoints.directory, self.options.hang_timeout
+            ) as claim,
             self._watched(),
             closing(self._stop_requests()) as stop,
             finishing_saves(self.checkpoints),
@@ -347,27 +293,31 @@ class Loop(Stepping):
                 been called before.
         """
         self._check_open()
-        with agreed(self.group):
-            if self._begun:
-                raise UserError(
-                    f"loop.register({name!r}, ...) was called after loop.epochs",
-                    "register before the loop: epochs restores what is registered",
-                )
-            if isinstance(thing, GradScaler) and (self._zero or self._gradients.average_every > 1):
-                raise UserError(
-                    "torch's GradScaler looks at each rank's own gradients, which differ between "
-                    "ranks with zero and with average_every",
-                    'give the loop precision="float16", whose scale all ranks agree on',
-                )
         with self._watched():
+            with agreed(self.group):
+                self._check_registrable(name, thing)
             self.registered.add(name, thing)
+
+    def _check_registrable(self, name: str, thing: Registrable) -> None:
+        if self._begun:
+            raise UserError(
+                f"loop.register({name!r}, ...) was called after loop.epochs",
+                "register before the loop: epochs restores what is registered",
+            )
+        own = self.options.zero or self.options.gradients.average_every > 1
+        if isinstance(thing, GradScaler) and own:
+            raise UserError(
+                "torch's GradScaler looks at each rank's own gradients, which differ between "
+                "ranks with zero and with average_every",
+                'give the loop precision="float16", whose scale all ranks agree on',
+            )
 
     def mean(self, value: torch.Tensor | float) -> float:
         """The mean of a number over the ranks. Collective."""
-        self._settle()
-        group = self.group if self._closed else self._calls
         number = float(torch.as_tensor(value).detach())
         with self._watched():
+            self._settle()
+            group = self.group if self._closed else self._calls
             return sum(group.gathered(number, "loop.mean")) / group.size
 
     def evaluate(
@@ -403,21 +353,27 @@ class Loop(Stepping):
             RankError: `per_sample` or the data set has failed on some rank.
         """
         self._check_open()
-        self._settle()
-        with agreed(self._calls):
-            reader = Reader(dataset, self._reading, collate_fn)
-        waiting = self.group.waiting
-        limit, waiting.limit = waiting.limit, math.inf  # of a step without an evaluation
-        Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.hang_timeout)
-        try:
-            with self._watched():
+        with self._watched():
+            self._settle()
+            with agreed(self._calls):
+                reader = Reader(dataset, self._reading, collate_fn)
+            with self._unlimited():
                 return evaluate(self._calls, reader, per_sample, batch, self._in_one_state())
+
+    @contextmanager
+    def _unlimited(self) -> Iterator[None]:
+        """Lift the limit of a step meanwhile, which was measured without an evaluation."""
+        waiting = self.group.waiting
+        limit, waiting.limit = waiting.limit, math.inf
+        Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.options.hang_timeout)
+        try:
+            yield
         finally:
             waiting.limit = limit
 
     def _in_one_state(self) -> list[nn.Module]:
         """What is evaluated, the same on all ranks. Collective."""
-        if self._gradients.average_every > 1:
+        if self.options.gradients.average_every > 1:
             self.checkpoints.finish()  # what it copies may not change meanwhile
             self.averager.settle()
         model = self.checkpoints.state.model

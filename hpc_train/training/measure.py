@@ -24,6 +24,7 @@ from hpc_train.collectives.coroutines import Coroutine, drive
 from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.shape import Shape
+from hpc_train.mpi.environment import ranks_yield
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import Runtime
@@ -159,7 +160,7 @@ def message_seconds(group: Group, nbytes: int, device: torch.device) -> MessageC
 
     mine, arrived = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     staged = device.type == "cuda" and not reads_gpu_memory()
-    polite = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # see `runtime.start`
+    polite = ranks_yield(os.environ)
     into = torch.empty_like(arrived, device="cpu" if staged else device)
     begin = spent = 0.0
     for number in range(1 + REPEATS[nbytes]):

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from hpc_train.config import GradientsSection, MemorySection, OptimizerSection, RunConfig
 from hpc_train.errors import UserError
 from hpc_train.gradients import LossScaler
-from hpc_train.gradients.options import Engine
-from hpc_train.gradients.scaling import clip_factor
+from hpc_train.gradients.scaling import clip_factor, clip_gradients
 from hpc_train.training.delivery import Delivery
 
 logger = logging.getLogger(__name__)
-
-Precision = Literal["bfloat16", "float16"]
 
 
 class Stepping(Delivery):
@@ -26,8 +22,6 @@ class Stepping(Delivery):
 
     scaler: LossScaler | None = None
     """Of the loop's precision; None: it has none."""
-    clip_norm: float = 0.0
-    """As for `Loop`."""
     _device_type = "cpu"
     _is_scaled = False  # a loss has got the scale since the last step
     _may_step = False  # `step` calls the optimizer
@@ -72,7 +66,7 @@ class Stepping(Delivery):
         self._check_scaled(self.scaler)
         self._may_step = True
         try:
-            taken = self.scaler.step(self.averager, clip_norm=self.clip_norm)
+            taken = self.scaler.step(self.averager, clip_norm=self.options.clip_norm)
         finally:
             self._may_step = self._is_scaled = False
         if not taken:
@@ -108,7 +102,7 @@ class Stepping(Delivery):
 
     def _clip_in_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Clip before the step; or, with a closure, whenever that has made gradients."""
-        if not self.clip_norm or self.scaler is not None:  # which clips with its own factor
+        if not self.options.clip_norm or self.scaler is not None:  # which clips with its own factor
             return None
         if getattr(optimizer, "grad_scale", None) is not None:
             raise UserError(
@@ -118,13 +112,13 @@ class Stepping(Delivery):
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             if not self._clipped:
-                self.clip(self.clip_norm)
+                self.clip(self.options.clip_norm)
             self._clipped = True
             return None
 
         def clipped() -> Any:
             loss = closure()
-            self.clip(self.clip_norm)
+            self.clip(self.options.clip_norm)
             return loss
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
@@ -137,12 +131,11 @@ class Stepping(Delivery):
             The 2-norm of all averaged gradients before, without the loss scale.
         """
         self._check_due("loop.clip()")
+        if self.scaler is None:
+            return clip_gradients(self.averager, max_norm)
         self.averager.average()
-        norm = float(self.averager.norm())
-        if self.scaler is not None:
-            norm /= self.scaler.scale
-        factor = clip_factor(norm, max_norm)
-        if factor != 1.0:
+        norm = float(self.averager.norm()) / self.scaler.scale  # which stays until the step
+        if (factor := clip_factor(norm, max_norm)) != 1.0:
             self.averager.scale_(factor)
         return norm
 
@@ -154,57 +147,3 @@ class Stepping(Delivery):
         backward pass out. With `accumulate` it is that of one micro-batch.
         """
         return self.averager.weight(items)
-
-
-def checked(
-    engine: Engine,
-    gradients: GradientsSection | None,
-    zero: Literal[0, 1],
-    clip_norm: float,
-    precision: str | None,
-) -> GradientsSection:
-    """The section `gradients`, if it goes with the rest.
-
-    Raises:
-        HpcTrainError: it does not.
-    """
-    if gradients is not None and engine != "auto":
-        raise UserError(
-            "the loop was given both engine and gradients", "give GradientsSection(engine=...)"
-        )
-    if precision not in (None, "bfloat16", "float16"):
-        raise UserError(
-            f"the loop's precision is {precision!r}",
-            'give "bfloat16" or "float16", or leave it out: the model computes in its own type',
-        )
-    if zero not in (0, 1):
-        raise UserError(f"the loop's zero is {zero!r}", "give 0 or 1")
-    asked = gradients or GradientsSection(engine=engine)
-    RunConfig(
-        gradients=asked,
-        memory=MemorySection(zero=zero),
-        optimizer=OptimizerSection(clip_norm=clip_norm),
-    )
-    return asked
-
-
-def one_of(**given: tuple[Any, Any]) -> None:
-    """Check options by name: a value, and the Literal of those that there are.
-
-    Raises:
-        UserError: the value is none of them.
-    """
-    for name, (value, kinds) in given.items():
-        if value not in get_args(kinds):
-            raise UserError(f"{name} is {value!r}", f"give one of {', '.join(get_args(kinds))}")
-
-
-def whole_numbers(**given: tuple[Any, int]) -> None:
-    """Check options by name: a value, and the least that it may be.
-
-    Raises:
-        UserError: the value is no integer of Python's, or less.
-    """
-    for name, (value, least) in given.items():
-        if type(value) is not int or value < least:
-            raise UserError(f"{name} is {value!r}", f"give an integer of {least} or more")

@@ -5,23 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hpc_train.checkpoint import Checkpoints
-from hpc_train.collectives import connect
 from hpc_train.config import RunConfig
-from hpc_train.data.loader import Loader, MicroBatch, Step, cut
-from hpc_train.data.order import SampleOrder
+from hpc_train.data.loader import Loader, MicroBatch, Step
 from hpc_train.data.reader import Reader
-from hpc_train.errors import ConfigError, NotFiniteError
-from hpc_train.gradients import LossScaler
-from hpc_train.gradients.scaling import clip_factor
+from hpc_train.errors import NotFiniteError
+from hpc_train.gradients.scaling import clip_gradients
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Heartbeat, Pace
 from hpc_train.job.leaving import leave_together
@@ -30,39 +26,18 @@ from hpc_train.job.preflight import preflight
 from hpc_train.job.run_directory import reporting, run_directory
 from hpc_train.launch.protocol import STOP
 from hpc_train.monitoring.meter import Meter
-from hpc_train.mpi.agreement import agreed, same
-from hpc_train.mpi.grid import ParallelGrid
+from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.mpi.topology import discover
 from hpc_train.mpi.watchdog import watch_over
-from hpc_train.parallel import batch_norm
-from hpc_train.parallel.apply import apply
 from hpc_train.seeds import mix
-from hpc_train.training import averaging, sharing
-from hpc_train.training.device import (
-    choose_device,
-    choose_matmul,
-    make_deterministic,
-    move,
-    seed,
-    use_cores,
-)
+from hpc_train.training.assemble import TrainingTask, assemble
+from hpc_train.training.device import move, seed
 from hpc_train.training.evaluation import HELD_OUT
-from hpc_train.training.learning_rate import last_step, learning_rate
-from hpc_train.training.optimizers import build_optimizer
-from hpc_train.training.saving import (
-    Saving,
-    check_best,
-    finishing_saves,
-    policy_of,
-    resume_or_start,
-)
+from hpc_train.training.learning_rate import learning_rate
+from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.steps import guarded_steps
 
 logger = logging.getLogger(__name__)
-
-
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Trainer:
@@ -72,139 +47,25 @@ class Trainer:
 
     Args:
         config: every section but `model`, which whoever built the model has used.
-        model: any module, whole and the same on all ranks, which get rank 0's weights; parts of it
-            that are other ranks' are taken from it. For tp above 1 it has an attribute
-            `tensor_plan`, for pp above 1 `stages` (docs/how-to/parallel.md). If it has a method
-            `seed_samples`, it is given one integer per sample before each forward pass, to make
-            masks from that do not depend on the layout. torch's generator is seeded for each
-            micro-batch too.
-        dataset: any map-style data set of torch, or one with `fetch` (see `Loader`).
-        loss: of the model and a batch as the data set gives it, on the model's device: the mean
-            over the batch's samples, a scalar.
+        task: what is trained, and on what.
         runtime: from `hpc_train.mpi.runtime.start_runtime`.
-        validation: a held-out data set of the same kind.
-        identity: what a checkpoint must have been made with to be continued, besides the seed,
-            the batch and the number of samples, by configuration key.
-        about: what the checkpoint's readers need to use the model, as plain JSON values.
-        tokens_per_sample: to report tokens per second.
-        only_optimizer_writes: whether nothing but the optimizer's step writes to parameters after
-            the Trainer is made; then `memory.zero: auto` may share them between ranks. What a
-            model, a loss or a hook writes to shared ones is written by each of the ranks.
 
     Raises:
-        ConfigError: the values do not fit the ranks or the data.
-        UserError: the model does not say how the layout is put on it.
-        SetupError: engine horovod, and Horovod is missing.
+        HpcTrainError: as `assemble`.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        model: nn.Module,
-        dataset: Any,
-        loss: Loss,
-        runtime: Runtime,
-        *,
-        validation: Any = None,
-        identity: Mapping[str, Any] | None = None,
-        about: Mapping[str, Any] | None = None,
-        tokens_per_sample: int = 0,
-        only_optimizer_writes: bool = False,
-    ) -> None:
-        self.config, self.loss, self.validation = config, loss, validation
-        lock = threading.RLock()  # both may be parts of one data set
-        self.reader, self.held_out = Reader(dataset, lock), Reader(validation, lock)
-        self.runtime, self.group = runtime, runtime.world
-        run, data = config.run, config.data
-        layout = config.parallel
-        self.grid = ParallelGrid.build(
-            self.group,
-            discover(self.group, runtime.node),
-            dp=layout.dp,
-            tp=layout.tp,
-            pp=layout.pp,
-        )
-        replica = self.grid.coordinate.dp
-        with agreed(self.group):
-            self.parts = cut(data.batch, self.grid.dp, replica, data.micro_batch)
-            self.order = SampleOrder(len(dataset), data.batch, seed=run.seed, shuffle=data.shuffle)
-            self.last_step = last_step(run, self.order.steps_per_epoch)
-            if data.validation_every and validation is None:
-                raise ConfigError(
-                    f"data.validation_every is {data.validation_every}, but nothing is held out",
-                    "prepare the data with more --validation, or leave the key out",
-                )
-            check_best(config.checkpoint, data, self.last_step, held_out=validation is not None)
-        sizes = f"{len(dataset)} {len(validation) if validation is not None else 0}"
-        same(self.group, "the size of the data set", sizes, "give all ranks the same data")
-        if len(self.parts) < self.grid.pp and self.group.rank == 0:
-            logger.warning(
-                "a step has %d micro-batches, fewer than the %d stages of the pipeline: most ranks "
-                "wait most of the time; a smaller data.micro_batch gives more",
-                len(self.parts),
-                self.grid.pp,
-            )
-        if run.deterministic:
-            make_deterministic()
-        use_cores(runtime)
-        self.device = choose_device()
-        choose_matmul(self.group, config.precision.matmul, self.device)
-        engine = averaging.start_engine(config, self.grid, self.device)
-        zero = sharing.decide(
-            config,
-            self.grid,
-            engine,
-            self.device,
-            model,
-            only_optimizer_writes=only_optimizer_writes,
-        )
-        dtype = getattr(torch, config.precision.dtype)
-        local = self.group if config.gradients.average_every > 1 else None
-        self.scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None
-        self.model = model.to(getattr(torch, config.precision.parameters))
-        numbers = sum(parameter.numel() for parameter in model.parameters())
-        # With Adam's two moments, before the model is divided over the ranks.
-        self.state_bytes = 3 * numbers * getattr(torch, config.precision.parameters).itemsize
-        self.layout = apply(
-            self.model,
-            self.grid,
-            config.parallel,
-            self.device,
-            overlap=runtime.cores > torch.get_num_threads(),
-        )
-        self.model.to(self.device)
-        self._replicas = connect(self.grid.data, self.device)
-        batch_norm.set_up_batch_norm(self.model, self._replicas, layout.batch_norm)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.averager, zero = averaging.make_averager(
-            config,
-            self.model,
-            self.optimizer,
-            self.grid,
-            self.layout,
-            engine,
-            zero=zero,
-            cores=runtime.cores,
-        )
-        self.collectives = connect(self.group)
-        self.checkpoints = Checkpoints(
-            Path(run.dir) / "checkpoints",
-            self.collectives,
-            averaging.training_state(
-                config,
-                zero,
-                self.averager,
-                self.model,
-                self.optimizer,
-                self.layout,
-                self.grid,
-                self.scaler,
-            ),
-            policy_of(config.checkpoint, run.nonfinite),
-            identity={**sample_order_identity(config, len(dataset)), **(identity or {})},
-            about=about,
-        )
-        self.meter = Meter(data.batch, self.group.waiting, tokens_per_sample)
+    def __init__(self, config: RunConfig, task: TrainingTask, runtime: Runtime) -> None:
+        self.config, self.task, self.runtime = config, task, runtime
+        self.group = runtime.world
+        made = self.assembly = assemble(config, task, runtime)
+        self.grid, self.plan, self.device = made.grid, made.plan, made.device
+        self.model, self.layout, self.optimizer = made.model, made.layout, made.optimizer
+        self.averager, self.scaler = made.averager, made.scaler
+        self.collectives, self.checkpoints = made.collectives, made.checkpoints
+        lock = threading.RLock()  # both data sets may be parts of one
+        self.reader = Reader(task.dataset, lock)
+        self.held_out = Reader(task.validation, lock)
+        self.meter = Meter(config.data.batch, self.group.waiting, task.tokens_per_sample)
         self._closed = False
 
     def close(self) -> None:
@@ -215,11 +76,7 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        self.checkpoints.close()
-        self.averager.close()
-        batch_norm.release(self.model, self._replicas)
-        self.layout.close()
-        self.grid.close()
+        self.assembly.close()
 
     def __enter__(self) -> Trainer:
         return self
@@ -238,7 +95,7 @@ class Trainer:
             HpcTrainError: as the parts raise them, the same on all ranks.
         """
         self._train()
-        Heartbeat(self.group).finish(self.last_step)
+        Heartbeat(self.group).finish(self.plan.last)
 
     def _train(self) -> None:
         with (
@@ -249,14 +106,14 @@ class Trainer:
         ):
             self.checkpoints.claim = claim
             if self.config.run.preflight:
-                preflight(self.runtime, directory, self.device, self.state_bytes)
+                preflight(self.runtime, directory, self.device, self.assembly.state_bytes)
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
-            if after >= self.last_step:
-                logger.info("nothing to do: step %d of %d is done", after, self.last_step)
+            if after >= self.plan.last:
+                logger.info("nothing to do: step %d of %d is done", after, self.plan.last)
                 return
             with (
                 closing(self._loader(after)) as loader,
-                reporting(self.group, directory, after, self.last_step, claim) as report,
+                reporting(self.group, directory, after, self.plan.last, claim) as report,
             ):
                 self.model.train()
                 saving = Saving.of(self.config.checkpoint)
@@ -293,8 +150,8 @@ class Trainer:
 
     def _validation_rounds(self) -> Iterator[list[range]]:
         """Which samples this replica evaluates; all replicas go as many rounds."""
-        total, replicas = len(self.validation), self.grid.dp
-        size, at_once = self.parts[0].count, 2 * self.grid.pp - 1
+        total, replicas = len(self.task.validation), self.grid.dp
+        size, at_once = self.plan.parts[0].count, 2 * self.grid.pp - 1
         mine = range(self.grid.coordinate.dp, total, replicas)
         for first in range(0, -(-total // replicas), size * at_once):
             cuts = range(first, min(first + size * at_once, len(mine)), size)
@@ -354,9 +211,9 @@ class Trainer:
     def _loss(self, batch: Any) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
         if self.scaler is None:
-            return self.loss(self.model, batch)
+            return self.task.loss(self.model, batch)
         with torch.autocast(self.device.type, self.scaler.dtype):
-            loss = self.loss(self.model, batch)
+            loss = self.task.loss(self.model, batch)
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
     def _seed(self, step: int, micro_batch: MicroBatch, chunk: int) -> None:
@@ -369,27 +226,14 @@ class Trainer:
             seed_samples([mix(base, step, place) for place in places])
 
     def _clip(self, *, needed: bool) -> float:
-        """Clip the averaged gradients; returns their global norm before, if anybody needs it.
-
-        The loss's scale is undone, too. With a scaler a norm that is not finite asks for a skip.
-        """
+        """Clip the averaged gradients; returns their global norm before, if anybody needs it."""
         limit = self.config.optimizer.clip_norm
         if not limit and not needed and self.scaler is None:
             return 0.0
-        if self.grid.tp == self.grid.pp == 1:  # an averager need not go through all parameters
-            norm = float(self.averager.norm())
-        else:
-            parts, shards = self.averager.parts(), self.averager.shards
-            norm = float(self.layout.gradients.norm(parts, shards))
-        if self.scaler is not None:
-            return self.scaler.unscale(self.averager, norm, clip_norm=limit)
-        factor = clip_factor(norm, limit)
-        if factor != 1.0:
-            self.averager.scale_(factor)
-        return norm
+        return clip_gradients(self.averager, limit, self.scaler, self.layout.gradients.norm)
 
     def _set_learning_rate(self, step: int) -> float:
-        rate = learning_rate(self.config.optimizer, step, self.last_step, self.grid.dp)
+        rate = learning_rate(self.config.optimizer, step, self.plan.last, self.grid.dp)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
@@ -426,20 +270,20 @@ class Trainer:
 
     def _due(self, step: int) -> bool:
         regular = step % self.config.run.log_every == 0
-        return regular or step in (1, self.last_step) or self._validation_due(step)
+        return regular or step in (1, self.plan.last) or self._validation_due(step)
 
     def _validation_due(self, step: int) -> bool:
         every = self.config.data.validation_every
-        due = step == self.last_step or (every > 0 and step % every == 0)
-        return self.validation is not None and due
+        due = step == self.plan.last or (every > 0 and step % every == 0)
+        return self.task.validation is not None and due
 
     def _loader(self, after: int) -> Loader:
         return Loader(
             self.reader,
-            self.order,
-            self.parts,
+            self.plan.order,
+            self.plan.parts,
             first_step=after + 1,
-            last_step=self.last_step,
+            last_step=self.plan.last,
             prefetch=self.config.data.prefetch,
             workers=self.config.data.workers,
         )
@@ -448,13 +292,3 @@ class Trainer:
         run = self.config.run
         end = of_job(self.group) if run.time_limit == "auto" else None
         return StopRequests(run.time_limit_seconds(), end, directory / STOP)
-
-
-def sample_order_identity(config: RunConfig, samples: int) -> dict[str, Any]:
-    """What decides which samples a step has, by configuration key."""
-    return {
-        "run.seed": config.run.seed,
-        "data.batch": config.data.batch,
-        "data.shuffle": config.data.shuffle,
-        "number of samples": samples,
-    }

@@ -1,6 +1,6 @@
-"""A process beside a rank, forked by the server that has forked the rank.
+"""Start a process beside a rank. The server that has forked the rank forks it.
 
-A process that uses MPI must not start others, and the server does not use MPI.
+A rank cannot start it, as a process that uses MPI must not start others. The server uses no MPI.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from hpc_train.warm import stand_in
 from hpc_train.warm.meeting import Cold, is_open
 
-FORK_PATIENCE = 10.0  # seconds that the server has to answer
+FORK_PATIENCE = 10.0  # seconds to wait for the server's answer
 
 
 def start_beside(
@@ -25,20 +25,20 @@ def start_beside(
 ) -> socket.socket:
     """Run a program as `python` does, in a process that the server forks.
 
-    It has this rank's directory, limits, processors and standard streams.
+    The process has this rank's directory, limits, processors and standard streams.
 
     Args:
         program: -m and a module, or a script, with arguments.
-        mask: signals that are blocked in it.
-        numbers: descriptors that it gets, under the same numbers.
-        environ: its environment variables.
+        mask: signals that are blocked in the process.
+        numbers: descriptors that the process gets, under the same numbers.
+        environ: the process's environment variables.
 
     Returns:
-        A connection that can be read once the process has ended. The process and those that it has
-        started are killed when the connection closes, which it does with this rank.
+        A connection that can be read once the process has ended. When it closes, at the latest with
+        this rank, the process is killed, and so are those that it has started.
 
     Raises:
-        Cold: no server has forked this rank, or the server does not do it.
+        Cold: no server has forked this rank, or the server did not fork the process.
     """
     if not stand_in.forked_by:
         raise Cold("no server has forked this rank")

@@ -1,7 +1,7 @@
-"""What ranks of one fork server have in common; a rank of another key starts cold.
+"""The key of a fork server: settings that all of its ranks share. Other ranks start cold.
 
-This and its neighbours `meeting.py` and `stand_in.py` run in every stand-in. So they import the
-standard library alone, and little of it.
+This module, `meeting.py` and `stand_in.py` run in every stand-in. So they import only the standard
+library, and little of it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-# Variables are of three kinds. These are read by libraries while they are loaded, so they are part
-# of the server's key: a rank with another value starts cold.
+# There are three kinds of variables. Libraries read these ones while they are loaded, so the
+# variables are part of the server's key: a rank with another value starts cold.
 READ_AT_LOAD = (
     *("ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "HDF5_", "KMP_"),
     *("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NPY_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_"),
     *("PYTHON", "PYTORCH_", "TORCH_", "VECLIB_"),
 )
-# Of those, drivers read these when they are first used, which is after the fork.
+# These begin like the ones above, but drivers read them when they are first used, after the fork.
 READ_LATER = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-# These bind threads to the processors that a process may use when it loads OpenMP; in a fork, that
-# would be the server's.
+# These bind threads to processors when a process loads OpenMP. In a fork, that would be the
+# server's processors.
 BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-# These are for the server alone.
-# All others, the launcher's and the user's own, are set in the fork.
-WARM = "HPC_TRAIN_WARM"  # one of OFF, or the name of the server that several starts share
+# Only the server reads these. All other variables, the launcher's and the user's, are set in the
+# fork.
+WARM = "HPC_TRAIN_WARM"  # one of OFF, or the name of a server that several starts share
 LINGER = "HPC_TRAIN_WARM_LINGER"  # seconds that a server waits for another start
 LOAD = "HPC_TRAIN_WARM_LOAD"  # "program", or "libraries" alone
 WHY = "HPC_TRAIN_WARM_WHY"  # set: a rank that starts cold prints the reason
@@ -36,7 +36,7 @@ SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
 def packed(value: Any) -> bytes:
-    """A value as bytes: equal values give equal ones, which newer formats do not promise."""
+    """Convert a value to bytes. Equal values give equal bytes, unlike with newer formats."""
     return marshal.dumps(value, 2)
 
 
@@ -46,13 +46,13 @@ def is_off(environ: Mapping[str, str]) -> bool:
 
 
 def binding_variable(environ: Mapping[str, str]) -> str:
-    """A variable that binds threads; "" if there is none."""
+    """The name of a set variable that binds threads; "" if there is none."""
     found = [name for name in BINDING if environ.get(name, "false").lower() not in ("", "false")]
     return found[0] if found else ""
 
 
 def key_of(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What ranks of one server have in common."""
+    """The settings of this process that must be equal in all ranks of one server."""
     prefix = os.path.dirname(os.path.dirname(sys.executable))
     packages = [f"{prefix}/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"]
     packages += _folders(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
@@ -77,28 +77,28 @@ def key_of(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _folders(folder: str) -> list[str]:
-    """The folders of this package, whose times change with the files that are put into them."""
+    """The folders of this package. Their times change when files are put into them."""
     with os.scandir(folder) as entries:
         inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     return sorted([folder, *(path for path in inside if not path.endswith("__pycache__"))])
 
 
 def _memory_policy() -> str:
-    """On which memory nodes pages are put, as numactl and `srun --mem-bind` set it."""
+    """The memory nodes for new pages, which numactl and `srun --mem-bind` set."""
     try:
         with open("/proc/self/numa_maps") as file:
             return file.readline().split()[1]
     except OSError:
-        return ""  # the kernel knows no memory nodes
+        return ""  # the kernel is built without memory nodes
 
 
 def text_of(path: str) -> str:
-    """What a small file says."""
+    """The text of a small file."""
     with open(path) as file:
         return file.read()
 
 
 def difference(theirs: bytes, key: bytes) -> str:
-    """In what two keys differ."""
+    """The names of the settings in which two keys differ."""
     one, other = marshal.loads(theirs), marshal.loads(key)
     return ", ".join(name for name in other if one.get(name) != other[name])

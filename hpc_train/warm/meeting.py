@@ -1,4 +1,4 @@
-"""The fork server of this node: found by its name, or started by whoever comes first."""
+"""Find the fork server of this node by its name. The first process that needs it starts it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import zlib
 
 from hpc_train.warm.key import WARM, difference, key_of, packed, text_of
 
-ROOTS = ("/dev/shm", "/tmp")  # of a node alone, and short: a socket's path has at most 107 bytes
-LETS_GO = 1.0  # seconds in which the kernel releases the lock of a process that was killed
-PATH = 107  # bytes of a socket's path (unix(7))
-PADDING = 4096  # bytes of the server's command line, in which a rank writes its own
+ROOTS = ("/dev/shm", "/tmp")  # each node has its own, and they are short: see PATH
+LETS_GO = 1.0  # seconds to wait until the kernel releases the lock of a killed process
+PATH = 107  # most bytes of a socket's path (unix(7))
+PADDING = 4096  # bytes of the server's command line, over which a rank writes its own
 
 
 class Cold(Exception):
-    """Why this rank starts cold."""
+    """This rank has to start cold. The message says why."""
 
 
 def connect_server() -> socket.socket:
-    """A connection to the node's server, which is started if there is none.
+    """Connect to the node's server. Start it first if there is none.
 
     Raises:
-        Cold: there can be none, or it is of another key.
+        Cold: no server can be started, or it has another key.
     """
     try:
         key = packed(key_of(os.environ))
@@ -38,7 +38,7 @@ def connect_server() -> socket.socket:
                 if server := reached(folder, key) or first(folder, key):
                     return server
             except FileNotFoundError:
-                pass  # a server that left has taken the folder with it
+                pass  # a server that ended has removed the folder
             time.sleep(0.005)
     except (OSError, StopIteration) as error:
         raise Cold(str(error) or "no folder in memory can be written") from None
@@ -46,9 +46,10 @@ def connect_server() -> socket.socket:
 
 
 def name_here() -> str:
-    """The name of this node's server; by default the job's.
+    """The name of this node's server. By default it names the job.
 
-    PMIx tells the ranks which job is theirs. Without it, what started them is their parent.
+    A job is known by its PMIx namespace. Without PMIx it is known by the process that has started
+    the ranks, which is their parent.
     """
     if name := os.environ.get(WARM):
         return name
@@ -60,26 +61,26 @@ def name_here() -> str:
 
 
 def short_name(text: str) -> str:
-    """A name for a text of any length."""
+    """A short name for a text of any length."""
     return f"{zlib.crc32(text.encode(errors='surrogateescape')):08x}"
 
 
 def folder_of(name: str) -> str:
-    """Where the server of this name has its folder, below one of the user's."""
+    """The folder of the server with this name, inside the user's folder."""
     return f"{folder_of_all()}/{name}"
 
 
 def folder_of_all() -> str:
-    """Where this user's servers have their folders."""
+    """The user's folder, which has the folders of all of the user's servers."""
     root = next(root for root in ROOTS if os.access(root, os.W_OK | os.X_OK))
     return f"{root}/hpc-train-{os.getuid()}"
 
 
 def private_folder(name: str) -> str:
-    """Make the folder of a server, which this user alone can enter.
+    """Make the folder of a server. Only this user can enter it.
 
     Raises:
-        Cold: somebody else has made it, or its name is too long.
+        Cold: the folder belongs to somebody else or is open to others, or its name is too long.
         OSError: it cannot be made.
     """
     made = folder_of(name)
@@ -98,10 +99,10 @@ def private_folder(name: str) -> str:
 
 
 def reached(folder: str, key: bytes) -> socket.socket | None:
-    """A connection to the server in a folder; None if there is none yet.
+    """Connect to the server in a folder. Returns None if there is no server yet.
 
     Raises:
-        Cold: it is of another key.
+        Cold: the server has another key.
     """
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -113,14 +114,14 @@ def reached(folder: str, key: bytes) -> socket.socket | None:
         return None
     if theirs != key:
         server.close()
-        raise Cold(f"the server is of another {difference(theirs, key)}")
+        raise Cold(f"the server differs from it in {difference(theirs, key)}")
     return server
 
 
 def first(folder: str, key: bytes) -> socket.socket | None:
-    """Start the folder's server, and connect to it; None if another process is at it.
+    """Start the folder's server, and connect to it. Returns None if another process is starting it.
 
-    The lock on the file `alive` is the server's for as long as it lives.
+    The server holds the lock on the file `alive` as long as it lives.
     """
     alive = os.open(f"{folder}/alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -129,7 +130,7 @@ def first(folder: str, key: bytes) -> socket.socket | None:
         except BlockingIOError:
             return None
         if not _still(folder, alive):
-            return None  # the last server took the folder with it
+            return None  # the last server has removed the folder
         sweep(folder)
         _unlink(f"{folder}/socket")
         with open(f"{folder}/key", "wb") as file:
@@ -144,7 +145,7 @@ def first(folder: str, key: bytes) -> socket.socket | None:
 
 
 def dismiss(name: str) -> None:
-    """Have this node's server of a name end when its ranks have, without waiting for others."""
+    """Tell this node's server of a name to end with its ranks, and not to wait for other ranks."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
             server.connect(f"{folder_of(name)}/socket")
@@ -168,7 +169,7 @@ def _unlink(path: str) -> None:
 
 
 def sweep(but: str = "") -> None:
-    """Remove the folders of servers that were killed, with the exception of one."""
+    """Remove the folders of servers that were killed, except the folder `but`."""
     try:
         own = folder_of_all()
         folders = [f"{own}/{name}" for name in os.listdir(own)]
@@ -187,13 +188,13 @@ def sweep(but: str = "") -> None:
             if _still(folder, alive):
                 clear(folder)
         except OSError:
-            pass  # its server lives
+            pass  # its server is alive
         finally:
             os.close(alive)
 
 
 def _remove_empty(folder: str) -> None:
-    """Remove a folder that its maker left at once; one that has just made it makes it again."""
+    """Remove a folder that nobody uses. A process that has just made it will make it again."""
     try:
         os.rmdir(folder)
     except OSError:
@@ -201,7 +202,7 @@ def _remove_empty(folder: str) -> None:
 
 
 def clear_killed() -> None:
-    """Remove the folder of this node's server, which was killed a moment ago."""
+    """Remove the folder of this node's server, which has just been killed."""
     folder, end = folder_of(name_here()), time.monotonic() + LETS_GO
     sweep()
     while os.path.exists(folder) and time.monotonic() < end:
@@ -210,16 +211,16 @@ def clear_killed() -> None:
 
 
 def clear(folder: str) -> None:
-    """Remove a server's folder; the file that holds its lock goes last."""
+    """Remove a server's folder. The file with its lock is removed last."""
     try:
-        # Besides the socket and the key, memory that killed ranks have shared.
+        # Besides socket and key there can be shared memory that killed ranks have left.
         others = [name for name in os.listdir(folder) if name != "alive"]
         for name in ("socket", *others, "alive"):
             _unlink(f"{folder}/{name}")
         os.rmdir(folder)
         os.rmdir(os.path.dirname(folder))
     except OSError:
-        pass  # the next one has come already
+        pass  # the next server uses the folder already
 
 
 SERVE = """import sys
@@ -230,7 +231,7 @@ main()"""
 
 
 def spawn(folder: str, alive: int, listening: int) -> None:
-    """Start the server as nobody's child, so that no launcher ends it with a rank."""
+    """Start the server detached from this process, so that no launcher ends it with a rank."""
     if os.fork():
         os.wait()
         return
@@ -239,7 +240,7 @@ def spawn(folder: str, alive: int, listening: int) -> None:
         if os.fork():
             os._exit(0)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # Under no rank's binding; the kernel keeps it to the cgroup's processors.
+        # This drops the rank's binding. The kernel limits it to the cgroup's processors.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         lent = [os.dup(alive), os.dup(listening)]
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -250,7 +251,7 @@ def spawn(folder: str, alive: int, listening: int) -> None:
                 os.set_inheritable(descriptor, True)
             elif descriptor > 2:
                 os.close(descriptor)
-        # Threads that a library starts while it is loaded would not be in the forks.
+        # OpenBLAS would start threads while it is loaded, and forks do not inherit threads.
         environ = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
         words = [sys.executable, "-c", SERVE, folder, *map(str, lent), "-" * PADDING]
         os.execve(sys.executable, words, environ)
@@ -259,7 +260,7 @@ def spawn(folder: str, alive: int, listening: int) -> None:
 
 
 def descriptors() -> list[int]:
-    """The open ones of this process."""
+    """The open descriptors of this process."""
     found = [int(name) for name in os.listdir("/proc/self/fd")]
     return [number for number in found if is_open(number)]
 

@@ -1,4 +1,4 @@
-"""Makes of a fork the process that a cold start would have made, and runs its program."""
+"""Turn a fork into the process that a cold start would have made, and run its program."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from hpc_train.warm import stand_in
 from hpc_train.warm.meeting import PADDING, is_open
 
 OWN_PACKAGE = "hpc_train"
-# Where Open MPI 4 puts the memory that ranks share, which it leaves behind when they are killed.
+# The folder in which Open MPI 4 puts memory that ranks share. It leaves files if ranks are killed.
 SEGMENT_FOLDER = "OMPI_MCA_btl_vader_backing_directory"
-# Its framework for shared memory takes mmap in any case. It tries the other kinds first, and leaves
-# a file if it is killed then.
+# Open MPI's framework for shared memory always ends up with mmap. It tries the other kinds first,
+# and leaves a file if it is killed meanwhile.
 TRIED = "OMPI_MCA_shmem"
 
 
 @dataclass
 class ForkRequest:
-    """What a stand-in asks for, see `stand_in.hand_over`.
+    """The request of a stand-in, see `stand_in.hand_over`.
 
     Args:
         values: the fields of its message.
-        descriptors: received with it; first its working directory.
+        descriptors: the descriptors that came with it. The first is its working directory.
     """
 
     values: dict[str, Any]
@@ -48,19 +48,21 @@ class ForkRequest:
 
 
 def become(request: ForkRequest, folder: str) -> None:
-    """Take over what is the rank's own: directory, descriptors, limits, signals.
+    """Take over the rank's directory, descriptors, limits, environment and signals.
 
     Args:
-        request: of its stand-in.
-        folder: the server's, which is removed with what is in it when the server ends.
+        request: the request of the rank's stand-in.
+        folder: the server's folder. It is removed with its files when the server ends.
 
     Raises:
-        OSError: the kernel does not let this process have it.
+        OSError: the kernel does not allow this process one of the settings, or a module that the
+            server has loaded would be another one in a cold start.
     """
     stand_in.forked_by = folder
     values = request.values
-    # A signal to its own process group is not to reach the server. But the session stays: Linux
-    # schedules sessions apart (sched(7), autogroup), and ranks that wait could yield to no other.
+    # A new process group, so that a signal to the rank's group does not reach the server. But the
+    # session stays: Linux schedules sessions separately (sched(7), autogroup), and a rank that
+    # waits could not yield to ranks of another session.
     os.setpgid(0, 0)
     here, *descriptors = request.descriptors
     os.fchdir(here)
@@ -80,7 +82,7 @@ def become(request: ForkRequest, folder: str) -> None:
     os.environb.update(values["environ"])
     time.tzset()
     if hidden := hidden_by(values["path"]):
-        raise OSError(f"{values['path']} has a module {hidden} of its own, which is loaded already")
+        raise OSError(f"{values['path']} has its own module {hidden}, but another one is loaded")
     if folder.startswith("/dev/shm"):
         os.environ.setdefault(SEGMENT_FOLDER, folder)
         os.environ.setdefault(TRIED, "mmap")
@@ -95,7 +97,7 @@ def become(request: ForkRequest, folder: str) -> None:
 
 
 def ignore(wanted: list[int]) -> None:
-    """Ignore these signals and no others: the server was started by another stand-in."""
+    """Ignore these signals and no others. The server may ignore others than this stand-in does."""
     for number in signal.valid_signals():
         ignored = signal.getsignal(number) is signal.SIG_IGN
         if number in wanted and not ignored:
@@ -106,7 +108,7 @@ def ignore(wanted: list[int]) -> None:
 
 
 def hidden_by(path: str) -> str:
-    """A module that the server has loaded, and that a cold start would find in this folder."""
+    """The name of a loaded module that a cold start would load from this folder; "" if none is."""
     if sys.flags.safe_path:
         return ""
     loaded = {name for name in sys.modules if "." not in name}
@@ -117,7 +119,7 @@ def hidden_by(path: str) -> str:
     for name in loaded & there - {"__main__"}:
         found = importlib.machinery.PathFinder.find_spec(name, [path])
         if not found or not found.has_location or not found.origin:
-            continue  # a folder of data, say
+            continue  # for instance a folder of data
         own = getattr(sys.modules[name], "__file__", None)
         if os.path.realpath(found.origin) != os.path.realpath(own or ""):
             return name
@@ -125,10 +127,10 @@ def hidden_by(path: str) -> str:
 
 
 def place_descriptors(received: list[int], numbers: list[int]) -> None:
-    """Move descriptors to the numbers that they had in the stand-in.
+    """Move descriptors to the numbers that they have in the stand-in.
 
     Raises:
-        OSError: a number is in use here.
+        OSError: this process uses one of the numbers.
     """
     above = max([*numbers, *received]) + 1
     high = []
@@ -142,7 +144,7 @@ def place_descriptors(received: list[int], numbers: list[int]) -> None:
     for descriptor, number in zip(high, numbers, strict=True):
         if number > 2 and is_open(number):
             raise OSError(f"descriptor {number} is in use")
-        os.dup2(descriptor, number)  # inheritable, as it is after an exec
+        os.dup2(descriptor, number)  # which makes it inheritable, as it is after an exec
         os.close(descriptor)
     for number in (0, 1, 2):
         if number not in numbers:
@@ -150,7 +152,7 @@ def place_descriptors(received: list[int], numbers: list[int]) -> None:
 
 
 def stream_of(name: str, number: int, mode: str) -> TextIO | None:
-    """A standard stream as Python makes it at its start; None if the descriptor is closed."""
+    """Make a standard stream as Python makes it at its start; None if the descriptor is closed."""
     if not is_open(number):
         return None
     raw = io.FileIO(number, mode, closefd=False)
@@ -173,9 +175,10 @@ def stream_of(name: str, number: int, mode: str) -> TextIO | None:
 
 
 def write_command_line(words: list[str]) -> None:
-    """Let `ps` show the rank's own command line, in the memory of the server's, which is padded.
+    """Let `ps` show the rank's own command line. It is written over the server's, which is padded.
 
-    The kernel takes memory whose last byte is not 0 for one text (proc(5), setproctitle(3)).
+    If the last byte of this memory is not 0, the kernel takes all of it for one text (proc(5),
+    setproctitle(3)).
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
@@ -186,7 +189,7 @@ def write_command_line(words: list[str]) -> None:
 
 
 def differ() -> None:
-    """Undo what forks would have in common and processes of their own would not."""
+    """Undo what forks share and separate processes would not: seeds, keys, numbers of threads."""
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -202,7 +205,7 @@ def differ() -> None:
 
 
 def set_openblas_threads(count: int) -> None:
-    """Have numpy's matrix library use threads; the server has loaded it with one."""
+    """Let numpy's OpenBLAS use `count` threads. The server has loaded it with one thread."""
     found = re.search(r"\S*openblas\S*\.so\S*", Path("/proc/self/maps").read_text())
     if not found or count == 1:
         return
@@ -217,7 +220,7 @@ def run_rank(request: ForkRequest) -> NoReturn:
     """Run a rank's program as Python runs its main program.
 
     Raises:
-        SystemExit: at its end.
+        SystemExit: the program has ended.
     """
     words, path = request.values["program"], request.values["path"]
     if not sys.flags.safe_path:
@@ -235,12 +238,12 @@ def run_rank(request: ForkRequest) -> NoReturn:
             runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
         else:
             sys.argv = words
-            file = os.path.join(os.getcwd(), words[0])  # as Python tells it
+            file = os.path.join(os.getcwd(), words[0])  # as Python sets __file__
             loader = importlib.machinery.SourceFileLoader("__main__", file)
             main.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
             code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
             exec(code, main.__dict__)
-    except Exception as error:  # noqa: BLE001  # Python prints it so, too
+    except Exception as error:  # noqa: BLE001  # printed as Python does it
         error.__traceback__ = _of_program(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
@@ -248,8 +251,9 @@ def run_rank(request: ForkRequest) -> NoReturn:
 
 
 def main_of_package(arguments: list[str]) -> int:
-    """Run this package's command line; returns its exit code."""
-    main = importlib.import_module(f"{OWN_PACKAGE}.cli").main  # which stands above this layer
+    """Run this package's command line. Returns its exit code."""
+    # `cli` is a higher layer, which this one must not import.
+    main = importlib.import_module(f"{OWN_PACKAGE}.cli").main
     try:
         code: int = main(arguments)
         return code
@@ -258,9 +262,10 @@ def main_of_package(arguments: list[str]) -> int:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End this process without taking every object apart, which touches all shared pages.
+    """End this process without destroying every object, which would touch all shared pages.
 
-    Our own program leaves nothing open; a user's may rely on its objects' ends.
+    It is only for our own program, which leaves nothing open. A user's program may need its objects
+    to be destroyed.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,7 +1,7 @@
 """The fork server of a node: it imports everything once, and forks a rank for each stand-in.
 
-It has one thread and loads neither MPI nor a GPU's driver. When a stand-in's connection closes, its
-rank is killed; when this process is killed, the kernel kills the ranks. It ends by itself when all
+It has one thread, and loads neither MPI nor a GPU's driver. It kills a rank when the connection to
+its stand-in closes. If the server is killed, the kernel kills the ranks. The server ends when all
 ranks have ended, at once or after it has waited for another start.
 """
 
@@ -28,7 +28,7 @@ from hpc_train.errors import FINAL_CODES
 from hpc_train.warm import meeting, rank
 from hpc_train.warm.key import LINGER, LOAD, packed
 
-# What ranks of this package load, so that a fork finds it there. Neither mpi4py.MPI nor Horovod:
+# The libraries that ranks of this package load. mpi4py.MPI and Horovod are not among them, because
 # MPI has to be loaded with the variables of its own rank.
 LIBRARIES = (
     *("torch", "numpy", "h5py", "mpi4py", "safetensors", "xxhash", "psutil", "yaml", "jinja2"),
@@ -36,17 +36,17 @@ LIBRARIES = (
     *("torch.utils.data", "tokenizers"),
 )
 PROGRAM = ("hpc_train.cli.train", "hpc_train.training.gpt", "hpc_train.models.gpt.module")
-BEFORE = 20.0  # seconds for the first stand-in to come
-AFTER = 1.0  # seconds for another of the same start
+BEFORE = 20.0  # seconds to wait for the first stand-in
+AFTER = 1.0  # seconds to wait for another one of the same start
 PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None)
 
 
 @dataclass
 class Peer:
-    """A stand-in: its connection, and the rank that was forked for it.
+    """A stand-in's connection, and the process number of the rank that was forked for it.
 
-    Or a rank, and a process beside it.
+    Or a rank's connection, and the process that was forked beside the rank.
     """
 
     connection: socket.socket
@@ -55,7 +55,7 @@ class Peer:
 
 
 def main() -> None:
-    """Serve; in a fork, run the rank's program as Python runs a main program."""
+    """Serve until all ranks have ended. In a fork, run the rank's program as a main program."""
     folder, alive, listening, *_ = sys.argv[1:]
     unfit = load_libraries(os.environ.get(LOAD, ""))
     server = Server(folder, int(alive), int(listening), unfit)
@@ -67,14 +67,14 @@ def main() -> None:
 
 
 def load_libraries(what: str) -> str:
-    """Import what ranks need; returns why this process must not be forked, or ""."""
+    """Import what ranks need. Returns why this process must not be forked; "" if it may be."""
     for name in LIBRARIES if what == "libraries" else (*LIBRARIES, *PROGRAM):
         with suppress(ImportError):
             importlib.import_module(name)
     if what != "libraries":
         importlib.import_module("hpc_train.config.file").config_parser(documented=False)
     gc.collect()
-    gc.freeze()  # the collector would write to pages that forks share
+    gc.freeze()  # otherwise the collector would write to pages that forks share
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         return f"loading the libraries has started {threads - 1} threads"
     if "mpi4py.MPI" in sys.modules:
@@ -86,13 +86,13 @@ def load_libraries(what: str) -> str:
 
 
 class Server:
-    """Accepts stand-ins, forks ranks, and tells how they ended.
+    """Accepts stand-ins, forks ranks, and tells the stand-ins how their ranks have ended.
 
     Args:
-        folder: holds the socket.
-        alive: descriptor of the file whose lock says that this process lives.
+        folder: the folder of the socket.
+        alive: descriptor of the file `alive`. This process holds its lock as long as it lives.
         listening: descriptor of the socket.
-        unfit: why no rank may be forked; "" if it may.
+        unfit: why no rank may be forked; "" if ranks may be forked.
     """
 
     def __init__(self, folder: str, alive: int, listening: int, unfit: str) -> None:
@@ -115,7 +115,7 @@ class Server:
         self._until = time.monotonic() + max(BEFORE, self._linger)
 
     def serve(self) -> rank.ForkRequest | None:
-        """Serve until nobody is left; in a fork, what the rank has to run."""
+        """Serve until nobody is left, and return None. In a fork, return the rank's request."""
         while self.peers or time.monotonic() < self._until:
             for key, _ in self.selector.select(None if self.peers else 0.2):
                 if key.fileobj is self.listening:
@@ -128,8 +128,8 @@ class Server:
             self._reap()
             if not self.peers and time.monotonic() >= self._until:
                 with suppress(FileNotFoundError):
-                    Path(self.folder, "socket").unlink()  # nobody can come from here on
-                self._accept()  # who has come before
+                    Path(self.folder, "socket").unlink()  # from here on nobody can connect
+                self._accept()  # take those who have connected before
         return None
 
     def _accept(self) -> None:
@@ -147,16 +147,16 @@ class Server:
                 self.selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, peer: Peer) -> rank.ForkRequest | None:
-        """Take a stand-in's request or signal; in the fork that it asks for, the request."""
+        """Take a stand-in's message. In the fork that it asks for, return its request."""
         try:
             data, descriptors, _, _ = socket.recv_fds(peer.connection, 1 << 20, 256)
-        except BlockingIOError:  # it has the number of one that has just ended
+        except BlockingIOError:  # its descriptor has the number of one that has just closed
             return None
         except OSError:
             data, descriptors = b"", []
-        if not data:  # it has ended: so does its rank, which is not reaped yet
+        if not data:  # the stand-in has ended, so kill its rank, which is not reaped yet
             if peer.pid:
-                os.kill(peer.pid, signal.SIGKILL)  # it may not have its own group yet
+                os.kill(peer.pid, signal.SIGKILL)  # the rank may not have its own group yet
                 _kill_group(peer.pid)
                 self.selector.unregister(peer.connection)
             else:
@@ -188,15 +188,15 @@ class Server:
         connection = self._leave(peer.connection, max(request.values["descriptors"], default=2) + 1)
         try:
             rank.become(request, self.folder)
-        except Exception as error:  # noqa: BLE001  # whatever it is, a cold start does without
-            connection.send(packed({"cold": f"the fork cannot be this rank: {error!r}"}))
+        except Exception as error:  # noqa: BLE001  # after any error the rank starts cold
+            connection.send(packed({"cold": f"the fork cannot become this rank: {error!r}"}))
             os._exit(0)
         connection.send(packed({"cold": "", "group": os.getpid()}))
         connection.close()
         return request
 
     def _leave(self, kept: socket.socket, above: int) -> socket.socket:
-        """In a fork: close what is the server's.
+        """Close the server's descriptors in a fork.
 
         Returns:
             The connection to the rank's stand-in, under a number that the rank does not need.
@@ -223,7 +223,7 @@ class Server:
                 self._ended(pid, status)
 
     def _ended(self, pid: int, status: int) -> None:
-        if status:  # as launchers do with what a rank that has failed leaves running
+        if status:  # launchers, too, kill what a failed rank has left running
             _kill_group(pid)
         for peer in self._with(pid):
             with suppress(OSError):
@@ -232,7 +232,7 @@ class Server:
             if peer.beside:
                 return
         final = os.WIFEXITED(status) and os.WEXITSTATUS(status) in FINAL_CODES
-        shared = bool(os.environ.get(LOAD))  # by several jobs: one's end is not all's
+        shared = bool(os.environ.get(LOAD))  # several jobs share the server, and others may follow
         wait = AFTER if final and not shared else max(AFTER, self._linger)
         self._until = 0.0 if self._leaving else time.monotonic() + wait
 

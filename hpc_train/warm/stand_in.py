@@ -1,7 +1,7 @@
-"""The process that a launcher starts for a rank: the fork server of its node makes the rank.
+"""The process that a launcher starts for a rank. The fork server of its node forks the rank itself.
 
-It hands over its environment, directory, descriptors and limits, passes signals on, and ends as the
-rank ends.
+The stand-in hands over its environment, directory, descriptors and limits. It passes signals on to
+the rank, and ends as the rank ends.
 """
 
 from __future__ import annotations
@@ -19,61 +19,61 @@ from collections.abc import Mapping, Sequence
 from hpc_train.warm.key import WARM, WHY, binding_variable, is_off, packed, text_of
 from hpc_train.warm.meeting import Cold, clear_killed, connect_server, descriptors
 
-# Those that a process is sent by others. The rest cannot be caught, or tell it of itself.
+# The signals that others send. The rest cannot be caught, or come from the process itself.
 PASSED_SIGNALS = signal.valid_signals() - {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTTIN),
     *(signal.SIGTTOU, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
     *(signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
 }
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# Our own program asks for these itself, once it has loaded its libraries.
+# Blocked at first in our own program, which unblocks them once it has loaded its libraries.
 HELD = (*END_SIGNALS[:3], signal.SIGUSR1, signal.SIGUSR2)
 SERVER_PATIENCE = 5.0  # seconds that a signal to end waits for a server that does not answer
-REQUEST_BYTES = 1 << 18  # bytes of a request; a larger environment starts cold
-DESCRIPTORS = 250  # that one message may carry (SCM_MAX_FD is 253)
+REQUEST_BYTES = 1 << 18  # largest request; a rank with a larger environment starts cold
+DESCRIPTORS = 250  # most descriptors in one message (SCM_MAX_FD is 253)
 
 forked_by = ""
-"""The folder of the server that has forked this process, which is a rank then; "" if none has."""
+"""In a rank that started warm, the folder of the server that has forked it; else ""."""
 
 
 def command(program: Sequence[str]) -> list[str]:
-    """The words that start a program warm, where `python` with the program starts it cold."""
+    """The command line that starts a program warm. `python PROGRAM` starts it cold."""
     here = os.path.dirname(os.path.realpath(__file__))
     return [sys.executable, "-S", "-E", f"{here}/__main__.py", *program]
 
 
 def main() -> int:
-    """Be the stand-in of a rank that runs the arguments; a cold start if there is no server."""
+    """Be the stand-in of a rank that runs the arguments. Without a server, start it cold."""
     program = sys.argv[1:]
     if not program:
         print("usage: __main__.py (-m MODULE | SCRIPT) ARGUMENT...", file=sys.stderr)
         return 2
     code = start_stand_in(program, first_on_path(program))
     if code is None:
-        os.environ[WARM] = "off"  # it is not tried twice
+        os.environ[WARM] = "off"  # the cold start must not try again
         os.execv(sys.executable, [sys.executable, *program])
     return code
 
 
 def first_on_path(program: Sequence[str]) -> str:
-    """What Python puts first on sys.path for a program."""
+    """The entry that Python puts first on sys.path for a program."""
     return os.getcwd() if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))
 
 
 def start_stand_in(program: Sequence[str], path: str) -> int | None:
-    """Have a fork of the node's server run a program; wait for its end.
+    """Run a program in a fork of the node's server, and wait for its end.
 
     Args:
         program: -m and a module, or a script, with arguments.
         path: first entry of sys.path.
 
     Returns:
-        Its exit code; None: it has to start cold. If a signal ended it, that signal ends this
-        process, too.
+        The program's exit code; None if it has to start cold. If a signal ends the program, the
+        same signal ends this process.
     """
     if forked_by or is_off(os.environ):
         return None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)  # nothing is lost from here on
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)  # `wait` will pass them on
     try:
         check_program(program)
         server = connect_server()
@@ -93,21 +93,21 @@ def start_stand_in(program: Sequence[str], path: str) -> int | None:
 
 
 def check_program(program: Sequence[str]) -> None:
-    """Leave to Python what a fork cannot do as well.
+    """Refuse programs that a fork cannot run as Python does.
 
     Raises:
-        Cold: naming it.
+        Cold: the program has to start cold; the message says why.
     """
     if name := binding_variable(os.environ):
         raise Cold(f"{name} binds threads to processors that a rank does not have yet")
     if program[0] == "-m" and len(program) == 1:
         raise Cold("no module is named")
     if program[0] != "-m" and not os.path.isfile(program[0]):
-        raise Cold(f"{program[0]} is no file")
+        raise Cold(f"{program[0]} is not a file")
 
 
 def inherited(server: socket.socket) -> list[int]:
-    """The descriptors of this process that a program which it executes would have."""
+    """The descriptors that a program would inherit if this process executed it."""
     return [n for n in descriptors() if n != server.fileno() and (n < 3 or os.get_inheritable(n))]
 
 
@@ -121,20 +121,20 @@ def hand_over(
     environ: Mapping[bytes, bytes] = os.environb,
     beside: bool = False,
 ) -> None:
-    """Send the server all that makes a process like this one of its fork.
+    """Send the server a request for a fork with this process's settings and descriptors.
 
     Args:
-        server: the connection to it.
+        server: the connection to the server.
         program: -m and a module, or a script, with arguments.
         path: first entry of sys.path.
         mask: signals that are blocked in the fork.
-        numbers: descriptors that it gets, under the same numbers.
-        environ: its environment variables.
-        beside: it is no rank, but a process beside one.
+        numbers: descriptors that the fork gets, under the same numbers.
+        environ: the fork's environment variables.
+        beside: whether the fork is a process beside a rank, and not a rank.
 
     Raises:
         Cold: too many descriptors are open.
-        OSError: it is too much, or the server is gone.
+        OSError: the request is too large, or the server has ended.
     """
     if len(numbers) > DESCRIPTORS:
         raise Cold(f"{len(numbers)} descriptors are open")
@@ -165,23 +165,24 @@ def hand_over(
 
 
 def umask() -> int:
-    """The mask of new files' modes, read without a moment in which it is another one."""
+    """The umask, read from /proc, because os.umask would change it for a moment."""
     line = next(line for line in text_of("/proc/self/status").splitlines() if "Umask:" in line)
     return int(line.split()[1], 8)
 
 
 def started(server: socket.socket) -> int:
-    """Wait until the rank runs; returns its process group.
+    """Wait until the rank runs. Returns its process group.
 
     Raises:
-        Cold: the server does not take it, has ended, or does not answer a process that is to end.
+        Cold: the server refuses the rank or has ended, or it did not answer and this process got a
+            signal to end.
     """
     asked = None
     while not select.select([server.fileno()], [], [], 0.2)[0]:
         if signal.sigpending() & {*END_SIGNALS}:
             asked = asked or time.monotonic()
             if time.monotonic() - asked > SERVER_PATIENCE:
-                raise Cold("it is asked to end, and the server does not answer")
+                raise Cold("it got a signal to end, and the server does not answer")
     try:
         answer = server.recv(REQUEST_BYTES)
     except ConnectionResetError:
@@ -196,13 +197,14 @@ def started(server: socket.socket) -> int:
 
 
 def wait(server: socket.socket, group: int) -> int:
-    """Pass signals on until the rank ends; returns its status as `os.waitpid` gives it.
+    """Pass signals on until the rank ends. Returns its status in the form of `os.waitpid`.
 
-    They are blocked, and taken one by one: a handler might come between two of our calls.
+    Handlers do nothing. Python writes the numbers of signals into a pipe, and this function reads
+    them one by one. A handler that passed a signal on could run between any two calls.
 
     Args:
-        server: the connection to it.
-        group: the rank's process group, whose processes do not outlive the server either.
+        server: the connection to the server.
+        group: the rank's process group. Its processes are killed if the server is killed.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -228,7 +230,7 @@ def wait(server: socket.socket, group: int) -> int:
         try:
             os.killpg(group, signal.SIGKILL)  # the kernel has killed the rank, not its children
         except OSError:
-            pass  # it had none
+            pass  # the rank had no children
         clear_killed()
         return int(signal.SIGKILL)
     status: int = marshal.loads(answer)["status"]
@@ -236,22 +238,22 @@ def wait(server: socket.socket, group: int) -> int:
 
 
 def pass_on(server: socket.socket, number: int) -> None:
-    """Have the server send the rank a signal; both stop on Ctrl-Z."""
+    """Let the server send a signal to the rank. On Ctrl-Z both processes stop."""
     stops = number == signal.SIGTSTP
     try:
         server.send(packed(int(signal.SIGSTOP if stops else number)))
     except OSError:
-        return  # it has ended, which is read next
+        return  # the rank has ended; the next read tells so
     if stops:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def end_as(status: int) -> int:
-    """End by the signal that ended the rank; else return its exit code."""
+    """Return the rank's exit code. If a signal ended the rank, end this process by it, too."""
     if os.WIFEXITED(status):
         return os.WEXITSTATUS(status)
     number = os.WTERMSIG(status)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank's own is the one to look at
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # only the rank's core file is of use
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

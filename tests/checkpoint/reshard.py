@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.checkpoint import fileformat, restore, state
-from hpc_train.checkpoint.dtypes import DTYPES
-from hpc_train.checkpoint.fileformat import LocalTensor, TensorForm
+from hpc_train.checkpoint.fileformat import LocalTensor, TensorForm, format_dtypes
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import ParameterSlice, SliceSpec
@@ -53,7 +52,7 @@ def draw_whole(random: Random) -> dict[str, Tensor]:
     """Tensors of random bytes: empty ones, scalars, and some that are larger than an extent."""
     whole = {}
     for number in range(random.randint(1, 8)):
-        dtype = random.choice(list(DTYPES))
+        dtype = random.choice(list(format_dtypes()))
         dimensions = random.choice([0, 1, 1, 2, 2, 2, 3])
         shape = [random.choice([0, 1, 2, 3, 5, 8, 13, 30]) for _ in range(dimensions)]
         data = random.randbytes(math.prod(shape) * dtype.itemsize)

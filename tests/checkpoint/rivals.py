@@ -30,12 +30,13 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint import claim as claims
-from hpc_train.checkpoint import fileformat, tools
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint import fileformat, inspection
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.errors import ClaimError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
 from tests.checkpoint.states import SMALL
 
 STEPS = 60
@@ -54,16 +55,8 @@ def train(directory: Path, *, background: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(40, 16).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    loop = Loop(
-        Runtime(Group(), Group()),
-        directory,
-        model,
-        optimizer,
-        every=2,
-        keep=2,
-        background=background,
-        hang_timeout=SILENCE,
-    )
+    options = LoopOptions(every=2, keep=2, background=background, hang_timeout=SILENCE)
+    loop = Loop(Runtime(Group(), Group()), directory, model, optimizer, options)
     data = TensorDataset(torch.randn(4 * STEPS, 40, dtype=torch.float64))
     for _, batches in loop.epochs(data, batch=4, epochs=1):
         for (inputs,) in batches:
@@ -169,7 +162,7 @@ def case(folder: Path, random: Random) -> list[str]:
     events += [rival.end() for rival in rivals]
     assert newest(directory) >= reached, "a complete checkpoint is gone"
     for path in find_checkpoints(directory, "auto"):
-        assert not [*tools.damaged(path)], path
+        assert not [*inspection.damaged(path)], path
     time.sleep(SILENCE)
     assert Rival(directory, folder / "said").end() == "trained"
     return events

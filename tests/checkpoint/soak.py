@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from tests.conftest import small_program, small_text
 from tests.programs import ENVIRON, Program, processes_of, ranks_of, wait_for_end
 

@@ -9,7 +9,7 @@ import torch
 
 from hpc_train import files
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE
+from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE
 from hpc_train.checkpoint.exchange import Exchange
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.state import TrainingState

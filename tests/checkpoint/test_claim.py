@@ -13,8 +13,8 @@ import pytest
 
 from hpc_train import files
 from hpc_train.checkpoint import claim as claims
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.checkpoint.claim import Claim, Jobs, Owner, ProcessPlace, claimed, take_claim, void
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from hpc_train.errors import ClaimError, ConfigError
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import Call, faults

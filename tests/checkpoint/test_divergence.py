@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.checkpoint import Checkpoints, divergence
-from hpc_train.checkpoint.directory import find_checkpoints
-from hpc_train.checkpoint.divergence import sample
+from hpc_train.checkpoint import Checkpoints, checks
+from hpc_train.checkpoint.catalogue import find_checkpoints
+from hpc_train.checkpoint.checks import bytes_to_compare
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.errors import DivergenceError, UserError
@@ -23,10 +23,10 @@ sizes = st.dictionaries(st.text("abc", min_size=1), st.integers(0, 50), max_size
 @given(sizes, st.integers(1, 60))
 def test_the_turns_go_round_through_all_bytes(sizes, at_once):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(divergence, "COMPARED_BYTES", at_once)
+        patch.setattr(checks, "COMPARED_BYTES", at_once)
         seen = []
         for turn in range(-(-sum(sizes.values()) // at_once)):
-            pieces = sample(sizes, turn)
+            pieces = bytes_to_compare(sizes, turn)
             assert sum(end - begin for _, begin, end in pieces) == min(at_once, sum(sizes.values()))
             seen += [(name, byte) for name, begin, end in pieces for byte in range(begin, end)]
     assert {*seen} == {(name, byte) for name, size in sizes.items() for byte in range(size)}
@@ -67,7 +67,7 @@ def test_of_two_that_differ_both_are_named(job, together):
 
 @pytest.mark.mpi(min_size=4)
 def test_what_is_not_in_a_sample_is_in_a_later_one(job, together, monkeypatch):
-    monkeypatch.setattr(divergence, "COMPARED_BYTES", 256)
+    monkeypatch.setattr(checks, "COMPARED_BYTES", 256)
     made = drifted(together, job.world, 1)
     with torch.no_grad():
         made.state.model.weight.view(-1)[77 // 4] = 0.0  # the same again

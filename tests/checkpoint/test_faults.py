@@ -13,8 +13,8 @@ from random import Random
 import pytest
 
 from hpc_train import files
-from hpc_train.checkpoint import Checkpoints, tools
-from hpc_train.checkpoint.directory import find_checkpoints
+from hpc_train.checkpoint import Checkpoints, inspection
+from hpc_train.checkpoint.catalogue import find_checkpoints
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import Call, fail, fail_late, faults, kill, write_less, write_nothing
@@ -112,7 +112,9 @@ def test_an_error_on_one_rank_is_the_same_error_on_all(job, together, engine, fa
         told = failure_of(made, step, fault, at, background=background)
         everywhere = world.comm.allgather(told)
         left = [path.name for path in (together / "run").glob(".step-*")]
-        damage = [list(tools.damaged(path)) for path in find_checkpoints(together / "run", "auto")]
+        damage = [
+            list(inspection.damaged(path)) for path in find_checkpoints(together / "run", "auto")
+        ]
         world.barrier()
         assert len({*everywhere}) == 1, (name, everywhere)
         if told:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hpc_train.checkpoint.directory import find_checkpoints
-from hpc_train.checkpoint.finite import are_finite
+from hpc_train.checkpoint.catalogue import find_checkpoints
+from hpc_train.checkpoint.checks import are_finite
 from hpc_train.errors import NotFiniteError
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import change, store

@@ -11,8 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from hpc_train.checkpoint.dtypes import DTYPES
-from hpc_train.checkpoint.fileformat import LocalTensor
+from hpc_train.checkpoint.fileformat import LocalTensor, format_dtypes
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import save_tensors
 from tests.checkpoint.test_fileformat import VERSION_1, of_version_1
@@ -82,7 +81,7 @@ def test_what_the_page_says_reads_a_file_of_version_1():
 
 
 def test_what_the_page_says_reads_all_types(tmp_path):
-    named = {f"a.{dtype}": torch.arange(7).view(7, 1).to(dtype) for dtype in DTYPES}
+    named = {f"a.{dtype}": torch.arange(7).view(7, 1).to(dtype) for dtype in format_dtypes()}
     named |= {"ä": torch.tensor(3.5), "z": torch.zeros(2, 0), "large": torch.randn(5000, 1000)}
     held = {name: LocalTensor.whole(tensor) for name, tensor in named.items()}
     save_tensors(tmp_path / "c.safetensors", held, b'{"step":7}', Group())

@@ -8,11 +8,11 @@ from safetensors import safe_open
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.checkpoint.dtypes import DTYPES
+from hpc_train.checkpoint.fileformat import format_dtypes
+from hpc_train.checkpoint.inspection import differences
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.state import TrainingState
-from hpc_train.checkpoint.tools import differences
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.training.loop import Loop
@@ -28,7 +28,7 @@ class Buffers(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         generator = torch.Generator().manual_seed(seed)
-        for dtype in (*DTYPES, COMPLEX):
+        for dtype in (*format_dtypes(), COMPLEX):
             shape = (6, 5, dtype.itemsize)
             bits = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8)
             name = str(dtype).replace("torch.", "of_")

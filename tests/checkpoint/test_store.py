@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, fileformat
-from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE, newest
+from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, newest
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.checkpoint.weights import start_from

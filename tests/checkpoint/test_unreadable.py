@@ -8,8 +8,8 @@ import os
 import pytest
 
 from hpc_train import files
-from hpc_train.checkpoint import reading, tools
-from hpc_train.checkpoint.directory import find_checkpoints
+from hpc_train.checkpoint import inspection, reading
+from hpc_train.checkpoint.catalogue import find_checkpoints
 from hpc_train.errors import CheckpointError, CheckpointUnreadable
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import found, save, store
@@ -97,8 +97,8 @@ def test_what_is_proven_to_be_damaged_is_passed_over(folder):
 
 def test_verify_does_not_call_it_damaged(folder, monkeypatch):
     newest = find_checkpoints(folder, "auto")[0]
-    real = tools.CheckpointReader.open(newest)
-    monkeypatch.setattr(tools.CheckpointReader, "open", lambda _: real)
+    real = inspection.CheckpointReader.open(newest)
+    monkeypatch.setattr(inspection.CheckpointReader, "open", lambda _: real)
     failing(monkeypatch, errno.EIO, times=1000)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        list(tools.damaged(newest))
+        list(inspection.damaged(newest))

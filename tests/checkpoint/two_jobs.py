@@ -26,8 +26,8 @@ from random import Random
 
 import psutil
 
-from hpc_train.checkpoint import tools
-from hpc_train.checkpoint.directory import find_checkpoints
+from hpc_train.checkpoint import inspection
+from hpc_train.checkpoint.catalogue import find_checkpoints
 from tests.checkpoint.soak import Job, wait
 from tests.conftest import small_program, small_text
 from tests.programs import COLD, ENVIRON, only_line, processes_of, ranks_of
@@ -100,7 +100,7 @@ def case(job: Job, random: Random, ranks: int, event: str) -> str:
         assert first_code == 0, (first_code, first_text)
     _wait_for_processes(job)
     for path in find_checkpoints(job.run / "checkpoints", "auto"):
-        assert not [*tools.damaged(path)], path
+        assert not [*inspection.damaged(path)], path
     last = Started(job, "last", ranks, 1800.0)
     code, text = last.end()
     assert code == 0, text

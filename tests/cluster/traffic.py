@@ -25,6 +25,7 @@ from hpc_train.config.file import load
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 FEW, MORE = 1, 3  # steps
@@ -63,7 +64,8 @@ def train(config: RunConfig, place: Runtime) -> None:
     torch.manual_seed(7)
     dataset = TensorDataset(text[:, :-1], text[:, 1:])
     with redirect_stdout(StringIO()):  # mpirun would pass it from host to host
-        Trainer(config, GPT(**shape), dataset, lambda gpt, batch: gpt(*batch), place).train()
+        task = TrainingTask(GPT(**shape), dataset, lambda gpt, batch: gpt(*batch))
+        Trainer(config, task, place).train()
 
 
 def losses(config: RunConfig) -> list[float]:

@@ -196,7 +196,7 @@ def test_a_damaged_shard_is_refused_or_verify_finds_it(sound, out, data):
     ("path", "value", "message"),
     [
         (["dtype"], "object", "dtype is 'object', not one of uint8, uint16, uint32"),
-        (["vocab"], 257, "vocab is 257, no whole number from 1 to 256"),
+        (["vocab"], 257, "vocab is 257, not a whole number from 1 to 256"),
         (["vocab"], True, "vocab is True"),
         (["tokenizer"], "/etc/passwd", "tokenizer is '/etc/passwd', not a plain file name"),
         (["splits", "train", 0, "name"], "../x.h5", "shard 0 of train: name is '../x.h5'"),
@@ -207,7 +207,7 @@ def test_a_damaged_shard_is_refused_or_verify_finds_it(sound, out, data):
         (["splits", "train", 1, "name"], "train-00000.h5", "two shards have the same name"),
         (["splits", "test"], [], "not some of train, validation"),
         (["splits"], [], "not some of train, validation"),
-        ([], 3, "the manifest is no object"),
+        ([], 3, "the manifest is not an object"),
     ],
 )
 def test_the_line_says_what_is_wrong_in_a_manifest(sound, out, path, value, message):
@@ -255,7 +255,7 @@ def test_a_shard_may_be_a_link_and_the_tokenizer_may_not_leave_the_folder(out, t
     check_shards(out, read_manifest(out))
     (tmp_path / "secret").write_text("a key")
     (out / "tokenizer.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(DataError, match=r"tokenizer.json is no file of its folder"):
+    with pytest.raises(DataError, match=r"tokenizer.json is not a file of its folder"):
         describe_tokenizer("tokenizer.json", out)
     (tmp_path / "link").symlink_to(out)  # the folder itself may be reached by one
     (out / "tokenizer.json").unlink()

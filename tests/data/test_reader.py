@@ -119,7 +119,7 @@ def test_a_data_set_that_draws_is_not_read_ahead(caplog):
     steps = iter(loader(OnlyTorch()))
     next(steps)
     assert {*threading.enumerate()} <= before
-    assert "draws random numbers (torch's): none is read ahead" in caplog.text
+    assert "draws random numbers (torch's): no batch is read ahead" in caplog.text
 
 
 def test_one_that_begins_to_draw_later_is_told_if_it_is_read_ahead():
@@ -260,7 +260,7 @@ def test_closing_does_not_wait_for_a_data_set_that_does_not_return(stuck, caplog
             stuck.here.wait()
             break
     made.close()
-    assert "still reads a sample" in caplog.text
+    assert "is still reading a sample" in caplog.text
 
 
 def test_waiting_for_a_data_set_can_be_given_up(stuck):

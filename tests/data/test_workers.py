@@ -153,7 +153,7 @@ def test_the_generators_of_the_model_are_left_alone(started):
     ("do", "message"),
     [
         (fail, "sample 7 of step .*: ValueError: a bad sample"),
-        (kill_this_process, "a worker that read samples of step .* ended by SIGKILL"),
+        (kill_this_process, "a worker that read samples of step .* ended with SIGKILL"),
     ],
 )
 def test_a_worker_that_fails_is_one_clear_error(started, do, message):

@@ -577,7 +577,7 @@ def test_options_that_differ_between_ranks_are_told(job):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if job.world.size > 1:
-        with pytest.raises(UserError, match="what averaging was asked for differs"):
+        with pytest.raises(UserError, match="an option of gradient averaging differs"):
             average_gradients(
                 model,
                 optimizer,

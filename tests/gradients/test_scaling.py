@@ -14,7 +14,7 @@ from torch import nn
 from hpc_train.errors import HpcTrainError
 from hpc_train.gradients import LossScaler, average_gradients, scaling
 from hpc_train.gradients.options import AveragingOptions
-from hpc_train.gradients.scaling import BACKOFF, GROWTH, INITIAL_SCALE, clip_factor
+from hpc_train.gradients.scaling import BACKOFF, GROWTH, INITIAL_SCALE, clip_factor, clip_gradients
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
@@ -99,9 +99,10 @@ def test_bfloat16_skips_and_counts_without_a_scale(norm):
 
 def test_one_factor_undoes_the_scale_and_clips():
     scaler, averager = LossScaler(), Averager(8 * INITIAL_SCALE)
-    assert scaler.unscale(averager, 8 * INITIAL_SCALE, clip_norm=2.0) == 8
+    assert clip_gradients(averager, 2.0, scaler) == 8
     assert averager.factors == [pytest.approx(2 / 8 / INITIAL_SCALE)]
-    assert scaler.unscale(averager, INITIAL_SCALE, clip_norm=2.0) == 1
+    averager.value = INITIAL_SCALE
+    assert clip_gradients(averager, 2.0, scaler) == 1
     assert averager.factors[1:] == [1 / INITIAL_SCALE]
 
 

@@ -190,7 +190,7 @@ def test_what_horovod_would_not_do_is_refused(job, hvd, options, name):
     model = build(0)
     optimizer = hvd.DistributedOptimizer(adamw(model), model.named_parameters())
     refused(
-        f"Horovod averages for an optimizer that it has wrapped: {name}",
+        f"an optimizer that Horovod has wrapped does not work with {name}",
         lambda: average_gradients(model, optimizer, job.world, AveragingOptions(**options)),
     )
 

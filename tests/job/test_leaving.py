@@ -11,13 +11,14 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.errors import UserError
 from hpc_train.job.program import run
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
 
 LAST = 24  # steps: 4 epochs of 6
 
@@ -38,7 +39,9 @@ class Job:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(3, 1).double()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
-        self.loop = Loop(runtime, directory, self.model, self.optimizer, **{"every": 10} | options)
+        self.loop = Loop(
+            runtime, directory, self.model, self.optimizer, LoopOptions(**{"every": 10} | options)
+        )
         self.directory = directory
         self.seen = 0
         self.weights = {0: self.weight()}
@@ -186,7 +189,9 @@ def test_loops_can_be_made_again_in_one_process(tmp_path):
     model = torch.nn.Linear(3, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for epochs in (1, 2, 3):
-        with Loop(alone(), tmp_path, model, optimizer, background=True, every=2, keep=0) as loop:
+        with Loop(
+            alone(), tmp_path, model, optimizer, LoopOptions(background=True, every=2, keep=0)
+        ) as loop:
             running = loop.epochs(data(), batch=12, epochs=epochs)
             for _, batches in running:  # which is kept: nothing but `close` ends it
                 for inputs, targets in batches:
@@ -248,7 +253,7 @@ def test_a_rank_that_breaks_alone_ends_all_with_its_name(job, together, kind):
     if job.world.size == 1:
         return
     mine, odd = Job(job, together), job.world.size - 1
-    with pytest.raises(UserError, match=rf"^rank {odd} \(.*\) left the loop before its end, the"):
+    with pytest.raises(UserError, match=rf"^rank {odd} \(.*\) left the loop before its end, but"):
         for _, batches in mine.loop.epochs(data(), batch=12, epochs=4):
             for batch in batches:
                 mine.seen += 1

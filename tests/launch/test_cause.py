@@ -15,7 +15,7 @@ CASES = [
     (3, ["  Process name: [[27641,1],2]", "  Exit code:    3"], "rank 2 exited with code 3"),
     (3, ["   Process name: [prterun-vm-15698@1,1]", "   Exit code:    3"], "rank 1 exited with"),
     (1, ["ORTE has lost communication with a remote daemon."], "a host was lost"),
-    (139, [], "the launcher tells of no rank, but that one was ended by SIGSEGV"),
+    (139, [], "a rank was ended by SIGSEGV; the launcher does not say which"),
     (
         137,
         [
@@ -81,7 +81,7 @@ CASES = [
     (
         143,
         ["nothing that is known"],
-        "the launcher tells of no rank, but that one was ended by SIGTERM",
+        "a rank was ended by SIGTERM; the launcher does not say which",
     ),
     (3, [], "the launcher exited with code 3"),
 ]

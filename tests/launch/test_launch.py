@@ -134,7 +134,7 @@ def test_a_job_that_always_fails_ends_early_with_the_cause(tmp_path):
     assert done.returncode == 1
     line = only_line(done.stderr)
     assert "ValueError: no luck" in line
-    assert "3 starts in a row came no further" in line
+    assert "3 starts in a row made no progress" in line
     assert time.monotonic() - begin < 60
 
 
@@ -199,13 +199,13 @@ def test_the_training_is_known_however_it_is_written(program):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--", "train"], "how many ranks?"),
+        (["--", "train"], "the number of ranks is not given"),
         (["-np", "2"], "no command"),
-        (["-np", "2", "train"], "write the command behind --"),
+        (["-np", "2", "train"], "write the command after --"),
         (["-np", "2", "--", "trian", "my.yaml"], "did you mean train?"),
         (["-np", "2", "--", "/none/program"], "there is no program '/none/program'"),
         (["-np", "2", "--", "train"], "train has no configuration"),
-        (["--ranks_per_node", "2", "--", "train"], "--ranks_per_node is of hosts"),
+        (["--ranks_per_node", "2", "--", "train"], "--ranks_per_node needs hosts"),
         (["-np", "0", "--", "train"], "np"),
         (["-np", "9", "-H", "a:2,b:2", "--", "train"], "more than the 4 slots"),
         (["-np", "2", "-H", "a:x", "--", "train"], "-H has 'a:x'"),
@@ -299,4 +299,4 @@ def test_a_launcher_that_says_all_is_well_is_not_believed(program):
     words = ["-np", "2", "--launcher", "mpirun", "--", *training(program)]
     done = run(*hpc_train("launch", *words), environ=path)
     assert done.returncode == 1
-    assert "the training has not come to its end" in only_line(done.stderr)
+    assert "the training is not finished" in only_line(done.stderr)

@@ -67,6 +67,12 @@ def test_a_dry_run_queues_and_writes_nothing(desk):
     assert not (desk.folder / "runs").exists()
 
 
+@pytest.mark.parametrize("time", ["36:00:00", "1-12:00:00", "36h", "1d12h"])
+def test_a_time_limit_has_several_forms(desk, time):
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", "--time", time, "--dry_run")
+    assert "#SBATCH --time=36:00:00\n" in done.stdout
+
+
 def test_a_chain_waits_for_the_job_before(desk):
     desk.scheduler("sbatch")
     done = desk.run("submit", "my.yaml", "--chain", "3")
@@ -107,20 +113,25 @@ def test_a_sweep_is_an_array(desk):
         (["--scheduler", "mpijob", "--image", "x", "--setup", "true"], "--setup"),
         (["--scheduler", "mpijob", "--image", "x", "--sweep", "run.seed=1"], "--sweep"),
         (["--scheduler", "slurm", "--launcher", "srun", "--max_restarts", "2"], "--max_restarts"),
-        (["--scheduler", "slurm", "--time", "1h"], "--time is '1h'"),
+        (["--scheduler", "slurm", "--time", "soon"], "--time is 'soon'"),
+        (["--scheduler", "slurm", "--time", "30"], "--time is '30': give HH:MM:SS, D-HH:MM:SS or"),
+        (["--scheduler", "slurm", "--time", "00:00:00"], "--time is '00:00:00'"),
         (["--scheduler", "slurm", "--nodes", "0"], "nodes"),
-        (["--scheduler", "slurm", "--name", "a b"], "'a b' cannot stand"),
+        (["--scheduler", "slurm", "--name", "a b"], "'a b' cannot be used"),
         (["--scheduler", "slurm", "--sweep", "run.sed=1"], "did you mean run.seed"),
         (["--scheduler", "slurm", "--sweep", "run.seed"], "write section.key=VALUE,VALUE"),
         (["--scheduler", "slurm", "--sweep", "run.dir=a,b"], "a directory of its own"),
         (["--scheduler", "slurm", "--sweep", "run.seed=1,2", "run.seed=3"], "twice"),
         (["--scheduler", "slurm", "--sweep", "optimizer.lr=1e-3,abc"], "optimizer.lr"),
         (["--scheduler", "pbs", "--sweep", "run.seed=1"], "a single task"),
-        (["--scheduler", "pbs", "--launcher", "srun"], "srun is SLURM's"),
+        (
+            ["--scheduler", "pbs", "--launcher", "srun"],
+            "srun is for SLURM, and the scheduler is pbs",
+        ),
         (["--scheduler", "torque", "--launcher", "mpirun", "--threads", "2"], "slots are cores"),
         (["--site", "lumi", "--account", "x", "--threads", "2"], "--threads is 7"),
         (["--scheduler", "slurm", "--run.sede", "1"], "did you mean run.seed"),
-        (["--site", "nowhere"], "no site profile nowhere: there are aurora"),
+        (["--site", "nowhere"], "there is no site profile nowhere: take aurora"),
         (["--site", "frontier"], "give --account"),
         (["--site", "frontier", "--scheduler", "pbs", "--account", "x"], "frontier has slurm"),
     ],
@@ -212,7 +223,7 @@ def test_a_profile_of_ones_own(desk):
     (desk.folder / "here.yaml").write_text("scheduler: pbs\nthread: 4\n")
     done = desk.run("submit", "my.yaml", "--site", "here.yaml", "--dry_run")
     assert done.returncode == 2
-    assert "unknown key thread: take threads" in only_line(done.stderr)
+    assert "here.yaml: unknown key thread: did you mean threads?" in only_line(done.stderr)
 
 
 def test_cancel_stops_a_run_for_good(program):

@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.dtypes import TORCH_DTYPES
-from hpc_train.checkpoint.fileformat import LocalTensor
+from hpc_train.checkpoint.fileformat import LocalTensor, torch_dtypes
 from hpc_train.checkpoint.restore import CheckpointReader, load_tensors
 from hpc_train.config.file import load as configuration
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 STEPS = 20
@@ -101,14 +101,13 @@ def train(directory: Path, shape: dict, options: dict, place: Runtime) -> None:
     text = torch.randint(12, (140, 9), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(7)
     with redirect_stdout(StringIO()):
-        Trainer(
-            configuration(None, words),
+        task = TrainingTask(
             GPT(**shape),
             TensorDataset(text[:100, :-1], text[:100, 1:]),
             lambda gpt, batch: gpt(*batch),
-            place,
             validation=TensorDataset(text[100:, :-1], text[100:, 1:]),
-        ).train()
+        )
+        Trainer(configuration(None, words), task, place).train()
 
 
 def results(directory: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -118,7 +117,7 @@ def results(directory: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     numbers = [json.loads(line).get(key, 0.0) for line in lines for key in keys]
     reader = CheckpointReader.open(directory / "checkpoints" / f"step-{STEPS:09d}.safetensors")
     tensors = {
-        name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        name: torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype])
         for name, entry in reader.entries.items()
     }
     load_tensors(

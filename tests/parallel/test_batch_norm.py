@@ -110,4 +110,4 @@ def test_what_couples_samples_or_draws_is_named(job, caplog):
     batch_norm.set_up_batch_norm(model, connect(job.world), "sync")
     if job.world.rank == 0 and job.world.size > 1:
         assert "those of all ranks' samples (layer 0, 1 in all)" in caplog.text
-        assert "dropout draws by itself (layer 1, 1 in all)" in caplog.text
+        assert "each rank draws its own dropout masks (layer 1, 1 in all)" in caplog.text

@@ -122,7 +122,7 @@ class Wrong(User):
         ("skips", "calls last before middle.1"),
         ("twice", "calls middle.0 before middle.1"),
         ("named", "first argument of stage middle.1 is not a tensor"),
-        ("ends", "did not come to last"),
+        ("ends", "did not reach last"),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -138,7 +138,7 @@ def test_stages_are_computed_by_themselves_where_no_pass_is_under_way():
     with torch.no_grad():
         stages.compute(0, None, lambda: first(x))
     assert torch.equal(first.first(x), expected)
-    with pytest.raises(UserError, match="stage first is another rank's"):
+    with pytest.raises(UserError, match="stage first belongs to another rank"):
         last.first(x)
 
 

@@ -21,7 +21,15 @@ from hpc_train.errors import UserError
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.topology import Topology
 from hpc_train.planning.choose import choose
-from hpc_train.planning.layouts import Candidate, LeftOut, layouts, lying, misfit, parts, sizes
+from hpc_train.planning.layouts import (
+    Candidate,
+    LeftOut,
+    layouts,
+    node_of_ranks,
+    parts,
+    sizes,
+    why_too_large,
+)
 from hpc_train.planning.machine import Compute, Link, Machine
 from hpc_train.planning.model import division_of, planned_shape
 from hpc_train.planning.predict import NO_COST, StepModel, predict, summing
@@ -97,9 +105,9 @@ def test_sizes_are_all_that_multiply_to_the_ranks(ranks):
 
 def test_ranks_lie_where_the_package_places_them():
     """Two ranks on each node: tensor-parallel groups of two share one, pipelines pass on."""
-    assert lying(4, 2, 2, 2, 2).tolist() == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
-    assert lying(4, 2, 1, 1, 8).ravel().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert lying(2, 3, 3, 2, 1)[:, 0].tolist() == [[0, 0], [0, 1], [1, 1]]
+    assert node_of_ranks(4, 2, 2, 2, 2).tolist() == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
+    assert node_of_ranks(4, 2, 1, 1, 8).ravel().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert node_of_ranks(2, 3, 3, 2, 1)[:, 0].tolist() == [[0, 0], [0, 1], [1, 1]]
 
 
 def test_a_micro_batch_that_is_given_stays():
@@ -231,9 +239,9 @@ def test_ranks_that_share_cores_take_their_turns():
 def test_what_a_description_does_not_have_is_named():
     with pytest.raises(UserError, match=r"has no compute\.float64: it has float32: measure"):
         choose(load(None, [*MODEL.split(), "--precision.dtype=float64"]), MACHINE, *SHARED)
-    with pytest.raises(UserError, match="messages between nodes are not described"):
+    with pytest.raises(UserError, match="has no messages between nodes"):
         choose(CONFIG, replace(MACHINE, across=None), *SHARED)
-    with pytest.raises(UserError, match="a node's ranks are not described"):
+    with pytest.raises(UserError, match="has no messages between ranks of a node"):
         choose(CONFIG, replace(MACHINE, inside=None), *SHARED)
     assert choose(CONFIG, replace(MACHINE, inside=None), 4, 1).layouts
 
@@ -249,8 +257,10 @@ def test_what_does_not_fit_is_left_out_and_said():
     assert chosen.isdisjoint({(one.dp, one.tp, one.pp) for one in made.left_out})
     assert len(chosen) + len(made.left_out) == len(sizes(8))
     for layout in EVERY[SHARED]:
-        assert bool(misfit(layout, small)) == (layout.memory[1] > 0.004 * 2**30)
-    assert misfit(EVERY[SHARED][0], replace(MACHINE, rank_gib=1e-6)).endswith("of a rank's 0.0 MiB")
+        assert bool(why_too_large(layout, small)) == (layout.memory[1] > 0.004 * 2**30)
+    assert why_too_large(EVERY[SHARED][0], replace(MACHINE, rank_gib=1e-6)).endswith(
+        "of a rank's 0.0 MiB"
+    )
 
 
 def test_nothing_fits():
@@ -278,7 +288,7 @@ def test_a_description_of_other_ranks_is_warned_of(capsys):
     assert choose(CONFIG, replace(MACHINE, ranks_per_node=2), *SHARED).warning == ""
     made = choose(CONFIG, replace(MACHINE, ranks_per_node=4), *SHARED)
     show_layouts(made, as_json=False)
-    assert "warning: the machine was measured with 4 ranks of each node" in capsys.readouterr().out
+    assert "warning: the machine was measured with 4 ranks on each node" in capsys.readouterr().out
 
 
 def test_the_options_give_the_layout():

@@ -35,20 +35,33 @@ def test_the_least_that_a_description_has(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "None is no mapping: write compute"),
-        ("- 1", "is no mapping"),
+        ("", "the key compute is missing"),
+        ("- 1", "is not a machine description"),
         ("a: b: c", "mapping values are not allowed"),
-        ("memory_bandwidth: 1", "compute is missing"),
+        ("memory_bandwidth: 1", "the key compute is missing"),
         ("compute: {}\nmemory_bandwidth: 1", "compute has no number format"),
         (
             "compute: {float32: 3}\nmemory_bandwidth: 1",
-            "compute.float32 3 is no mapping: write rank",
+            "compute.float32 is 3: write its keys below it, such as rank:",
         ),
-        ("compute: {float32: {node: 3}}\nmemory_bandwidth: 1", "compute.float32 rank is missing"),
-        ("compute: {float32: {rank: 0}}\nmemory_bandwidth: 1", "float32.rank is 0: give a number"),
+        (
+            "compute: {float32: {node: 3}}\nmemory_bandwidth: 1",
+            "the key compute.float32.rank is missing",
+        ),
+        (
+            "compute: {float32: {rank: 0}}\nmemory_bandwidth: 1",
+            "compute.float32.rank is 0: give a number",
+        ),
         ("compute: {float32: {rank: x}}\nmemory_bandwidth: 1", "float32.rank is 'x'"),
         ("compute: {float32: {rank: null}}\nmemory_bandwidth: 1", "float32.rank is None"),
-        ("compute: {float32: {rank: 1}}\nmemory_bandwith: 1", "unknown key memory_bandwith: take"),
+        (
+            "compute: {float32: {rank: 1}}\nmemory_bandwith: 1",
+            "unknown key memory_bandwith: did you mean memory_bandwidth?",
+        ),
+        (
+            "compute: {float32: {rank: 1, nod: 2}}\nmemory_bandwidth: 1",
+            "unknown key compute.float32.nod: did you mean compute.float32.node?",
+        ),
         (
             "compute: {float32: {rank: 1}}\nmemory_bandwidth: 1\ninside: {alpha: -1, beta: 0}",
             "inside.alpha is -1: give a number 0 or more",
@@ -67,5 +80,5 @@ def test_mistakes_name_their_key(tmp_path, text, says):
 
 
 def test_a_folder_is_no_description(tmp_path):
-    with pytest.raises(UserError, match="machine description"):
+    with pytest.raises(UserError, match="give the path of a machine description"):
         load_machine(tmp_path)

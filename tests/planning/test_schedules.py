@@ -87,7 +87,7 @@ def test_schedules_that_need_more_layers_are_left_out(config, capsys):
     made = plan(load(config, ["--model.layers=3"]))
     assert [entry.schedule for entry in made.schedules] == ["gpipe", "1f1b", "zero_bubble"]
     show_schedules(made, as_json=False)
-    assert "not shown, too few layers: interleaved\n" in capsys.readouterr().out
+    assert "not shown, because the layers are too few: interleaved\n" in capsys.readouterr().out
 
 
 def test_the_vocabulary_comes_from_the_data(config, text_data):
@@ -106,7 +106,7 @@ def test_the_vocabulary_comes_from_the_data(config, text_data):
             "--parallel.tp=3",
             "does not divide model.heads 4: nearest that it divides: model.heads 3",
         ),
-        ("--model.vocab=null", "the vocabulary is not known: give model.vocab, or data.path"),
+        ("--model.vocab=null", "the vocabulary size is not known: give model.vocab, or data.path"),
         ("--model.layer=3", "unknown key model.layer: did you mean model.layers?"),
     ],
 )

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from random import Random
 
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from tests.conftest import small_program, small_text
 from tests.programs import COLD, python, run
 

@@ -14,6 +14,7 @@ from hpc_train.errors import ConfigError, Stopped
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import STEPS, check_equal, config, make, records
 
@@ -73,7 +74,8 @@ def deeper(settings, started):
     model = GPT(vocab=12, sequence=8, layers=2, hidden=8, heads=2, dropout=0.2)
     data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
     held_out = TensorDataset(tokens[:7, :-1], tokens[:7, 1:])
-    return Trainer(settings, model, data, lambda gpt, x: gpt(*x), started, validation=held_out)
+    task = TrainingTask(model, data, lambda gpt, x: gpt(*x), validation=held_out)
+    return Trainer(settings, task, started)
 
 
 @pytest.mark.mpi

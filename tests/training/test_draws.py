@@ -14,7 +14,9 @@ import torch
 from hpc_train.errors import RankError, Stopped
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import STEPS, config
 
@@ -53,7 +55,7 @@ def loop(started, directory, stop_at=None, epochs=3):
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    made = Loop(started, directory, model, optimizer, every=0, keep=0)
+    made = Loop(started, directory, model, optimizer, LoopOptions(every=0, keep=0))
     seen = {}
     for _, batches in made.epochs(Augmented(), batch=BATCH, epochs=epochs, seed=5):
         for batch in batches:
@@ -80,7 +82,8 @@ def trainer(started, directory, *options, dataset=None, stop_at=None):
     torch.manual_seed(0)
     data = dataset or Augmented()
     settings = config(directory, "--data.micro_batch", "2", *options)
-    made = Trainer(settings, Model(), data, loss, started, validation=Augmented())
+    task = TrainingTask(Model(), data, loss, validation=Augmented())
+    made = Trainer(settings, task, started)
     try:
         made.train()
     except Stopped:

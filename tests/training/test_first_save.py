@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint import phases, store
-from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE, find_checkpoints, step_of
+from hpc_train.checkpoint import background, store
+from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, find_checkpoints, step_of
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.job import heartbeat, preemption
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training import saving, steps
 from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
 from tests.checkpoint.faults import Call, Faults
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 10))]
@@ -29,7 +30,7 @@ class Clock(Faults):
         super().__init__(lambda *_: None, -1)
         self.now, self.save = 1e9, seconds_of_save
         read = SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now)
-        for module in (store, phases, preemption, saving, steps, heartbeat):
+        for module in (store, background, preemption, saving, steps, heartbeat):
             monkeypatch.setattr(module, "time", read)
         monkeypatch.setattr("hpc_train.files.call", self)
 
@@ -48,7 +49,9 @@ class Job:
         model = torch.nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         runtime = Runtime(Group(), Group())
-        self.loop = Loop(runtime, directory, model, self.optimizer, every=1000, **options)
+        self.loop = Loop(
+            runtime, directory, model, self.optimizer, LoopOptions(every=1000, **options)
+        )
         self.loop._stop_requests = lambda: preemption.StopRequests(end=self.end)  # type: ignore[method-assign]
 
     def train(self) -> int:

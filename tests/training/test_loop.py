@@ -10,11 +10,13 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
+from hpc_train.config import GradientsSection
 from hpc_train.errors import ConfigError, Stopped, UserError
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
 
 EPOCHS, BATCH, SAMPLES = 3, 12, 62  # five steps per epoch, two samples left over
 ENGINES = ["mpi", *(["horovod"] if runtime.horovod_built() else [])]
@@ -33,7 +35,8 @@ def train(started, directory, engine="mpi", stop_at=None, dropout=0.0):
         torch.nn.Linear(5, 8), torch.nn.Dropout(dropout), torch.nn.Tanh(), torch.nn.Linear(8, 3)
     ).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loop = Loop(started, directory, model, optimizer, engine=engine, every=4, keep=0)
+    options = LoopOptions(gradients=GradientsSection(engine=engine), every=4, keep=0)
+    loop = Loop(started, directory, model, optimizer, options)
     seen = []
     for epoch, batches in loop.epochs(data(), batch=BATCH, epochs=EPOCHS):
         for inputs, targets in batches:
@@ -107,7 +110,8 @@ def test_ranks_that_go_different_ways_are_told_and_not_left_waiting(job, togethe
 def test_two_backward_passes_give_the_mean_of_both(job, together, engine):
     model = torch.nn.Linear(2, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loop = Loop(job, together, model, optimizer, engine=engine)
+    options = LoopOptions(gradients=GradientsSection(engine=engine))
+    loop = Loop(job, together, model, optimizer, options)
     before = model.weight.detach().clone()
     for value in (1.0, 3.0):
         inputs = torch.full((1, 2), value + job.world.rank, dtype=torch.float64)

@@ -17,13 +17,14 @@ from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
 from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
 from tests.training.test_loop_options import BATCH, alone, data, make_model, sgd
 
 
 def make(tmp_path, **options):
     model = make_model()
     optimizer = sgd(model.parameters())
-    return model, optimizer, Loop(alone(), tmp_path, model, optimizer, **options)
+    return model, optimizer, Loop(alone(), tmp_path, model, optimizer, LoopOptions(**options))
 
 
 def train(model, optimizer, loop, epochs=2):

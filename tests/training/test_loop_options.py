@@ -18,6 +18,7 @@ from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
 
 EPOCHS, BATCH, SAMPLES = 2, 24, 100  # four steps per epoch, four samples left over
 ENGINES = ["mpi", *(["horovod"] if runtime.horovod_built() else [])]
@@ -110,7 +111,9 @@ class Job:
     ):
         self.started, self.model = started, make_model(kind)
         self.optimizer = optimizer(self.model.parameters())
-        self.loop = Loop(started, directory, self.model, self.optimizer, **{"every": 3} | options)
+        self.loop = Loop(
+            started, directory, self.model, self.optimizer, LoopOptions(**{"every": 3} | options)
+        )
         self.scheduler = schedule(self.optimizer) if schedule else None
         self.ema = (
             AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if ema else None
@@ -198,7 +201,11 @@ def test_a_loop_comes_to_the_weights_of_a_plain_one(part, together, options, tra
 @pytest.mark.parametrize("case", ["accumulate", "accumulate-norm", "float16"])
 def test_every_engine_comes_to_the_same_weights(job, together, engine, case):
     options, training, same = SAME[case]
-    with (mine := Job(job, together / "run", engine=engine, **options).train(**training)).loop:
+    with (
+        mine := Job(
+            job, together / "run", gradients=GradientsSection(engine=engine), **options
+        ).train(**training)
+    ).loop:
         close(mine.state(), plain(**same))
 
 
@@ -206,7 +213,13 @@ def test_every_engine_comes_to_the_same_weights(job, together, engine, case):
 @pytest.mark.parametrize("engine", ENGINES, ids="engine-{}".format)
 def test_the_optimizers_own_step_does_as_the_loops(job, together, engine):
     reference = plain(clip=0.05, accumulate=3, schedule=one_cycle)
-    mine = Job(job, together / "run", engine=engine, clip_norm=0.05, schedule=one_cycle)
+    mine = Job(
+        job,
+        together / "run",
+        gradients=GradientsSection(engine=engine),
+        clip_norm=0.05,
+        schedule=one_cycle,
+    )
     mine.train(accumulate=3, step=mine.optimizer.step)
     close(mine.state(), reference)
 
@@ -260,7 +273,10 @@ def test_local_steps_are_the_mean_of_ranks_that_train_alone(job, together):
 RESUMED = {
     "schedule-ema": ({"schedule": one_cycle, "ema": True, "clip_norm": 0.05}, {"accumulate": 2}),
     **{
-        f"engine-{engine}": ({"engine": engine, "schedule": one_cycle}, {"accumulate": 2})
+        f"engine-{engine}": (
+            {"gradients": GradientsSection(engine=engine), "schedule": one_cycle},
+            {"accumulate": 2},
+        )
         for engine in ENGINES[1:]
     },
     "float16": ({"precision": "float16", "ema": True}, {"skipped": (2, 7)}),
@@ -542,13 +558,16 @@ def test_a_state_that_differs_between_ranks_is_an_error_that_names_one(job, toge
 
 
 REFUSED = {
-    "both": ({"engine": "mpi", "gradients": GradientsSection()}, UserError, "both engine and"),
     "zero-local": (
         {"zero": 1, "gradients": GradientsSection(average_every=2)},
         ConfigError,
         "average_every is 2",
     ),
-    "zero-horovod": ({"zero": 1, "engine": "horovod"}, ConfigError, "memory.zero is 1"),
+    "zero-horovod": (
+        {"zero": 1, "gradients": GradientsSection(engine="horovod")},
+        ConfigError,
+        "memory.zero is 1",
+    ),
     "zero": ({"zero": 2}, UserError, "zero is 2"),
     "precision": ({"precision": "float64"}, UserError, "precision is 'float64'"),
     "clip": ({"clip_norm": -1.0}, ConfigError, "clip_norm is -1"),

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hpc_train.monitoring.console import describe_record
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.generate import load_gpt
 from hpc_train.training.loop import Loop
 from hpc_train.training.trainer import Trainer
@@ -59,7 +61,8 @@ def gpt_loss(gpt, batch):
 def make(settings, started, loss=gpt_loss) -> Trainer:
     torch.manual_seed(0)
     model = GPT(vocab=12, sequence=8, layers=2, hidden=16, heads=2)
-    return Trainer(settings, model, text(60, 1), loss, started, validation=text(11, 2))
+    task = TrainingTask(model, text(60, 1), loss, validation=text(11, 2))
+    return Trainer(settings, task, started)
 
 
 def records(directory):
@@ -159,7 +162,10 @@ LAYOUTS = {
 def test_every_layout_is_near_float32(job, together, references, name, dtype):
     trainer = make(config(together / "run", dtype, *LAYOUTS[name]), job)
     trainer.train()
-    tensors = [*trainer.model.parameters(), *(part for _, part in trainer.averager.parts())]
+    tensors = [
+        *trainer.model.parameters(),
+        *(part for _, part in trainer.averager.parts()),
+    ]
     assert all(tensor.dtype is torch.float32 for tensor in tensors)
     if job.world.rank == 0:
         assert_near(together / "run", references / "float32", NEAR[dtype])
@@ -193,10 +199,11 @@ def test_16_bit_activations_cross_ranks_as_they_are(job, together, schedule):
     options = ["--data.validation_every", "0", "--data.micro_batch", "6"]
     if job.world.rank == 0:
         settings = config(together / "one", "bfloat16", *options)
-        Trainer(settings, Chain(), data, square, alone()).train()
+        Trainer(settings, TrainingTask(Chain(), data, square), alone()).train()
     job.world.barrier()
     options += ["--parallel.pp", "4", SCHEDULE, schedule]
-    trainer = Trainer(config(together / "run", "bfloat16", *options), Chain(), data, square, job)
+    settings = config(together / "run", "bfloat16", *options)
+    trainer = Trainer(settings, TrainingTask(Chain(), data, square), job)
     trainer.train()
     forms = set(trainer.layout.pipeline.transport._forms.values())
     assert forms == {((6, 6), torch.bfloat16)}
@@ -210,7 +217,10 @@ def test_master_weights_and_all_that_is_saved_are_float32(job, together, dtype):
     trainer = make(config(together / "run", dtype), job)
     trainer.train()
     slots = [s for of_one in trainer.optimizer.state.values() for s in of_one.values()]
-    held = [*trainer.model.parameters(), *(s for s in slots if isinstance(s, torch.Tensor))]
+    held = [
+        *trainer.model.parameters(),
+        *(s for s in slots if isinstance(s, torch.Tensor)),
+    ]
     assert all(tensor.dtype is torch.float32 for tensor in held)
     if job.world.rank == 0:
         entries = CheckpointReader.open(last_checkpoint(together / "run")).entries.values()
@@ -297,7 +307,8 @@ def test_a_fault_in_one_ranks_copy_of_a_parameter_is_seen_too(job, together):
     parts = {p: torch.ones_like(p) for p in trainer.model.parameters()}
     if job.world.rank == job.world.size - 1:
         parts[trainer.model.head.norm.weight][0] = math.inf
-    norm = trainer.layout.gradients.norm(parts.items(), trainer.averager.shards)
+    averager = SimpleNamespace(parts=parts.items, shards=trainer.averager.shards)
+    norm = trainer.layout.gradients.norm(averager)
     alike = trainer.grid.coordinate.dp == trainer.grid.dp - 1
     assert bool(norm.isfinite()) != alike
 

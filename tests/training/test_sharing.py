@@ -14,6 +14,7 @@ from hpc_train.config import GradientsSection
 from hpc_train.errors import SetupError
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.models import GPT
+from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.sharing import SharingFacts, choose_zero
 from hpc_train.training.trainer import Trainer
 from tests.programs import only_line, run
@@ -25,15 +26,14 @@ def ours(settings, started, **keywords) -> Trainer:
     """As test_trainer's `make`, for a model that only the optimizer writes to."""
     torch.manual_seed(started.world.rank)
     model = GPT(vocab=13, sequence=8, layers=1, hidden=8, heads=2, dropout=0.2)
-    return Trainer(
-        settings,
+    task = TrainingTask(
         model,
         text(60, 1),
         lambda gpt, batch: gpt(*batch),
-        started,
         validation=text(11, 2),
         **{"only_optimizer_writes": True, **keywords},
     )
+    return Trainer(settings, task, started)
 
 
 def shares(trainer) -> bool:
@@ -93,14 +93,11 @@ def test_layers_with_sparse_gradients_are_not_shared(job, together):
     model = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True), torch.nn.Linear(2, 1))
     model[0].weight.requires_grad_(False)
     data = TensorDataset(torch.zeros(60, dtype=torch.int64))
-    trainer = Trainer(
-        config(together / "run", "--data.validation_every", "0"),
-        model,
-        data,
-        lambda module, batch: module(batch[0]).mean(),
-        job,
-        only_optimizer_writes=True,
+    task = TrainingTask(
+        model, data, lambda module, batch: module(batch[0]).mean(), only_optimizer_writes=True
     )
+    settings = config(together / "run", "--data.validation_every", "0")
+    trainer = Trainer(settings, task, job)
     assert not shares(trainer)
 
 

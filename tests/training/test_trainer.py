@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.cli.checkpoint import show_list
 from hpc_train.config import RunConfig
 from hpc_train.config.file import load
@@ -17,6 +17,7 @@ from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
@@ -39,14 +40,8 @@ def text(samples, seed):
 def make(settings, started) -> Trainer:
     torch.manual_seed(started.world.rank)
     model = GPT(vocab=13, sequence=8, layers=1, hidden=8, heads=2, dropout=0.2)
-    return Trainer(
-        settings,
-        model,
-        text(60, 1),
-        lambda gpt, batch: gpt(*batch),
-        started,
-        validation=text(11, 2),
-    )
+    task = TrainingTask(model, text(60, 1), lambda gpt, batch: gpt(*batch), validation=text(11, 2))
+    return Trainer(settings, task, started)
 
 
 def records(directory):
@@ -142,7 +137,7 @@ def test_steps_or_epochs_are_needed(tmp_path):
 
 def test_epochs_are_counted_in_whole_batches(tmp_path):
     settings = load(None, ["--run.dir", str(tmp_path), "--data.batch", "24", "--run.epochs", "3"])
-    assert make(settings, alone()).last_step == 6
+    assert make(settings, alone()).plan.last == 6
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path):
@@ -180,7 +175,7 @@ def overflowing(settings) -> Trainer:
         steps.append(batch)
         return (module(batch[0]) * (1e30 if len(steps) > 4 else 1.0)).square().mean()
 
-    return Trainer(settings, model, data, loss, alone())
+    return Trainer(settings, TrainingTask(model, data, loss), alone())
 
 
 INFINITE = ["--precision.dtype", "float32", "--data.validation_every", "0"]

@@ -39,11 +39,15 @@ def main(runtime):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     forks = []
     os.register_at_fork(before=lambda: forks.append(1))
-    loop = hpc_train.Loop(runtime, directory, model, optimizer, every=1000)
-    data = Noise(deadly)
-    given = loop.epochs(
-        data, batch=BATCH, epochs=EPOCHS, collate_fn=together, prefetch=2, workers=workers
+    loop = hpc_train.Loop(
+        runtime,
+        directory,
+        model,
+        optimizer,
+        hpc_train.LoopOptions(every=1000, prefetch=2, workers=workers),
     )
+    data = Noise(deadly)
+    given = loop.epochs(data, batch=BATCH, epochs=EPOCHS, collate_fn=together)
     for _, batches in given:
         for indices, noise in batches:
             optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """GPT, a decoder-only transformer language model.
 
-shape.py   its sizes, and what it costs; without torch
+shape.py   its sizes and costs, without torch
 module.py  the module
-gpt2.py    its weights from and to Hugging Face's GPT-2
+gpt2.py    converts its weights from and to Hugging Face's GPT-2
 """

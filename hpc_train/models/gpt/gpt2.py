@@ -1,7 +1,8 @@
-"""Weights of a Hugging Face GPT-2 for our GPT, and back: what tensors are called, how they lie.
+"""Convert names and arrangement of weights between our GPT and Hugging Face's GPT-2.
 
-Both compute the same, in another arrangement: there linear layers are stored transposed, and the
-product that gives queries, keys and values has all queries first, here head by head.
+Both compute the same. But a GPT-2 stores the weights of linear layers transposed. Its product for
+queries, keys and values also has all queries first, then all keys and all values. Ours goes head by
+head.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpc_train.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Converted = tuple[str, Callable[[Tensor], Tensor]]
-"""The name that a tensor has here, and what makes it ours."""
+"""The name that a tensor gets, and a function that converts the tensor."""
 
 MODULES = {
     "wte": "embedding.token",
@@ -54,16 +55,17 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
 def foreign_weights(
     sizes: Mapping[str, Any], about: Mapping[str, Any], *, whole: bool
 ) -> Callable[[str], Converted | None] | None:
-    """How weights are read into a GPT.
+    """Choose how foreign weights are converted for a GPT.
 
     Args:
-        sizes: of the GPT, by the names of its arguments.
-        about: what is told beside the weights: a `config.json`, or `about` of a checkpoint.
-        whole: whether all tensors are to come from there, and not only some.
+        sizes: the sizes of the GPT, by the names of its arguments.
+        about: the description beside the weights: a `config.json`, or `about` of a checkpoint.
+        whole: whether all of the GPT's tensors are read from there, or only some.
 
     Returns:
-        None if the tensors are named and arranged as ours. Else a function of a tensor's name
-        there, which gives None for what is no weight, or repeats another tensor.
+        None if the tensors are named and arranged as ours. Else a function that takes a tensor's
+        foreign name. It returns None for a tensor to leave out: it is not a weight, or repeats
+        another one.
 
     Raises:
         ConfigError: the weights are of a GPT with other sizes, or of one that computes otherwise.
@@ -76,7 +78,9 @@ def foreign_weights(
     theirs["sequence"] = min(theirs["sequence"], sizes["sequence"])  # the first ones are taken
     if whole and theirs["vocab"] < sizes["vocab"]:
         more = sizes["vocab"] - theirs["vocab"]
-        logger.warning("%d tokens that the GPT-2 has not start as the mean of the others", more)
+        logger.warning(
+            "the GPT-2 lacks %d tokens of the vocabulary: they start as the mean of its own", more
+        )
         theirs["vocab"] = sizes["vocab"]
     _check_sizes(sizes, theirs if whole else {"heads": theirs["heads"]})
     inner = {"n_inner": (None, 4 * theirs["hidden"])}
@@ -84,13 +88,13 @@ def foreign_weights(
         if about.get(key, values[0]) not in values:
             raise ConfigError(
                 f"the weights are of a GPT-2 whose {key} is {about[key]}, ours has {values[-1]}",
-                "give others in checkpoint.weights",
+                "give other weights in checkpoint.weights",
             )
     return lambda name: _converted(name, sizes)
 
 
 def _check_sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Check that what all tensors mean is the same; the message has all keys to set."""
+    """Check that two models have the same sizes. The error names all keys to set."""
     unlike = {f"model.{key}": value for key, value in theirs.items() if value != ours[key]}
     if unlike:
         have = ", ".join(f"{key} {ours[key.removeprefix('model.')]}" for key in unlike)
@@ -102,7 +106,7 @@ def _converted(name: str, sizes: Mapping[str, Any]) -> Converted | None:
     found = re.fullmatch(r"(?:transformer\.)?(?:h\.(\d+)\.)?(.+)\.(weight|bias|masked_bias)", name)
     block, module, kind = found.groups() if found else (None, "", "")
     if module == "attn" or (module == "lm_head" and sizes["tie_embeddings"]):
-        return None  # the causal mask; the token embedding once more
+        return None  # the causal mask, or a second copy of the token embedding
     if module not in MODULES:
         return name, lambda tensor: tensor
 
@@ -121,11 +125,11 @@ def _converted(name: str, sizes: Mapping[str, Any]) -> Converted | None:
 
 
 def _more_tokens(embedding: Tensor, vocab: int) -> Tensor:
-    """Add tokens that training has not seen, so that ranks can share them evenly, for one.
+    """Enlarge an embedding (V, C) to `vocab` rows, for instance so that ranks can share it evenly.
 
-    They get the mean of the others (V, C). The mean of logits is not above that of their
-    exponentials, so each of them is given a probability of 1/V at most; a zero would be the
-    likeliest of all where other logits are negative.
+    New tokens, which training has not seen, get the mean of the others. The exponential of a mean
+    of logits is at most the mean of their exponentials. So each new token gets a probability of at
+    most 1/V. With zeros a new token would be the likeliest one if all other logits are negative.
     """
     more = vocab - len(embedding)
     if more <= 0:
@@ -135,10 +139,13 @@ def _more_tokens(embedding: Tensor, vocab: int) -> Tensor:
 
 
 def as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
-    """Our GPT's tensors as those of a GPT-2: a function of a name here, the name being theirs.
+    """Make a function that converts our GPT's tensors to those of a GPT-2.
 
     Args:
-        sizes: of the GPT, by the names of its arguments.
+        sizes: the sizes of the GPT, by the names of its arguments.
+
+    Returns:
+        A function that maps the name of one of our tensors to its GPT-2 name and a conversion.
     """
     modules = {here: there for there, here in MODULES.items()}
 
@@ -162,7 +169,7 @@ def as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
 
 
 def config_json(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of a GPT as a GPT-2; its tokenizer's special tokens are not known."""
+    """The `config.json` of a GPT-2 with these sizes. The special tokens are left empty."""
     same = {there: sizes[here] for here, (there, _) in SIZES.items()}
     dropout = {"embd_pdrop": sizes["dropout"], "resid_pdrop": sizes["dropout"], "attn_pdrop": 0.0}
     tokens = {"bos_token_id": None, "eos_token_id": None}

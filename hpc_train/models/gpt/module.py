@@ -1,8 +1,8 @@
 """GPT: a decoder-only transformer language model with pre-norm blocks.
 
-Radford et al., "Language models are unsupervised multitask learners" (GPT-2, 2019), for the
-architecture and initialisation; Press and Wolf, https://arxiv.org/abs/1608.05859, for the tied
-embeddings. Letters in shape comments: B samples, T tokens, C channels, H heads, V vocabulary.
+Architecture and initialisation are from Radford et al., "Language models are unsupervised multitask
+learners" (GPT-2, 2019). The tied embeddings are from Press and Wolf,
+https://arxiv.org/abs/1608.05859. Shapes use B samples, T tokens, C channels, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend within x of shape (B, T, C); returns the same shape."""
-        # Head by head, so that consecutive rows of the matrix make up whole heads. The sizes are
-        # those of the product: where ranks share the heads, each sees its own.
+        # Rows are ordered head by head, so that a rank's consecutive rows are whole heads. The
+        # number of heads comes from the product, because each rank sees only its own heads.
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))  # (B, T, H, 3, C/H)
         query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind()  # (B, H, T, C/H) each
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The position-wise layer: four times as wide, with a GELU."""
+    """The position-wise layers. Between them the width is four times as large, with a GELU."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the product with the output embedding."""
+    """The last norm, and the product with the output embedding."""
 
     def __init__(self, hidden: int, vocab: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """A GPT language model.
 
-    `stages` and `tensor_plan` say how it may be spread over ranks (see docs/reference/parallel.md).
+    `stages` and `tensor_plan` say how ranks can share it (see docs/reference/parallel.md).
 
     Args:
         vocab: vocabulary size V.
@@ -116,8 +116,9 @@ class GPT(nn.Module):
         layers: number of blocks.
         hidden: channels C of the residual stream.
         heads: attention heads; they divide `hidden`.
-        dropout: share dropped after the embedding and in each residual branch.
-        tie_embeddings: share the token embedding with the output layer.
+        dropout: probability of dropping an element, after the embedding and in each residual
+            branch.
+        tie_embeddings: whether the output layer shares the token embedding's weights.
     """
 
     stages = ("embedding", "blocks.*", "head")
@@ -161,7 +162,7 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
-                # Layers that end in the residual stream start smaller, by the root of their number.
+                # Layers that add to the residual stream start smaller, by the root of their number.
                 ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 std = INIT_STD / math.sqrt(2 * layers) if ends else INIT_STD
                 nn.init.normal_(parameter, std=std)
@@ -169,13 +170,13 @@ class GPT(nn.Module):
     def foreign_weights(
         self, about: Mapping[str, Any], *, whole: bool
     ) -> Callable[[str], gpt2.Converted | None] | None:
-        """How weights from elsewhere are read into this model: see `gpt2.foreign_weights`."""
+        """Choose how foreign weights are converted for this model: see `gpt2.foreign_weights`."""
         return gpt2.foreign_weights(self.sizes, about, whole=whole)
 
     def seed_samples(self, seeds: Sequence[int]) -> None:
-        """Set the seeds of the next forward pass's dropout, one for each sample."""
+        """Set the seeds of dropout for the next forward pass, one for each sample."""
         if not self.drops:
-            return  # nobody reads them, and the walk through all modules takes time in each step
+            return  # walking through all modules takes time, and no layer would use the seeds
         for module in self.modules():
             if isinstance(module, SampleDropout):
                 module.seeds = seeds
@@ -196,7 +197,7 @@ class GPT(nn.Module):
         logits: Tensor = self.head(x)
         if targets is None:
             return logits
-        # Of 16-bit logits too the loss is computed in float32; autocast sees to it on GPUs only.
+        # The loss needs float32 also for 16-bit logits. autocast converts them on GPUs only.
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss: Tensor = self.loss(wide.flatten(0, 1), targets.flatten())
         return loss

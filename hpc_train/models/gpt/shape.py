@@ -1,4 +1,4 @@
-"""What a GPT costs, without torch. T tokens, C channels, V vocabulary, as in module.py."""
+"""The costs of a GPT, without torch. T tokens, C channels, V vocabulary, as in module.py."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GptShape(Shape):
-    """The arguments of `GPT`.
+    """The arguments of `GPT`, and what a GPT with these sizes costs.
 
-    The ranks of a tensor group share matrices, their first biases and the vocabulary. Only the
-    products of matrices, and attention, count as operations: one of T x K and K x N takes 2 T K N.
+    The ranks of a tensor group share the matrices, the biases of colwise layers and the vocabulary.
+    Only products of matrices, including those of attention, count as operations. A product of T x K
+    and K x N takes 2 T K N.
 
     Activations are those of Korthikanti et al., "Reducing activation recomputation in large
     transformer models", https://arxiv.org/abs/2205.05198, counted for our block. The fused
-    attention keeps no matrix of T x T.
+    attention does not keep the matrix of T x T.
     """
 
     NOTE: ClassVar[str] = """\
-of a micro-batch, numbers per token: in a block hidden x (4 + 12 / tp),
-with dropout hidden x (6 + 12 / tp); in the head 2 x hidden + vocab / tp;
-with sequence_parallel tp divides all of it. After Korthikanti et al.
-2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
+numbers that a rank keeps per token of a micro-batch: in a block
+hidden x (4 + 12 / tp), with dropout hidden x (6 + 12 / tp), and in the
+head 2 x hidden + vocab / tp. With sequence_parallel, tp divides all of
+it. From Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198,
+without an attention matrix"""
 
     dropout: float = 0.0
     tie_embeddings: bool = True
@@ -45,7 +47,7 @@ with sequence_parallel tp divides all of it. After Korthikanti et al.
         return Block(self.hidden, self.heads, 0.0, 0)
 
     def parts(self, division: Division = UNDIVIDED) -> list[PartCost]:
-        """What the embedding, each block and the head cost, in this order."""
+        """The costs of the embedding, each block and the head, in this order."""
         blocks = [self._block(division)] * self.layers
         return [self._embedding(division), *blocks, self._head(division)]
 
@@ -55,15 +57,15 @@ with sequence_parallel tp divides all of it. After Korthikanti et al.
         return self.vocab * self.hidden if self.tie_embeddings else 0
 
     def low_rank(self, rank: float) -> float:
-        """The size of a block's matrices as products of this rank, as a share of their own.
+        """The size of a block's matrices factored at this rank, as a share of their full size.
 
-        Rows and columns of C x 3C, C x C, C x 4C and 4C x C add up to 16 C, their elements to
-        12 C^2.
+        The matrices are C x 3C, C x C, C x 4C and 4C x C. Their rows and columns add up to 16 C,
+        their elements to 12 C^2.
         """
         return 4 * rank / (3 * self.hidden)
 
     def _embedding(self, division: Division) -> PartCost:
-        """The tables of tokens and positions; it keeps the mask of its dropout."""
+        """The cost of the tables of tokens and positions. Activations are the dropout's mask."""
         T, C = self.sequence, self.hidden
         return PartCost(
             parameters=self.vocab * C // division.tp + T * C,
@@ -75,12 +77,12 @@ with sequence_parallel tp divides all of it. After Korthikanti et al.
         )
 
     def _block(self, division: Division) -> PartCost:
-        """Four products with 12 C^2 weights, and causal attention.
+        """The cost of four products with 12 C^2 weights in all, and of causal attention.
 
-        Attention has two products of T x T x C and computes half of them. In units of T x C, each
-        rank keeps the inputs of two norms and of two linear layers and two dropout masks, or its
-        part of them with sequence parallelism. The tensor group shares the rest: query, key and
-        value 3, attention's result 1, the MLP 8.
+        Attention has two products of T x T x C and computes half of each. Activations are counted
+        in units of T x C. Each rank keeps the inputs of two norms and two linear layers, and two
+        dropout masks; with sequence parallelism only its part of them. The tensor group shares the
+        rest: 3 for query, key and value, 1 for attention's result, 8 for the MLP.
         """
         T, C, tp = self.sequence, self.hidden, division.tp
         weights = 12.0 * C**2
@@ -94,10 +96,10 @@ with sequence_parallel tp divides all of it. After Korthikanti et al.
         )
 
     def _head(self, division: Division) -> PartCost:
-        """A norm and the product with the output matrix.
+        """The cost of a norm and of the product with the output matrix.
 
-        A tied output matrix is stored again where the head is on another rank than the embedding.
-        Activations are the norm's and the product's input, and the logarithms of the softmax.
+        A tied output matrix is stored twice if head and embedding are on different ranks.
+        Activations are the inputs of norm and product, and the logarithms of the softmax.
         """
         T, C, V = self.sequence, self.hidden, self.vocab
         stored = 0 if self.tie_embeddings and division.pp == 1 else V * C // division.tp
@@ -112,7 +114,7 @@ with sequence_parallel tp divides all of it. After Korthikanti et al.
 
     @property
     def _masks(self) -> int:
-        """Whether dropout has masks to keep."""
+        """1 if dropout has masks to keep, else 0."""
         return int(self.dropout > 0)
 
 

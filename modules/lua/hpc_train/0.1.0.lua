@@ -1,11 +1,12 @@
 -- hpc_train for Lmod. How to use and install it: docs/how-to/modules.md
 
------- What a site may set: these two lines, nothing else ------------------------------------
-local prefix   = ""  -- The environment that has bin/hpc-train. "": .venv of this file's checkout.
-local requires = {}  -- Modules that it stands on, such as {"python/3.11", "openmpi"}.
+------ A site may set these two lines, and nothing else ---------------------------------------
+local prefix   = ""  -- The environment with bin/hpc-train. "" takes .venv of this checkout.
+local requires = {}  -- Modules that it needs, such as {"python/3.11", "openmpi"}.
 ----------------------------------------------------------------------------------------------
 
--- A user's HPC_TRAIN_PREFIX goes before. What was loaded is unloaded, whatever is set by then.
+-- A user's HPC_TRAIN_PREFIX wins over `prefix`. Unloading takes HPC_TRAIN_ROOT, which loading has
+-- set, so that a variable that has changed since does not matter.
 local given = os.getenv(mode() == "unload" and "HPC_TRAIN_ROOT" or "HPC_TRAIN_PREFIX") or ""
 if given ~= "" then
    prefix = given
@@ -24,13 +25,13 @@ whatis("Description: trains PyTorch models on HPC clusters over MPI and Horovod"
 help([[
 hpc_train trains PyTorch models on HPC clusters over MPI and Horovod.
 
-    hpc-train doctor    what works here, what does not, and what mends it
-    hpc-train --help    all commands
+    hpc-train doctor    says what works here, what does not, and how to mend it
+    hpc-train --help    lists all commands
 
 PATH gets $HPC_TRAIN_ROOT/bin; HPC_TRAIN_ROOT is ]] .. prefix .. ".\n")
 
 if mode() == "load" and not isFile(pathJoin(bin, "hpc-train")) then
-   LmodError("no hpc-train in " .. bin .. ": install it there, or set HPC_TRAIN_PREFIX")
+   LmodError("there is no hpc-train in " .. bin .. ": install it there, or set HPC_TRAIN_PREFIX")
 end
 -- No conflict(): Lmod never has two versions of a module loaded.
 for _, name in ipairs(requires) do

@@ -26,7 +26,7 @@ setup() {
 task=
 
 # The rest need not be changed.
-# SLURM signals this shell; the launcher passes it on to the ranks, which save and exit with 75.
+# SLURM signals this shell. The launcher passes the signal on to the ranks, which save and exit with 75.
 signalled=
 child=
 pass_on() {
@@ -54,9 +54,9 @@ if stopped; then
 fi
 echo "job $SLURM_JOB_ID, start $count, on $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
 
-# With --no-kill a job lives on when SLURM has lost this script's node, and its script with it. The
-# last node watches: if nothing happens in the run directory any more, it queues the job again. When
-# SLURM has lost that node, the last one of the others takes its place.
+# With --no-kill a job goes on when SLURM has lost this script's node, and with it the script. The
+# job's last node watches: if nothing changes in the run directory any more, it queues the job again.
+# If SLURM loses that node, too, the last one of the others takes its place.
 watch() {
     while kill -0 $$; do # as long as this script lives
         nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N) || nodes=$SLURM_JOB_NODELIST
@@ -84,7 +84,7 @@ fi
 code=75
 if [ -z "$signalled" ]; then
     "${launcher[@]}" "${command[@]}" &
-    sleep 0.2 # by then it has put this shell's traps away, and a signal is not lost on it
+    sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
     child=$!
     [ -z "$signalled" ] || pass_on # the signal came before there was a child
     waiting=1
@@ -102,9 +102,9 @@ if [ "$code" -eq 75 ] && ! stopped; then
     if [ "$count" -ge "$max_requeues" ]; then
         echo "queued again $count times, the maximum: it is not queued again"
     elif [ "$requeue_by" = requeue ] && scontrol requeue "$SLURM_JOB_ID"; then
-        sleep 60 # SLURM ends this script now
+        sleep 60 # SLURM ends this script meanwhile
     elif [ "$requeue_by" != never ]; then
-        unset SLURM_RESTART_COUNT # the new job's own begins with 0
+        unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
         HPC_TRAIN_QUEUED=$((count + 1)) sbatch --export=ALL ${task:+--array="$task"} "$script"
     fi
 fi

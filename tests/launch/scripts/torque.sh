@@ -27,7 +27,7 @@ task=
 # The rest need not be changed.
 export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
 cd "${PBS_O_WORKDIR:-.}" || exit 2
-# At its end, or by qdel, PBS sends SIGTERM and soon SIGKILL; `qsig -s USR1` asks in time.
+# At the job's end, or after qdel, PBS sends SIGTERM and soon SIGKILL. `qsig -s USR1` stops it earlier.
 signalled=
 child=
 pass_on() {
@@ -57,7 +57,7 @@ echo "job $PBS_JOBID, start $count, on $(sort -u "$PBS_NODEFILE" | wc -l) nodes"
 code=75
 if [ -z "$signalled" ]; then
     "${launcher[@]}" "${command[@]}" &
-    sleep 0.2 # by then it has put this shell's traps away, and a signal is not lost on it
+    sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
     child=$!
     [ -z "$signalled" ] || pass_on # the signal came before there was a child
     waiting=1
@@ -75,7 +75,7 @@ if [ "$code" -eq 75 ] && ! stopped; then
     if [ "$count" -ge "$max_requeues" ]; then
         echo "submitted again $count times, the maximum: it is not submitted again"
     elif [ "$requeue_by" != never ]; then
-        if [ -n "$task" ]; then # one task of an array goes on alone
+        if [ -n "$task" ]; then # a task of an array is submitted again by itself
             grep -v '^#PBS -[Jt] ' "$script" > "$run_dir/job.sh"
             script=$run_dir/job.sh
         fi

@@ -1,7 +1,7 @@
-"""Values of Python as JSON that comes back as it went there: tuples, counters, infinities, tensors.
+"""Python's values as tagged JSON, which brings tuples, counters, infinities and tensors back.
 
-Tensors do not go into the JSON: they are named there, and saved as tensors of the checkpoint. There
-is no pickle: a value of any other type is refused by its path.
+The JSON names a tensor, and the checkpoint saves it as one of its tensors. Nothing is pickled: a
+value of any other type is refused, and the message has its path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.dtypes import DTYPES
+from hpc_train.checkpoint.fileformat import format_dtypes
 from hpc_train.errors import UserError
 
 TENSOR, FLOAT, METADATA = "tensor", "float", "metadata"
@@ -26,30 +26,30 @@ TAG_OF_KIND = {kind: name for name, kind in [*SEQUENCES.items(), *MAPPINGS.items
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """A value as JSON.
 
-    What is not JSON's own stands as an object with one key, its type, such as {"tuple": [1, 2]}.
-    A mapping is a list of pairs, as its keys need not be strings. A module's state keeps the
-    versions that torch notes beside it.
+    A value of a type that JSON lacks becomes an object with one key, its type, such as
+    {"tuple": [1, 2]}. A mapping becomes a list of pairs, because its keys need not be strings. The
+    state of a module keeps the versions that torch stores beside it.
 
     Args:
-        value: of numbers, strings, None, lists, tuples, sets, dicts, Counters, OrderedDicts and
-            tensors.
-        path: names it, for messages and for the tensors in it.
-        tensors: is given those by their names; they share the value's memory.
+        value: consists of numbers, strings, None, lists, tuples, sets, dicts, Counters,
+            OrderedDicts and tensors.
+        path: of the value, for messages and for the names of its tensors.
+        tensors: receives the tensors by their names. They share the value's memory.
 
     Raises:
-        UserError: there is something else in it; the message has its path.
+        UserError: the value contains another type. The message has its path.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
-    if isinstance(value, float):  # NumPy's float64 is one
+    if isinstance(value, float):  # NumPy's float64 is a subclass
         return float(value) if math.isfinite(value) else {FLOAT: repr(float(value))}
     if isinstance(value, Tensor):
         return {TENSOR: _name(value, path, tensors)}
     if kind is list:
         return [encode(one, f"{path}.{place}", tensors) for place, one in enumerate(value)]
     if kind in (set, frozenset):
-        value = sorted(value, key=repr)  # an order that all processes have alike
+        value = sorted(value, key=repr)  # the same order in all processes
     if kind in SEQUENCES.values():
         encoded = [encode(one, f"{path}.{place}", tensors) for place, one in enumerate(value)]
         return {TAG_OF_KIND[kind]: encoded}
@@ -76,10 +76,10 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def _name(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         what = "sparse, or a view that is conjugated or negated when it is read"
-    elif tensor.dtype not in DTYPES:
+    elif tensor.dtype not in format_dtypes():
         what = f"of type {str(tensor.dtype).removeprefix('torch.')}"
     else:
-        while path in tensors:  # {"a.b": ..., "a": {"b": ...}}
+        while path in tensors:  # as in {"a.b": ..., "a": {"b": ...}}
             path += "'"
         tensors[path] = tensor.detach()
         return path
@@ -87,11 +87,11 @@ def _name(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
 
 
 def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `encode` has made JSON of.
+    """The value that `encode` has turned into JSON.
 
     Args:
         tree: the JSON.
-        tensors: by name.
+        tensors: the tensors of the value, by name.
     """
     if isinstance(tree, list):
         return [decode(one, tensors) for one in tree]

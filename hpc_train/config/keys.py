@@ -1,0 +1,114 @@
+"""Mappings in YAML files, for every kind of file: how one is read, and how its keys are checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpc_train.errors import ConfigError
+
+
+def read_mapping(
+    path: Path, what: str, missing: str = "give the path of a YAML file"
+) -> dict[str, Any]:
+    """Read the mapping that a YAML file holds; an empty file holds an empty one.
+
+    Args:
+        path: the file.
+        what: what the file should be, such as "machine description".
+        missing: what the user can do if there is no such file.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not hold a mapping.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {what} {path}", missing) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", f"give the path of a {what}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"{path} is not a {what}", "write it as key: value")
+    return tree or {}
+
+
+def check_key(key: str, known: Collection[str], file: Path | None = None) -> None:
+    """Refuse a key that does not exist.
+
+    Args:
+        key: its path, such as "run.steps".
+        known: the paths of all keys that exist.
+        file: the file that has the key; None on a command line.
+
+    Raises:
+        ConfigError: the key is unknown; the message names the nearest known one.
+    """
+    if key not in known:
+        raise ConfigError(_in_file(file, f"unknown key {key}"), _suggestion(key, known))
+
+
+def check_fields(
+    tree: object,
+    kind: type,
+    file: Path,
+    section: str = "",
+    known: Collection[str] = (),
+) -> dict[str, Any]:
+    """Check that a value is a mapping whose keys are the fields of a dataclass.
+
+    Args:
+        tree: the value.
+        kind: the dataclass. A field without a default must be in the mapping.
+        file: the file that has the mapping.
+        section: the path of the mapping in the file; "" is the whole file.
+        known: the paths of the keys to suggest (default: those of this mapping).
+
+    Returns:
+        A copy of the mapping.
+
+    Raises:
+        ConfigError: it is no mapping, or a key is unknown or missing.
+    """
+    before = f"{section}." if section else ""
+    names = [field.name for field in fields(kind)]
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            _in_file(file, f"{section} is {tree!r}"),
+            f"write its keys below it, such as {names[0]}:",
+        )
+    for key in tree:
+        check_key(f"{before}{key}", known or [before + name for name in names], file)
+    for field in fields(kind):
+        required = field.default is MISSING and field.default_factory is MISSING
+        if required and field.name not in tree:
+            raise ConfigError(_in_file(file, f"the key {before}{field.name} is missing"))
+    return dict(tree)
+
+
+def _in_file(file: Path | None, text: str) -> str:
+    return text if file is None else f"{file}: {text}"
+
+
+def _suggestion(key: str, known: Collection[str]) -> str:
+    section, _, name = key.rpartition(".")
+    beside = {_last(other): other for other in known if other.rpartition(".")[0] == section}
+    near = [beside[match] for match in difflib.get_close_matches(name, beside, n=1)]
+    near += [other for other in known if _last(other) == name]  # the right key, another section
+    near += difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    if near:
+        return f"did you mean {near[0]}?"
+    if section and beside:
+        return f"{section} has {', '.join(beside)}"
+    top = dict.fromkeys(other.partition(".")[0] for other in known)
+    return f"the file's top has {', '.join(top)}"
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
