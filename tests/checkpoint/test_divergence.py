@@ -21,7 +21,7 @@ sizes = st.dictionaries(st.text("abc", min_size=1), st.integers(0, 50), max_size
 
 
 @given(sizes, st.integers(1, 60))
-def test_the_turns_go_round_through_all_bytes(sizes, at_once):
+def test_the_samples_of_all_turns_cover_every_byte(sizes, at_once):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "COMPARED_BYTES", at_once)
         seen = []
@@ -56,7 +56,7 @@ def test_one_rank_that_has_drifted_is_named_before_it_is_saved(job, together, ra
 
 
 @pytest.mark.mpi(min_size=4)
-def test_of_two_that_differ_both_are_named(job, together):
+def test_of_two_replicas_that_differ_both_are_named(job, together):
     pair = job.world.split(job.world.rank // 2, job.world.rank)
     made = drifted(together / str(job.world.rank // 2), pair, 1)
     text = r"model\.weight differs between rank 0 \(.*\), rank 1 \("
@@ -93,7 +93,7 @@ def test_other_tensors_are_no_drift(job, together):
 
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("replicas", ["warn", "off"])
-def test_where_asked_it_is_saved_all_the_same(job, together, replicas, caplog):
+def test_differing_replicas_are_saved_with_warn_and_off(job, together, replicas, caplog):
     drifted(together, job.world, 3, replicas).save(1)
     job.world.barrier()
     assert len(find_checkpoints(together, "auto")) == 1

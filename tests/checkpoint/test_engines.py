@@ -50,7 +50,7 @@ def test_auto_tries_each_way_twice_and_stays_with_the_fastest(job):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_auto_goes_on_by_posix_calls_where_mpi_io_fails(job, together, monkeypatch):
+def test_auto_falls_back_to_posix_calls_where_mpi_io_fails(job, together, monkeypatch):
     made = store(together / "run", job.world, "auto")
     real = files.call
 
@@ -125,7 +125,7 @@ def test_on_lustre_a_file_is_made_with_stripes(tmp_path, lustre):
     assert path.is_file()
 
 
-def test_large_files_have_more_stripes_of_which_fewer_are_told(tmp_path, lustre, caplog):
+def test_larger_files_ask_for_more_stripes_and_log_if_they_get_fewer(tmp_path, lustre, caplog):
     caplog.set_level(logging.INFO, "hpc_train")
     asked = []
     for number, nbytes in enumerate((10**9, 10**9 + 1, 10**10 + 1, 10**11 + 1)):
@@ -138,7 +138,7 @@ def test_large_files_have_more_stripes_of_which_fewer_are_told(tmp_path, lustre,
 
 
 @pytest.mark.parametrize(("folder", "servers"), [("other", 4), ("lustre", 0)])
-def test_elsewhere_and_where_lustre_refuses_it_is_made_without(tmp_path, lustre, folder, servers):
+def test_off_lustre_or_where_it_refuses_files_have_no_stripes(tmp_path, lustre, folder, servers):
     lustre.servers = servers
     path = tmp_path / folder / "c.safetensors"
     save_tensors(path, held(state_of()), b"{}", Group())

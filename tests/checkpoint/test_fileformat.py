@@ -45,7 +45,7 @@ def tensors(draw):
 
 @settings(max_examples=50, deadline=None)
 @given(tensors(), st.binary(min_size=1, max_size=3000))
-def test_what_is_saved_is_loaded_and_safetensors_reads_it_too(tmp_path_factory, named, state):
+def test_saved_tensors_are_read_back_also_by_safetensors(tmp_path_factory, named, state):
     path = tmp_path_factory.mktemp("c") / "c.safetensors"
     save_tensors(path, held(named), b'{"x":"' + state.hex().encode() + b'"}', ALONE)
     reader = CheckpointReader.open(path)

@@ -101,10 +101,9 @@ def assert_losses(losses, expected, pipeline):
         torch.testing.assert_close(loss, wanted.detach(), rtol=1e-13, atol=0)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @schedules
 def test_losses_and_gradients_are_those_of_one_rank_within_the_promised_memory(group, name):
-    if not group:
-        return
     model, reference, found = User(), User(), []
     pipeline, chunks = piped(model, group, name)
     for count in range(1, 7):
@@ -119,10 +118,9 @@ def test_losses_and_gradients_are_those_of_one_rank_within_the_promised_memory(g
     assert group.size == 1 or 0 < len(held) < len(list(reference.parameters()))
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @schedules
 def test_validation_between_steps_takes_an_uneven_last_micro_batch(group, name):
-    if not group:
-        return
     model, reference = User(), User()
     pipeline, _ = piped(model, group, name)
     validated = []
@@ -134,11 +132,10 @@ def test_validation_between_steps_takes_an_uneven_last_micro_batch(group, name):
     assert_same(results, reference, pipeline, [2, 2, 2])
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @schedules
 @pytest.mark.parametrize("last", [0, 2, 6])
 def test_stages_may_be_frozen(group, name, last):
-    if not group:
-        return
     model, reference = User(), User()
     for each in (model, reference):
         each.layers[: last + 1].requires_grad_(False)
@@ -165,11 +162,10 @@ class Seen(nn.Module):
         return x.flatten(1)
 
 
+@pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("kind", [Moved, Seen])
 def test_outputs_may_share_memory_with_inputs_and_gradients(group, name, kind):
-    if not group or group.size < 3:
-        return
     torch.manual_seed(0)
     between = [kind(), *(Seen() for _ in range(group.size - 3))]
     model = User(nn.Linear(3, 3), *between, nn.Linear(6, 2))
@@ -241,6 +237,7 @@ def dropping(model, sizes, *, training):
     return loss
 
 
+@pytest.mark.ranks(1, 2)
 @schedules
 @pytest.mark.parametrize(
     ("how", "reentrant"),
@@ -248,8 +245,6 @@ def dropping(model, sizes, *, training):
 )
 def test_masks_are_the_same_when_activations_are_computed_again(group, name, how, reentrant):
     """Also if other micro-batches have come in between, as in all schedules."""
-    if not group or group.size > 2:
-        return
     sizes = [2, 2, 2, 2, 1]
     model, reference = Recomputing(how, reentrant=reentrant), Recomputing()
     pipeline, _ = piped(model, group, name)

@@ -39,7 +39,7 @@ TRAINING = st.sampled_from(SIZES)
 COST = st.integers(1, 6)
 
 
-def test_every_small_schedule_ends_within_its_memory_and_waits_as_the_formula_says():
+def test_small_schedules_have_the_memory_and_bubble_of_the_formulas():
     for name, stages, micro_batches, chunks in SIZES:
         timing = simulate(build(name, stages, micro_batches, chunks), chunks)
         promised = peak_live_formula(name, stages, micro_batches, chunks)
@@ -192,7 +192,7 @@ def test_nothing_to_do_is_refused():
 
 
 @given(TRAINING)
-def test_the_check_before_a_run_holds_a_schedule_to_its_memory(size):
+def test_check_schedule_refuses_more_memory_than_promised(size):
     promised = peak_live_formula(*size)
     check_schedule(build(*size), size[3], promised)
     last = len(promised) - 1
@@ -244,7 +244,7 @@ def test_gradients_may_take_another_time_on_their_way():
 
 @given(TRAINING, st.integers(1, 40), st.data())
 @settings(max_examples=60)
-def test_the_time_of_many_micro_batches_is_told_from_few(size, micro_batches, data):
+def test_the_time_of_many_micro_batches_is_predicted_from_few(size, micro_batches, data):
     name, stages, _, chunks = size
     costs = tuple(
         Costs(*(data.draw(COST) for _ in range(3)), data.draw(COST), data.draw(COST))

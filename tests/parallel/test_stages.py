@@ -126,12 +126,12 @@ class Wrong(User):
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_forward_pass_that_is_not_as_the_stages_say_is_told_and_not_computed(how, says, ranks):
+def test_a_forward_pass_that_does_not_match_the_stages_is_refused(how, says, ranks):
     with pytest.raises(UserError, match=says):
         passed_on(parts(Wrong(how), ranks), 1, torch.randn(2, 3).double())
 
 
-def test_stages_are_computed_by_themselves_where_no_pass_is_under_way():
+def test_outside_of_a_pass_own_stages_compute_and_others_are_refused():
     model, x = User(), torch.randn(2, 3).double()
     expected = model.first(x)
     (first, stages), (last, _) = parts(model, 2)
@@ -149,7 +149,7 @@ class Crossing(User):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-def test_recomputation_over_several_stages_that_would_lose_gradients_is_told():
+def test_recomputation_across_stages_that_would_lose_gradients_is_refused():
     x = torch.randn(2, 3).double().requires_grad_()
     with pytest.raises(UserError, match=r"is computed without its gradient: .*use_reentrant=False"):
         passed_on(parts(Crossing(), 2), 1, x)
