@@ -36,12 +36,6 @@ logger = logging.getLogger(__name__)
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def call_model(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model gives itself when it is called with the parts of a batch."""
-    loss: Tensor = model(*batch)
-    return loss
-
-
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
     """What a job trains, and on what. All ranks give the same.
@@ -56,7 +50,7 @@ class TrainingTask:
         dataset: any map-style data set of torch, or one with `fetch` (see `Loader`).
         loss: gives of the model, and of a batch as the data set gives it on the model's device,
             the mean over the batch's samples, a scalar. By default the model is called with the
-            parts of the batch, and returns it.
+            parts of the batch, and returns the loss.
         validation: a held-out data set of the same kind.
         identity: what a checkpoint must have been made with to be continued, besides the seed,
             the batch and the number of samples, by configuration key.
@@ -69,7 +63,7 @@ class TrainingTask:
 
     model: nn.Module
     dataset: Any
-    loss: Loss = call_model
+    loss: Loss | None = None
     validation: Any = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] | None = None
