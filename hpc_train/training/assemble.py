@@ -36,12 +36,6 @@ logger = logging.getLogger(__name__)
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def call_model(model: nn.Module, batch: Any) -> Tensor:
-    """Call a model with the parts of a batch. The model returns its own loss."""
-    loss: Tensor = model(*batch)
-    return loss
-
-
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
     """The model that a job trains, its loss and its data. All ranks must pass the same.
@@ -69,7 +63,7 @@ class TrainingTask:
 
     model: nn.Module
     dataset: Any
-    loss: Loss = call_model
+    loss: Loss | None = None
     validation: Any = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] | None = None
@@ -176,7 +170,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         grid,
         device,
         schedule=parallel.schedule,
-        chunks=parallel.chunks,
+        virtual_stages=parallel.stages_per_rank,
         sequence_parallel=parallel.sequence_parallel,
         overlap=runtime.cores > torch.get_num_threads(),
     )

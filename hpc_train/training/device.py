@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpc_train.data.generators import seed_beside_torch
 from hpc_train.errors import ConfigError
@@ -108,14 +106,3 @@ def seed(device: torch.device, number: int) -> None:
     seed_beside_torch(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
-
-
-def move(data: Any, device: torch.device) -> Any:
-    """Move a batch to a device: all tensors, also those inside lists, tuples and dicts."""
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {key: move(value, device) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return type(data)(move(value, device) for value in data)
-    return data

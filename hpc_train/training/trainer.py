@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step
@@ -31,7 +31,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.seeds import mix
 from hpc_train.training.assemble import TrainingTask, assemble
-from hpc_train.training.device import move, seed
+from hpc_train.training.device import seed
 from hpc_train.training.evaluation import HELD_OUT
 from hpc_train.training.learning_rate import learning_rate
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
@@ -57,6 +57,7 @@ class Trainer:
     def __init__(self, config: RunConfig, task: TrainingTask, runtime: Runtime) -> None:
         self.config, self.task, self.runtime = config, task, runtime
         self.group = runtime.world
+        self.loss = task.loss or _call
         made = self.assembly = assemble(config, task, runtime)
         self.grid, self.plan, self.device = made.grid, made.plan, made.device
         self.model, self.layout, self.optimizer = made.model, made.layout, made.optimizer
@@ -134,7 +135,7 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64)
         for indices in self._validation_rounds():
             with agreed(self.group):
-                batches = [move(self._read_held_out(some), self.device) for some in indices]
+                batches = [_move(self._read_held_out(some), self.device) for some in indices]
             with torch.no_grad():
                 losses = self._evaluate(batches, [len(some) for some in indices])
             for loss, some in zip(losses, indices, strict=False):  # other ranks have no losses
@@ -165,7 +166,7 @@ class Trainer:
         if not batches:
             return []
         losses = self.layout.pipeline.evaluate(
-            lambda number, chunk: self._loss(batches[number]), samples
+            lambda number, virtual_stage: self._loss(batches[number]), samples
         )
         return losses if self._speaks else []
 
@@ -203,10 +204,10 @@ class Trainer:
         """Accumulate the step's gradients. The last stage returns the micro-batches' losses."""
         self.averager.zero_grad()
         micro_batches = step.micro_batches
-        batches = [move(micro_batch.data, self.device) for micro_batch in micro_batches]
+        batches = [_move(micro_batch.data, self.device) for micro_batch in micro_batches]
 
-        def forward(number: int, chunk: int) -> Tensor:
-            self._seed(step.number, micro_batches[number], chunk)
+        def forward(number: int, virtual_stage: int) -> Tensor:
+            self._seed(step.number, micro_batches[number], virtual_stage)
             return self._loss(batches[number])
 
         samples = [micro_batch.part.count for micro_batch in micro_batches]
@@ -216,15 +217,16 @@ class Trainer:
     def _loss(self, batch: Any) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
         if self.scaler is None:
-            return self.task.loss(self.model, batch)
+            return self.loss(self.model, batch)
         with torch.autocast(self.device.type, self.scaler.dtype):
-            loss = self.task.loss(self.model, batch)
+            loss = self.loss(self.model, batch)
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
-    def _seed(self, step: int, micro_batch: MicroBatch, chunk: int) -> None:
+    def _seed(self, step: int, micro_batch: MicroBatch, virtual_stage: int) -> None:
         """Seed the random generators, and the model's own draws, for a micro-batch."""
         base, part = self.config.run.seed, micro_batch.part
-        stage = chunk * self.grid.pp + self.grid.coordinate.pp  # virtual stages draw differently
+        # Other layers draw other numbers.
+        stage = virtual_stage * self.grid.pp + self.grid.coordinate.pp
         seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:
@@ -305,3 +307,20 @@ class Trainer:
         run = self.config.run
         end = of_job(self.group) if run.time_limit == "auto" else None
         return StopRequests(run.time_limit_seconds(), end, directory / STOP)
+
+
+def _call(model: nn.Module, batch: Any) -> Tensor:
+    """Call a model with the parts of a batch; it returns its loss."""
+    loss: Tensor = model(*batch)
+    return loss
+
+
+def _move(data: Any, device: torch.device) -> Any:
+    """Move a batch to a device: all tensors, also those inside lists, tuples and dicts."""
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {key: _move(value, device) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(_move(value, device) for value in data)
+    return data
