@@ -183,7 +183,7 @@ def test_a_rank_that_stays_away_in_the_users_code_is_named(tmp_path, engine):
             "loop.register('it', torch.optim.swa_utils.AveragedModel(model))",
             "ranks 0-1 (HOST) for ",
         ),
-        ("loop.evaluate([0.0], lambda batch: batch)", "they went different ways"),
+        ("loop.evaluate([0.0], lambda batch: batch)", "they took different paths"),
     ],
     ids=["mean", "register", "evaluate"],
 )
