@@ -41,18 +41,19 @@ def options() -> Parser:
     made.add_argument("--queue", help="queue or partition")
     made.add_argument(
         "--directive",
-        nargs="+",
-        default=(),
+        action="append",
+        default=[],
         metavar="TEXT",
-        help="further directives for the scheduler, such as '--qos=debug'",
+        help="a further directive for the scheduler, such as '--qos=debug'; several may follow, "
+        "and the option may be repeated",
     )
     made.add_argument(
         "--setup",
-        nargs="+",
-        default=(),
+        action="append",
+        default=[],
         metavar="LINE",
-        help="shell lines that run first, such as 'module load python' (default: activate this "
-        "environment)",
+        help="a shell line that runs first, such as 'module load python' (default: activate this "
+        "environment); several may follow, and the option may be repeated",
     )
     made.add_argument(
         "--launcher",
@@ -85,7 +86,8 @@ def options() -> Parser:
     made.add_argument(
         "--sweep",
         nargs="+",
-        default=(),
+        action="extend",
+        default=[],
         metavar="KEY=V,V",
         help="submit an array job with a task for each combination of values, such as "
         "optimizer.lr=1e-3,1e-4",
@@ -101,10 +103,29 @@ def run(arguments: Sequence[str]) -> int:
         return show_help(options(), arguments)
     from hpc_train.config import file
 
-    own, keys = file.separate(arguments)
+    own, keys = file.separate(_joined(arguments))
     given = options().parse_args(own)
     from hpc_train.launch.submit import SubmitRequest, submit
 
     for job in submit(SubmitRequest(**vars(given), options=keys)):
         print(job)
     return 0
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """Join each value of --directive and --setup to its option, as in --directive=--qos=debug.
+
+    The word after such an option is its value, whatever it begins with. Further values follow up to
+    the next word that begins with a dash.
+    """
+    words: list[str] = []
+    option = ""
+    for word in arguments:
+        if option and (words[-1] == option or not word.startswith("-")):
+            if words[-1] == option:
+                words.pop()
+            words.append(f"{option}={word}")
+        else:
+            words.append(word)
+            option = word if word in ("--directive", "--setup") else ""
+    return words

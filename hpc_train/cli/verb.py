@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc_train.errors import EXIT_USER, UserError
@@ -17,10 +18,26 @@ EXIT_CODES = (
 
 
 class Parser(ArgumentParser):
-    """The options of one verb. A mistake in them is raised as an error that names the help."""
+    """The options of one verb. A mistake in them is raised as an error that names the help.
+
+    An option may be written with dashes in place of its underscores: --ranks-per-node.
+    """
 
     lists = "options"
     """What its help lists."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None
+    ) -> tuple[Namespace, list[str]]:
+        """Parse the arguments, whose options may have dashes."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._with_underscores(word) for word in words], namespace)
+
+    def _with_underscores(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        option = f"--{name[2:].replace('-', '_')}"
+        known = name.startswith("--") and option in self._option_string_actions
+        return f"{option}{equals}{value}" if known else word
 
     def error(self, message: str) -> NoReturn:
         """Refuse the arguments.

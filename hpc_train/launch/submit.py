@@ -197,7 +197,8 @@ def _check(request: SubmitRequest, site: Site | None, scheduler: Scheduler) -> N
     if site:
         _check_site(request, site, scheduler)
     for option in NOT_FOR[scheduler]:
-        if getattr(request, option) != getattr(SubmitRequest, option):
+        given = getattr(request, option)
+        if given and given != getattr(SubmitRequest, option):
             raise UserError(f"--{option} means nothing to {scheduler}", "leave it out")
     torque_cores = scheduler == "torque" and (request.threads or 1) > 1
     starts_itself = request.launcher in ("srun", "mpirun") or bool(

@@ -73,6 +73,62 @@ def test_a_time_limit_has_several_forms(desk, time):
     assert "#SBATCH --time=36:00:00\n" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--directive", "--qos=debug", "--directive", "-l a=b", "x"],
+        ["--directive", "--qos=debug", "--name", "it", "--directive=-l a=b", "--directive", "x"],
+        ["--directive=--qos=debug", "--directive", "-l a=b", "x", "--run.seed", "3"],
+    ],
+)
+def test_directives_may_begin_with_dashes_and_add_up(desk, words):
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", *words, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --qos=debug\n#SBATCH -l a=b\n#SBATCH x\n" in done.stdout
+    assert ("--run.seed" in done.stdout) == ("--run.seed" in words)
+
+
+def test_setup_lines_and_axes_of_a_sweep_add_up(desk):
+    words = [
+        "--setup",
+        "-x",
+        "module load a",
+        "--sweep",
+        "run.seed=1,2",
+        "--setup",
+        "module load b",
+    ]
+    words += ["--sweep", "optimizer.lr=1e-3,1e-4", "--scheduler", "slurm", "--dry_run"]
+    done = desk.run("submit", "my.yaml", *words)
+    assert done.returncode == 0, done.stderr
+    assert "    -x\n    module load a\n    module load b\n" in done.stdout
+    assert "#SBATCH --array=0-3\n" in done.stdout
+
+
+def test_an_option_that_takes_text_needs_some(desk):
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", "--dry_run", "--directive")
+    assert "--directive: expected one argument" in only_line(done.stderr)
+
+
+def test_options_may_have_dashes_for_underscores(desk):
+    words = ["--ranks-per-node", "3", "--dry-run", "--max-requeues=7", "--scheduler", "slurm"]
+    done = desk.run("submit", "my.yaml", *words)
+    assert "#SBATCH --ntasks-per-node=3\n" in done.stdout, done.stderr
+    assert "max_requeues=7\n" in done.stdout
+
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/jobs.md"
+ROWS = [line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `--")]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if " " in row])
+def test_options_of_the_documentation_can_be_given_as_they_stand_there(desk, row):
+    words = ["2" if word == "N" else word for word in shlex.split(row)]
+    scheduler = "pbs" if words[0] == "--resources" else "slurm"
+    done = desk.run("submit", "my.yaml", *words, "--scheduler", scheduler, "--dry_run")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_chain_waits_for_the_job_before(desk):
     desk.scheduler("sbatch")
     done = desk.run("submit", "my.yaml", "--chain", "3")
