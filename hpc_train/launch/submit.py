@@ -29,6 +29,7 @@ COMMANDS = {
     "mpijob": ("kubectl", "create", "-o", "name", "-f"),
 }
 HOUR = 3600
+LATER = {*config_file.PATH_KEYS} - {"run.dir"}  # the job may set variables for them
 RESTARTS, REQUEUES = 3, 50
 # Options that a scheduler cannot use. They are refused, because ignoring them would mislead.
 NOT_FOR: dict[str, tuple[str, ...]] = {
@@ -135,7 +136,7 @@ def make(request: SubmitRequest) -> BatchJob:
     Raises:
         UserError: its configuration is wrong, or the options do not fit together.
     """
-    config = config_file.load(request.config, request.options)
+    config = config_file.load(request.config, request.options, LATER)
     site = sites.load_site(request.site) if request.site else None
     scheduler = request.scheduler or (site.scheduler if site else None) or _scheduler_here()
     _check(request, site, scheduler)
@@ -147,7 +148,7 @@ def make(request: SubmitRequest) -> BatchJob:
             "--sweep has a single task, and PBS makes no array of one", "give more values"
         )
     for words in sweep:
-        config_file.load(request.config, [*request.options, *words])
+        config_file.load(request.config, [*request.options, *words], LATER)
     run_dir = config.run.dir
     numbers = {
         "nodes": request.nodes,

@@ -30,8 +30,9 @@ class Desk:
         )
         path.chmod(0o755)
 
-    def run(self, *words: str):
-        return run(*hpc_train(*words), cwd=self.folder, environ={"PATH": f"{self.folder}/bin"})
+    def run(self, *words: str, **environ: str):
+        environ = {"PATH": f"{self.folder}/bin", **environ}
+        return run(*hpc_train(*words), cwd=self.folder, environ=environ)
 
     def calls(self, name: str) -> list[str]:
         return (self.folder / f"{name}.calls").read_text().splitlines()
@@ -127,6 +128,16 @@ def test_options_of_the_documentation_can_be_given_as_they_stand_there(desk, row
     scheduler = "pbs" if words[0] == "--resources" else "slurm"
     done = desk.run("submit", "my.yaml", *words, "--scheduler", scheduler, "--dry_run")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_directory_is_expanded_and_data_of_the_job_need_not_be_here(desk):
+    desk.scheduler("sbatch")
+    text = "run: {dir: '$HERE/runs/my'}\ndata: {path: '$NODE_DISK/data'}\n"
+    (desk.folder / "my.yaml").write_text(text)
+    done = desk.run("submit", "my.yaml", HERE=str(desk.folder))
+    assert done.returncode == 0, done.stderr
+    assert (desk.folder / "runs/my/job.sh").exists()
+    assert "HERE is not set" in only_line(desk.run("submit", "my.yaml").stderr)
 
 
 def test_a_chain_waits_for_the_job_before(desk):
