@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -56,6 +57,14 @@ def positive(text: str) -> int:
 def not_negative(text: str) -> int:
     """The value of an option that takes a whole number of 0 or more."""
     return _at_least(0, text)
+
+
+def gigabytes(text: str) -> int:
+    """The value of an option that takes an amount of memory: 64, 64G, 64GB or 2TB."""
+    found = re.fullmatch(r"([1-9]\d*)(g|t)?b?", text, re.ASCII | re.IGNORECASE)
+    if not found:
+        raise ArgumentTypeError(f"{text!r} is not an amount of memory, such as 64GB")
+    return int(found[1]) * (1000 if (found[2] or "").lower() == "t" else 1)
 
 
 def _at_least(least: int, text: str) -> int:
