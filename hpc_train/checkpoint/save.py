@@ -79,12 +79,13 @@ def saving(
     group, replica = plans.group, plans.replica
     plan = plans.of(parts.held, state)
     layout, size = plan.layout, group.size
-    token = f".{claim.token}" if claim is not None and claim.token else ""
+    token = f".{claim.token}" if claim is not None else ""
     check = claim.check if claim is not None else lambda: None
     exchange = Exchange(parts, plan.routes, layout, replica, state)
     partial_path = path.with_name(f".{path.name}{token}.partial")
     explained = partial(_explained, path)
     room, mine = Scratch(), [layout.size(number) for number in plan.runs[replica.rank]]
+    # Before anything is sent, because a rank that runs out of memory later leaves others waiting.
     with agreed(group), enough_memory("extents"):
         exchange.reserve()
         if snapshot is None:
@@ -95,6 +96,7 @@ def saving(
         with agreed(group), _explaining(path):
             if group.rank == 0:
                 check()
+                # From here on rank 0 removes the incomplete file if any phase fails on any rank.
                 cleared.push(lambda failed, *_: _give_up(partial_path) if failed else None)
                 _reserve(partial_path, layout.file_bytes)
         if snapshot is None:
@@ -103,12 +105,13 @@ def saving(
             content = snapshot.of(exchange, plan.runs, plan.rounds)
         open_here = partial(open_writer, engine, partial_path, group)
         opened: Writer | None = None
+        # Collective calls need a file that all ranks open together, also those that write nothing.
         if engine == "mpiio_collective" and group.comm is not None:
             opened = yield from agree(group, explained(open_here))
         hashes, seconds = yield from agree(
             group, explained(partial(_write, content, layout, open_here, opened))
         )
-        if verify:
+        if verify:  # rank r reads back what rank r + shift has written
             other = (group.rank + plan.shift) % size
             run = owned(layout.extents, other, size)
             expected = _hashes_of(other, (group.rank - plan.shift) % size, hashes, len(run), group)

@@ -67,14 +67,14 @@ def two_levels(group: tuple[int, ...], topology: Topology, size: float) -> list[
 
 def gradients(config: RunConfig, stage: int, tp: int, pp: int) -> int:
     """Bytes of the gradients that one rank of a pipeline stage has."""
-    model, chunks = config.model, config.parallel.chunks
+    model, virtual_stages = config.model, config.parallel.stages_per_rank
     c, v, layers = model.hidden, model.vocab, model.layers
     block = 12 * c * c // tp + 7 * c // tp + 6 * c  # matrices; divided biases; biases and norms
     token, position, norm = v * c // tp, model.sequence * c, 2 * c
     if pp == 1:  # the output layer is the token embedding
         return FLOAT64 * (token + position + layers * block + norm)
     parts = [token + position, *[block] * layers, norm + token]
-    runs = divide([0, *[12 * c * c] * layers, v * c], pp * chunks)
+    runs = divide([0, *[12 * c * c] * layers, v * c], pp * virtual_stages)
     return FLOAT64 * sum(parts[i] for run in runs[stage::pp] for i in run)
 
 
@@ -95,7 +95,7 @@ def sent_in_a_step(config: RunConfig, placement: Placement) -> list[Sent]:
         stage = placement.coordinate(group[0]).pp
         sent += two_levels(group, placement.topology, gradients(config, stage, tp, pp))
     for pipe in groups["pipe"]:
-        for one, other in pairwise(pipe * layout.chunks):
+        for one, other in pairwise(pipe * layout.stages_per_rank):
             sent += [(one, other, activations), (other, one, activations)]
     for ends in groups["embedding"]:
         sent += ring(ends, model.vocab // tp * model.hidden * FLOAT64)

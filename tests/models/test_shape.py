@@ -125,11 +125,15 @@ def test_heads_keep_their_width_when_a_shape_is_cut_down():
             "nearest that fits: model.layers 7, or parallel.pp 4",
         ),
         (
-            {"pp": 2, "chunks": 3},
+            {"pp": 2, "virtual_stages": 3},
             "parallel.pp 2 x parallel.virtual_stages 3 is more than the 4 parts",
             "nearest that fits: model.layers 4, or parallel.pp 1",
         ),
-        ({"pp": 2, "chunks": 5}, "virtual_stages 5 is more", "nearest that fits: model.layers 8"),
+        (
+            {"pp": 2, "virtual_stages": 5},
+            "virtual_stages 5 is more",
+            "nearest that fits: model.layers 8",
+        ),
     ],
 )
 def test_an_impossible_division_is_refused_with_the_nearest_possible(division, cause, remedy):
@@ -153,4 +157,4 @@ def test_proposed_vocabularies_are_only_larger_and_sequences_also_smaller(change
 
 
 def test_one_stage_may_have_any_number_of_chunks():
-    SHAPE.check(Division(chunks=50))
+    SHAPE.check(Division(virtual_stages=50))

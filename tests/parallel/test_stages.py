@@ -45,29 +45,31 @@ class User(nn.Module):
         return self.last(h).square().mean()
 
 
-def parts(model, ranks, chunks=1):
+def parts(model, ranks, virtual_stages=1):
     """A pipeline's ranks: the model of each, and its stages."""
     names = stage_names(model)
     copies = [deepcopy(model) for _ in range(ranks)]
-    runs = runs_of(model, names, ranks, chunks)
+    runs = runs_of(model, names, ranks, virtual_stages)
     return [(copy, Stages(copy, names, mine)) for copy, mine in zip(copies, runs, strict=True)]
 
 
-def passed_on(pipeline, chunks, x):
+def passed_on(pipeline, virtual_stages, x):
     """The loss of a batch that goes through all virtual stages."""
     activation = None
-    for chunk in range(chunks):
+    for virtual_stage in range(virtual_stages):
         for model, stages in pipeline:
-            activation = stages.compute(chunk, activation, lambda model=model: model(x))
+            activation = stages.compute(virtual_stage, activation, lambda model=model: model(x))
     return activation
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (3, 1), (6, 1), (2, 2), (2, 3)])
-def test_stages_one_after_the_other_are_the_model(ranks, chunks):
+@pytest.mark.parametrize(
+    ("ranks", "virtual_stages"), [(1, 1), (2, 1), (3, 1), (6, 1), (2, 2), (2, 3)]
+)
+def test_stages_one_after_the_other_are_the_model(ranks, virtual_stages):
     model, x = User(), torch.randn(5, 3).double()
-    pipeline = parts(model, ranks, chunks)
+    pipeline = parts(model, ranks, virtual_stages)
     for _ in range(2):  # a pass leaves nothing behind
-        loss, expected = passed_on(pipeline, chunks, x), model(x)
+        loss, expected = passed_on(pipeline, virtual_stages, x), model(x)
         loss.backward()
         expected.backward()
         assert torch.equal(loss, expected)

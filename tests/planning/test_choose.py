@@ -299,7 +299,7 @@ def test_the_options_give_the_layout():
         assert (section.dp, section.tp, section.pp) == (row.dp, row.tp, row.pp)
         assert section.sequence_parallel == row.sequence_parallel
         assert row.pp == 1 or section.schedule == row.schedule
-        assert section.chunks == row.virtual_stages
+        assert section.stages_per_rank == row.virtual_stages
         assert (config.data.micro_batch, config.memory.zero) == (row.micro_batch, row.zero)
 
 

@@ -53,16 +53,16 @@ def layout(generator: random.Random, ranks: int, shape: dict) -> dict:
         sizes = [1, 2, 3, 4, 8], [1, 2, 4], [1, 2, 3, 4, 5, 8]
         dp, tp, pp = (generator.choice(some) for some in sizes)
         schedule = generator.choice(["gpipe", "1f1b", "interleaved", "zero_bubble"])
-        chunks = generator.choice([2, 3]) if schedule == "interleaved" else 1
-        if 1 < dp * tp * pp <= ranks and pp * chunks <= shape["layers"] + 2:
+        virtual_stages = generator.choice([2, 3]) if schedule == "interleaved" else 1
+        if 1 < dp * tp * pp <= ranks and pp * virtual_stages <= shape["layers"] + 2:
             break
     cut = tp > 1 and generator.random() < 0.5
     micro_batch = generator.choice([n for n in (1, 2, 3, 4, 6) if 24 // dp % n == 0])
-    return values(dp, tp, pp, schedule, chunks, cut, micro_batch)
+    return values(dp, tp, pp, schedule, virtual_stages, cut, micro_batch)
 
 
 def values(
-    dp: int, tp: int, pp: int, schedule: str, chunks: int, cut: bool, micro_batch: int
+    dp: int, tp: int, pp: int, schedule: str, virtual_stages: int, cut: bool, micro_batch: int
 ) -> dict:
     """A layout as values of the configuration."""
     return {
@@ -70,7 +70,7 @@ def values(
         "parallel.tp": tp,
         "parallel.pp": pp,
         "parallel.schedule": schedule,
-        "parallel.virtual_stages": chunks,
+        "parallel.virtual_stages": virtual_stages,
         "parallel.sequence_parallel": str(cut).lower(),
         "data.micro_batch": micro_batch,
     }
