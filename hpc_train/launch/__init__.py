@@ -4,7 +4,10 @@ command.py    `hpc-train launch`: from its options to a launcher line, or a supe
 hosts.py      the hosts of a job and their slots: -H, host files, SLURM, PBS, LSF
 launchers.py  lines for mpirun, mpiexec, srun and horovodrun, with the ranks bound to cores
 supervise.py  restarts a job when it fails; attempt.py, cause.py and contact.py serve it
-submit.py     `hpc-train submit`: batch.py writes the script, sites.py reads the site's profile
+submit.py     `hpc-train submit`: request.py checks its options, resources.py makes directives of
+              them, batch.py writes the script, sites.py reads the site's profile
+queued.py     the jobs of a run: records them, asks the scheduler about them, removes them;
+              status.py shows them and their logs
 protocol.py   the files and variables by which launcher, script and job talk
 
 The values of options are defined here, so that a verb's help loads none of these modules.
