@@ -176,7 +176,7 @@ class MpiCollectives:
             tensor.detach().copy_(wide)
             return
         datatype = _type(tensor)
-        if not tensor.is_cuda and tensor.is_contiguous() and tensor.nbytes <= LARGEST_MESSAGE:
+        if tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes <= LARGEST_MESSAGE:
             array = tensor.detach().numpy()  # the common case, without the copies below
             with self.group.waiting(what):
                 self.comm.Allreduce(MPI.IN_PLACE, [array, datatype], op=operation)

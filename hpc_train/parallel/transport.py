@@ -60,7 +60,8 @@ class Transport:
 
         assert group.comm is not None
         self.group, self.comm, self.device = group, group.comm, device
-        self.staged = device.type == "cuda" and not reads_gpu_memory()
+        direct = device.type == "cpu" or (device.type == "cuda" and reads_gpu_memory())
+        self.staged = not direct
         self._byte = MPI.BYTE
         self._forms: dict[Hashable, MessageForm] = {}
         self._sent: list[tuple[Any, Any]] = []

@@ -158,7 +158,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     if config.run.deterministic:
         make_deterministic()
     use_cores(runtime)
-    device = choose_device()
+    device = choose_device(runtime.node.rank)
     choose_matmul(group, config.precision.matmul, device)
 
     # Who averages the gradients. What decides it must be known of the whole model.

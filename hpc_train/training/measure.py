@@ -78,7 +78,7 @@ class Found:
 def measure(config: RunConfig, runtime: Runtime) -> Machine:
     """Measure on all ranks of a job; the same on all of them. Collective."""
     use_cores(runtime)
-    world, device = runtime.world, choose_device()
+    world, device = runtime.world, choose_device(runtime.node.rank)
     shape = measured_shape(shape_of(config.model, vocab=1), device)  # a block has no vocabulary
     choose_matmul(world, config.precision.matmul, device)
     node = discover(world, runtime.node).node[world.rank]
@@ -123,8 +123,8 @@ def layer_pass(shape: Shape, dtype: str, device: torch.device, samples: int) -> 
         with torch.autocast(device.type, getattr(torch, dtype)) if short else nullcontext():
             y = layer(x)
         y.backward(gradient)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            getattr(torch, device.type).synchronize()
 
     return once
 
@@ -135,8 +135,8 @@ def stream(device: torch.device) -> Callable[[], None]:
 
     def once() -> None:
         torch.add(one, other, out=total)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            getattr(torch, device.type).synchronize()
 
     return once
 
