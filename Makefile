@@ -5,7 +5,7 @@
 #   make test-quick    run the tests of one process, in less than a minute
 #   make test-long    run the long tests, which take minutes each; with COLD=1 no rank is forked
 #   make test-mpich, make test-openmpi5    run the tests of several ranks with another MPI
-#   make lint    check formatting, types and import rules
+#   make lint    check formatting, types, import rules, and the names and sizes of modules
 #   make docs    build the documentation as HTML in docs/_build
 #   make clean   remove all that the others made, and .venv; Horovod wheels stay in the cache
 
@@ -33,7 +33,8 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-BESIDE = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+# `make lint` runs tests/test_house.py.
+BESIDE = -n $(WORKERS) --dist loadscope --no-loadscope-reorder --ignore=tests/test_house.py
 
 .PHONY: setup demo test test-mpi test-quick test-long test-mpich test-openmpi5 lint docs clean
 
@@ -69,6 +70,7 @@ lint: setup
 	ruff check
 	mypy
 	lint-imports
+	python -m pytest --noconftest --quiet tests/test_house.py
 
 docs: setup
 	sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build

@@ -45,10 +45,11 @@ from torch import Tensor, nn
 
 from benchmarks import harness
 from hpc_train.checkpoint import Checkpoints, restore
+from hpc_train.checkpoint.background import carry_out
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.phases import carry_out
 from hpc_train.checkpoint.policy import SavePolicy
+from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.save import saving
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
@@ -138,7 +139,8 @@ class Ways:
         """Save with ours, with all checks."""
         held = {name: LocalTensor.whole(tensor) for name, tensor in self.named.items()}
         path = self.folder / "ours.safetensors"
-        carry_out(saving(path, Parts(held), STATE, self.group, engine, verify=verify))
+        plans = Plans(self.group, Group())
+        carry_out(saving(path, Parts(held), STATE, plans, engine=engine, verify=verify))
 
     @cached_property
     def parts(self) -> dict[str, LocalTensor]:
@@ -151,7 +153,8 @@ class Ways:
     def ours_columns(self) -> None:
         """Save with ours, where each rank holds some columns."""
         path = self.folder / "ours_columns.safetensors"
-        carry_out(saving(path, Parts(self.parts), STATE, self.group, replica=self.group))
+        plans = Plans(self.group, self.group)
+        carry_out(saving(path, Parts(self.parts), STATE, plans))
 
     def ours_load(self) -> None:
         """Load with ours, verified."""

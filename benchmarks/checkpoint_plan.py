@@ -27,8 +27,7 @@ import torch
 
 from benchmarks import harness
 from hpc_train.checkpoint.fileformat import Contents, FileMap, LocalTensor
-from hpc_train.checkpoint.plan import Plans, keepers, owned
-from hpc_train.checkpoint.routes import extents_of, row_of
+from hpc_train.checkpoint.routes import Plans, extents_of, keepers, owned, row_of
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import SliceSpec
 

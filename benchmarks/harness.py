@@ -110,7 +110,7 @@ def emulated_hosts(count: int, slots: int, mbit: int) -> Iterator[Any]:
         print(hosts.why_not(), file=sys.stderr)
         sys.exit(2)
     with hosts.hosts(count, slots, mbit) as cluster:
-        for host in cluster.names:  # tests/cluster/test_layouts.py has the reason
+        for host in cluster.names:  # tests/cluster/test_traffic.py has the reason
             cluster.on(
                 host, ["sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_sack"]
             ).check_returncode()

@@ -27,7 +27,7 @@ from hpc_train.parallel.simulate import Costs, bubble_formula
 from hpc_train.parallel.stages import Stages
 
 SECONDS = 0.02  # time of a stage's forward pass, of its input gradient, of its weight gradients
-CHUNKS: dict[Name, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+VIRTUAL_STAGES: dict[Name, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 STAGES, MICRO_BATCHES = (4, 8), (8, 32)
 
 
@@ -73,9 +73,9 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """A model with a layer for each virtual stage. Each rank's layers take the same time in all."""
 
-    def __init__(self, stages: int, chunks: int, deferred: Deferred | None) -> None:
+    def __init__(self, stages: int, virtual_stages: int, deferred: Deferred | None) -> None:
         super().__init__()
-        made = (Layer(SECONDS / chunks, deferred) for _ in range(stages * chunks))
+        made = (Layer(SECONDS / virtual_stages, deferred) for _ in range(stages * virtual_stages))
         self.layers = nn.ModuleList(made)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,16 +87,19 @@ class Model(nn.Module):
 
 def measure(group: Any, name: Name, micro_batches: int) -> dict[str, float]:
     """Measure one step under a schedule: its bubble, and the most activations that a rank held."""
-    p, chunks = group.size, CHUNKS[name]
+    p, virtual_stages = group.size, VIRTUAL_STAGES[name]
     deferred = Deferred() if name == "zero_bubble" else None
-    model = Model(p, chunks, deferred)
-    runs = [range(chunk * p + group.rank, chunk * p + group.rank + 1) for chunk in range(chunks)]
-    stages = Stages(model, [f"layers.{i}" for i in range(p * chunks)], runs)
-    pipeline = Pipeline(group, torch.device("cpu"), name, chunks, stages, deferred)
+    model = Model(p, virtual_stages, deferred)
+    runs = [
+        range(virtual_stage * p + group.rank, virtual_stage * p + group.rank + 1)
+        for virtual_stage in range(virtual_stages)
+    ]
+    stages = Stages(model, [f"layers.{i}" for i in range(p * virtual_stages)], runs)
+    pipeline = Pipeline(group, torch.device("cpu"), name, virtual_stages, stages, deferred)
     x = torch.ones(2, 1000, requires_grad=True)
 
     def step() -> None:
-        pipeline.train(lambda number, chunk: model(x), [2] * micro_batches)
+        pipeline.train(lambda number, virtual_stage: model(x), [2] * micro_batches)
 
     step()  # the first step sends shapes and allocates buffers
     group.barrier()
@@ -108,7 +111,7 @@ def measure(group: Any, name: Name, micro_batches: int) -> dict[str, float]:
         if not torch.allclose(parameter.grad, torch.tensor(2.0)):  # 1 for each of two steps
             raise RuntimeError(f"{name}: the gradient is {parameter.grad}")
     held = pipeline.peak_live
-    promised = peak_live_formula(name, p, micro_batches, chunks)
+    promised = peak_live_formula(name, p, micro_batches, virtual_stages)
     return {
         "bubble": 1 - micro_batches * 3 * SECONDS / seconds,
         "over": group.largest(max(0, held - promised[group.rank])),
@@ -123,7 +126,7 @@ def on_rank(options: Any) -> None:
     found: dict[str, list[dict[str, float]]] = {}
     for _ in range(options.rounds):
         for micro_batches in MICRO_BATCHES:
-            for name in CHUNKS:
+            for name in VIRTUAL_STAGES:
                 figures = measure(started.world, name, micro_batches)
                 found.setdefault(f"{name} n={micro_batches}", []).append(figures)
     if started.world.rank == 0:
@@ -149,7 +152,7 @@ def main() -> None:
             if any(run["over"] for run in runs):
                 sys.exit(f"{key}: a rank held more activations than the schedule promises")
             bubble = harness.medians({"": [run["bubble"] for run in runs]})[""]
-            formula = bubble_formula(name, p, int(n), CHUNKS[name], Costs())
+            formula = bubble_formula(name, p, int(n), VIRTUAL_STAGES[name], Costs())
             cells = f"{bubble:.3f}", f"{formula:.3f}", f"{bubble - formula:+.3f}"
             table.add_row(f"{p}", key, *cells, f"{runs[0]['peak']}", f"{runs[0]['promised']}")
             ratios[f"{p} stages {key}"] = bubble / formula

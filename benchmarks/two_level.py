@@ -3,7 +3,7 @@
     python -m benchmarks.two_level [--rounds 3] [--steps 5] [--bucket 1024]
 
 It needs root, iproute2 and Open MPI 4. Without them it says so and exits with 2. SACK is disabled
-on the hosts, for the reason in tests/cluster/test_layouts.py. The hosts share this machine's cores,
+on the hosts, for the reason in tests/cluster/test_traffic.py. The hosts share this machine's cores,
 so ranks that wait yield their core: ours by sleeping, MPI by mpi_yield_when_idle.
 
 The first part times sums of 1, 8, 32 and 128 MB of float32 per rank, from a barrier until the last

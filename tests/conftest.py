@@ -102,6 +102,31 @@ def module_seconds() -> dict[str, float]:
 MODULES = module_seconds()
 
 
+def pytest_generate_tests(metafunc):
+    """Give `group` the sizes of the marker `ranks`, which are then in the test's name."""
+    test = metafunc.definition
+    marker = test.get_closest_marker("ranks")
+    if (marker is not None) != ("group" in metafunc.fixturenames):
+        raise pytest.UsageError(
+            f"{test.nodeid}: the marker ranks and the fixture group go together"
+        )
+    if marker is not None:
+        sizes = [
+            pytest.param(size, id=f"ranks={size}", marks=pytest.mark.mpi(min_size=size))
+            for size in marker.args
+        ]
+        metafunc.parametrize("group", sizes, indirect=True)
+
+
+@pytest.hookimpl(specname="pytest_pyfunc_call", tryfirst=True)
+def pytest_leave_out_ranks(pyfuncitem):
+    """Ranks outside of the group set up the fixtures, which may be collective, and do no more."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None or marker.kwargs.get("everywhere"):
+        return None
+    return True if pyfuncitem.funcargs["group"] is None else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
     if "mpi" not in pyfuncitem.keywords:
@@ -110,9 +135,12 @@ def pytest_pyfunc_call(pyfuncitem):
     failure, result = None, None
     try:
         result = yield
-    except Exception as error:  # noqa: BLE001  # the verdict of all ranks is raised below
+    except (KeyboardInterrupt, pytest.exit.Exception):
+        raise
+    except BaseException as error:  # noqa: BLE001  # pytest's own failures are no Exception
         failure = error
-    verdicts = comm.allgather(None if failure is None else repr(failure))
+    skipped = isinstance(failure, pytest.skip.Exception)
+    verdicts = comm.allgather(None if failure is None or skipped else repr(failure))
     failed = {rank: text for rank, text in enumerate(verdicts) if text is not None}
     if failure is not None:
         raise failure
@@ -128,11 +156,9 @@ def job() -> Iterator[Runtime]:
     started.close()
 
 
-@pytest.fixture(params=[1, 2, 3, 4])
+@pytest.fixture
 def group(request, job: Runtime) -> Iterator[Group | None]:
-    """The first 1, 2, 3 or 4 ranks; None on the ranks that are not in it."""
-    if request.param > job.world.size:
-        pytest.skip(f"needs {request.param} ranks")
+    """The first ranks, as many as the marker `ranks` says; None on all others."""
     inside = job.world.rank < request.param
     comm = job.world.comm
     if comm is None:

@@ -1,21 +1,26 @@
 """Checkpoints: named tensors in one file that all ranks write, and back.
 
-store                   what a run calls: save, poll, finish, resume
-content, holdings       what is saved and restored; what of it a rank holds
-state, more             names of a model's and its optimizer's tensors; what else is saved
-savable                 what a checkpoint cannot hold, before training begins
-extra                   what modules keep beside tensors
-directory, retention    names of files; which are kept
-claim                   one writer for a directory
-fileformat, dtypes      where each byte of a file lies: pure; names of torch's types
-parts                   bytes of extents in a rank's tensors
-plan, routes, exchange  who writes what; who has what of an extent; bytes moved between ranks
-save, phases, snapshot  write a file; on the spot or in the background
-engines, striping       ways to write; stripes on Lustre
-headers                 read a file's header; the checkpoints of a run: without torch
-restore, extents        read a file, verified
-divergence, finite      replicas that should hold the same, and do not; NaN and infinities
-weights, tools          start from other files; verify, diff, export
+For a run:
+store       what a run calls: save, poll, finish, resume
+policy      how checkpoints are saved, and which are kept
+state       the tensors of a model and its optimizer by name, and what else is saved
+content     all that is saved and restored; what of it a rank holds
+checks      whether it can be saved, is the same on all replicas, and is finite
+claim       one writer for a directory
+catalogue   names of files, which there are, and a list of them: without torch
+
+For one file:
+fileformat  where each byte of it lies: pure, without torch
+parts       bytes of an extent in a rank's tensors
+routes      which rank writes which extents, and who has what of them
+exchange    moves the bytes of extents between ranks
+save        writes a file with all ranks
+background  the phases of a save, carried out at once or while training goes on
+engines     ways to write: POSIX, MPI-IO; stripes on Lustre
+reading     header and extents of a file, verified: one rank, without torch
+restore     fills the tensors of all ranks from a file
+weights     weights alone: start from them, export them
+inspection  verify one file, compare two
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""One directory has one writer, by files that any file system can make exclusively.
+"""A directory has one writer. It is the owner of the claim, a file that one process alone can make.
 
-The folder `.claim` has a numbered file for each start of a job; the highest number has the
-directory. A start that may take it makes the next number with O_EXCL, which succeeds for one of
-several. So a claim that is read too late, or a list that comes from a cache, costs another look and
-never gives a directory to two. The file is written once; its time of change is the owner's
-heartbeat, and `NUMBER.free` beside it says that the owner has ended. Old numbers stay for a while:
-a number must not be given twice.
+The folder `.claim` has a numbered file for each start of a job. The highest number owns the
+directory. A start that may take it makes the next number's file with O_EXCL, which succeeds for one
+of several starts. So a claim that is read too late, or a list from a cache, costs another look and
+never gives a directory to two starts. The file is written once. The owner's heartbeat changes its
+time, and `NUMBER.free` beside it says that the owner has ended. Old numbers stay for a while,
+because a number must not be given twice.
 
-The owner looks whether its number is still the highest before whatever it writes. Files that are
-being written have its token in their names. So an owner that was stopped, and wakes when another
-has taken the directory, finds out, and cannot write to the other one's files.
+Before it writes anything, the owner checks that its number is still the highest. Files that are not
+complete have its token in their names. So an owner that was suspended, and wakes when another has
+taken the directory, finds that out, and cannot write to the other's files.
 """
 
 from __future__ import annotations
@@ -32,21 +32,19 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
 FOLDER = ".claim"
-PERIOD = 10.0  # seconds between two heartbeats, and less for a short timeout
-OWNER_PATIENCE = 10.0  # seconds for which a start waits for an owner that may be about to end
-LOOK_SECONDS = 0.2  # seconds between two looks meanwhile
-CLAIM_CHECK_SECONDS = (
-    1.0  # seconds between two looks of an owner at its claim, where nothing is written
-)
-FORMER_CLAIMS = 8  # former claims
+PERIOD = 10.0  # seconds between two heartbeats; a short timeout makes it shorter
+OWNER_PATIENCE = 10.0  # seconds that a start waits for an owner that may be about to end
+LOOK_SECONDS = 0.2  # seconds between two looks of a start that waits
+CLAIM_CHECK_SECONDS = 1.0  # seconds between two checks of an owner that writes nothing
+FORMER_CLAIMS = 8  # files of former claims that are kept
 
 
 class Jobs(NamedTuple):
     """The user's jobs that the scheduler has started and not ended.
 
     Args:
-        names: as `ProcessPlace.job` has them.
-        age: seconds since the scheduler said so.
+        names: of the jobs, as in `ProcessPlace.job`.
+        age: seconds since the scheduler answered.
     """
 
     names: frozenset[str]
@@ -54,13 +52,13 @@ class Jobs(NamedTuple):
 
 
 class ProcessPlace(NamedTuple):
-    """Where a process stands in the books of schedulers and launchers.
+    """What a scheduler and a launcher call a process.
 
     Args:
-        job: the scheduler's, as SCHEDULER:CLUSTER:NUMBER; "" without a scheduler.
+        job: the scheduler's job, as SCHEDULER:CLUSTER:NUMBER; "" without a scheduler.
         requeued: how often the scheduler has started the job again.
-        launch: of `hpc-train launch`; "" without.
-        attempt: how often it has started the ranks again.
+        launch: identifies one `hpc-train launch`; "" without one.
+        attempt: how often `hpc-train launch` has started the ranks again.
     """
 
     job: str = ""
@@ -74,19 +72,19 @@ NOWHERE = ProcessPlace()
 
 @dataclass(frozen=True)
 class Owner:
-    """Who has a directory.
+    """The owner of a directory: rank 0 of a job.
 
     Args:
-        token: random, of this claim alone.
-        place: the job.
-        user: the number of the user.
-        host: of rank 0.
-        machine: the host's own number; "" if it has none.
-        boot: of the host.
+        token: a random one for this claim alone.
+        place: of the job.
+        user: the user's number.
+        host: the name of rank 0's host.
+        machine: the host's /etc/machine-id; "" if it has none.
+        boot: identifies the host's last boot.
         space: the name space of process numbers.
-        process: rank 0's number.
+        process: rank 0's process number.
         begin: when this process began, in ticks since the boot.
-        timeout: seconds without a heartbeat after which the claim is void; 0: it never is.
+        timeout: seconds without a heartbeat after which others may take the directory; 0: never.
     """
 
     token: str
@@ -102,7 +100,7 @@ class Owner:
 
     @classmethod
     def here(cls, place: ProcessPlace, timeout: float) -> Owner:
-        """This process."""
+        """This process as an owner."""
         return cls(
             token=secrets.token_hex(8),
             place=place,
@@ -118,14 +116,14 @@ class Owner:
 
     @classmethod
     def of(cls, content: bytes) -> Owner | None:
-        """As a claim has it; None: it is not written yet, or is no claim."""
+        """The owner that a claim's file names; None if the file is not written yet, or no claim."""
         with suppress(ValueError, TypeError, KeyError):
             values = json.loads(content)
             return cls(**{**values, "place": ProcessPlace(*values["place"])})
         return None
 
     def has_ended(self, seen_by: Owner) -> bool | None:
-        """Whether its process is gone, as another one on this machine sees it; None: it cannot."""
+        """Whether its process is gone; None if the process `seen_by` cannot tell."""
         if self.boot == seen_by.boot and self.space == seen_by.space:
             return _begin(self.process) != self.begin
         rebooted = (self.host, self.machine) == (seen_by.host, seen_by.machine)
@@ -143,18 +141,18 @@ def void(
     """Whether another may take the directory from its owner.
 
     Args:
-        owner: who has it.
-        mine: who wants it.
+        owner: of the directory.
+        mine: the process that wants it.
         silent: seconds since the owner's last heartbeat, by the file system's clock.
-        ended: `Owner.has_ended`, as the one who wants it sees it.
-        jobs: what the scheduler has said; None: nothing.
+        ended: `Owner.has_ended`, as seen by the process that wants it.
+        jobs: the scheduler's answer; None if it gave none.
     """
     his, my = owner.place, mine.place
     if his.launch and his.launch == my.launch and his.attempt < my.attempt:
-        return True
+        return True  # `hpc-train launch` ends an attempt before it starts the next one
     same_job = bool(his.job) and his.job == my.job
     if same_job and (his.requeued < my.requeued or ended is None):
-        return True
+        return True  # the job was requeued, or starts its ranks again on another host
     itself = (owner.boot, owner.space, owner.process, owner.begin)
     if ended or itself == (mine.boot, mine.space, mine.process, mine.begin):
         return True
@@ -165,13 +163,13 @@ def void(
 
 
 class Claim:
-    """A directory's claim, held by rank 0; that of other ranks holds nothing and has its token.
+    """The claim of a directory. Rank 0's holds the directory; those of other ranks have its token.
 
     Args:
-        folder: the one of the claims.
+        folder: the folder with the claims' files.
         token: of the owner.
-        number: of the claim; 0: it is held elsewhere.
-        timeout: of the owner.
+        number: of the claim; 0 for one that holds nothing.
+        timeout: of the owner, in seconds.
     """
 
     def __init__(self, folder: Path, token: str, number: int = 0, timeout: float = 0.0) -> None:
@@ -189,14 +187,14 @@ class Claim:
 
     def _beat(self, period: float) -> None:
         while not self._over.wait(period):
-            with suppress(OSError):  # the next one may succeed; what is lost, a look tells
+            with suppress(OSError):  # the next one may succeed, and `check` tells a lost claim
                 os.utime(_file(self.folder, self.number))
 
     def check(self) -> None:
-        """Make sure that the directory is still this job's, before something is written to it.
+        """Make sure that the directory is still this job's. Call it before anything is written.
 
         Raises:
-            ClaimError: another has it.
+            ClaimError: another job has it.
         """
         if self._lost is None and self.number:
             self._looked = time.monotonic()
@@ -206,7 +204,7 @@ class Claim:
             raise self._lost
 
     def lost(self) -> ClaimError | None:
-        """The error of `check`, from a look that is at most a second old."""
+        """The error that `check` raised, if any. The last check is at most a second old."""
         if self._lost is None and time.monotonic() - self._looked >= CLAIM_CHECK_SECONDS:
             with suppress(ClaimError):
                 self.check()
@@ -219,7 +217,7 @@ class Claim:
         except FileNotFoundError:
             newest, owner = 0, None
         except OSError:
-            return None  # nobody can tell, and what is written next will fail by itself
+            return None  # nobody can tell, and the next write will fail by itself
         if newest == self.number and (owner is None or owner.token == self.token):
             return None
         by = f"taken over by {owner}" if owner is not None else "taken from it"
@@ -229,7 +227,7 @@ class Claim:
         )
 
     def release(self) -> None:
-        """Let the directory go, unless another has it."""
+        """Free the directory, unless another job has it."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -248,18 +246,18 @@ def claimed(
     place: ProcessPlace = NOWHERE,
     jobs: Callable[[], Jobs | None] = lambda: None,
 ) -> Iterator[Claim]:
-    """Claim a directory for a job while a block runs. Collective to enter.
+    """Claim a directory for a job while a block runs. Collective when the block is entered.
 
     Args:
         group: all ranks of the job.
-        directory: made if it is not there.
-        timeout: seconds without a heartbeat after which others may take it; 0: they may not.
-        place: the job's.
-        jobs: asks the scheduler.
+        directory: is made if it does not exist.
+        timeout: seconds without a heartbeat after which others may take it; 0: never.
+        place: of the job.
+        jobs: asks the scheduler for the user's jobs; None if it gives no answer.
 
     Raises:
-        ClaimError: another job has it; the message says which, and how to free it.
-        ConfigError: it cannot be written.
+        ClaimError: another job has the directory. The message names it, and says how to free it.
+        ConfigError: the directory cannot be written.
     """
     claim: Claim | None = None
     with agreed(group):
@@ -282,7 +280,11 @@ def claimed(
 def take_claim(
     directory: Path, mine: Owner, jobs: Callable[[], Jobs | None] = lambda: None
 ) -> Claim:
-    """Claim a directory for this process, as `claimed`."""
+    """Claim a directory for this process. `claimed` describes arguments and errors.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
     folder = directory / FOLDER
     begin, asked, known = time.monotonic(), jobs(), 0
     while True:
@@ -296,8 +298,8 @@ def take_claim(
             if _is_free(folder, known, owner, mine, silent, said):
                 if _make(folder, known + 1, mine):
                     return Claim(folder, mine.token, known + 1, mine.timeout)
-                known += 1  # whatever the list says: somebody has made it
-        except FileNotFoundError:  # somebody is freeing the folder
+                known += 1  # another start has made it, even if a cached list lacks it
+        except FileNotFoundError:  # somebody is removing the folder
             known, owner, silent = 0, None, 0.0
         if waited > OWNER_PATIENCE:
             who = owner if owner is not None else "a job that has just started"
@@ -313,7 +315,7 @@ def _is_free(
 ) -> bool:
     if not number or _free(folder, number).exists():
         return True
-    if owner is None:  # its maker has not written it yet, or died before it could
+    if owner is None:  # the process that made it has not written it yet, or died before it could
         return silent > OWNER_PATIENCE / 2
     return void(owner, mine, silent=silent, ended=owner.has_ended(mine), jobs=jobs)
 
@@ -326,16 +328,12 @@ def _free(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.free"
 
 
-def _files(folder: Path, number: int) -> tuple[Path, Path]:
-    return _free(folder, number), _file(folder, number)
-
-
 def _numbers(folder: Path) -> list[int]:
     return [int(name) for name in files.call("list", os.listdir, folder) if name.isdigit()]
 
 
 def _read(folder: Path, number: int) -> Owner | None:
-    """What a claim says; None: nothing yet, or nothing that can be read."""
+    """The owner that a claim names; None if the file is not written yet, or is no claim."""
     with files.opened(_file(folder, number)) as descriptor:
         return Owner.of(files.read_at(descriptor, 4096, 0))
 
@@ -355,17 +353,16 @@ def _make(folder: Path, number: int, mine: Owner) -> bool:
     if max(numbers) > number:
         files.remove(path)
         return False
-    former = [
-        path for old in numbers if old < number - FORMER_CLAIMS for path in _files(folder, old)
-    ]
-    for path in [*former, *folder.glob("probe-*")]:
+    old = [former for former in numbers if former < number - FORMER_CLAIMS]
+    unused = [name(folder, former) for former in old for name in (_free, _file)]
+    for path in [*unused, *folder.glob("probe-*")]:
         with suppress(OSError):
             files.remove(path)
     return True
 
 
 def _create(path: Path, content: bytes) -> None:
-    """Make a file that was not there, durably."""
+    """Make a file that does not exist yet, durably."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = files.call("create", os.open, path, flags, 0o666)
     try:
@@ -377,7 +374,7 @@ def _create(path: Path, content: bytes) -> None:
 
 
 def _silent(folder: Path, number: int, token: str) -> float:
-    """Seconds since a claim's last heartbeat, both by the file system's clock."""
+    """Seconds since a claim's last heartbeat. The file system's clock gives both times."""
     probe = folder / f"probe-{token}"
     probe.touch()
     try:
@@ -394,7 +391,7 @@ def _content(path: str) -> str:
 
 
 def _begin(process: int) -> int:
-    """When a process began, in ticks since the boot; -1: it has ended."""
+    """When a process began, in ticks since the boot; -1 if it has ended."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:

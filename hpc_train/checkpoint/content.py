@@ -1,21 +1,24 @@
-"""What goes into the checkpoints of a run, and comes back: looked at before it is saved."""
+"""The content of a run's checkpoints: collected and checked before a save, and restored."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
-from hpc_train.checkpoint import divergence, module_extras, restore, savable, state
-from hpc_train.checkpoint.finite import Batch, batches, parts_are_finite
-from hpc_train.checkpoint.holdings import Holdings
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint import checks, restore, state
+from hpc_train.checkpoint.background import enough_memory
+from hpc_train.checkpoint.checks import Batch, batches_to_check, parts_are_finite
+from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.plan import Plans
-from hpc_train.checkpoint.snapshot import enough_memory
+from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointMismatch
@@ -24,14 +27,123 @@ from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
 
+PLAIN = (bool, int, float, str, type(None))  # values that cannot change without being replaced
+Seen: TypeAlias = "tuple[tuple[list[Any], ...], list[Hashable]]"
+"""What tells one look at a rank's tensors from another: see `Holdings._walk`."""
 
-class Content:
-    """A model with its optimizer, and what else is saved. All ranks call each method.
+
+class Holdings:
+    """This rank's tensors of a model and its optimizer, as parts of a checkpoint.
+
+    They are collected anew only if something other than their numbers has changed.
 
     Args:
-        trained: what is saved, and restored in place.
+        trained: model and optimizer.
+    """
+
+    def __init__(self, trained: TrainingState) -> None:
+        self.trained = trained
+        self.parts = Parts({})
+        self.values: dict[str, Any] = {}
+        """The values in the optimizer's state that are not tensors."""
+        self.trained_names: list[str] = []
+        """The names of the parameters that require gradients."""
+        self._seen: Seen | None = None
+        self._tensors: list[Tensor] = []  # keeps them alive: a freed tensor's id would come again
+        self._held: dict[str, LocalTensor] = {}
+        self._odd: set[str] = set()  # tensors that are not contiguous, which are saved as copies
+        self._buffers: set[str] = set()
+        self._passing: set[str] = set()  # what `parts` has for one save only
+
+    def look(self, more: Mapping[str, LocalTensor], *, copy_buffers: bool) -> bool:
+        """Bring `parts` up to date.
+
+        Args:
+            more: other tensors to save, by name.
+            copy_buffers: whether buffers are copied, because a forward pass may change them before
+                the save has ended.
+
+        Returns:
+            Whether tensors, their forms, parts or owners, or `values` are others than last time.
+
+        Raises:
+            UserError: a checkpoint cannot hold all of them.
+        """
+        tensors, seen = self._walk(more)
+        changed = seen is None or seen != self._seen
+        if changed:
+            self._seen = None
+            checks.check_savable(self.trained)
+            model, shards = self.trained.model, self.trained.shards
+            self._held = state.model_tensors(model, shards) | state.optimizer_tensors(self.trained)
+            self.values = state.optimizer_values(self.trained)
+            self._odd = {n for n, part in self._held.items() if not part.tensor.is_contiguous()}
+            self._buffers = state.buffer_names(model, shards)
+            self.trained_names = state.names_with_gradients(model, shards)
+            self.parts = Parts({n: p for n, p in self._held.items() if n not in self._odd})
+            self._tensors, self._seen = tensors, seen
+        for name in self._odd | self._buffers:
+            part = self._held[name]
+            if name in self._odd or copy_buffers:
+                copied = part.tensor.clone(memory_format=torch.contiguous_format)
+                part = replace(part, tensor=copied)
+            self.parts.put(name, part)
+        for name, part in more.items():
+            self.parts.put(name, replace(part, tensor=part.tensor.contiguous()))
+        self._passing = self._odd | self._buffers | more.keys()
+        return changed
+
+    def release(self) -> None:
+        """Free the copies that `parts` has for one save only."""
+        for name in self._passing:
+            self.parts.drop(name)
+        self._passing = set()
+
+    def _walk(self, more: Mapping[str, LocalTensor]) -> tuple[list[Tensor], Seen | None]:
+        """All tensors, and a value that stays equal as long as only their numbers change.
+
+        It is None if that cannot be told. A tensor that is the same object may have got other
+        `.data`, so the addresses are part of the value.
+        """
+        trained = self.trained
+        saved = trained.model.state_dict(keep_vars=True)
+        tensors = [value for value in saved.values() if isinstance(value, Tensor)]
+        marks: list[Hashable] = [*saved]
+        known = True
+        for group in trained.optimizer.param_groups:
+            for parameter in group["params"]:
+                marks.append(id(parameter))
+                for slot, value in trained.optimizer.state.get(parameter, {}).items():
+                    marks.append(slot)
+                    if isinstance(value, Tensor):
+                        tensors.append(value)
+                    elif isinstance(value, PLAIN):
+                        marks.append(value)
+                    else:
+                        known = False  # a list may have changed inside
+        marks += [(name, part.form, part.spec, part.owned) for name, part in more.items()]
+        if not known or any(tensor.layout is not torch.strided for tensor in tensors):
+            return tensors, None
+        # The strides and the size of a contiguous tensor tell its shape. Asking for the shape takes
+        # ten times as long.
+        forms = (
+            [*map(id, tensors)],
+            [*map(Tensor.data_ptr, tensors)],
+            [*map(Tensor.stride, tensors)],
+            [*map(Tensor.numel, tensors)],
+            [tensor.dtype for tensor in tensors],
+            [tensor.requires_grad for tensor in tensors],
+        )
+        return tensors, (forms, marks)
+
+
+class Content:
+    """A model with its optimizer, and the other state that is saved. All ranks call each method.
+
+    Args:
+        trained: is saved, and restored in place.
         collectives: of all ranks that train.
-        identity: what a checkpoint must have been made with to be continued, by configuration key.
+        identity: what a resumed run must have in common with a checkpoint, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
 
     Raises:
@@ -51,39 +163,40 @@ class Content:
         self.identity, self.about = identity, about
         self.plans = Plans(group, self.replica)
         self._holdings = Holdings(trained)
-        self._values: dict[str, Any] = {}  # of the optimizers of a replica, all together
-        self._compared: dict[str, int] = {}  # bytes by name, of what replicas have alike
-        self._batches: list[Batch] = []  # of which this rank looks whether they are finite
+        self._values: dict[str, Any] = {}  # of all optimizers of a replica
+        self._compared: dict[str, int] = {}  # bytes of the tensors that all replicas hold, by name
+        self._batches: list[Batch] = []  # the tensors whose numbers this rank checks
         self.check()
-        has_extra = bool(module_extras.modules(trained.model))
+        has_extra = bool(state.modules_with_extra(trained.model))
         self._has_extra = bool(group.largest(int(has_extra), "whether modules keep more"))
         self._extra: dict[str, Any] = {}
 
     @property
     def parts(self) -> Parts:
-        """This rank's parts, from `look` to `release`."""
+        """This rank's parts. They are complete from `look` until `release`."""
         return self._holdings.parts
 
     def check(self) -> None:
-        """Check that a checkpoint can hold all of it, as far as it is there.
+        """Check that a checkpoint can hold all state that exists by now.
 
         Raises:
             UserError: it cannot.
         """
         with agreed(self.group):
-            savable.check_savable(self.trained)
+            checks.check_savable(self.trained)
 
     def unify(self) -> None:
-        """Bring all replicas to one state: running statistics in buffers differ."""
+        """Bring all replicas to one state: running statistics in their buffers differ."""
         self.more.unify()
         for buffer in self.trained.model.buffers():
             self.alike.broadcast_(buffer)
 
     def look(self, *, copy_buffers: bool) -> None:
-        """Bring `parts`, plans and values up to date, after `unify`.
+        """Bring `parts`, plans and values up to date. Call it after `unify`.
 
         Args:
-            copy_buffers: for a save that goes on while a forward pass may change them.
+            copy_buffers: whether buffers are copied, because a forward pass may change them before
+                the save has ended.
 
         Raises:
             CheckpointError: there is no memory for copies.
@@ -97,14 +210,14 @@ class Content:
             self._values = self.replica.united(self._holdings.values)
             self._compared = self._whole_in_replicas()
             mine = self._holdings.trained_names[alike.rank :: alike.size]
-            self._batches = batches(self.parts.held, mine)
+            self._batches = batches_to_check(self.parts.held, mine)
         if self._has_extra:
             self._look_at_extra()
 
     def _look_at_extra(self) -> None:
-        self.check()  # what modules keep may be of another type now
+        self.check()  # modules may keep values of another type now
         with agreed(self.group):
-            self._extra = module_extras.values(self.trained.model)
+            self._extra = state.module_extras(self.trained.model)
             kept = json.dumps(self._extra, sort_keys=True)
         what = "what the model's modules keep beside tensors (get_extra_state)"
         same(self.group, what, kept, "keep there what all ranks have alike")
@@ -121,24 +234,25 @@ class Content:
         }
 
     def compare(self, step: int) -> None:
-        """Compare a sample of what all replicas hold whole, after `look`.
+        """Compare a sample of the tensors that all replicas hold whole. Call it after `look`.
 
         Raises:
-            DivergenceError: it differs; on all ranks.
+            DivergenceError: they differ. All ranks raise it.
         """
-        turn = Random(step).randrange(1 << 32)  # by chance: a count would begin anew with each job
-        divergence.compare(self.parts, self._compared, self.alike.group, self.group, turn)
+        # A random turn, because a count would begin again with each job.
+        turn = Random(step).randrange(1 << 32)
+        checks.compare_replicas(self.parts, self._compared, self.alike.group, self.group, turn)
 
     def is_finite(self) -> bool:
-        """Whether all trained parameters are finite, after `look`."""
+        """Whether all trained parameters are finite. Call it after `look`."""
         return parts_are_finite(self.parts, self._batches, self.group)
 
     def state(self, step: int, also: Mapping[str, Any]) -> bytes:
-        """What is no tensor, as JSON, after `look`.
+        """All values to save that are not tensors, as JSON. Call it after `look`.
 
         Args:
-            step: that has ended.
-            also: what else is to be in it.
+            step: the step that has ended.
+            also: further values.
         """
         tree = {
             "step": step,
@@ -154,19 +268,19 @@ class Content:
         return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
     def release(self) -> None:
-        """Give back the memory of what was copied for one save."""
+        """Free the copies that were made for one save."""
         self._holdings.release()
 
     def restore(self, path: Path) -> dict[str, Any]:
-        """Bring model, optimizer and all else to what a checkpoint has.
+        """Bring model, optimizer and all other state to that of a checkpoint.
 
         Returns:
-            What is no tensor in it.
+            All values of the checkpoint that are not tensors.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the checkpoint is damaged.
             CheckpointUnreadable: a rank cannot read it.
-            CheckpointMismatch: it is of another model or optimizer, or of another identity.
+            CheckpointMismatch: it is of another model or optimizer, or has another identity.
         """
         reader = restore.open_together(path, self.group)
         saved = restore.load_state(reader, self.group)
@@ -189,12 +303,15 @@ class Content:
             if contiguous[name].tensor is not part.tensor:
                 part.tensor.copy_(contiguous[name].tensor)
         with agreed(self.group):
-            module_extras.put(trained.model, saved.get("extra_state", {}), path)
+            state.put_module_extras(trained.model, saved.get("extra_state", {}), path)
         self.more.take(saved.get("more", {}))
         return saved
 
     def _grid(self) -> tuple[Group, Group] | tuple[()]:
-        """The ranks that hold the whole, and those that hold what this one does, if they fit."""
+        """The ranks that hold the model together, and those that hold what this rank does.
+
+        It is empty unless each rank is in one such pair of groups.
+        """
         fits = self.alike.group.size * self.replica.size == self.group.size
         return (self.replica, self.alike.group) if fits else ()
 

@@ -1,7 +1,7 @@
-"""Bring extents together from the ranks that hold tensors in parts, and hand them out again.
+"""Bring extents together from the ranks that hold parts of tensors, and hand them out again.
 
-Both ends of a message know which parts it is of, so the bytes of the pieces lie in it behind each
-other, and nothing else. A rank sends to the ranks that need something of it and to no others.
+Both ends of a message know which pieces it has. So it consists of their bytes, one piece behind the
+other. A rank sends only to the ranks that need some of its bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from hpc_train.mpi.group import Group
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MESSAGES_AT_ONCE = 16  # messages that a rank sends, and ranks that hand out: 256 MiB on either side
-WAITING = "extents of a checkpoint"
+# The largest number of messages that a rank has under way, and of ranks that hand out extents at
+# once. With extents of 16 MiB that is 256 MiB on either side.
+MESSAGES_AT_ONCE = 16
+WAITING = "extents of a checkpoint"  # what the watchdog says that a rank waits for
 
 Room = Callable[[int], Bytes]
-"""Gives memory for a number of bytes."""
+"""Returns memory for a number of bytes."""
 
 Expected: TypeAlias = "tuple[MPI.Request, Bytes, list[Piece]]"
-"""A message, where it will lie, and what it is."""
+"""A message to be received: its request, its memory, and its pieces."""
 
 
 class Scratch:
@@ -45,7 +47,7 @@ class Scratch:
 
 
 class Outgoing:
-    """Messages on their way, in memory that is used again.
+    """Messages under way to other ranks, in memory that is used again.
 
     Args:
         replica: the ranks that they go to.
@@ -57,12 +59,18 @@ class Outgoing:
         self._requests: list[MPI.Request] = []
 
     def reserve(self, nbytes: list[int]) -> None:
-        """Have memory for messages of `nbytes` bytes each."""
+        """Get memory for messages of these sizes, in bytes."""
         for room in self._rooms[: len(nbytes)]:
             room(max(nbytes))
 
     def send(self, rank: int, nbytes: int, fill: Callable[[Bytes], None]) -> None:
-        """Send `nbytes` bytes, if any, which `fill` puts into the memory that it is given."""
+        """Send a message to a rank. Without bytes nothing is sent.
+
+        Args:
+            rank: of the replica.
+            nbytes: of the message.
+            fill: writes the message to the memory that it is given.
+        """
         if not nbytes:
             return
         assert self.replica.comm is not None
@@ -75,7 +83,7 @@ class Outgoing:
         self._requests.append(self.replica.comm.Isend(packed, rank))
 
     def finish(self) -> None:
-        """Wait until all have left."""
+        """Wait until all messages have been sent."""
         with self.replica.waiting(WAITING):
             for request in self._requests[-MESSAGES_AT_ONCE:]:
                 request.Wait()
@@ -83,14 +91,14 @@ class Outgoing:
 
 
 class Exchange:
-    """The tensors that the ranks of a replica hold together. All of them make it and call it.
+    """Moves the bytes of extents between the ranks of a replica. All of them make it and call it.
 
     Args:
-        parts: this rank's.
-        routes: who has what of which extents.
+        parts: this rank's parts of tensors.
+        routes: tells which rank has which pieces of an extent.
         layout: of the file.
-        replica: the ranks.
-        state: what lies behind the tensors of a file that is written; all ranks have it.
+        replica: the ranks that hold the tensors together.
+        state: the bytes that follow the tensors in a file that is written. All ranks have them.
     """
 
     def __init__(
@@ -102,7 +110,7 @@ class Exchange:
         self._into, self._outgoing = Scratch(), Outgoing(replica)
 
     def mine(self, number: int) -> list[Piece]:
-        """What this rank has of an extent."""
+        """This rank's pieces of an extent."""
         return self.routes.pieces(self.replica.rank, number)
 
     def _joined(self, number: int) -> list[Piece | Strip]:
@@ -112,9 +120,9 @@ class Exchange:
         return known[number]
 
     def reserve(self) -> None:
-        """Have memory for all that `bring` sends and receives. It calls no other rank.
+        """Get memory for all that `bring` sends and receives. It calls no other rank.
 
-        Without it a rank may find too little while others wait for what it would send.
+        Otherwise a rank could run out of memory while other ranks wait for its messages.
         """
         asked = [total(self._joined(number)) for number in self.routes.asked]
         self._outgoing.reserve(asked)
@@ -124,13 +132,17 @@ class Exchange:
     def bring(
         self, runs: Sequence[Sequence[int]], rounds: int, room: Room, *, own: bool
     ) -> Iterator[tuple[int, Bytes] | None]:
-        """Bring each rank its extents, one in each round, or None. Collective over the replica.
+        """Bring each rank its extents. Collective over the replica.
 
         Args:
-            runs: by rank: the extents that it gets, one behind the other.
-            rounds: how many there are, also for ranks with fewer extents.
-            room: gives the memory that an extent is put together in.
-            own: whether an extent may be given as the memory of a tensor, where it lies in one.
+            runs: for each rank the numbers of the extents that it gets.
+            rounds: the number of rounds, the same on all ranks. A rank gets one extent in each.
+            room: returns memory for an extent.
+            own: whether an extent that lies in one tensor may be the memory of that tensor.
+
+        Yields:
+            In each round the number of an extent and its bytes, or None if this rank has no more.
+            The bytes lie in memory of `room`, or in a tensor.
         """
         me, size, run = self.replica.rank, self.replica.size, runs[self.replica.rank]
         asked: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -139,7 +151,7 @@ class Exchange:
             asked[number - runs[rank][0]].append((rank, number))
         for turn in range(rounds):
             found = None
-            # Each rank first expects what comes in this round, so no sender waits for ever.
+            # Each rank first posts the receives of this round, so no sender waits for ever.
             expected: list[Expected] = []
             if turn < len(run):
                 expected = self._expect(run[turn])
@@ -152,11 +164,12 @@ class Exchange:
                 with self.replica.waiting(WAITING):
                     request.Wait()
                 unpack_pieces(packed, received, found[1])
-            self._outgoing.finish()  # which may need this rank, and a write takes long
+            # MPI may send only while this rank calls it, and the caller's write takes long.
+            self._outgoing.finish()
             yield found
 
     def _expect(self, number: int) -> list[Expected]:
-        """Begin to receive what other ranks have of an extent."""
+        """Begin to receive the pieces that other ranks have of an extent."""
         comm, due = self.replica.comm, {}
         for rank in self.routes.holders.get(number, ()):
             pieces = self.routes.pieces(rank, number)
@@ -171,7 +184,7 @@ class Exchange:
         return found
 
     def _put_together(self, number: int, room: Room, *, own: bool) -> Bytes:
-        """An extent with what this rank has of it, and the state."""
+        """An extent, filled with this rank's pieces and the state."""
         pieces, nbytes = self._joined(number), self.layout.size(number)
         extent = self.parts.memory(pieces, nbytes) if own else None
         if extent is None:
@@ -185,14 +198,15 @@ class Exchange:
         return extent
 
     def hand_out(self, read: Mapping[int, int], extent: Bytes | None) -> Bytes:
-        """Hand each rank what it holds of extents. Collective over the replica.
+        """Hand the pieces of extents to the ranks that hold them. Collective over the replica.
 
         Args:
-            read: by rank: the extent that it has; at most AT_ONCE.
-            extent: this rank's, if it has one.
+            read: the number of the extent that a rank has, by rank; at most MESSAGES_AT_ONCE.
+            extent: the bytes of this rank's extent, if it has one.
 
         Returns:
-            What this rank holds, piece behind piece, in the order of the ranks that have it.
+            The bytes of this rank's pieces of these extents, one behind the other, in the order of
+            `read`.
         """
         me, comm = self.replica.rank, self.replica.comm
         due = {rank: total(self.mine(number)) for rank, number in read.items()}

@@ -4,20 +4,21 @@ A checkpoint is a safetensors file (https://github.com/huggingface/safetensors, 
 
     0            u64 N, little endian: length of the header. Zero until all else is on the disk,
                  and safetensors refuses a file with zero: N is the commit record.
-    8            JSON header, padded with spaces up to data_start, a multiple of 1 MiB,
+    8            JSON header, padded with spaces up to data_start, which is a multiple of 1 MiB,
                  or of 16 MiB where the file is striped, so that an extent lies in one stripe
     data_start   the tensors, row-major, little endian, ordered by (element size descending, name)
-                 `__hpc_train__.state`, U8: JSON of what is no tensor
+                 `__hpc_train__.state`, U8: JSON with all values that are not tensors
                  `__hpc_train__.hash`, U8: 16 bytes for each extent of all that stands before it
 
-Extents are pieces of 16 MiB from data_start on; each has an xxh3-128 hash. The header's
+Extents are pieces of 16 MiB, counted from data_start. Each has an xxh3-128 hash. The header's
 `__metadata__` has hashes of the hash table and of the header itself, so every byte is covered.
-Nothing in the file speaks of ranks: the same state gives the same bytes on any layout.
+The file contains nothing about ranks: the same state gives the same bytes on any layout.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import json
 import math
 import re
@@ -37,35 +38,53 @@ if TYPE_CHECKING:
 FORMAT_VERSION = "1"
 FILE_ALIGNMENT = 1 << 20
 EXTENT_BYTES = 16 << 20
-STRIPED_BYTES = 10**9  # larger files are spread over servers, in stripes as long as an extent
+STRIPED_BYTES = 10**9  # content larger than this is spread over servers, a stripe for each extent
 HASH_BYTES = 16
 MAX_HEADER_BYTES = 100_000_000  # safetensors refuses larger ones
 STATE = "__hpc_train__.state"
 HASHES = "__hpc_train__.hash"
 NO_HASH = "0" * 2 * HASH_BYTES
 
-# Bytes of an element, by the format's names of types; `dtypes.py` has torch's for them.
-DTYPE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "U16": 2,
-    "U32": 4,
-    "U64": 8,
-    "C64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "F8_E8M0": 1,
+_TYPES = {
+    "F64": (8, "float64"),
+    "F32": (4, "float32"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "I64": (8, "int64"),
+    "I32": (4, "int32"),
+    "I16": (2, "int16"),
+    "I8": (1, "int8"),
+    "U8": (1, "uint8"),
+    "BOOL": (1, "bool"),
+    "U16": (2, "uint16"),
+    "U32": (4, "uint32"),
+    "U64": (8, "uint64"),
+    "C64": (8, "complex64"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
+    "F8_E8M0": (1, "float8_e8m0fnu"),  # from torch 2.7 on
 }
+"""The types that a file can hold, by the format's names: bytes of an element, torch's name."""
+
+DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _TYPES.items()}
+
+
+@functools.cache
+def format_dtypes() -> dict[torch.dtype, str]:
+    """The format's name of each type that this torch has. Loads torch."""
+    import torch  # not at the top, because headers are read without it
+
+    known = ((name, theirs) for name, (_, theirs) in _TYPES.items())
+    return {getattr(torch, theirs): name for name, theirs in known if hasattr(torch, theirs)}
+
+
+@functools.cache
+def torch_dtypes() -> dict[str, torch.dtype]:
+    """The inverse of `format_dtypes`: torch's types by the format's names. Loads torch."""
+    return {name: dtype for dtype, name in format_dtypes().items()}
+
 
 TensorForm: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
 """Type and shape of a whole tensor."""
@@ -76,9 +95,9 @@ class LocalTensor:
     """A rank's part of a tensor.
 
     Args:
-        tensor: contiguous, of the part's shape.
-        spec: which part of the whole.
-        owned: whether this rank writes it: of the ranks of one replica that hold a part, one does.
+        tensor: the part, contiguous.
+        spec: which part of the whole tensor it is.
+        owned: whether this rank writes it. One of the ranks of a replica that hold a part does.
     """
 
     tensor: Tensor
@@ -87,18 +106,18 @@ class LocalTensor:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> LocalTensor:
-        """All of a tensor."""
+        """All of a tensor as one part."""
         return cls(tensor, SliceSpec.whole(tuple(tensor.shape)))
 
     @property
     def form(self) -> TensorForm:
-        """Type and shape of the whole tensor."""
+        """Type and shape of the whole tensor, however small the part is."""
         return self.tensor.dtype, self.spec.shape
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies: bytes `begin` to `end` after data_start."""
+    """One tensor's place in the file: bytes `begin` to `end`, counted from data_start."""
 
     name: str
     dtype: str
@@ -112,8 +131,8 @@ class FileMap:
     """The whole file's layout.
 
     Args:
-        entries: in file order: the tensors, the state, the hashes.
-        data_start: byte of the file at which the first tensor lies.
+        entries: the tensors, the state and the hashes, in the order of the file.
+        data_start: the byte of the file at which the first tensor begins.
         description: the entries as JSON.
     """
 
@@ -123,7 +142,7 @@ class FileMap:
 
     @property
     def content_bytes(self) -> int:
-        """Bytes that extents cover: tensors and state."""
+        """Bytes of the tensors and the state, which the extents cover."""
         return self.entries[-1].begin
 
     @property
@@ -142,7 +161,7 @@ class FileMap:
         return end - begin
 
     def extent(self, number: int) -> tuple[int, int]:
-        """First byte of an extent and the byte behind it, counted from data_start."""
+        """The first byte of an extent and the byte behind its last, counted from data_start."""
         begin = number * EXTENT_BYTES
         return begin, min(begin + EXTENT_BYTES, self.content_bytes)
 
@@ -159,11 +178,11 @@ def hash_in(table: bytes, number: int) -> bytes:
 
 @dataclass(frozen=True)
 class Contents:
-    """Where the tensors lie, which is the same for all states behind them.
+    """Where the tensors lie. It does not depend on the state, which lies behind them.
 
     Args:
-        entries: the tensors, in file order.
-        description: the same as JSON.
+        entries: the tensors, in the order of the file.
+        description: the entries as JSON.
     """
 
     entries: tuple[Entry, ...]
@@ -171,21 +190,23 @@ class Contents:
 
     @classmethod
     def of(cls, forms: Mapping[str, TensorForm]) -> Contents:
-        """Lay out tensors.
+        """Give each tensor its place.
+
+        Args:
+            forms: type and shape of each whole tensor, by name.
 
         Raises:
             CheckpointError: a tensor's dtype has no name in the format.
         """
-        from hpc_train.checkpoint.dtypes import DTYPES  # torch; reading a header does without
-
+        names = format_dtypes()
         for name, (dtype, _) in forms.items():
-            if dtype not in DTYPES:
+            if dtype not in names:
                 raise CheckpointError(f"{name} has dtype {dtype}, which checkpoints cannot hold")
         ordered = sorted(forms.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
         entries, position = [], 0
         for name, (dtype, shape) in ordered:
             end = position + math.prod(shape) * dtype.itemsize
-            entries.append(Entry(name, DTYPES[dtype], shape, position, end))
+            entries.append(Entry(name, names[dtype], shape, position, end))
             position = end
         return cls(tuple(entries), _description(entries))
 
@@ -193,7 +214,7 @@ class Contents:
         """The whole file's layout, with a state of `state_bytes` bytes.
 
         Raises:
-            CheckpointError: there are too many tensors.
+            CheckpointError: the header would be larger than safetensors reads.
         """
         begin = self.entries[-1].end if self.entries else 0
         content = begin + state_bytes
@@ -213,7 +234,12 @@ class Contents:
 
 
 def _data_start(text: int, content: int) -> int:
-    """Where the tensors begin, behind a header of `text` bytes without its padding."""
+    """The byte at which the tensors begin.
+
+    Args:
+        text: bytes of the header without its padding.
+        content: bytes of tensors and state.
+    """
     striped = -(-(8 + text) // EXTENT_BYTES) * EXTENT_BYTES
     if content > STRIPED_BYTES and striped <= MAX_HEADER_BYTES:
         return striped
@@ -262,8 +288,8 @@ def parse_header(header_bytes: bytes, file_bytes: int) -> tuple[FileMap, str]:
         The layout, and the hash that the hash table must have, hexadecimal.
 
     Raises:
-        CheckpointMismatch: it is a safetensors file of somebody else, or of another version.
-        CheckpointError: it is no header, is damaged, or the file's size does not fit it.
+        CheckpointMismatch: another program wrote the file, or its format has another version.
+        CheckpointError: this is not a header, or it is damaged, or the file has another size.
     """
     try:
         tree = json.loads(header_bytes)
@@ -293,7 +319,7 @@ def parse_header(header_bytes: bytes, file_bytes: int) -> tuple[FileMap, str]:
 
 
 def _is_whole(header_bytes: bytes) -> bool:
-    """Whether a header, of any version, has the hash that it says it has."""
+    """Whether a header of any version has the hash that it states."""
     said = re.search(rb'"hpc_train\.header_hash":"([0-9a-f]{32})"', header_bytes)
     if said is None:
         return False
@@ -303,14 +329,15 @@ def _is_whole(header_bytes: bytes) -> bool:
 
 
 def _check_sizes(entries: Iterable[Entry]) -> None:
-    """Check that the tensors are contiguous and in order: a file's offsets may be invented."""
+    """Check that tensors follow each other without gaps: a damaged file may state any offsets."""
     position = 0
     for entry in entries:
         numbers = [*entry.shape, entry.begin, entry.end]
         if any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError(f"{entry.name}: {numbers}")
         if math.prod(max(number, 1) for number in entry.shape) >= 1 << 63:
-            raise ValueError(f"{entry.name} has the shape {entry.shape}")  # of which torch has none
+            # torch counts elements in 63 bits.
+            raise ValueError(f"{entry.name} has the shape {entry.shape}")
         size = math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
         if (entry.begin, entry.end) != (position, position + size):
             raise ValueError(f"{entry.name} is not {size} bytes from {position} on")
@@ -318,7 +345,7 @@ def _check_sizes(entries: Iterable[Entry]) -> None:
 
 
 def names_between(layout: FileMap, begin: int, end: int) -> Iterator[Entry]:
-    """The tensors that have bytes between `begin` and `end`."""
+    """The tensors that have bytes between `begin` and `end`, counted from data_start."""
     start = bisect.bisect_right(layout.entries, begin, key=lambda entry: entry.end)
     for entry in layout.entries[start:]:
         if entry.begin >= end:

@@ -1,4 +1,4 @@
-"""The bytes of an extent in the tensors of a rank, and back."""
+"""Copies bytes between extents and the tensors of a rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Piece:
     """Bytes of one tensor in an extent.
 
     Args:
-        name: the tensor's.
-        place: byte of the extent from which the block counts.
-        block: where they lie.
+        name: of the tensor.
+        place: the byte of the extent from which the block's places are counted.
+        block: where the bytes lie in the extent and in the rank's part of the tensor.
     """
 
     name: str
@@ -33,17 +33,24 @@ class Piece:
 
     @property
     def first(self) -> int:
-        """Byte of the extent at which they begin."""
+        """The byte of the extent at which the piece begins."""
         return self.place + self.block.place
 
     @property
     def nbytes(self) -> int:
-        """How many."""
+        """The number of bytes."""
         return self.block.rows * self.block.length
 
 
 def pieces_of(specs: Specs, layout: FileMap, begin: int, end: int) -> list[Piece]:
-    """What such parts have of the content's bytes from `begin` to `end`, in the file's order."""
+    """The pieces that parts of tensors have of a range of the content, in the file's order.
+
+    Args:
+        specs: the parts, by their tensors' names.
+        layout: of the file.
+        begin: the first byte of the range, counted from data_start.
+        end: the byte behind the last one.
+    """
     found = []
     for entry in names_between(layout, begin, end):
         spec = specs.get(entry.name)
@@ -61,7 +68,7 @@ def total(pieces: Iterable[Piece | Strip]) -> int:
 
 
 def rows_in(extent: Bytes, piece: Piece) -> Bytes:
-    """A piece's bytes in an extent, (rows, length); the extent's own memory."""
+    """A piece's bytes in an extent, (rows, length). It is a view of the extent."""
     block, first = piece.block, piece.first
     if block.rows == 1:
         return extent[first : first + block.length].reshape(1, -1)
@@ -69,7 +76,7 @@ def rows_in(extent: Bytes, piece: Piece) -> Bytes:
 
 
 def pack(extent: Bytes, pieces: Iterable[Piece], packed: Bytes) -> None:
-    """Copy pieces of an extent behind each other."""
+    """Copy pieces of an extent to `packed`, one behind the other."""
     position = 0
     for piece in pieces:
         rows = packed[position : position + piece.nbytes].reshape(piece.block.rows, -1)
@@ -78,7 +85,7 @@ def pack(extent: Bytes, pieces: Iterable[Piece], packed: Bytes) -> None:
 
 
 def unpack_pieces(packed: Bytes, pieces: Iterable[Piece], extent: Bytes) -> None:
-    """Copy pieces that lie behind each other to their places in an extent."""
+    """Copy pieces that lie in `packed`, one behind the other, to their places in an extent."""
     position = 0
     for piece in pieces:
         rows = packed[position : position + piece.nbytes].reshape(piece.block.rows, -1)
@@ -88,14 +95,14 @@ def unpack_pieces(packed: Bytes, pieces: Iterable[Piece], extent: Bytes) -> None
 
 @dataclass(frozen=True)
 class Strip:
-    """Pieces of one row each that lie behind each other, all on the host: copied in one call.
+    """Pieces that are copied in one call: each has one row, they are adjacent, and on the host.
 
     Args:
-        first: byte of the extent at which the first one begins.
-        nbytes: of all.
-        names: their tensors'.
-        cuts: of those that are not all that a rank has of a tensor, by place in `names`, which
-            bytes of it they are.
+        first: the byte of the extent at which the first piece begins.
+        nbytes: of all pieces.
+        names: of the pieces' tensors.
+        cuts: for each piece that is less than the rank's part of its tensor, the piece's place in
+            `names` and its bytes in that part.
     """
 
     first: int
@@ -105,10 +112,10 @@ class Strip:
 
 
 class Parts:
-    """What a rank holds, as bytes.
+    """The bytes of the tensors that a rank holds.
 
     Args:
-        held: contiguous parts, by their tensors' names.
+        held: the rank's parts, contiguous, by their tensors' names.
     """
 
     def __init__(self, held: Mapping[str, LocalTensor]) -> None:
@@ -120,7 +127,7 @@ class Parts:
             self.put(name, part)
 
     def put(self, name: str, part: LocalTensor) -> None:
-        """Take a tensor for a name; of the same form and device if there was one already."""
+        """Put a tensor in place of a name's former one, of the same form and device, if any."""
         self.held[name] = part
         memory = self._bytes[name] = as_bytes(part.tensor)
         if part.tensor.device.type == "cpu":
@@ -129,31 +136,38 @@ class Parts:
             self._device[name] = memory
 
     def drop(self, name: str) -> None:
-        """Let a tensor go, until another one is put in its place."""
+        """Release a name's tensor until another one is put in its place."""
         for known in (self.held, self._bytes, self._host, self._device):
             known.pop(name, None)
 
     def size(self, name: str) -> int:
-        """Bytes of what this rank has of a tensor."""
+        """Bytes of this rank's part of a tensor."""
         return self._bytes[name].numel()
 
     def flat(self, names: Sequence[str]) -> torch.Tensor:
-        """The bytes of some tensors behind each other, (bytes,) uint8, where the tensors are.
+        """The bytes of some tensors, one behind the other, (bytes,) uint8, on their device.
 
-        Of one tensor it is the tensor's own memory.
+        For one tensor it is a view of it. Several must be on one device.
         """
         views = [self._bytes[name] for name in names]
         return torch.cat(views) if len(views) > 1 else views[0]
 
     def on_host(self, name: str, begin: int, end: int) -> Bytes:
-        """Some bytes of what this rank has of a tensor; the tensor's own memory where it can be."""
+        """Bytes `begin` to `end` of this rank's part of a tensor.
+
+        They are a view of a tensor on the host, and a copy of one on a device.
+        """
         if name in self._host:
             return self._host[name][begin:end]
         copied: Bytes = self._device[name][begin:end].cpu().numpy()
         return copied
 
     def joined(self, pieces: Iterable[Piece]) -> list[Piece | Strip]:
-        """Pieces in the file's order, those that can be copied together as strips."""
+        """The same pieces; those that can be copied in one call have become strips.
+
+        Args:
+            pieces: in the file's order.
+        """
         found: list[Piece | Strip] = []
         some: list[Piece] = []
         end = 0
@@ -191,7 +205,7 @@ class Parts:
         torch.cat(views, out=torch.from_numpy(into))
 
     def memory(self, pieces: Sequence[Piece | Strip], nbytes: int) -> Bytes | None:
-        """The tensor's own memory, if one piece is all of an extent of `nbytes` bytes."""
+        """A view of the tensor on the host that has all `nbytes` bytes of an extent, if any."""
         if len(pieces) != 1 or pieces[0].nbytes != nbytes:
             return None
         piece = pieces[0]
@@ -209,13 +223,13 @@ class Parts:
                 self._copy(piece, extent[piece.first : piece.first + piece.nbytes])
                 continue
             rows = rows_in(extent, piece)
-            if piece.name in self._device:  # straight to memory that may be pinned
+            if piece.name in self._device:  # directly, because the extent may be pinned memory
                 torch.from_numpy(rows).copy_(self._on_device(piece))
             else:
                 rows[:] = self._rows(piece)
 
     def pack(self, pieces: Iterable[Piece | Strip], packed: Bytes) -> None:
-        """Copy this rank's pieces behind each other."""
+        """Copy this rank's pieces to `packed`, one behind the other."""
         position = 0
         for piece in pieces:
             into = packed[position : position + piece.nbytes]
@@ -231,7 +245,7 @@ class Parts:
             self._put(piece, rows_in(extent, piece))
 
     def unpack(self, packed: Bytes, pieces: Iterable[Piece]) -> None:
-        """Copy pieces that lie behind each other into this rank's tensors."""
+        """Copy pieces that lie in `packed`, one behind the other, into this rank's tensors."""
         position = 0
         for piece in pieces:
             rows = packed[position : position + piece.nbytes].reshape(piece.block.rows, -1)
@@ -239,7 +253,7 @@ class Parts:
             position += piece.nbytes
 
     def _rows(self, piece: Piece) -> Bytes:
-        """A piece, (rows, length); on the host the tensor's own memory."""
+        """A piece, (rows, length): a view of a tensor on the host, a copy of one on a device."""
         if piece.name in self._device:
             copied: Bytes = self._on_device(piece).cpu().numpy()
             return copied
@@ -259,5 +273,5 @@ class Parts:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory, (bytes,) uint8."""
+    """A contiguous tensor's memory as a view, (bytes,) uint8."""
     return tensor.detach().view(-1).view(torch.uint8)

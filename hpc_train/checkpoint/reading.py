@@ -1,38 +1,47 @@
-"""Read a checkpoint in spite of a file system that fails for a moment.
+"""One rank reads a checkpoint file's header and extents and verifies them, without torch.
 
-What cannot be read now is not damaged: going back to an older checkpoint for it would lose work.
+A file system may fail for a moment. A file that cannot be read at the moment is not damaged: going
+back to an older checkpoint would lose work.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import xxhash
+
 from hpc_train import files
-from hpc_train.errors import CheckpointUnreadable
+from hpc_train.checkpoint import fileformat
+from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, FileMap
+from hpc_train.errors import CheckpointError, CheckpointMismatch, CheckpointUnreadable
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
-LASTING = frozenset(  # a further attempt ends as the first one did
+LASTING = frozenset(  # errors that a further attempt does not mend
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 )
+PIECE = 1 << 20  # bytes read at once: they are still in the core's cache when they are hashed
+BROKEN = "it is damaged: use an older one, or delete it"
 
 
 def patiently(path: Path, work: Callable[[int], T]) -> T:
-    """What `work` makes of a descriptor of a file, which is opened anew for each attempt.
+    """Read a file, again and again if that fails; returns what `work` returns.
 
     Args:
-        path: the file, opened to be read.
-        work: reads it; called again after an OSError that may pass, such as a stale handle.
+        path: the file. Each attempt opens it anew.
+        work: reads from the descriptor that it is given. An OSError that may pass, such as a stale
+            handle, leads to another attempt.
 
     Raises:
-        CheckpointUnreadable: the file cannot be read, after all attempts.
+        CheckpointUnreadable: the last attempt failed, or the error is one that does not pass.
     """
     pauses = list(PAUSES)
     while True:
@@ -49,3 +58,60 @@ def patiently(path: Path, work: Callable[[int], T]) -> T:
             cause = error.strerror or error
             logger.warning("%s: %s; it is read again in %g s", path, cause, pause)
             time.sleep(pause)
+
+
+def read_header(path: Path) -> tuple[FileMap, bytes]:
+    """Read and check a file's header and hash table; returns its layout and the extents' hashes.
+
+    Raises:
+        CheckpointMismatch: another program wrote the file, or its format has another version.
+        CheckpointUnreadable: the file is missing, or the file system cannot read it.
+        CheckpointError: the file was never completed, or it is damaged.
+    """
+    try:
+        layout, table, table_hash = patiently(path, _header_and_table)
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{path}: {error.cause}", error.remedy) from None
+    except CheckpointUnreadable:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path}: {error.cause}", BROKEN) from None
+    if fileformat.hash_of(table).hex() != table_hash:
+        raise CheckpointError(f"checkpoint {path}: its hash table is wrong", BROKEN)
+    return layout, table
+
+
+def _header_and_table(descriptor: int) -> tuple[FileMap, bytes, str]:
+    """The layout, the hash table, and the hash that the table must have, hexadecimal."""
+    size = files.call("size", os.fstat, descriptor).st_size
+    length = int.from_bytes(files.read_at(descriptor, 8, 0), "little")
+    if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.FILE_ALIGNMENT):
+        raise CheckpointError("it was never completed")
+    layout, table_hash = fileformat.parse_header(files.read_at(descriptor, length, 8), size)
+    begin = layout.data_start + layout.content_bytes
+    return layout, files.read_at(descriptor, layout.file_bytes - begin, begin), table_hash
+
+
+def read_extent(
+    descriptor: int, layout: FileMap, number: int, expected: bytes, into: memoryview | None = None
+) -> bool:
+    """Read an extent; returns whether it has the expected hash.
+
+    Args:
+        descriptor: of the file, open for reading.
+        layout: of the file.
+        number: which extent.
+        expected: its hash.
+        into: memory for it. Without any, the extent is only hashed.
+    """
+    begin, end = layout.extent(number)
+    spare = memoryview(bytearray(min(PIECE, end - begin)))
+    hashed = xxhash.xxh3_128()
+    for first in range(begin, end, PIECE):
+        last = min(first + PIECE, end)
+        piece = spare if into is None else into[first - begin :]
+        piece = piece[: last - first]
+        if files.read_into(descriptor, piece, layout.data_start + first) < len(piece):
+            return False
+        hashed.update(piece)
+    return hashed.digest() == expected

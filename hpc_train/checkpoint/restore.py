@@ -1,7 +1,8 @@
-"""Read a checkpoint: each extent is read and verified by one rank, and goes to those that hold it.
+"""Read a checkpoint: one rank reads and verifies an extent, and hands it to the ranks that hold it.
 
-Every byte is read from the file system once, whatever the number of ranks. A rank that reads hands
-each rank of its replica what that one holds; from there it goes to the ranks that hold the same.
+Each byte is read from the file system once, whatever the number of ranks. A rank that has read an
+extent hands each rank of its replica the pieces that it holds. That rank passes them on to the
+ranks of other replicas that hold the same.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_train.checkpoint import extents, fileformat, headers
-from hpc_train.checkpoint.dtypes import TORCH_DTYPES
+from hpc_train.checkpoint import fileformat
 from hpc_train.checkpoint.exchange import MESSAGES_AT_ONCE, Exchange, Scratch
-from hpc_train.checkpoint.fileformat import HASHES, STATE, Entry, FileMap, LocalTensor, hash_in
-from hpc_train.checkpoint.headers import BROKEN
+from hpc_train.checkpoint.fileformat import (
+    HASHES,
+    STATE,
+    Entry,
+    FileMap,
+    LocalTensor,
+    hash_in,
+    torch_dtypes,
+)
 from hpc_train.checkpoint.parts import Bytes, Parts, Specs, pieces_of, total
-from hpc_train.checkpoint.reading import patiently
+from hpc_train.checkpoint.reading import BROKEN, patiently, read_extent, read_header
 from hpc_train.checkpoint.routes import NOBODY, Routes, extents_of
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.agreement import agreed, from_first
@@ -32,12 +39,12 @@ from hpc_train.mpi.group import Group
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """A committed checkpoint file whose header is sound.
+    """A complete checkpoint file with a sound header.
 
     Args:
         path: the file.
-        layout: where everything lies in it.
-        table: the extents' hashes.
+        layout: of the file.
+        table: the hashes of the extents, one behind the other.
     """
 
     path: Path
@@ -49,32 +56,32 @@ class CheckpointReader:
         """Read and check header and hash table.
 
         Raises:
-            CheckpointMismatch: it is a safetensors file of somebody else, or of another version.
-            CheckpointUnreadable: the file is missing, or the file system does not give it.
-            CheckpointError: it was never committed, or is damaged.
+            CheckpointMismatch: another program wrote the file, or its format has another version.
+            CheckpointUnreadable: the file is missing, or the file system cannot read it.
+            CheckpointError: the file was never completed, or it is damaged.
         """
-        return cls(path, *headers.read_header(path))
+        return cls(path, *read_header(path))
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """The tensors in it, by name."""
+        """The places of the tensors in the file, by name."""
         return {e.name: e for e in self.layout.entries if e.name not in (STATE, HASHES)}
 
     def read(self, number: int, into: Bytes) -> None:
         """Read one extent and verify it.
 
         Args:
-            number: the extent's.
+            number: of the extent.
             into: memory of its size.
 
         Raises:
-            CheckpointUnreadable: the file system does not give it.
-            CheckpointError: it is not what was saved.
+            CheckpointUnreadable: the file system cannot read it.
+            CheckpointError: its bytes are not those that were saved.
         """
         expected = hash_in(self.table, number)
         sound = patiently(
             self.path,
-            lambda file: extents.read_extent(file, self.layout, number, expected, into.data),
+            lambda file: read_extent(file, self.layout, number, expected, into.data),
         )
         if not sound:
             begin, end = self.layout.extent(number)
@@ -84,10 +91,10 @@ class CheckpointReader:
             )
 
     def extent(self, number: int) -> Bytes:
-        """One extent's bytes, verified.
+        """The bytes of one extent, verified.
 
         Raises:
-            CheckpointError: as `read`.
+            CheckpointUnreadable, CheckpointError: as in `read`.
         """
         into = np.empty(self.layout.size(number), np.uint8)
         self.read(number, into)
@@ -95,26 +102,27 @@ class CheckpointReader:
 
 
 class Tensors:
-    """The tensors of a checkpoint by name, one at a time, verified, in one process.
+    """Reads the tensors of a checkpoint by name, one at a time, verified, in one process.
 
     Args:
         path: the file.
 
     Raises:
-        CheckpointError: it is damaged; also by each access.
-        CheckpointMismatch: it is not of hpc_train.
+        CheckpointError: the file is damaged. Each access to a tensor may raise it, too.
+        CheckpointUnreadable: the file system cannot read the file. Each access may raise it, too.
+        CheckpointMismatch: another program wrote the file, or its format has another version.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.reader = path, CheckpointReader.open(path)
         self.entries = {entry.name: entry for entry in self.reader.layout.entries}
         self.names = list(self.reader.entries)
-        # Small tensors lie together in one extent, which is read for the first of them only.
+        # Small tensors share an extent, which is read only for the first one of them.
         self._extent = functools.lru_cache(maxsize=1)(self.reader.extent)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry, layout = self.entries[name], self.reader.layout
-        tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        tensor = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype])
         held = LocalTensor.whole(tensor)
         parts = Parts({name: held})
         for number in range(
@@ -125,15 +133,15 @@ class Tensors:
         return tensor
 
     def state(self) -> dict[str, Any]:
-        """The JSON tree of what is no tensor."""
+        """All values in the file that are not tensors."""
         return _tree(self.path, self[STATE])
 
 
 def open_together(path: Path, group: Group) -> CheckpointReader:
-    """Open a checkpoint on rank 0 and hand its header to all. Collective.
+    """Open a checkpoint on rank 0 and hand its header to all ranks. Collective.
 
     Raises:
-        CheckpointError: it cannot be used.
+        CheckpointError, CheckpointUnreadable, CheckpointMismatch: as in `CheckpointReader.open`.
     """
     return from_first(group, lambda: CheckpointReader.open(path))
 
@@ -149,17 +157,18 @@ def load_tensors(
 
     Args:
         reader: from `open_together`.
-        held: this rank's parts, contiguous, by name, of the dtypes and whole shapes that the
-            checkpoint has.
+        held: this rank's parts, contiguous, by their tensors' names. Types and whole shapes are
+            those that the checkpoint has.
         group: the ranks that receive.
-        replica: ranks that hold the whole together; by default all.
-        alike: the ranks of all replicas that hold what this one does; by default it alone. Each
-            rank is in one replica and one such group, and each of those meet in one rank.
+        replica: the ranks that hold all tensors together. By default that is all ranks, or this
+            rank alone if `alike` is given.
+        alike: the ranks of all replicas that hold the same as this rank; by default this rank
+            alone. A replica and such a group have one rank in common.
 
     Raises:
-        CheckpointUnreadable: a rank cannot read an extent; some tensors may have been filled.
-        CheckpointError: an extent is damaged; some tensors may have been filled.
-        ValueError: the groups do not fit together.
+        CheckpointUnreadable: a rank cannot read an extent. Some tensors may have been filled.
+        CheckpointError: an extent is damaged. Some tensors may have been filled.
+        ValueError: the sizes of the groups do not fit together.
     """
     replica = replica or (group if alike is None else Group())
     alike = alike or Group()
@@ -169,7 +178,7 @@ def load_tensors(
     specs = {name: part.spec for name, part in held.items()}
     wanted = _wanted(specs, layout, replica)
     keepers = np.full(layout.extents, NOBODY, np.int64)
-    for rank in range(replica.size):  # who reads, of this replica
+    for rank in range(replica.size):  # the ranks of this replica read their extents in turn
         keepers[wanted[alike.rank * replica.size + rank :: group.size]] = rank
     routes = Routes(specs, layout, keepers, replica, remember=4 * MESSAGES_AT_ONCE)
     exchange = Exchange(Parts(held), routes, layout, replica)
@@ -185,13 +194,14 @@ def load_tensors(
         reader.read(mine[turn], extent)
         return extent
 
-    with ThreadPoolExecutor(1, "checkpoint") as thread:  # reads on while the last ones go round
+    # The thread reads the next extent while the ranks hand round those that they have read.
+    with ThreadPoolExecutor(1, "checkpoint") as thread:
         ahead = thread.submit(read, 0)
         for turn, first in enumerate(range(0, len(wanted), group.size)):
             with agreed(group):
                 extent = ahead.result()
             ahead = thread.submit(read, turn + 1)
-            together = wanted[first : first + group.size]  # one for each rank
+            together = wanted[first : first + group.size]  # one extent for each rank
             for copy in range(alike.size):
                 has = together[copy * replica.size : (copy + 1) * replica.size]
                 for start in range(0, len(has), MESSAGES_AT_ONCE):
@@ -202,7 +212,7 @@ def load_tensors(
 
 
 def _wanted(specs: Specs, layout: FileMap, replica: Group) -> list[int]:
-    """The extents that a rank of a replica wants something of, ascending. Collective."""
+    """The extents that any rank of a replica needs, ascending. Collective over the replica."""
     needed = np.zeros(layout.extents, np.uint8)
     for entry in layout.entries:
         if (spec := specs.get(entry.name)) is not None:
@@ -217,7 +227,10 @@ def _wanted(specs: Specs, layout: FileMap, replica: Group) -> list[int]:
 
 
 def _memory(exchange: Exchange, number: int) -> Bytes | None:
-    """Where an extent belongs, if all of it belongs to one tensor of a rank that holds all."""
+    """The memory of a tensor that an extent can be read into directly, if there is one.
+
+    All bytes of the extent must belong to that tensor, and the rank must be alone in its replica.
+    """
     if exchange.replica.comm is not None:
         return None
     return exchange.parts.memory(exchange.mine(number), exchange.layout.size(number))
@@ -226,19 +239,19 @@ def _memory(exchange: Exchange, number: int) -> Bytes | None:
 def _hand_round(
     exchange: Exchange, read: Mapping[int, int], extent: Bytes | None, alike: Group, root: int
 ) -> None:
-    """Bring what the ranks of one replica have read to all that hold some of it. Collective.
+    """Bring the extents that one replica has read to all ranks that hold some of them. Collective.
 
     Args:
         exchange: of this rank's replica.
-        read: by rank of the replica: the extent that it has read.
-        extent: what this rank has read.
-        alike: the ranks that hold what this one does.
-        root: the one of them whose replica has read.
+        read: the number of the extent that a rank of the replica has read, by rank.
+        extent: the bytes of the extent that this rank has read.
+        alike: the ranks of all replicas that hold the same as this rank.
+        root: the one of them whose replica has read these extents.
     """
     pieces = [piece for number in read.values() for piece in exchange.mine(number)]
     memory = _memory(exchange, *read.values()) if exchange.replica.comm is None else None
     if memory is not None:
-        packed = memory  # has been read to, or will be received to
+        packed = memory  # the extent was read into it, or will be received into it
     elif alike.rank == root:
         packed = exchange.hand_out(read, extent)
     else:
@@ -251,10 +264,11 @@ def _hand_round(
 
 
 def load_state(reader: CheckpointReader, group: Group) -> dict[str, Any]:
-    """The JSON tree of what is no tensor. Collective.
+    """All values in a checkpoint that are not tensors. Collective.
 
     Raises:
-        CheckpointError: the extent that it lies in is damaged.
+        CheckpointUnreadable: a rank cannot read the extents in which they lie.
+        CheckpointError: these extents are damaged.
     """
     state = torch.empty(reader.layout.entries[-2].shape, dtype=torch.uint8)
     load_tensors(reader, {STATE: LocalTensor.whole(state)}, group, alike=group)

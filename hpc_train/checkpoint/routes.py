@@ -1,8 +1,10 @@
-"""Which ranks of a replica have something of an extent: each learns that of its own extents only.
+"""Which rank writes which extents, and which ranks of a replica hold pieces of them.
 
-An extent has a keeper: the rank that writes it, or has read it. Of every part that a rank holds it
-tells the keepers of the extents that the part lies in, so what a rank receives and remembers does
-not grow with what the others hold elsewhere.
+An extent has a keeper: the rank that writes it, or has read it. A rank tells the keepers of the
+extents in which a part lies that it holds this part. So what a rank receives and remembers does not
+grow with what other ranks hold elsewhere.
+
+The first checkpoint makes a plan of who writes what. A change of the tensors makes a new one.
 """
 
 from __future__ import annotations
@@ -10,39 +12,54 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from hpc_train.checkpoint import fileformat
-from hpc_train.checkpoint.fileformat import DTYPE_BYTES, Entry, FileMap
+from hpc_train.checkpoint.fileformat import (
+    DTYPE_BYTES,
+    HASHES,
+    STATE,
+    Contents,
+    Entry,
+    FileMap,
+    LocalTensor,
+    hash_of,
+)
 from hpc_train.checkpoint.parts import Piece, Specs, Strip, pieces_of
-from hpc_train.errors import CheckpointError
-from hpc_train.mpi.agreement import agreed
+from hpc_train.errors import CheckpointError, UserError
+from hpc_train.mpi.agreement import agreed, settle
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import SliceSpec
 
-NOBODY = -1
-WIDTH = 6
+NOBODY = -1  # the keeper of an extent that no rank of the replica keeps
+WIDTH = 6  # integers of a SliceRow
 Ints = npt.NDArray[np.int64]
 SliceRow = tuple[int, int, int, int, int, int]
-"""A part: the tensor's place in the file, and what of its SliceSpec is not in the layout."""
+"""A part: its tensor's place in the file, and its SliceSpec without the tensor's shape."""
 
 
 def row_of(place: int, spec: SliceSpec) -> SliceRow:
-    """A part as six integers, for a message."""
+    """A part as six integers, for a message.
+
+    Args:
+        place: of the tensor in the file, counted from 0.
+        spec: which part of the tensor it is.
+    """
     return place, spec.dim, spec.start, spec.stop, spec.first, spec.last
 
 
 def spec_of(row: Sequence[int], entries: Sequence[Entry]) -> tuple[str, SliceSpec]:
-    """The name and the part that a row tells of."""
+    """The tensor's name and the part that a row describes."""
     place, *cut = row
     return entries[place].name, SliceSpec(entries[place].shape, *cut)
 
 
 def extents_of(entry: Entry, spec: SliceSpec) -> range:
-    """The extents from the one of a part's first byte to that of its last."""
+    """The extents from the one with a part's first byte to the one with its last byte."""
     first, last = spec.span(DTYPE_BYTES[entry.dtype])
     if first == last:
         return range(0)
@@ -52,14 +69,16 @@ def extents_of(entry: Entry, spec: SliceSpec) -> range:
 
 
 class Routes:
-    """What the ranks of a replica have of extents. They make it together.
+    """The pieces of extents that the ranks of a replica hold. Collective to make.
+
+    Each rank learns this for the extents that it keeps, and no others.
 
     Args:
-        specs: this rank's parts that count.
+        specs: this rank's parts that are exchanged, by their tensors' names.
         layout: of the file.
-        keepers: (extents,): the rank of the replica that keeps an extent, or NOBODY.
+        keepers: (extents,) the rank of the replica that keeps an extent, or NOBODY.
         replica: the ranks.
-        remember: how many extents' pieces are remembered; None: all.
+        remember: the number of extents whose pieces are remembered; None for all.
     """
 
     def __init__(
@@ -73,13 +92,13 @@ class Routes:
         self.layout, self.keepers, self.rank = layout, keepers, replica.rank
         self._specs: dict[int, Specs] = {self.rank: specs}
         self.holders: dict[int, list[int]] = defaultdict(list)
-        """Of this rank's extents: the other ranks that may have something of them, ascending."""
+        """For each extent of this rank, the other ranks that may have pieces of it, ascending."""
         self.asked: list[int] = []
-        """Other ranks' extents that this one may have something of, ascending."""
+        """The extents of other ranks that this rank may have pieces of, ascending."""
         self.strips: dict[int, list[Piece | Strip]] = {}
-        """What this rank has of an extent, as it is copied."""
+        """This rank's pieces of an extent, as they are copied. `Exchange` fills it."""
         self.pieces = lru_cache(maxsize=remember)(self._pieces)
-        """What a rank has of an extent, by both their numbers; one of them is this rank's."""
+        """A rank's pieces of an extent, by their numbers. The rank or the extent is this rank's."""
         if replica.comm is None:
             return
         told = telling(specs, layout, keepers)
@@ -93,7 +112,7 @@ class Routes:
         self.asked = np.unique(np.concatenate([np.empty(0, np.int64), *others])).tolist()
 
     def _kept(self, row: Sequence[int], rank: int) -> Ints:
-        """The extents of a rank that a part lies in."""
+        """The extents in which a part lies and that a rank keeps."""
         _, spec = spec_of(row, self.layout.entries)
         numbers = extents_of(self.layout.entries[row[0]], spec)
         found: Ints = numbers.start + np.flatnonzero(
@@ -106,7 +125,7 @@ class Routes:
 
 
 def telling(specs: Specs, layout: FileMap, keepers: Ints) -> dict[int, list[SliceRow]]:
-    """Whom a rank has to tell of which parts."""
+    """The parts that a rank has to tell other ranks of, by rank."""
     told: dict[int, list[SliceRow]] = defaultdict(list)
     for place, entry in enumerate(layout.entries):
         spec = specs.get(entry.name)
@@ -126,7 +145,7 @@ def telling(specs: Specs, layout: FileMap, keepers: Ints) -> dict[int, list[Slic
 def delivered(
     replica: Group, told: Mapping[int, Sequence[SliceRow]]
 ) -> Iterator[tuple[int, list[list[int]]]]:
-    """What the other ranks tell this one, by rank. Collective over the replica."""
+    """The parts that other ranks tell this one of, by rank. Collective over the replica."""
     if replica.comm is None:
         return
     counts = np.zeros(replica.size, np.int64)
@@ -149,13 +168,13 @@ def check_owned(specs: Specs, layout: FileMap, group: Group, replica: Group) -> 
     """Check that each element of the tensors has one owner in a replica. Collective.
 
     Args:
-        specs: the parts that this rank owns.
+        specs: the parts that this rank owns, by their tensors' names.
         layout: of the file.
-        group: the ranks that hear of it.
-        replica: the ranks that hold all together; each looks at some tensors.
+        group: the ranks that raise an error together.
+        replica: the ranks that hold all tensors together. Each checks some of the tensors.
 
     Raises:
-        CheckpointError: some elements have none, or several.
+        CheckpointError: some elements have no owner, or several.
     """
     told: dict[int, list[SliceRow]] = defaultdict(list)
     for place, entry in enumerate(layout.entries[:-2]):
@@ -169,12 +188,12 @@ def check_owned(specs: Specs, layout: FileMap, group: Group, replica: Group) -> 
 
 
 def check_cover(rows: Iterable[Sequence[int]], layout: FileMap, places: Iterable[int]) -> None:
-    """Check that parts cover each of some tensors, without holes and nothing twice.
+    """Check that parts cover each element of some tensors once.
 
     Args:
         rows: the parts.
         layout: of the file.
-        places: the tensors' places in the file.
+        places: of the tensors in the file.
 
     Raises:
         CheckpointError: they do not.
@@ -198,9 +217,9 @@ def check_cover(rows: Iterable[Sequence[int]], layout: FileMap, places: Iterable
 
 
 def _covered(shape: tuple[int, ...], specs: Sequence[SliceSpec]) -> bool:
-    """Whether parts, which have as many elements as the whole, cover it.
+    """Whether parts cover a tensor. Together they have as many elements as it has.
 
-    The dimensions are divided where a part begins or ends; then each cell has to be in one part.
+    Each dimension is divided where a part begins or ends. Then each cell has to be in one part.
     """
     boxes = [spec.ranges() for spec in specs if math.prod(spec.local_shape)]
     if not boxes:  # there is nothing to cover
@@ -214,3 +233,131 @@ def _covered(shape: tuple[int, ...], specs: Sequence[SliceSpec]) -> bool:
     for box in boxes:
         cells[tuple(slice(*(places[dim][edge] for edge in box[dim])) for dim in dims)] += 1
     return bool((cells == 1).all())
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """How one checkpoint is written.
+
+    Args:
+        layout: of the file.
+        routes: which ranks have pieces of the extents.
+        runs: for each rank of the replica the extents that it writes.
+        rounds: the largest number of extents that a rank writes.
+        shift: rank r reads back the extents of rank r + shift.
+    """
+
+    layout: FileMap
+    routes: Routes
+    runs: Sequence[range]
+    rounds: int
+    shift: int
+
+
+class Plans:
+    """Makes the plan of each checkpoint. It keeps the last one while the tensors stay the same.
+
+    All ranks make it and call each method.
+
+    Args:
+        group: the ranks that write.
+        replica: the ranks that hold the state together.
+    """
+
+    def __init__(self, group: Group, replica: Group) -> None:
+        self.group, self.replica = group, replica
+        self._contents: Contents | None = None
+        self._plan: WritePlan | None = None
+        self._places: list[int] = []  # the numbers of the replica's ranks in the group
+        self._shift = 0
+
+    def forget(self) -> None:
+        """Forget the last plan. All ranks do if any of them has other tensors, parts or owners."""
+        self._contents = self._plan = None
+
+    def of(self, held: Mapping[str, LocalTensor], state: bytes) -> WritePlan:
+        """Plan a checkpoint. Collective.
+
+        Args:
+            held: this rank's parts, by their tensors' names.
+            state: all values that are not tensors, as JSON.
+
+        Raises:
+            CheckpointError: the ranks of a replica do not own all of a tensor together, or a
+                tensor's dtype has no name in the format, or there are too many tensors.
+            UserError: the ranks do not have the same tensors or state.
+        """
+        group, replica = self.group, self.replica
+        if not self._places:
+            self._places = replica.gathered(group.rank)
+            self._shift = reader_shift(group.gathered(group.host))
+        contents, known = self._contents, self._plan
+        self.forget()  # so that an error leaves no plan
+        forms = {}
+        if contents is None:
+            forms = replica.united({name: part.form for name, part in held.items()})
+        with agreed(group):
+            contents = contents or Contents.of(forms)
+            layout = contents.layout(len(state))
+        self._check_same(layout, state)
+        if known is not None and known.layout.extents == layout.extents:
+            plan = replace(known, layout=layout)
+        else:
+            specs = {name: part.spec for name, part in held.items() if part.owned}
+            check_owned(specs, layout, group, replica)
+            runs = [owned(layout.extents, place, group.size) for place in self._places]
+            routes = Routes(specs, layout, keepers(runs, layout.extents), replica)
+            plan = WritePlan(layout, routes, runs, -(-layout.extents // group.size), self._shift)
+        self._contents, self._plan = contents, plan
+        return plan
+
+    def _check_same(self, layout: FileMap, state: bytes) -> None:
+        """Check that all ranks plan the same file. Collective."""
+        group, mine = self.group, [hash_of(part) for part in (layout.description, state)]
+        if group.same(b"".join(mine)):
+            return
+        differs = mine != group.from_first(lambda: mine)
+        entries, host = group.from_first(lambda: (layout.entries, group.host))
+        failure: Exception | None = None
+        if differs:
+            ours, theirs = (
+                {(e.name, e.dtype, e.shape) for e in of} for of in (layout.entries, entries)
+            )
+            odd = sorted(name for name, *_ in ours ^ theirs if name not in (STATE, HASHES))
+            what = odd[0] if odd else "what is no tensor"
+            failure = UserError(
+                f"the plan of the checkpoint differs from that of rank 0 ({host}) in {what}",
+                "build the same model and optimizer on all ranks",
+            )
+        settle(group, failure)
+
+
+def owned(extents: int, rank: int, size: int) -> range:
+    """The run of extents that a rank writes."""
+    return range(rank * extents // size, (rank + 1) * extents // size)
+
+
+def keepers(runs: Sequence[range], extents: int) -> Ints:
+    """The rank of the replica that writes each extent, (extents,), or NOBODY."""
+    found = np.full(extents, NOBODY, np.int64)
+    for rank, run in enumerate(runs):
+        found[run.start : run.stop] = rank
+    return found
+
+
+def reader_shift(hosts: Sequence[str]) -> int:
+    """The shift with which rank r reads back the extents of rank r + shift.
+
+    As many ranks as possible read back what another host has written, because a host may read its
+    own bytes from its memory.
+
+    Args:
+        hosts: the host of each rank.
+    """
+    size = len(hosts)
+
+    def crossing(shift: int) -> int:
+        return sum(hosts[r] != hosts[(r + shift) % size] for r in range(size))
+
+    first = next((r for r in range(size) if hosts[r] != hosts[0]), 1)
+    return max((max(1, size // 2), first, 1), key=crossing)

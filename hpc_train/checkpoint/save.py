@@ -1,10 +1,10 @@
-"""Write one checkpoint with all ranks, so that it exists complete or not at all.
+"""All ranks write one checkpoint, so that it exists complete or not at all.
 
-The ranks of a replica hold the whole state together, and every replica holds it. The ranks write a
-run of extents each, brought together by their replica; every extent is read back by another rank
-and compared with the hash of what was in memory (MPI-IO of some libraries reports success on a full
-disk), then rank 0 writes the header, its length, and renames the file. Each phase ends in an
-agreement: what fails on one rank is raised on all, and older checkpoints stay.
+The ranks of a replica hold the whole state together, and each replica holds it. Each rank writes a
+run of extents, which the ranks of its replica bring together. Another rank reads each extent back
+and compares it with the hash of what was in memory, because the MPI-IO of some libraries reports
+success on a full disk. Then rank 0 writes the header and its length, and renames the file. Each
+phase ends in an agreement: an error of one rank is raised on all, and older checkpoints stay.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_train import files
-from hpc_train.checkpoint import extents, fileformat, striping
-from hpc_train.checkpoint.engines import PosixWriter, WriteEngine, Writer, open_writer
+from hpc_train.checkpoint import fileformat
+from hpc_train.checkpoint.background import Phases, Snapshot, agree, enough_memory
+from hpc_train.checkpoint.claim import Claim
+from hpc_train.checkpoint.engines import (
+    PosixWriter,
+    WriteEngine,
+    Writer,
+    create_striped,
+    open_writer,
+)
 from hpc_train.checkpoint.exchange import Exchange, Scratch
 from hpc_train.checkpoint.fileformat import HASH_BYTES, FileMap, hash_in
 from hpc_train.checkpoint.parts import Bytes, Parts
-from hpc_train.checkpoint.phases import Phases, agree
-from hpc_train.checkpoint.plan import Plans, owned
-from hpc_train.checkpoint.snapshot import Snapshot, enough_memory
+from hpc_train.checkpoint.reading import read_extent
+from hpc_train.checkpoint.routes import Plans, owned
 from hpc_train.errors import CheckpointError
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
@@ -39,48 +46,46 @@ def saving(
     path: Path,
     parts: Parts,
     state: bytes,
-    group: Group,
-    engine: WriteEngine = "posix",
-    replica: Group | None = None,
-    snapshot: Snapshot | None = None,
+    plans: Plans,
     *,
-    plans: Plans | None = None,
+    engine: WriteEngine = "posix",
     verify: bool = True,
-    token: str = "",
-    check: Callable[[], None] = lambda: None,
+    snapshot: Snapshot | None = None,
+    claim: Claim | None = None,
 ) -> Phases[float]:
     """Write a checkpoint, in phases. Collective.
 
     Args:
-        path: the file to make; one that exists is replaced when the new one is complete.
+        path: the file to make. A file that exists is replaced when the new one is complete.
         parts: this rank's parts of tensors.
-        state: what is no tensor, as JSON, the same on all ranks.
-        group: the ranks that write.
-        engine: how they write.
-        replica: the ranks that hold the state together; by default each rank holds all of it.
-        snapshot: keeps this rank's extents while the tensors change; by default they must not
-            change until the end.
-        plans: of the saves before, of the same groups; by default there were none.
-        verify: whether all is read back and compared.
-        token: of the one who writes; a part of the name of what is not complete.
-        check: makes sure, on rank 0, that the directory is still ours; may raise a ClaimError.
+        state: all values that are not tensors, as JSON, the same on all ranks.
+        plans: the plans of the ranks that write, which may be those of earlier saves.
+        engine: how ranks write.
+        verify: whether all extents are read back and compared.
+        snapshot: keeps this rank's extents while the tensors change. Without one, the tensors must
+            not change until the end.
+        claim: of the directory, if the job holds one. Rank 0 checks it before it makes the file and
+            before it completes it. Its token is a part of the name of the incomplete file.
 
     Returns:
         Seconds that the slowest rank took to write and sync.
 
     Raises:
-        CheckpointError: it could not be written, or the ranks of a replica do not own all of a
-            tensor together; nothing is left of it.
-        ClaimError: as `check`.
+        CheckpointError: the file could not be written, or the ranks of a replica do not own all of
+            a tensor together. Nothing is left of the file.
+        ClaimError: another job has the directory.
         UserError: the ranks do not have the same tensors or state.
     """
-    replica = replica or Group()
-    plan = (plans or Plans(group, replica)).of(parts.held, state)
+    group, replica = plans.group, plans.replica
+    plan = plans.of(parts.held, state)
     layout, size = plan.layout, group.size
+    token = f".{claim.token}" if claim is not None else ""
+    check = claim.check if claim is not None else lambda: None
     exchange = Exchange(parts, plan.routes, layout, replica, state)
-    partial_path = path.with_name(f".{path.name}{token and f'.{token}'}.partial")
+    partial_path = path.with_name(f".{path.name}{token}.partial")
     explained = partial(_explained, path)
     room, mine = Scratch(), [layout.size(number) for number in plan.runs[replica.rank]]
+    # Before anything is sent, because a rank that runs out of memory later leaves others waiting.
     with agreed(group), enough_memory("extents"):
         exchange.reserve()
         if snapshot is None:
@@ -91,6 +96,7 @@ def saving(
         with agreed(group), _explaining(path):
             if group.rank == 0:
                 check()
+                # From here on rank 0 removes the incomplete file if any phase fails on any rank.
                 cleared.push(lambda failed, *_: _give_up(partial_path) if failed else None)
                 _reserve(partial_path, layout.file_bytes)
         if snapshot is None:
@@ -99,12 +105,13 @@ def saving(
             content = snapshot.of(exchange, plan.runs, plan.rounds)
         open_here = partial(open_writer, engine, partial_path, group)
         opened: Writer | None = None
+        # Collective calls need a file that all ranks open together, also those that write nothing.
         if engine == "mpiio_collective" and group.comm is not None:
             opened = yield from agree(group, explained(open_here))
         hashes, seconds = yield from agree(
             group, explained(partial(_write, content, layout, open_here, opened))
         )
-        if verify:
+        if verify:  # rank r reads back what rank r + shift has written
             other = (group.rank + plan.shift) % size
             run = owned(layout.extents, other, size)
             expected = _hashes_of(other, (group.rank - plan.shift) % size, hashes, len(run), group)
@@ -118,7 +125,15 @@ def saving(
 
 
 def _hashes_of(other: int, reader: int, mine: bytes, count: int, group: Group) -> bytes:
-    """The hashes of what another rank has written; `reader` gets mine. Collective."""
+    """The hashes of the extents that rank `other` has written. Collective.
+
+    Args:
+        other: the rank whose extents this rank reads back.
+        reader: the rank that reads this rank's extents back.
+        mine: the hashes of this rank's extents.
+        count: the number of extents of rank `other`.
+        group: the ranks that write.
+    """
     if group.comm is None:
         return mine
     theirs = bytearray(count * HASH_BYTES)
@@ -128,7 +143,7 @@ def _hashes_of(other: int, reader: int, mine: bytes, count: int, group: Group) -
 
 
 def _table(mine: bytes, layout: FileMap, group: Group) -> bytes:
-    """The hashes of all extents, on rank 0; on others nothing. Collective."""
+    """The hashes of all extents, on rank 0; empty on other ranks. Collective."""
     if group.comm is None:
         return mine
     from mpi4py import MPI  # a group with a communicator has MPI
@@ -144,8 +159,8 @@ def _table(mine: bytes, layout: FileMap, group: Group) -> bytes:
 
 
 def _give_up(partial: Path) -> None:
-    """Remove what was not completed."""
-    with suppress(OSError):  # the error that is being raised says more
+    """Remove an incomplete file."""
+    with suppress(OSError):  # the error that is raised at the moment says more
         files.remove(partial)
 
 
@@ -172,8 +187,8 @@ def _explained(path: Path, work: Callable[[], T]) -> Callable[[], T]:
 def _reserve(partial: Path, size: int) -> None:
     """Make the file at its full size, so that a lack of space shows before anything is written."""
     partial.parent.mkdir(parents=True, exist_ok=True)
-    files.remove(partial)  # left by a job that was killed
-    made = striping.create(partial, size)
+    files.remove(partial)  # a job that was killed may have left it
+    made = create_striped(partial, size)
     flags = os.O_WRONLY | os.O_CLOEXEC | (0 if made else os.O_CREAT | os.O_EXCL)
     descriptor = files.call("create", os.open, partial, flags, 0o666)
     try:
@@ -187,14 +202,14 @@ def _write(
 ) -> tuple[bytes, float]:
     """Write this rank's extents; returns their hashes and the seconds it took.
 
-    After an error it goes on to fetch extents, which the other ranks of the replica fetch as well,
-    and to make the calls that other ranks wait in.
+    After an error it still fetches extents, as the other ranks of the replica do, and still makes
+    the collective calls that other ranks wait in.
 
     Args:
-        content: the extents.
+        content: this rank's extents with their numbers, one for each round, or None.
         layout: of the file.
-        open_here: opens the file, on a rank that has something to write.
-        together: what all ranks have opened, for collective calls.
+        open_here: opens the file. It is called if this rank has something to write.
+        together: the file that all ranks have opened for collective calls, if they have.
     """
     begin = time.monotonic()
     hashes: list[bytes] = []
@@ -224,17 +239,25 @@ def _write(
 def _noted(failures: list[Exception]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # the first one is raised at the end
+    except Exception as error:  # noqa: BLE001  # `_write` raises the first one at its end
         failures.append(error)
 
 
 def _read_back(
     partial: Path, layout: FileMap, hashes: bytes, other: int, numbers: Iterable[int]
 ) -> None:
-    """Compare what another rank wrote."""
+    """Compare the extents that another rank wrote with their hashes.
+
+    Args:
+        partial: the incomplete file.
+        layout: of the file.
+        hashes: of these extents.
+        other: the rank that wrote them.
+        numbers: of these extents.
+    """
     with files.opened(partial) as descriptor:
         for place, number in enumerate(numbers):
-            if not extents.read_extent(descriptor, layout, number, hash_in(hashes, place)):
+            if not read_extent(descriptor, layout, number, hash_in(hashes, place)):
                 begin, _ = layout.extent(number)
                 raise OSError(f"what rank {other} wrote from byte {begin} on is not on the disk")
 
@@ -247,7 +270,7 @@ def _commit(
     group: Group,
     check: Callable[[], None],
 ) -> None:
-    """Write hashes and header, then the header's length, then give the file its name."""
+    """On rank 0: write hashes and header, then the header's length, then give the file its name."""
     if group.rank > 0:
         return
     check()

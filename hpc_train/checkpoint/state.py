@@ -1,75 +1,105 @@
-"""Name the tensors of a model and its optimizer, and put named tensors back."""
+"""What a checkpoint holds: the tensors of a model and its optimizer by name, and all else."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint.dtypes import TORCH_DTYPES
-from hpc_train.checkpoint.extra_state import ExtraState, Stateful
-from hpc_train.checkpoint.fileformat import Entry, LocalTensor, TensorForm
+from hpc_train.checkpoint.fileformat import Entry, LocalTensor, TensorForm, torch_dtypes
 from hpc_train.collectives import Collectives
 from hpc_train.errors import CheckpointMismatch
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import ParameterSlice, SliceSpec
 
-MODEL = "model."
-OPTIMIZER = "optim."
-COMPLEX = "complex128"
-
+MODEL = "model."  # begins the names of a model's tensors
+OPTIMIZER = "optim."  # begins the names of an optimizer's tensors and values
+COMPLEX = "complex128"  # the value of a tensor that is saved as pairs of float64
+EXTRA_SUFFIX = "_extra_state"  # ends the name under which torch keeps a module's extra state
 
 Shards = Mapping[str, ParameterSlice]
-"""What a rank holds, by the names of its own module's tensors; those not named it holds whole."""
+"""The slices that a rank holds, by the names of its module's tensors. It holds all others whole."""
 
 
-def model_tensors(model: nn.Module, shards: Shards) -> dict[str, LocalTensor]:
-    """A model's parameters and persistent buffers; a tensor with two names has the first.
+class Stateful(Protocol):
+    """An object with a few numbers that belong to a run's state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers, as plain JSON values. They are the same on all ranks and layouts."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the numbers that `state_dict` returned."""
+
+
+class ExtraState:
+    """State that a checkpoint holds besides model and optimizer. This base class holds nothing.
+
+    All ranks must call each method.
+    """
+
+    def unify(self) -> None:
+        """Give all ranks the state that is saved. Training goes on from that state, too."""
+
+    def collect(self) -> dict[str, LocalTensor]:
+        """The tensors to save, by name. It is called after `unify`."""
+        return {}
+
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
+        """Memory for the tensors of a checkpoint that this rank wants, by name.
+
+        Args:
+            entries: all tensors of the checkpoint, by name.
+        """
+        return {}
+
+    def values(self) -> dict[str, Any]:
+        """The numbers to save, as plain JSON values. They are the same on all ranks."""
+        return {}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint. The tensors that `expect` returned have been filled.
+
+        Args:
+            values: the saved numbers of all extra states.
+        """
+
+
+class Together(ExtraState):
+    """Several extra states as one. No two of them may use the same name.
 
     Args:
-        model: this rank's.
-        shards: which part of them this rank has.
+        parts: the extra states, in the order in which they are unified and restored.
     """
-    return {
-        MODEL + shard.name: _held(tensor.detach(), shard.spec, owned=shard.owned)
-        for shard, tensor in _saved(model, shards)
-    }
 
+    def __init__(self, parts: Sequence[ExtraState]) -> None:
+        self.parts = parts
 
-def buffer_names(model: nn.Module, shards: Shards) -> set[str]:
-    """Of `model_tensors`: the names of what a forward pass may change."""
-    saved = _saved(model, shards)
-    return {MODEL + shard.name for shard, t in saved if not isinstance(t, Parameter)}
+    def unify(self) -> None:
+        """Unify each part."""
+        for part in self.parts:
+            part.unify()
 
+    def collect(self) -> dict[str, LocalTensor]:
+        """The tensors of all parts."""
+        return {name: held for part in self.parts for name, held in part.collect().items()}
 
-def names_with_gradients(model: nn.Module, shards: Shards) -> list[str]:
-    """Of `model_tensors`: the names of what is trained."""
-    return [MODEL + shard.name for shard, t in _saved(model, shards) if t.requires_grad]
+    def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
+        """The memory of all parts."""
+        return {name: held for part in self.parts for name, held in part.expect(entries).items()}
 
+    def values(self) -> dict[str, Any]:
+        """The numbers of all parts."""
+        return {name: value for part in self.parts for name, value in part.values().items()}
 
-def _saved(model: nn.Module, shards: Shards) -> Iterator[tuple[ParameterSlice, Tensor]]:
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield shards.get(name) or _whole(name, tensor), tensor
-
-
-def _held(tensor: Tensor, spec: SliceSpec, *, owned: bool) -> LocalTensor:
-    """A part as the format has it: complex128, which it lacks, as pairs of float64."""
-    if tensor.dtype == torch.complex128:
-        tensor = torch.view_as_real(tensor)
-        spec = replace(spec, shape=(*spec.shape, 2)) if spec.shape else SliceSpec.whole((2,))
-    return LocalTensor(tensor, spec, owned)
-
-
-def _whole(name: str, tensor: Tensor) -> ParameterSlice:
-    return ParameterSlice(name, SliceSpec.whole(tuple(tensor.shape)))
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Give each part all saved numbers."""
+        for part in self.parts:
+            part.take(values)
 
 
 @dataclass(frozen=True)
@@ -77,13 +107,14 @@ class TrainingState:
     """What a checkpoint saves and restores in place, and which part of it this rank has.
 
     Args:
-        model, optimizer: as they are on this rank.
+        model, optimizer: this rank's.
         scaler: the loss scaler, if there is one (`hpc_train.gradients.LossScaler`).
-        shards: the slices of the model's tensors that this rank has; it has the others whole.
-        pieces: what the optimizer has in place of whole parameters.
+        shards: the slices of the model's tensors that this rank has. It has all others whole.
+        pieces: the optimizer's parameters that stand for a part of a model's parameter, each with
+            the slice that it is.
         replica: the ranks that hold the model together; by default this rank alone.
-        alike: the ranks that hold the same as this one; None stands for all ranks.
-        extra: what else is saved.
+        alike: collectives of the ranks that hold the same as this one; by default of all ranks.
+        extra: state that is saved besides.
     """
 
     model: nn.Module
@@ -96,7 +127,7 @@ class TrainingState:
     extra: ExtraState = field(default_factory=ExtraState)
 
     def parameters(self) -> dict[Parameter, ParameterSlice]:
-        """What the optimizer has."""
+        """The parameters of the optimizer, each with the slice that it is."""
         named = self.model.named_parameters()
         known = {p: self.shards.get(name) or _whole(name, p) for name, p in named}
         known |= self.pieces
@@ -104,10 +135,58 @@ class TrainingState:
         return {p: known[p] for group in groups for p in group["params"] if p in known}
 
 
+def model_tensors(model: nn.Module, shards: Shards) -> dict[str, LocalTensor]:
+    """A model's parameters and persistent buffers, by name. A tensor with two names has the first.
+
+    Args:
+        model: this rank's.
+        shards: the slices of the model's tensors that this rank has.
+    """
+    return {
+        MODEL + shard.name: _held(tensor.detach(), shard.spec, owned=shard.owned)
+        for shard, tensor in _saved(model, shards)
+    }
+
+
+def buffer_names(model: nn.Module, shards: Shards) -> set[str]:
+    """The names in `model_tensors` of the buffers, which a forward pass may change."""
+    saved = _saved(model, shards)
+    return {MODEL + shard.name for shard, t in saved if not isinstance(t, Parameter)}
+
+
+def names_with_gradients(model: nn.Module, shards: Shards) -> list[str]:
+    """The names in `model_tensors` of the tensors that require gradients."""
+    return [MODEL + shard.name for shard, t in _saved(model, shards) if t.requires_grad]
+
+
+def _saved(model: nn.Module, shards: Shards) -> Iterator[tuple[ParameterSlice, Tensor]]:
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield shards.get(name) or _whole(name, tensor), tensor
+
+
+def _held(tensor: Tensor, spec: SliceSpec, *, owned: bool) -> LocalTensor:
+    """A part as the file holds it. The format lacks complex128, so it becomes pairs of float64."""
+    if tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor)
+        spec = replace(spec, shape=(*spec.shape, 2)) if spec.shape else SliceSpec.whole((2,))
+    return LocalTensor(tensor, spec, owned)
+
+
+def _whole(name: str, tensor: Tensor) -> ParameterSlice:
+    return ParameterSlice(name, SliceSpec.whole(tuple(tensor.shape)))
+
+
 def _optimizer_state(
     trained: TrainingState,
 ) -> Iterator[tuple[str, ParameterSlice, Parameter, Any]]:
-    """What the optimizer remembers, by name; what is in a list is named LIST[0] and so on."""
+    """The slots of the optimizer's state: name, slice of the parameter, parameter and value.
+
+    The tensors in a list are slots of their own, with the names LIST[0] and so on. The list itself
+    comes after them, with None in their places.
+    """
     optimizer, known = trained.optimizer, trained.parameters()
     for parameter, shard in known.items():
         for slot, value in optimizer.state.get(parameter, {}).items():
@@ -123,7 +202,7 @@ def _optimizer_state(
 def optimizer_tensors(trained: TrainingState) -> dict[str, LocalTensor]:
     """The optimizer's tensors, named by parameter and slot: optim.blocks.0.weight.exp_avg.
 
-    What has a parameter's shape is cut as the parameter is; anything else each rank has whole.
+    A tensor of the parameter's shape is cut as the parameter is. Each rank has any other one whole.
     """
     found = {}
     for name, shard, parameter, value in _optimizer_state(trained):
@@ -137,9 +216,9 @@ def optimizer_tensors(trained: TrainingState) -> dict[str, LocalTensor]:
 
 
 def optimizer_values(trained: TrainingState) -> dict[str, Any]:
-    """What the optimizer remembers that is no tensor: plain JSON values.
+    """The values in the optimizer's state that are not tensors, by name: plain JSON values.
 
-    Of a list the tensors are None here; of a tensor that is saved as pairs it is the type.
+    A list has None in the place of a tensor. A tensor that is saved as pairs has its type here.
     """
     values = {}
     for name, _, _, value in _optimizer_state(trained):
@@ -151,14 +230,20 @@ def optimizer_values(trained: TrainingState) -> dict[str, Any]:
 
 
 def trained_names(trained: TrainingState) -> dict[str, bool]:
-    """The names of the parameters that this rank's optimizer has."""
+    """The names of the parameters that this rank's optimizer has, each with True."""
     return {shard.name: True for shard in trained.parameters().values()}
 
 
 def make_optimizer_state(
     trained: TrainingState, entries: Mapping[str, Entry], values: Mapping[str, Any]
 ) -> None:
-    """Give a fresh optimizer the slots that a checkpoint has, their tensors yet to be filled."""
+    """Give a fresh optimizer the slots that a checkpoint has. Their tensors are not filled yet.
+
+    Args:
+        trained: its optimizer is changed.
+        entries: the checkpoint's tensors, by name.
+        values: the checkpoint's values of the optimizer that are not tensors, by name.
+    """
     optimizer = trained.optimizer
     parameters = {shard.name: (p, shard) for p, shard in trained.parameters().items()}
     fused = {
@@ -172,11 +257,11 @@ def make_optimizer_state(
     ):
         parameter, shard = parameters.get(parameter_name, (None, None))
         if parameter is None or shard is None:
-            continue  # another rank's
+            continue  # another rank has this parameter
         if name not in entries:
             optimizer.state[parameter][slot] = values[name]
             continue
-        dtype, shape = TORCH_DTYPES[entries[name].dtype], entries[name].shape
+        dtype, shape = torch_dtypes()[entries[name].dtype], entries[name].shape
         if values.get(name) == COMPLEX:
             dtype, shape = torch.complex128, shape[:-1]
         # Step counters stay on the host, where plain optimizers expect them.
@@ -194,22 +279,26 @@ def make_optimizer_state(
 
 
 def optimizer_slots(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Of the names of the optimizer's state: the name, its parameter's name, its slot."""
+    """Each of these names that is of the optimizer's state, with its parameter and its slot."""
     for name in names:
         if name.startswith(OPTIMIZER):
             yield name, parameter_of(name), name.rpartition(".")[2]
 
 
 def parameter_of(name: str) -> str:
-    """The parameter that a tensor of the optimizer's state belongs to."""
+    """The name of the parameter that a name of the optimizer's state belongs to."""
     return name.removeprefix(OPTIMIZER).rpartition(".")[0]
 
 
 def check_slots(names: Iterable[str], trained: Container[str]) -> None:
     """Check that every optimizer slot in a checkpoint belongs to a parameter that is trained.
 
+    Args:
+        names: in the checkpoint.
+        trained: the names of the parameters of all ranks' optimizers.
+
     Raises:
-        CheckpointMismatch: the checkpoint has slots of a parameter that the optimizer lacks.
+        CheckpointMismatch: the checkpoint has slots of a parameter that no optimizer has.
     """
     for name, parameter, _ in optimizer_slots(names):
         if parameter not in trained:
@@ -221,8 +310,14 @@ def check_model(
 ) -> None:
     """Check that a checkpoint's model tensors are those of this model.
 
+    Args:
+        entries: the checkpoint's tensors, by name.
+        forms: type and shape of each whole tensor of the model, by name.
+        path: of the checkpoint, for the message.
+
     Raises:
-        CheckpointMismatch: naming the first tensor that is missing, superfluous or of another form.
+        CheckpointMismatch: they are not. The message names the first tensor that is missing,
+            superfluous, or of another type or shape.
     """
     remedy = "use the configuration it was made with, or another run.dir"
     saved = {name: entry for name, entry in entries.items() if name.startswith(MODEL)}
@@ -231,9 +326,45 @@ def check_model(
             where = "the model" if name in forms else "the checkpoint"
             raise CheckpointMismatch(f"{path} is of another model: only {where} has {name}", remedy)
         have, (dtype, shape) = saved[name], forms[name]
-        if have.shape != shape or TORCH_DTYPES.get(have.dtype) != dtype:
+        if have.shape != shape or torch_dtypes().get(have.dtype) != dtype:
             raise CheckpointMismatch(
                 f"{path} is of another model: its {name} is {have.dtype} {list(have.shape)}, "
                 f"the model's is {str(dtype).removeprefix('torch.')} {list(shape)}",
                 remedy,
             )
+
+
+def modules_with_extra(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with `get_extra_state`, by the names of the extra state in `state_dict`."""
+    return {
+        f"{name}.{EXTRA_SUFFIX}" if name else EXTRA_SUFFIX: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def module_extras(model: nn.Module) -> dict[str, Any]:
+    """What the modules keep beside tensors now (`get_extra_state`), by name in `state_dict`."""
+    return {name: module.get_extra_state() for name, module in modules_with_extra(model).items()}
+
+
+def put_module_extras(model: nn.Module, saved: Mapping[str, Any], path: object) -> None:
+    """Give the modules the extra state that a checkpoint has (`set_extra_state`).
+
+    Args:
+        model: this rank's.
+        saved: the extra state, by its name in `state_dict`.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        CheckpointMismatch: other modules than this model's kept the extra state.
+    """
+    keep = modules_with_extra(model)
+    for name in sorted(keep.keys() ^ saved.keys()):
+        where = "the model" if name in keep else "the checkpoint"
+        raise CheckpointMismatch(
+            f"{path} is of another model: only {where} has {name}",
+            "use the model that it was made with",
+        )
+    for name, module in keep.items():
+        module.set_extra_state(saved[name])

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved, restored from the newest that is sound, and dropped."""
+"""The checkpoints of a run: save one, resume from the newest sound one, remove old ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,21 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
 from hpc_train.checkpoint import restore
-from hpc_train.checkpoint.claim import Claim
-from hpc_train.checkpoint.content import Content
-from hpc_train.checkpoint.directory import (
+from hpc_train.checkpoint.background import BackgroundSave, Phases, Snapshot, agree, carry_out
+from hpc_train.checkpoint.catalogue import (
     LATEST,
-    SAVE_SECONDS_FILE,
+    earlier_save_seconds,
     find_checkpoints,
     name_of,
+    note_save_seconds,
+    start_candidates,
     step_of,
 )
-from hpc_train.checkpoint.engines import Ways, WriteEngine
-from hpc_train.checkpoint.phases import Flight, Phases, agree, carry_out
+from hpc_train.checkpoint.claim import Claim
+from hpc_train.checkpoint.content import Content
+from hpc_train.checkpoint.engines import EngineChoice, WriteEngine
 from hpc_train.checkpoint.policy import DEFAULT_POLICY, SavePolicy
 from hpc_train.checkpoint.save import saving
-from hpc_train.checkpoint.snapshot import Snapshot
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives
 from hpc_train.errors import (
@@ -49,17 +50,18 @@ class Checkpoints:
     All ranks must call each method, with the same arguments.
 
     Args:
-        directory: the folder, made with the first checkpoint.
+        directory: the folder. The first checkpoint makes it.
         collectives: of all ranks that train.
-        state: what is saved, and restored in place.
+        state: is saved, and restored in place.
         policy: how it is saved, and which checkpoints are kept.
-        identity: what a checkpoint must have been made with to be continued, by configuration key.
+        identity: what a resumed run must have in common with a checkpoint, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
 
     Raises:
-        ConfigError: engine mpiio in a process that runs without MPI, or in the background.
-        UserError: a checkpoint cannot hold all of the model or the optimizer; also by `poll`, for
-            what the optimizer makes in its first step, and by `save`.
+        ConfigError: the engine writes through MPI-IO, and the process runs without MPI or saves in
+            the background.
+        UserError: a checkpoint cannot hold all of the model or the optimizer. `poll` raises it for
+            the state that the optimizer makes in its first step, and `save` raises it, too.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Checkpoints:
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        self._ways = Ways(policy.engine, collectives.group, background=policy.background)
+        self._engines = EngineChoice(policy.engine, collectives.group, background=policy.background)
         self.directory = directory
         self.group = collectives.group
         self.state, self.policy = state, policy
@@ -81,36 +83,39 @@ class Checkpoints:
         self._content = Content(state, collectives, self.identity, about or {})
         self.saved_step = 0
         self.save_seconds = 0.0
-        """What the last one took; 0: this process has written none."""
+        """Seconds that the last save took; 0 before the first one of this process."""
         self.longest_save = 0.0
-        """What the longest one of this process has taken, failures and one under way included."""
+        """Seconds of this process's longest save so far, also if it failed or has not ended."""
         self.earlier_save = 0.0
-        """What the longest one of an earlier process took; 0: nobody knows. Set by `resume`."""
-        self._flight: tuple[int, Flight] | None = None
+        """Seconds of an earlier process's longest save; 0 if unknown. `resume` sets it."""
+        self._background: tuple[int, BackgroundSave] | None = None
         self._snapshot: Snapshot | None = None
         self._hook: RemovableHandle | None = None
         self.claim: Claim | None = None
-        """Of the directory, while one is held; without one, nobody else may write there."""
-        self._token = ""
+        """Of the directory, if the job holds one. Without one, no other job may write there."""
+        self._unclaimed: Claim | None = None
         self.scores: dict[int, float | None] = {}
-        """By step: how good the model was, lower is better, where known; the same on all ranks."""
-        self._finite: dict[int, bool] = {}  # by step, where known
-        self._looked = False  # whether what the first step has made can be saved
+        """The model's score by step, where known; lower is better. It is the same on all ranks."""
+        self._finite: dict[int, bool] = {}  # whether its numbers are finite, by step, where known
+        self._looked = False  # whether the state that the first step has made was checked
 
     def save(self, step: int, *, background: bool = False) -> Path:
-        """Write the checkpoint of a finished step, unless it is there, and drop the oldest.
+        """Write the checkpoint of a step, if there is none yet, and remove old ones. Collective.
 
-        One that is still being written is finished first.
+        A save in the background that has not ended is finished first.
 
         Args:
-            step: that has just ended.
-            background: return as soon as training may go on: a thread writes, and `poll` at the end
-                of later steps and `finish` see to the rest. The model's parameters and the
-                optimizer's state must change in nothing but the optimizer's step.
+            step: the step that has just ended.
+            background: whether to return as soon as training may go on. A thread writes, and `poll`
+                at the end of later steps and `finish` do the rest. Until then nothing but the
+                optimizer's step may change the model's parameters and the optimizer's state.
+
+        Returns:
+            The file.
 
         Raises:
-            CheckpointError: it, or the one before it, could not be written; older ones are
-                untouched.
+            CheckpointError: this checkpoint, or the one before it, could not be written. Older ones
+                are untouched.
             DivergenceError: replicas differ.
             NotFiniteError: trained parameters are infinite or not numbers.
             ClaimError: another job has taken the directory.
@@ -121,7 +126,7 @@ class Checkpoints:
             return path
         phases = self._saving(path, step, background=background)
         if background:
-            self._flight = step, Flight(phases, self.group)
+            self._background = step, BackgroundSave(phases, self.group)
         else:
             begin = time.monotonic()
             try:
@@ -134,35 +139,36 @@ class Checkpoints:
 
     @property
     def saving(self) -> bool:
-        """Whether one is being written in the background."""
-        return self._flight is not None
+        """Whether a checkpoint is being written in the background."""
+        return self._background is not None
 
     def poll(self) -> None:
-        """Go on with a checkpoint that is being written in the background. Call it after each step.
+        """Go on with a save in the background. Collective. Call it after each step.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
+            UserError: a checkpoint cannot hold what the optimizer made in its first step.
         """
         if not self._looked:
             self._looked = True
             self._content.check()
-        if self._flight is not None:
-            self._land(wait=False)
+        if self._background is not None:
+            self._advance(wait=False)
 
     def finish(self) -> None:
-        """Wait for a checkpoint that is being written in the background.
+        """Wait for the end of a save in the background. Collective.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
-        if self._flight is not None:
-            self._land(wait=True)
+        if self._background is not None:
+            self._advance(wait=True)
 
     def close(self) -> None:
-        """Let the optimizer go, after what is being written in the background. Collective.
+        """Finish a save in the background and release the optimizer. Collective.
 
         Raises:
-            CheckpointError: that could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         try:
             self.finish()
@@ -171,27 +177,25 @@ class Checkpoints:
                 self._hook.remove()
             self._hook = self._snapshot = None
 
-    def _land(self, *, wait: bool) -> None:
-        under_way, self._flight = self._flight, None
+    def _advance(self, *, wait: bool) -> None:
+        under_way, self._background = self._background, None
         assert under_way is not None
-        step, flight = under_way
+        step, save = under_way
         try:
-            ended = flight.poll(wait=wait)
+            ended = save.poll(wait=wait)
         finally:
-            self.longest_save = max(self.longest_save, flight.seconds)
+            self.longest_save = max(self.longest_save, save.seconds)
         if ended:
-            self._saved(step, flight.seconds)
+            self._saved(step, save.seconds)
         else:
-            self._flight = under_way
+            self._background = under_way
 
     def _saved(self, step: int, seconds: float) -> None:
         self.saved_step, self.save_seconds = step, seconds
-        logger.info(
-            "step %d: checkpoint %s (%.1f s)", step, self.directory / name_of(step), seconds
-        )
+        path = self.directory / name_of(step)
+        logger.info("step %d: checkpoint %s (%.1f s)", step, path, seconds)
         if self.group.rank == 0 and (self.claim is None or self.claim.lost() is None):
-            with suppress(OSError):  # the next start would only know less
-                (self.directory / SAVE_SECONDS_FILE).write_text(f"{self.longest_save:.3f}\n")
+            note_save_seconds(self.directory, self.longest_save)
 
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         self.unify()
@@ -201,56 +205,54 @@ class Checkpoints:
         if background and self._snapshot is None:
             self._snapshot = Snapshot()
             self._hook = self.state.optimizer.register_step_pre_hook(lambda *_: self._wait())
-        content, snapshot = self._state(step), self._snapshot if background else None
-        token = self._own_token()
+        write = partial(
+            saving,
+            path,
+            self._content.parts,
+            self._state(step),
+            self._content.plans,
+            snapshot=self._snapshot if background else None,
+            claim=self._own_claim(),
+        )
 
         def written(way: WriteEngine) -> Phases[float]:
+            verify = self.policy.verify or way != "posix"
             try:
-                return (
-                    yield from saving(
-                        path,
-                        self._content.parts,
-                        content,
-                        self.group,
-                        way,
-                        self._content.replica,
-                        snapshot,
-                        plans=self._content.plans,
-                        verify=self.policy.verify or way != "posix",
-                        token=token,
-                        check=self._check,
-                    )
-                )
+                return (yield from write(engine=way, verify=verify))
             except CheckpointError:  # the same one on all ranks
                 yield from agree(self.group, self._check)  # another job has removed the file?
                 raise
 
-        way: WriteEngine = (
-            "posix" if background else self._ways.next()
-        )  # the thread makes no MPI calls
+        # The thread of a save in the background makes no MPI calls.
+        way: WriteEngine = "posix" if background else self._engines.next()
         try:
             try:
                 seconds = yield from written(way)
             except CheckpointError as error:  # the same one on all ranks
-                if not self._ways.give_up(way):
+                if not self._engines.give_up(way):
                     raise
                 logger.warning("through MPI-IO: %s; from now on by POSIX calls", error)
                 way = "posix"
                 seconds = yield from written(way)
         finally:
             self._content.release()
-        self._ways.note(way, seconds)
+        self._engines.note(way, seconds)
         yield from agree(self.group, lambda: self._publish(path, step))
 
-    def _own_token(self) -> str:
-        """What tells this job's unfinished files from those of others. Collective at first."""
+    def _own_claim(self) -> Claim:
+        """The claim of the directory, or one that only tells this job's files from others'.
+
+        Collective where the job holds none.
+        """
         if self.claim is not None:
-            return self.claim.token
-        self._token = self._token or self.group.from_first(lambda: secrets.token_hex(8))
-        return self._token
+            return self.claim
+        if self._unclaimed is None:
+            token = self.group.from_first(lambda: secrets.token_hex(8))
+            self._unclaimed = Claim(self.directory, token)
+        return self._unclaimed
 
     def _check(self) -> None:
-        """Make sure, on rank 0, that the directory is still this job's."""
+        """Make sure that the directory is still this job's. Rank 0 alone knows."""
         if self.claim is not None:
             self.claim.check()
 
@@ -259,7 +261,7 @@ class Checkpoints:
             self._snapshot.wait()
 
     def _compare(self, step: int) -> None:
-        """Compare a sample of what all replicas hold whole."""
+        """Compare a sample of the tensors that all replicas hold whole. Collective."""
         try:
             if self.policy.replicas != "off":
                 self._content.compare(step)
@@ -284,32 +286,35 @@ class Checkpoints:
             logger.warning("step %d: trained parameters are infinite or not numbers", step)
 
     def _publish(self, path: Path, step: int) -> None:
-        """Name the newest one, and remove what is not to be kept."""
+        """Name the new checkpoint as the latest one, and remove those that are not kept."""
         if self.group.rank > 0:
             return
         self._check()
         try:
             files.write_text(self.directory / LATEST, path.name + "\n")
             self._drop_old(step)
-        except (OSError, CheckpointUnreadable) as error:  # nobody has to stop for this
+        except (OSError, CheckpointUnreadable) as error:  # the checkpoint is complete without it
             logger.warning("%s is complete; bringing its folder up to date: %s", path, error)
 
     def resume(self, source: str = "auto") -> int:
-        """Restore the state, and return the step after which training goes on; 0: none was found.
+        """Restore the state of the newest sound checkpoint. Collective.
 
         Args:
-            source: "auto", the newest sound checkpoint of the folder; "none"; or a file to start
-                from while the folder is empty, so that the same call goes on after a stop.
+            source: "auto" for the folder's checkpoints; "none" to start anew; or a file or a run
+                directory to start from, until the folder has checkpoints of its own.
+
+        Returns:
+            The step after which training goes on; 0 if there is no checkpoint.
 
         Raises:
-            CheckpointError: the given file, or every one in the folder, is damaged.
-            CheckpointUnreadable: a rank cannot read the newest one that is not damaged.
-            CheckpointMismatch: it is of another model, optimizer, data set or sample order; or the
-                folder has newer checkpoints than the start that was asked for.
+            CheckpointError: the given file, or every file in the folder, is damaged.
+            CheckpointUnreadable: a rank cannot read the newest file that is not damaged.
+            CheckpointMismatch: the file is of another model, optimizer, data set or sample order;
+                or the folder has newer checkpoints than the start that was asked for.
         """
         found, self.earlier_save = from_first(
             self.group,
-            lambda: (self._candidates(source), _seconds(self.directory / SAVE_SECONDS_FILE)),
+            lambda: (self._candidates(source), earlier_save_seconds(self.directory)),
         )
         for number, path in enumerate(found):
             try:
@@ -327,29 +332,18 @@ class Checkpoints:
         return 0
 
     def unify(self) -> None:
-        """Bring all replicas to one state: running statistics in buffers differ. Collective."""
+        """Bring all replicas to one state: running statistics in their buffers differ."""
         self._wait()
         self._content.unify()
 
     def _candidates(self, source: str) -> list[Path]:
-        """Where to resume from, in the order to try; unfinished files of dead jobs are removed."""
+        """The files to resume from, in the order to try. Removes files that dead jobs left."""
         if self.directory.is_dir():
             self._check()
-            for partial in self.directory.glob(".step-*.partial"):
-                files.remove(partial)
-            for partial in self.directory.glob(f".{LATEST}.*.partial"):
-                files.remove(partial)
-        own = find_checkpoints(self.directory, "auto")
-        if source == "auto":
-            return own
-        given = [] if source == "none" else find_checkpoints(self.directory, source)
-        inside = any(path.resolve().parent == self.directory.resolve() for path in given)
-        if own and (source == "none" or (inside and not own[0].samefile(given[0]))):
-            raise CheckpointMismatch(
-                f"{self.directory} has checkpoints beyond this start, up to {own[0].name}",
-                "give another directory, or move them away",
-            )
-        return own or given
+            for pattern in (".step-*.partial", f".{LATEST}.*.partial"):
+                for unfinished in self.directory.glob(pattern):
+                    files.remove(unfinished)
+        return start_candidates(self.directory, source)
 
     def _restore(self, path: Path) -> int:
         saved = self._content.restore(path)
@@ -374,13 +368,16 @@ class Checkpoints:
         return self._content.state(step, also)
 
     def _drop_old(self, step: int) -> None:
-        """Retention; a later checkpoint, which was damaged, counts for nothing."""
+        """Remove the checkpoints that the policy does not keep.
+
+        Those of later steps stay and do not count: the run has passed over them as damaged.
+        """
         there = {step_of(path): path for path in find_checkpoints(self.directory, "auto")}
         done = {number: path for number, path in there.items() if number <= step}
         if self.policy.retention.best:
             for number in done.keys() - self.scores.keys():
                 self.scores[number] = _state_of(done[number]).get("score")
-        scores = dict(self.scores)  # to which the main thread may add
+        scores = dict(self.scores)  # a copy, because the main thread may add to it
         known = {number: score for number, score in scores.items() if score is not None}
 
         def is_finite(number: int) -> bool:
@@ -393,19 +390,11 @@ class Checkpoints:
             files.remove(done[number])
 
 
-def _seconds(path: Path) -> float:
-    """What an earlier process wrote; 0: nothing."""
-    with suppress(OSError, ValueError):
-        seconds = float(path.read_text())
-        return seconds if 0 < seconds < math.inf else 0.0
-    return 0.0
-
-
 def _state_of(path: Path) -> dict[str, Any]:
-    """What is no tensor in a checkpoint of this job, or of an earlier start of it."""
+    """The values that are not tensors in a checkpoint of this run."""
     try:
         return restore.Tensors(path).state()
     except CheckpointUnreadable:
         raise
     except (CheckpointError, CheckpointMismatch):
-        return {"finite": False}  # it is damaged, and none to rely on
+        return {"finite": False}  # a damaged one is not the one to keep for its finite numbers

@@ -1,29 +1,38 @@
-"""Start from weights alone: a checkpoint's, a safetensors file's, or a Hugging Face folder's.
+"""A model's weights alone: start from them, and export them.
 
-Rank 0 reads one tensor at a time, of which all ranks receive the whole and keep their part: each
-byte is read once, and beside the model a rank has one tensor in memory.
+To start, they come from a checkpoint, a safetensors file or a Hugging Face folder. Rank 0 reads one
+tensor at a time, all ranks receive the whole tensor, and each keeps its part. So each byte is read
+once, and a rank has one tensor in memory beside the model.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from hpc_train import files
 from hpc_train.checkpoint import state
-from hpc_train.checkpoint.directory import find_checkpoints, newest
-from hpc_train.checkpoint.dtypes import DTYPES
-from hpc_train.checkpoint.fileformat import MAX_HEADER_BYTES, LocalTensor, TensorForm
+from hpc_train.checkpoint.catalogue import find_checkpoints, newest
+from hpc_train.checkpoint.fileformat import (
+    MAX_HEADER_BYTES,
+    Contents,
+    LocalTensor,
+    TensorForm,
+    format_dtypes,
+    torch_dtypes,
+)
+from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.checkpoint.state import MODEL
-from hpc_train.checkpoint.tools import selected
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
 from hpc_train.mpi.agreement import agreed, from_first
@@ -33,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GIVE = "give a checkpoint, a run directory, a safetensors file, or a folder with model.safetensors"
+SUFFIXES = (".safetensors", ".pt")
+_Change: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def start_from(
@@ -44,25 +55,25 @@ def start_from(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> None:
-    """Fill a model with weights; floating-point types are converted. Collective.
+    """Fill a model with weights. Floating-point types are converted. Collective.
 
-    A model may have a method `foreign_weights(about, *, whole)` for weights that are named or
-    arranged in another way: see `hpc_train.models.gpt.gpt2.foreign_weights`.
+    A model may have a method `foreign_weights(about, *, whole)` for weights with other names or
+    another arrangement: see `hpc_train.models.gpt.gpt2.foreign_weights`.
 
     Args:
-        path: a checkpoint, a run directory (its newest one), a safetensors file, or a folder with
-            `model.safetensors`, in one piece or with an index; only rank 0 has to see it.
-        model: this rank's part of the model, filled in place.
-        shards: which part of the model's tensors this rank has; of those not named all.
+        path: a checkpoint, a run directory (for its newest checkpoint), a safetensors file, or a
+            folder with `model.safetensors`, in one piece or with an index. Only rank 0 reads it.
+        model: this rank's part of the model. It is filled in place.
+        shards: the slices of the model's tensors that this rank has. It has all others whole.
         group: all ranks that train.
-        include: shell patterns of the model's names to take; by default all.
-        exclude: of those, which not: they keep their values.
+        include: shell patterns of the names of the model's tensors to fill; by default all.
+        exclude: shell patterns of the names of tensors that keep their values.
 
     Raises:
-        CheckpointMismatch: a tensor is missing there, or has another shape or kind.
-        CheckpointError: the checkpoint is damaged; some tensors may have been filled.
-        DataError: it is no such file or folder.
-        ConfigError: the patterns leave nothing, or the model has to be configured otherwise.
+        CheckpointMismatch: the source lacks a tensor, or has it with another shape or type.
+        CheckpointError: the checkpoint is damaged. Some tensors may have been filled.
+        DataError: the path is no such file or folder.
+        ConfigError: the patterns leave no tensor, or the model has to be configured otherwise.
     """
     named = state.model_tensors(model, shards).items()
     held = {name.removeprefix(MODEL): part for name, part in named}
@@ -78,7 +89,8 @@ def start_from(
         sources.append(source)
         _check(source, wanted, forms)
         _tell(source, wanted, forms)
-        return [name for name in source.forms if name in wanted]  # a checkpoint's in its order
+        # In the order of the source, because a checkpoint is read fastest in its own order.
+        return [name for name in source.forms if name in wanted]
 
     collectives = connect(group)
     for name in from_first(group, choose):
@@ -103,14 +115,14 @@ def _take(held: LocalTensor, tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """Tensors in files, of which no more than the headers have been read.
+    """Tensors in files. Only the files' headers have been read.
 
     Args:
-        path: what was given.
-        forms: safetensors' word for the type, and the shape, by name; a checkpoint's
-            in the file's order, so that no part of it is read twice.
-        read: gives a tensor by its name.
-        about: what is told beside them.
+        path: as given by the user.
+        forms: safetensors' name of the type, and the shape, by the tensors' names. A checkpoint's
+            are in the file's order, so that no extent is read twice.
+        read: reads the tensor of a name.
+        about: the checkpoint's `about`, or the folder's `config.json`.
     """
 
     path: Path
@@ -124,16 +136,16 @@ def _open(path: Path) -> _Source:
         if not path.is_dir():
             return _checkpoint(path) if _is_checkpoint(path) else _plain(path, [path])
         if (path / ONE_FILE).is_file():
-            files = [path / ONE_FILE]
+            paths = [path / ONE_FILE]
         elif (path / INDEX).is_file():
             names = _tree(path / INDEX).get("weight_map", {}).values()
-            files = [path / name for name in sorted(set(names))]
+            paths = [path / name for name in sorted(set(names))]
         elif find_checkpoints(path / "checkpoints", "auto"):
             return _checkpoint(newest(path))
         else:
             raise DataError(f"{path} has neither {ONE_FILE} nor checkpoints", GIVE)
         config = path / "config.json"
-        return _plain(path, files, _tree(config) if config.is_file() else {})
+        return _plain(path, paths, _tree(config) if config.is_file() else {})
     except OSError as error:
         name = error.filename or path
         raise DataError(f"{name} cannot be read ({error.strerror})", GIVE) from None
@@ -150,9 +162,10 @@ def _tree(path: Path) -> dict[str, Any]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a file is one of ours, sound or not: a header of no length was never completed."""
+    """Whether a file is a checkpoint of hpc_train, sound or not."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        # A checkpoint that was never completed has a header of no length.
         return length == 0 or b"hpc_train" in file.read(min(length, MAX_HEADER_BYTES))
 
 
@@ -166,14 +179,14 @@ def _checkpoint(path: Path) -> _Source:
     return _Source(path, forms, lambda name: saved[MODEL + name], saved.state().get("about", {}))
 
 
-def _plain(path: Path, files: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
+def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
     forms, homes = {}, {}
-    for file in files:
+    for file in paths:
         try:
             opened = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file} is no sound safetensors file ({error})", GIVE) from None
-        for name in opened.keys():  # noqa: SIM118  # it is no mapping
+        for name in opened.keys():  # noqa: SIM118  # safe_open's object is not a mapping
             part = opened.get_slice(name)
             forms[name] = part.get_dtype(), tuple(part.get_shape())
             homes[name] = opened
@@ -183,13 +196,19 @@ def _plain(path: Path, files: Sequence[Path], about: Mapping[str, Any] | None = 
 def _converted(
     source: _Source, convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]] | None]
 ) -> _Source:
-    """The same tensors by our names and in our arrangement."""
+    """The same tensors with our names and in our arrangement.
+
+    Args:
+        source: of tensors with foreign names.
+        convert: returns for a foreign name our name, and the function that makes our tensor of the
+            foreign one; None for a tensor that is not needed.
+    """
     forms, reads = {}, {}
     for theirs, (word, shape) in source.forms.items():
         if (known := convert(theirs)) is None:
             continue
         name, change = known
-        try:  # on a tensor without content
+        try:  # a tensor without content tells the shape
             forms[name] = word, tuple(change(torch.empty(shape, device="meta")).shape)
         except RuntimeError as error:
             cause = f"{source.path}: {theirs} has the shape {list(shape)}"
@@ -206,7 +225,13 @@ def _converted(
 def _check(
     source: _Source, wanted: Mapping[str, TensorForm], all_forms: Mapping[str, TensorForm]
 ) -> None:
-    """Check that every wanted tensor is there, of the model's shape and of a type that fits."""
+    """Check that the source has each wanted tensor, with the model's shape and a type that fits.
+
+    Args:
+        source: of the tensors.
+        wanted: type and shape of the tensors to fill, by name.
+        all_forms: type and shape of all tensors of the model, by name.
+    """
     if not wanted:
         raise ConfigError(
             "checkpoint.include and exclude leave no tensor of the model",
@@ -220,14 +245,14 @@ def _check(
             there = f"; it has {_few(list(source.forms))}" if source.forms else ""
             raise CheckpointMismatch(f"{source.path} has no {name}{there}", remedy)
         word, have = source.forms[name]
-        if word.startswith("F8_") and word != DTYPES.get(dtype):
+        if word.startswith("F8_") and word != format_dtypes().get(dtype):
             raise CheckpointMismatch(
                 f"{source.path}: its {name} is {word}, numbers of 8 bits that stand for others "
                 "only together with their scales, which are not read",
                 "give weights of 16 or 32 bits",
             )
         floating = dtype.is_floating_point and word.startswith(("F", "BF"))
-        if have != shape or not (floating or word == DTYPES.get(dtype)):
+        if have != shape or not (floating or word == format_dtypes().get(dtype)):
             raise CheckpointMismatch(
                 f"{source.path}: its {name} is {word} {list(have)}, "
                 f"the model's is {str(dtype).removeprefix('torch.')} {list(shape)}",
@@ -249,3 +274,114 @@ def _tell(
 def _few(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def export_model(
+    path: Path,
+    target: Path,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]]] | None = None,
+) -> dict[str, TensorForm]:
+    """Write the model's tensors alone, with the names that the module gives them.
+
+    One tensor at a time is in memory. For .pt the folder needs room for the tensors twice.
+
+    Args:
+        path: a checkpoint.
+        target: the file to make: .safetensors, or .pt for a state dict that
+            `torch.load(weights_only=True)` reads.
+        include: shell patterns of the names to write; by default all.
+        exclude: shell patterns of the names to leave out.
+        dtype: the type that floating-point tensors are converted to; by default they keep theirs.
+        convert: for programs with other names or another arrangement. It returns for a name the
+            other name, and the function that makes their tensor of ours.
+
+    Returns:
+        Type and shape of each tensor that was written, by name.
+
+    Raises:
+        ConfigError: the target has another suffix, exists, or cannot be written. Or the patterns
+            leave no tensor.
+        CheckpointError: the checkpoint is damaged.
+    """
+    if target.suffix not in SUFFIXES:
+        raise ConfigError(f"--out is {target}", f"end it with {' or '.join(SUFFIXES)}")
+    if target.exists():
+        raise ConfigError(f"{target} exists", "give another --out, or move it away")
+    saved = Tensors(path)
+    names = [name.removeprefix(MODEL) for name in saved.names if name.startswith(MODEL)]
+    chosen = [name for name in names if selected(name, include, exclude)]
+    if not chosen:
+        raise ConfigError(
+            f"no tensor of {path} is left to export", f"its first ones are {', '.join(names[:3])}"
+        )
+    sources: dict[str, tuple[str, _Change]] = {}
+    forms: dict[str, TensorForm] = {}
+    for name in chosen:
+        new, change = (name, _same) if convert is None else convert(name)
+        entry = saved.entries[MODEL + name]
+        empty = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
+        empty = change(_as(empty, dtype))
+        forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (MODEL + name, change)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for new, (name, change) in sources.items():  # in the file's order, to read it once
+            yield new, change(_as(saved[name], dtype))
+
+    _write(forms, tensors(), target)
+    return forms
+
+
+def _write(
+    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], target: Path
+) -> None:
+    """Write tensors to a file that is complete or does not exist. One at a time is in memory."""
+    partial = target.with_name(f".{target.name}.partial")
+    pickled = target.with_name(f".{target.name}.pickled")
+    try:
+        _write_safetensors(forms, tensors, partial)
+        if target.suffix == ".pt":
+            from safetensors.torch import load_file
+
+            torch.save(load_file(partial), pickled)  # load_file maps the file: it is not in memory
+            pickled.replace(partial)
+        files.sync(partial)
+        files.rename(partial, target)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"{target} could not be written ({error})", "give a folder that is there, with room"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
+        pickled.unlink(missing_ok=True)
+
+
+def _write_safetensors(
+    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], path: Path
+) -> None:
+    contents = Contents.of(forms)
+    header = b'{"__metadata__":{"format":"pt"},' + contents.description[1:]
+    header = header.ljust(-(-len(header) // 8) * 8)
+    begins = {entry.name: 8 + len(header) + entry.begin for entry in contents.entries}
+    with path.open("wb") as file:
+        files.write_at(file.fileno(), len(header).to_bytes(8, "little") + header, 0)
+        for name, tensor in tensors:
+            files.write_at(file.fileno(), as_bytes(tensor.contiguous()).numpy().data, begins[name])
+            del tensor  # frees it before the next one is read
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a name matches a pattern of `include`, or there is none, and none of `exclude`."""
+    fits = any(fnmatch.fnmatchcase(name, pattern) for pattern in include) or not include
+    return fits and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

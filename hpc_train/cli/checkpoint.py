@@ -81,9 +81,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def show_list(run: str) -> int:
     """Print the checkpoints of a run directory; no tensor is read."""
-    from hpc_train.checkpoint import headers
+    from hpc_train.checkpoint.catalogue import listed
 
-    for found in headers.listed(Path(run)):
+    for found in listed(Path(run)):
         complete = "complete" if found.finite else "complete, but with numbers that are not finite"
         size, when = f"{found.nbytes / 2**20:.1f} MiB", f"{found.written:%Y-%m-%d %H:%M}"
         print(f"{found.path.name}  {size:>12}  {when}  {found.damage or complete}")
@@ -92,7 +92,7 @@ def show_list(run: str) -> int:
 
 def verify_checkpoints(source: str, *, every: bool) -> int:
     """Read all bytes of a checkpoint, or of all those of a run; returns 1 if any is damaged."""
-    from hpc_train.checkpoint.directory import find_checkpoints, newest
+    from hpc_train.checkpoint.catalogue import find_checkpoints, newest
 
     path = newest(Path(source))
     if every and not Path(source).is_dir():
@@ -103,11 +103,11 @@ def verify_checkpoints(source: str, *, every: bool) -> int:
 
 
 def _verify(path: Path, *, foreign: bool = False) -> int:
-    from hpc_train.checkpoint import tools
+    from hpc_train.checkpoint import inspection
 
     damage = 0
     try:
-        for begin, end, names in tools.damaged(path):
+        for begin, end, names in inspection.damaged(path):
             damage = EXIT_FAILURE
             print(f"{path}: bytes {begin} to {end} are not what was saved: {', '.join(names)}")
     except (CheckpointError, CheckpointMismatch) as error:
@@ -122,11 +122,11 @@ def _verify(path: Path, *, foreign: bool = False) -> int:
 
 def diff(first: str, second: str, *, every: bool) -> int:
     """Print how two checkpoints differ; returns 1 if they do."""
-    from hpc_train.checkpoint import tools
-    from hpc_train.checkpoint.directory import newest
+    from hpc_train.checkpoint import inspection
+    from hpc_train.checkpoint.catalogue import newest
 
     count = 0
-    for difference in tools.differences(newest(Path(first)), newest(Path(second))):
+    for difference in inspection.differences(newest(Path(first)), newest(Path(second))):
         count += 1
         if every or count <= DIFFERENCES_SHOWN:
             print(f"{difference.name}: {difference.what}")
@@ -147,8 +147,8 @@ def export(
     """Write the model's tensors alone: to a file, or to a folder for Hugging Face."""
     import torch
 
-    from hpc_train.checkpoint import tools
-    from hpc_train.checkpoint.directory import newest
+    from hpc_train.checkpoint import weights
+    from hpc_train.checkpoint.catalogue import newest
     from hpc_train.checkpoint.restore import Tensors
     from hpc_train.models.gpt.gpt2 import as_gpt2, config_json
 
@@ -161,7 +161,7 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         convert = as_gpt2(shape)
     kind = getattr(torch, dtype) if dtype else None
-    forms = tools.export_model(
+    forms = weights.export_model(
         path, target, include=include, exclude=exclude, dtype=kind, convert=convert
     )
     if gpt2:

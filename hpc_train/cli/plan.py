@@ -138,8 +138,8 @@ def show_schedules(made: Plan, *, as_json: bool) -> None:
     )
     _print(_schedules(made))
     layers = {entry.virtual_stages: entry.layers for entry in made.schedules}
-    for chunks, blocks in layers.items():
-        of = f", {chunks} virtual stages per rank" if chunks > 1 else ""
+    for virtual_stages, blocks in layers.items():
+        of = f", {virtual_stages} virtual stages per rank" if virtual_stages > 1 else ""
         print(f"layers of each stage{of}: {' '.join(map(str, blocks))}")
     left_out = set(get_args(Name)) - {entry.schedule for entry in made.schedules}
     if left_out:

@@ -182,7 +182,7 @@ class ParallelSection:
             )
 
     @property
-    def chunks(self) -> int:
+    def stages_per_rank(self) -> int:
         """Number of virtual stages of each pipeline rank."""
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 

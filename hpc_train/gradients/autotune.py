@@ -265,7 +265,13 @@ def way(
         level = Levels.flat(group) if options.two_level == "off" else levels
         if level.nodes == 1 and group.rank == 0:
             logger.info("gradients.compression has nothing to do: all ranks are on one node")
-        return lambda buckets: compressed(level, buckets, options.compression), []
+
+        def packed(buckets: Sequence[Bucket]) -> Sums:
+            return _made_on_all_nodes(
+                group, lambda: compressed(level, buckets, options.compression)
+            )
+
+        return packed, []
     collectives = connect(group)
     there = {
         name: or_collectives(group, make, collectives)

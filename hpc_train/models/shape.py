@@ -20,13 +20,13 @@ class Division:
     Args:
         tp: number of ranks that share each layer.
         pp: number of ranks that the layers are divided over.
-        chunks: number of runs of layers that each of these `pp` ranks has.
+        virtual_stages: number of runs of layers that each of these `pp` ranks has.
         sequence_parallel: whether ranks that share layers divide the tokens between them.
     """
 
     tp: int = 1
     pp: int = 1
-    chunks: int = 1
+    virtual_stages: int = 1
     sequence_parallel: bool = False
 
 
@@ -140,13 +140,13 @@ class Shape(ABC):
                 )
 
     def _check_pipeline(self, division: Division) -> None:
-        pp, chunks, parts = division.pp, division.chunks, self.layers + 2
-        if pp * chunks <= parts:
+        pp, virtual_stages, parts = division.pp, division.virtual_stages, self.layers + 2
+        if pp * virtual_stages <= parts:
             return
-        virtual = f" x parallel.virtual_stages {chunks}" if chunks > 1 else ""
-        near = [f"model.layers {pp * chunks - 2}"]
-        if chunks <= parts:
-            near.append(f"parallel.pp {parts // chunks}")
+        virtual = f" x parallel.virtual_stages {virtual_stages}" if virtual_stages > 1 else ""
+        near = [f"model.layers {pp * virtual_stages - 2}"]
+        if virtual_stages <= parts:
+            near.append(f"parallel.pp {parts // virtual_stages}")
         raise ConfigError(
             f"parallel.pp {pp}{virtual} is more than the {parts} parts of the model "
             f"(embedding, {self.layers} layers, head)",

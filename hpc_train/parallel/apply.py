@@ -58,7 +58,7 @@ def apply(
     device: torch.device,
     *,
     schedule: Name = "1f1b",
-    chunks: int = 1,
+    virtual_stages: int = 1,
     sequence_parallel: bool = False,
     overlap: bool = False,
 ) -> ParallelModel:
@@ -73,7 +73,7 @@ def apply(
         grid: the ranks' places and groups.
         device: the device that the model will be moved to.
         schedule: the pipeline's schedule.
-        chunks: number of virtual stages of each pipeline rank.
+        virtual_stages: number of virtual stages of each pipeline rank.
         sequence_parallel: whether tokens are divided between the tensor-parallel layers.
         overlap: whether a thread sums over tensor-parallel ranks while this rank computes. The
             thread needs a core of its own.
@@ -92,8 +92,8 @@ def apply(
             "say there how its layers are shared: docs/how-to/parallel.md",
         )
     names = stage_names(model) if grid.pp > 1 else []
-    chunks = chunks if grid.pp > 1 else 1
-    runs = runs_of(model, names, grid.pp, chunks) if names else []
+    virtual_stages = virtual_stages if grid.pp > 1 else 1
+    runs = runs_of(model, names, grid.pp, virtual_stages) if names else []
     deferred = Deferred() if names and schedule == "zero_bubble" else None
     cut = sequence_parallel and grid.tp > 1
     specs = parallelize(
@@ -120,7 +120,7 @@ def apply(
     )
     name = "1f1b" if schedule == "zero_bubble" and not names else schedule
     dropouts = [layer for layer in model.modules() if isinstance(layer, SampleDropout)]
-    pipeline = Pipeline(grid.pipe, device, name, chunks, stages, deferred, dropouts)
+    pipeline = Pipeline(grid.pipe, device, name, virtual_stages, stages, deferred, dropouts)
     return ParallelModel(pipeline, gradients, shards, [everyone, *over.values()])
 
 

@@ -23,12 +23,15 @@ from hpc_train.parallel.stages import Stages
 from hpc_train.parallel.transport import TAGS, Message, Transport
 
 Forward = Callable[[int, int], Tensor]
-"""Runs the model's whole forward pass and its loss. Takes the numbers of micro-batch and chunk."""
+"""Runs the model's whole forward pass and its loss.
+
+Takes the numbers of the micro-batch and of the virtual stage.
+"""
 
 
 @dataclass
 class Live:
-    """The tensors that a chunk keeps of a micro-batch until its backward pass has ended."""
+    """The tensors that a virtual stage keeps of a micro-batch until its backward pass has ended."""
 
     output: Tensor
     seeds: SeedsInUse
@@ -44,7 +47,7 @@ class Pipeline:
         group: the ranks of the pipeline.
         device: the device of the tensors.
         name: the schedule's name.
-        chunks: number of virtual stages of each rank.
+        virtual_stages: number of virtual stages of each rank.
         stages: this rank's stages; None for a pipeline of one rank.
         deferred: takes the weight gradients of this rank's linear layers, for zero_bubble.
         dropouts: the dropout layers of this rank's part of the model.
@@ -55,18 +58,18 @@ class Pipeline:
         group: Group,
         device: torch.device,
         name: Name = "1f1b",
-        chunks: int = 1,
+        virtual_stages: int = 1,
         stages: Stages | None = None,
         deferred: Deferred | None = None,
         dropouts: Sequence[SampleDropout] = (),
     ) -> None:
         self.dropouts = list(dropouts)
-        self.group, self.name, self.chunks = group, name, chunks
+        self.group, self.name, self.virtual_stages = group, name, virtual_stages
         self.stages, self.deferred = stages, deferred
-        self.virtual = group.size * chunks
+        self.virtual = group.size * virtual_stages
         self.transport = Transport(group, device) if group.size > 1 else None
         self.peak_live = 0
-        """Largest number of (micro-batch, chunk) pairs with activations held at once so far."""
+        """Largest number of (micro-batch, virtual stage) pairs with activations held at once."""
 
     @property
     def is_last(self) -> bool:
@@ -89,12 +92,12 @@ class Pipeline:
         Returns:
             The micro-batches' losses on the last rank, an empty list on the others.
         """
-        made = schedules.build(self.name, self.group.size, len(samples), self.chunks)
+        made = schedules.build(self.name, self.group.size, len(samples), self.virtual_stages)
         return self._run(made, forward, samples, factor)
 
     def evaluate(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
         """Compute the losses only, otherwise as `train`. Call it under `torch.no_grad`."""
-        made = schedules.forward_only(self.group.size, len(samples), self.chunks)
+        made = schedules.forward_only(self.group.size, len(samples), self.virtual_stages)
         return self._run(made, forward, samples)
 
     def _run(
@@ -107,7 +110,7 @@ class Pipeline:
         live: dict[tuple[int, int], Live] = {}
         losses = []
         for action in actions:
-            key = (action.micro_batch, action.chunk)
+            key = (action.micro_batch, action.virtual_stage)
             if action.kind is Kind.FORWARD:
                 live[key] = self._forward(action, forward, samples)
                 if self._stage(action) == self.virtual - 1:
@@ -127,18 +130,20 @@ class Pipeline:
         return losses
 
     def _stage(self, action: Action) -> int:
-        return action.chunk * self.group.size + self.group.rank
+        return action.virtual_stage * self.group.size + self.group.rank
 
     def _forward(self, action: Action, forward: Forward, samples: Sequence[int]) -> Live:
         if self.stages is None:
-            return Live(forward(action.micro_batch, action.chunk), SeedsInUse(self.dropouts))
+            return Live(
+                forward(action.micro_batch, action.virtual_stage), SeedsInUse(self.dropouts)
+            )
         assert self.transport is not None
         given = None
         if self._stage(action) > 0:
             given = self.transport.receive().detach()
             given.requires_grad_(torch.is_grad_enabled() and given.is_floating_point())
         output = self.stages.compute(
-            action.chunk, given, lambda: forward(action.micro_batch, action.chunk)
+            action.virtual_stage, given, lambda: forward(action.micro_batch, action.virtual_stage)
         )
         if self._stage(action) < self.virtual - 1:
             message = self._activation(action.micro_batch, self._stage(action) + 1, samples, +1)
@@ -155,7 +160,7 @@ class Pipeline:
         with ExitStack() as stack:
             stack.enter_context(live.seeds.again())
             if self.stages is not None:
-                stack.enter_context(self.stages.recomputing(action.chunk, live.input))
+                stack.enter_context(self.stages.recomputing(action.virtual_stage, live.input))
             yield
 
     def _backward(self, action: Action, live: Live, samples: Sequence[int], factor: float) -> None:

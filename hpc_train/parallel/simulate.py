@@ -25,7 +25,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one chunk's actions, in any unit. BACKWARD takes input + weight."""
+    """Times of one virtual stage's actions, in any unit. BACKWARD takes input + weight."""
 
     forward: float = 1.0
     input: float = 1.0
@@ -33,7 +33,7 @@ class Costs:
     communication: float = 0.0
     """Time from the end of an action until another rank has its result."""
     back: float | None = None
-    """The same for gradients, which go to the chunk before. None takes `communication`."""
+    """The same for gradients, which go to the virtual stage before. None takes `communication`."""
 
     def of(self, kind: Kind) -> float:
         """The time of one action."""
@@ -57,8 +57,9 @@ class Timing:
     Args:
         makespan: time from the first start to the last end.
         busy: for each rank, the time in which it computes.
-        peak_live: for each rank, the largest number of (micro-batch, chunk) pairs whose activations
-            are held at once: from the start of FORWARD to the end of BACKWARD, or of WEIGHT.
+        peak_live: for each rank, the largest number of (micro-batch, virtual stage) pairs whose
+            activations are held at once: from the start of FORWARD to the end of BACKWARD, or of
+            WEIGHT.
     """
 
     makespan: float
@@ -72,12 +73,13 @@ class Timing:
 
 
 def bubble_formula(
-    name: Name, stages: int, micro_batches: int, chunks: int = 1, costs: Costs = EQUAL
+    name: Name, stages: int, micro_batches: int, virtual_stages: int = 1, costs: Costs = EQUAL
 ) -> float:
     """The share of a step in which ranks wait, if stages are equal and communication is free.
 
-    There are p stages, n micro-batches and v chunks. F, B and W are the costs of the forward pass,
-    the input gradient and the weight gradient. The papers that `build` names give, for n >= p:
+    There are p stages, n micro-batches and v virtual stages per rank. F, B and W are the costs of
+    the forward pass, the input gradient and the weight gradient. The papers that `build` names
+    give, for n >= p:
 
     - gpipe and 1f1b: (p-1) / (n+p-1).
     - interleaved: (p-1) / (vn+p-1).
@@ -86,7 +88,7 @@ def bubble_formula(
     For n < p the critical path, counted in the same way, has vp+n-1 in place of vn+p-1. In
     zero_bubble, n-1 weight gradients then fill the bubble in place of p-1.
     """
-    p, n, v = stages, micro_batches, chunks
+    p, n, v = stages, micro_batches, virtual_stages
     if name == "zero_bubble":
         idle = (p - 1) * (costs.forward + costs.input) - (min(n, p) - 1) * costs.weight
         return idle / (n * (costs.of(Kind.FORWARD) + costs.of(Kind.BACKWARD)) + idle)
@@ -98,11 +100,11 @@ def peak_live(actions: Sequence[Action], sizes: Sequence[float] | None = None) -
 
     Args:
         actions: the rank's list of actions. Only backward passes free activations.
-        sizes: for each chunk, the size of one micro-batch's activations; by default 1.
+        sizes: for each virtual stage, the size of one micro-batch's activations; by default 1.
     """
     held = peak = 0.0
     for action in actions:
-        size = sizes[action.chunk] if sizes else 1
+        size = sizes[action.virtual_stage] if sizes else 1
         if action.kind is Kind.FORWARD:
             held += size
             peak = max(peak, held)
@@ -111,38 +113,43 @@ def peak_live(actions: Sequence[Action], sizes: Sequence[float] | None = None) -
     return peak
 
 
-def check_schedule(schedule: Schedule, chunks: int = 1, live: Sequence[int] | None = None) -> None:
+def check_schedule(
+    schedule: Schedule, virtual_stages: int = 1, live: Sequence[int] | None = None
+) -> None:
     """Check a schedule before it runs.
 
     Args:
         schedule: one list of actions per rank, as `build` makes them.
-        chunks: number of virtual stages per rank.
-        live: for each rank, the number of (micro-batch, chunk) pairs that it may hold at once.
+        virtual_stages: number of virtual stages per rank.
+        live: for each rank, the number of (micro-batch, virtual stage) pairs that it may hold at
+            once.
 
     Raises:
         ScheduleError: `simulate` refuses the schedule, or a rank would hold more than `live`.
     """
-    needed = simulate(schedule, chunks).peak_live
+    needed = simulate(schedule, virtual_stages).peak_live
     for rank, (peak, limit) in enumerate(zip(needed, live or needed, strict=True)):
         if peak > limit:
             raise ScheduleError(f"rank {rank} would hold {peak} micro-batches, not {limit}")
 
 
-def simulate(schedule: Schedule, chunks: int = 1, costs: Costs | Sequence[Costs] = EQUAL) -> Timing:
+def simulate(
+    schedule: Schedule, virtual_stages: int = 1, costs: Costs | Sequence[Costs] = EQUAL
+) -> Timing:
     """Play a schedule. Each action starts as soon as its rank is free and its inputs are there.
 
     Args:
         schedule: one list of actions per rank.
-        chunks: number of virtual stages per rank.
+        virtual_stages: number of virtual stages per rank.
         costs: one value for all virtual stages, or one for each in the model's order.
 
     Raises:
         ScheduleError: an action is missing, doubled or out of order, or ranks would wait for each
             other forever. The message names rank and action.
     """
-    _check_complete(schedule, chunks)
+    _check_complete(schedule, virtual_stages)
     stages = len(schedule)
-    each = [costs] * (stages * chunks) if isinstance(costs, Costs) else costs
+    each = [costs] * (stages * virtual_stages) if isinstance(costs, Costs) else costs
     timeline = _Timeline(stages, each)
     waiting = [deque(actions) for actions in schedule]
     while any(waiting):
@@ -166,9 +173,12 @@ def makespan(name: Name, stages: int, micro_batches: int, costs: tuple[Costs, ..
         micro_batches: number of micro-batches of a step.
         costs: the costs of each virtual stage.
     """
-    chunks = len(costs) // stages
+    virtual_stages = len(costs) // stages
     played = enough(stages, micro_batches)
-    ends = [simulate(build(name, stages, n, chunks), chunks, costs).makespan for n in played]
+    ends = [
+        simulate(build(name, stages, n, virtual_stages), virtual_stages, costs).makespan
+        for n in played
+    ]
     if played[-1] == micro_batches:
         return ends[-1]
     slope = (ends[1] - ends[0]) / (played[1] - played[0])
@@ -200,7 +210,7 @@ class _Timeline:
         before = len(actions)
         while actions and (ready := self._ready(rank, actions[0])) is not None:
             action = actions.popleft()
-            stage = action.chunk * self.stages + rank
+            stage = action.virtual_stage * self.stages + rank
             cost = self.costs[stage].of(action.kind)
             self.clocks[rank] = max(self.clocks[rank], ready) + cost
             self.busy[rank] += cost
@@ -209,7 +219,7 @@ class _Timeline:
 
     def _ready(self, rank: int, action: Action) -> float | None:
         """The time at which an action's inputs are on its rank; None if it is not known yet."""
-        stage = action.chunk * self.stages + rank
+        stage = action.virtual_stage * self.stages + rank
         ready = 0.0
         for kind, source in _needs(action, stage, len(self.costs)):
             end = self.there.get((kind, action.micro_batch, source))
@@ -220,20 +230,20 @@ class _Timeline:
         return ready
 
 
-def _check_complete(schedule: Schedule, chunks: int) -> None:
+def _check_complete(schedule: Schedule, virtual_stages: int) -> None:
     """Check that each rank has the actions of each micro-batch once and in a possible order."""
     every = list(chain.from_iterable(schedule))
     micro_batches = 1 + max((action.micro_batch for action in every), default=0)
     passes = TRAINING if any(action.kind is not Kind.FORWARD for action in every) else VALIDATION
-    expected = set(product(range(micro_batches), range(chunks)))
+    expected = set(product(range(micro_batches), range(virtual_stages)))
     for rank, actions in enumerate(schedule):
         kinds = defaultdict(list)
         for action in actions:
-            kinds[action.micro_batch, action.chunk].append(action.kind)
+            kinds[action.micro_batch, action.virtual_stage].append(action.kind)
         for pair in sorted(expected | kinds.keys()):
             if pair not in expected or kinds[pair] not in passes:
                 found = ", ".join(kind.value for kind in kinds[pair]) or "nothing"
-                where = f"rank {rank}, micro-batch {pair[0]}, chunk {pair[1]}"
+                where = f"rank {rank}, micro-batch {pair[0]}, virtual stage {pair[1]}"
                 raise ScheduleError(f"{where}: {found}, which is not one whole pass")
 
 

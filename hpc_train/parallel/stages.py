@@ -80,12 +80,12 @@ class Stages:
             module.forward = _Visit(self, position, original)
 
     def compute(
-        self, chunk: int, activation: Tensor | None, forward: Callable[[], Tensor]
+        self, virtual_stage: int, activation: Tensor | None, forward: Callable[[], Tensor]
     ) -> Tensor:
         """Compute one of this rank's runs.
 
         Args:
-            chunk: the number of the run on this rank.
+            virtual_stage: the number of the run on this rank.
             activation: the last activation of the run before; None for the model's first run.
             forward: runs the whole model and its loss.
 
@@ -96,7 +96,7 @@ class Stages:
             UserError: the forward pass did not call each of the modules once, in the order of the
                 stages, with a tensor as its first argument.
         """
-        cursor = Cursor(self.runs[chunk], activation)
+        cursor = Cursor(self.runs[virtual_stage], activation)
         with self._under_way(cursor):
             try:
                 result = forward()
@@ -108,13 +108,15 @@ class Stages:
             raise UserError(f"the forward pass did not reach {self._due(cursor)}", REMEDY)
         return result
 
-    def recomputing(self, chunk: int, activation: Tensor | None) -> AbstractContextManager[None]:
+    def recomputing(
+        self, virtual_stage: int, activation: Tensor | None
+    ) -> AbstractContextManager[None]:
         """A context for the backward pass of a run, in which modules may be computed again.
 
         torch.utils.checkpoint computes them again. They start with the activation that `compute`
         was given.
         """
-        return self._under_way(Cursor(self.runs[chunk], activation, again=True))
+        return self._under_way(Cursor(self.runs[virtual_stage], activation, again=True))
 
     @contextmanager
     def _under_way(self, cursor: Cursor) -> Iterator[None]:
@@ -219,24 +221,28 @@ def costs(model: nn.Module, names: Sequence[str]) -> list[float]:
     return found if any(found) else [1.0] * len(found)
 
 
-def runs_of(model: nn.Module, names: Sequence[str], ranks: int, chunks: int) -> list[list[range]]:
-    """Divide the stage modules by cost over ranks and chunks.
+def runs_of(
+    model: nn.Module, names: Sequence[str], ranks: int, virtual_stages: int
+) -> list[list[range]]:
+    """Divide the stage modules by cost over ranks and virtual stages.
 
-    Virtual stage c * ranks + r is chunk c of rank r, as in Narayanan et al., "Efficient large-scale
+    Run c * ranks + r is virtual stage c of rank r, as in Narayanan et al., "Efficient large-scale
     language model training on GPU clusters using Megatron-LM", https://arxiv.org/abs/2104.04473.
 
     Returns:
-        For each pipeline rank a list with one run for each chunk, as positions in `names`.
+        For each pipeline rank a list with one run for each virtual stage, as positions in `names`.
 
     Raises:
         UserError: there are fewer modules than virtual stages.
     """
-    parts = ranks * chunks
+    parts = ranks * virtual_stages
     if len(names) < parts:
-        of = f"{ranks} ranks" + (f" x {chunks} virtual stages" if chunks > 1 else "")
+        of = f"{ranks} ranks" + (
+            f" x {virtual_stages} virtual stages" if virtual_stages > 1 else ""
+        )
         raise UserError(
             f"the model has {len(names)} stage modules, too few for {of} of a pipeline",
             f"parallel.pp x parallel.virtual_stages can be up to {len(names)}",
         )
     divided = divide(costs(model, names), parts)
-    return [[divided[c * ranks + r] for c in range(chunks)] for r in range(ranks)]
+    return [[divided[c * ranks + r] for c in range(virtual_stages)] for r in range(ranks)]

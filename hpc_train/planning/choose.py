@@ -54,7 +54,7 @@ class Row:
             tp,
             pp,
             parallel.schedule,
-            parallel.chunks,
+            parallel.stages_per_rank,
             parallel.sequence_parallel,
             micro_batching(config)[0],
             int(config.memory.zero == 1),

@@ -58,7 +58,7 @@ class Candidate:
     def runs(self) -> list[range]:
         """The modules of each virtual stage: indices into `parts`."""
         parallel = self.config.parallel
-        return divide([part.weights for part in self.parts], parallel.pp * parallel.chunks)
+        return divide([part.weights for part in self.parts], parallel.pp * parallel.stages_per_rank)
 
     @functools.cached_property
     def parts(self) -> list[PartCost]:
@@ -86,7 +86,7 @@ class Candidate:
         few = enough(parallel.pp, number)[-1]
         if parallel.schedule == "gpipe":  # only gpipe holds more when there are more micro-batches
             micro_batch *= number / few
-        schedule = build(parallel.schedule, parallel.pp, few, parallel.chunks)
+        schedule = build(parallel.schedule, parallel.pp, few, parallel.stages_per_rank)
         needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, self.sharing)
         of_rank = np.array([sum(need) for need in needs], dtype=float)[None, :, None]
         each = np.broadcast_to(of_rank, self.node.shape)

@@ -41,6 +41,6 @@ def division_of(section: ParallelSection) -> Division:
     return Division(
         tp=section.tp,
         pp=section.pp,
-        chunks=section.chunks,
+        virtual_stages=section.stages_per_rank,
         sequence_parallel=section.sequence_parallel,
     )

@@ -78,7 +78,9 @@ def plan(config: RunConfig) -> Plan:
     shape.check(division_of(section))
     micro_batch, micro_batches = micro_batching(config)
     parts = len(shape.parts())
-    fit = [name for name in get_args(Name) if section.pp * chunks_of(section, name) <= parts]
+    fit = [
+        name for name in get_args(Name) if section.pp * virtual_stages_of(section, name) <= parts
+    ]
     return Plan(
         section.dp or 1,
         section.tp,
@@ -107,7 +109,7 @@ def micro_batching(config: RunConfig) -> tuple[int, int]:
     return size, batch // dp // size
 
 
-def chunks_of(section: ParallelSection, name: Name) -> int:
+def virtual_stages_of(section: ParallelSection, name: Name) -> int:
     """Virtual stages per rank that a schedule would have under this configuration."""
     return (section.virtual_stages or 2) if name == "interleaved" else 1
 
@@ -116,18 +118,20 @@ def estimate(
     config: RunConfig, shape: Shape, name: Name, micro_batch: int, micro_batches: int
 ) -> Estimate:
     """Estimate one schedule."""
-    pp, chunks = config.parallel.pp, chunks_of(config.parallel, name)
+    pp, virtual_stages = config.parallel.pp, virtual_stages_of(config.parallel, name)
     costs = [part.weights for part in shape.parts()]
-    runs = divide(costs, pp * chunks)
-    schedule = build(name, pp, micro_batches, chunks)
-    timing = simulate(schedule, chunks, [Costs(cost, cost, cost) for cost in _sums(costs, runs)])
+    runs = divide(costs, pp * virtual_stages)
+    schedule = build(name, pp, micro_batches, virtual_stages)
+    timing = simulate(
+        schedule, virtual_stages, [Costs(cost, cost, cost) for cost in _sums(costs, runs)]
+    )
     activation_bytes, state_bytes = max(memory(config, shape, schedule, runs, micro_batch), key=sum)
     return Estimate(
         schedule=name,
-        virtual_stages=chunks,
+        virtual_stages=virtual_stages,
         chosen=name == config.parallel.schedule,
         bubble=timing.bubble,
-        bubble_even=bubble_formula(name, pp, micro_batches, chunks),
+        bubble_even=bubble_formula(name, pp, micro_batches, virtual_stages),
         peak_live=max(timing.peak_live),
         activation_bytes=activation_bytes,
         state_bytes=state_bytes,

@@ -175,7 +175,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         grid,
         device,
         schedule=parallel.schedule,
-        chunks=parallel.chunks,
+        virtual_stages=parallel.stages_per_rank,
         sequence_parallel=parallel.sequence_parallel,
         overlap=runtime.cores > torch.get_num_threads(),
     )

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint.extra_state import ExtraState
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor
-from hpc_train.checkpoint.state import TrainingState
+from hpc_train.checkpoint.state import ExtraState, TrainingState
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
 from hpc_train.config import GradientsSection, RunConfig

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import restore, state
-from hpc_train.checkpoint.directory import newest
+from hpc_train.checkpoint.catalogue import newest
 from hpc_train.data import tokenizer
 from hpc_train.errors import CheckpointMismatch, ConfigError
 from hpc_train.models.kinds import SHAPES

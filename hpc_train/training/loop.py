@@ -16,9 +16,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint import Checkpoints, savable
-from hpc_train.checkpoint.extra_state import Together
-from hpc_train.checkpoint.state import TrainingState
+from hpc_train.checkpoint import Checkpoints, checks
+from hpc_train.checkpoint.state import Together, TrainingState
 from hpc_train.collectives import connect
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
@@ -67,7 +66,7 @@ class Loop(Stepping):
         group, gradients = self.group, options.gradients
         with agreed(group):
             options.check()
-            savable.check_savable(TrainingState(model, optimizer))  # before anything is sent
+            checks.check_savable(TrainingState(model, optimizer))  # before anything is sent
         alike = replace(options, time_limit=None, prefetch=0, workers=0)  # these may differ
         what = "what the loop was given (LoopOptions)"
         same(group, what, repr(alike), "give all ranks the same")

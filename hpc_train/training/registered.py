@@ -15,15 +15,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint.dtypes import TORCH_DTYPES
-from hpc_train.checkpoint.extra_state import ExtraState
-from hpc_train.checkpoint.fileformat import Entry, LocalTensor
+from hpc_train.checkpoint.fileformat import Entry, LocalTensor, torch_dtypes
 from hpc_train.checkpoint.parts import as_bytes
-from hpc_train.checkpoint.tagged import decode, encode
+from hpc_train.checkpoint.state import ExtraState
 from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import SliceSpec
+from hpc_train.training.tagged_json import decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +182,7 @@ class Registered(ExtraState):
             self._tensors = {
                 name: torch.empty(
                     entry.shape,
-                    dtype=TORCH_DTYPES[entry.dtype],
+                    dtype=torch_dtypes()[entry.dtype],
                     device=there[name].device if name in there else "cpu",
                 )
                 for name, entry in entries.items()

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
-from hpc_train.checkpoint.retention import Retention
+from hpc_train.checkpoint.policy import Nonfinite, Retention, SavePolicy
 from hpc_train.checkpoint.weights import start_from
 from hpc_train.config import CheckpointSection, DataSection
 from hpc_train.errors import CheckpointError, ConfigError, HpcTrainError

@@ -161,7 +161,7 @@ class Trainer:
         if not batches:
             return []
         losses = self.layout.pipeline.evaluate(
-            lambda number, chunk: self._loss(batches[number]), samples
+            lambda number, virtual_stage: self._loss(batches[number]), samples
         )
         return losses if self._speaks else []
 
@@ -200,8 +200,8 @@ class Trainer:
         micro_batches = step.micro_batches
         batches = [move(micro_batch.data, self.device) for micro_batch in micro_batches]
 
-        def forward(number: int, chunk: int) -> Tensor:
-            self._seed(step.number, micro_batches[number], chunk)
+        def forward(number: int, virtual_stage: int) -> Tensor:
+            self._seed(step.number, micro_batches[number], virtual_stage)
             return self._loss(batches[number])
 
         samples = [micro_batch.part.count for micro_batch in micro_batches]
@@ -216,9 +216,11 @@ class Trainer:
             loss = self.task.loss(self.model, batch)
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
-    def _seed(self, step: int, micro_batch: MicroBatch, chunk: int) -> None:
+    def _seed(self, step: int, micro_batch: MicroBatch, virtual_stage: int) -> None:
         base, part = self.config.run.seed, micro_batch.part
-        stage = chunk * self.grid.pp + self.grid.coordinate.pp  # unlike draws in unlike layers
+        stage = (
+            virtual_stage * self.grid.pp + self.grid.coordinate.pp
+        )  # unlike draws in unlike layers
         seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.checkpoint.engines import CheckpointEngine
+from hpc_train.checkpoint.background import carry_out
+from hpc_train.checkpoint.engines import CheckpointEngine, WriteEngine
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.checkpoint.parts import Parts
-from hpc_train.checkpoint.phases import carry_out
 from hpc_train.checkpoint.policy import SavePolicy
+from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.save import saving
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
@@ -46,9 +46,17 @@ def change(made: Checkpoints, step: int) -> None:
             parameter.fill_(step)
 
 
-def save_tensors(path: Path, held: Mapping[str, LocalTensor], *arguments: Any, **how: Any) -> None:
-    """Write a checkpoint of named tensors, with the arguments of `saving`. Collective."""
-    carry_out(saving(path, Parts(held), *arguments, **how))
+def save_tensors(
+    path: Path,
+    held: Mapping[str, LocalTensor],
+    state: bytes,
+    group: Group,
+    engine: WriteEngine = "posix",
+    replica: Group | None = None,
+) -> None:
+    """Write a checkpoint of named tensors; by default each rank holds all of them. Collective."""
+    plans = Plans(group, replica or Group())
+    carry_out(saving(path, Parts(held), state, plans, engine=engine))
 
 
 def save(made: Checkpoints, step: int, *, background: bool = False) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from hpc_train import files
 from hpc_train.checkpoint import claim as claims
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.checkpoint.claim import Claim, Jobs, Owner, ProcessPlace, claimed, take_claim, void
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
 from hpc_train.errors import ClaimError, ConfigError
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import Call, faults
@@ -85,7 +85,7 @@ def test_a_job_that_began_after_the_scheduler_was_asked_is_not_taken_for_gone():
     assert not void(replace(owner, user=-1), mine, silent=25.0, ended=None, jobs=jobs)
 
 
-def test_of_many_that_start_at_once_one_has_it_and_is_named_to_the_others(tmp_path):
+def test_of_many_jobs_that_claim_at_once_one_wins_and_the_others_name_it(tmp_path):
     made: list[Claim] = []
     refused: list[str] = []
 
@@ -109,7 +109,7 @@ def test_of_many_that_start_at_once_one_has_it_and_is_named_to_the_others(tmp_pa
     take_claim(tmp_path, living()).release()
 
 
-def test_the_command_that_is_named_frees_it_and_the_owner_finds_out(tmp_path):
+def test_the_command_in_the_message_frees_the_directory_and_the_owner_notices(tmp_path):
     owner = take_claim(tmp_path, living())
     with pytest.raises(ClaimError, match="in use by process"):
         take_claim(tmp_path, living())
@@ -141,7 +141,7 @@ def test_a_claim_whose_maker_died_before_it_had_written_it_blocks_for_moments(tm
 
 
 @pytest.mark.parametrize("stale", ["list", "read"])
-def test_a_view_of_before_the_other_came_gives_the_directory_to_nobody_else(tmp_path, stale):
+def test_a_stale_nfs_view_does_not_give_away_a_claimed_directory(tmp_path, stale):
     """The view of an NFS client that has not looked at the server again."""
     take_claim(tmp_path, living()).release()
     folder = tmp_path / ".claim"

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.checkpoint import Checkpoints, divergence
-from hpc_train.checkpoint.directory import find_checkpoints
-from hpc_train.checkpoint.divergence import sample
+from hpc_train.checkpoint import Checkpoints, checks
+from hpc_train.checkpoint.catalogue import find_checkpoints
+from hpc_train.checkpoint.checks import bytes_to_compare
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.errors import DivergenceError, UserError
@@ -21,12 +21,12 @@ sizes = st.dictionaries(st.text("abc", min_size=1), st.integers(0, 50), max_size
 
 
 @given(sizes, st.integers(1, 60))
-def test_the_turns_go_round_through_all_bytes(sizes, at_once):
+def test_the_samples_of_all_turns_cover_every_byte(sizes, at_once):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(divergence, "COMPARED_BYTES", at_once)
+        patch.setattr(checks, "COMPARED_BYTES", at_once)
         seen = []
         for turn in range(-(-sum(sizes.values()) // at_once)):
-            pieces = sample(sizes, turn)
+            pieces = bytes_to_compare(sizes, turn)
             assert sum(end - begin for _, begin, end in pieces) == min(at_once, sum(sizes.values()))
             seen += [(name, byte) for name, begin, end in pieces for byte in range(begin, end)]
     assert {*seen} == {(name, byte) for name, size in sizes.items() for byte in range(size)}
@@ -56,7 +56,7 @@ def test_one_rank_that_has_drifted_is_named_before_it_is_saved(job, together, ra
 
 
 @pytest.mark.mpi(min_size=4)
-def test_of_two_that_differ_both_are_named(job, together):
+def test_of_two_replicas_that_differ_both_are_named(job, together):
     pair = job.world.split(job.world.rank // 2, job.world.rank)
     made = drifted(together / str(job.world.rank // 2), pair, 1)
     text = r"model\.weight differs between rank 0 \(.*\), rank 1 \("
@@ -67,7 +67,7 @@ def test_of_two_that_differ_both_are_named(job, together):
 
 @pytest.mark.mpi(min_size=4)
 def test_what_is_not_in_a_sample_is_in_a_later_one(job, together, monkeypatch):
-    monkeypatch.setattr(divergence, "COMPARED_BYTES", 256)
+    monkeypatch.setattr(checks, "COMPARED_BYTES", 256)
     made = drifted(together, job.world, 1)
     with torch.no_grad():
         made.state.model.weight.view(-1)[77 // 4] = 0.0  # the same again
@@ -93,7 +93,7 @@ def test_other_tensors_are_no_drift(job, together):
 
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("replicas", ["warn", "off"])
-def test_where_asked_it_is_saved_all_the_same(job, together, replicas, caplog):
+def test_differing_replicas_are_saved_with_warn_and_off(job, together, replicas, caplog):
     drifted(together, job.world, 3, replicas).save(1)
     job.world.barrier()
     assert len(find_checkpoints(together, "auto")) == 1

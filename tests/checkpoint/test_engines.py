@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from hpc_train import files
-from hpc_train.checkpoint import striping
-from hpc_train.checkpoint.engines import MpiWriter, Ways
+from hpc_train.checkpoint.engines import EngineChoice, MpiWriter, create_striped
 from hpc_train.checkpoint.fileformat import EXTENT_BYTES, Contents, header, parse_header
-from hpc_train.checkpoint.plan import shift
+from hpc_train.checkpoint.routes import reader_shift
 from hpc_train.errors import ConfigError
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import fail
@@ -28,30 +27,30 @@ LAYOUT = struct.Struct("=II16xIHH")
 
 
 def test_a_process_alone_and_a_thread_use_posix_calls():
-    assert Ways("auto", Group()).next() == "posix"
-    assert Ways("auto", Group(0, 2), background=True).next() == "posix"
+    assert EngineChoice("auto", Group()).next() == "posix"
+    assert EngineChoice("auto", Group(0, 2), background=True).next() == "posix"
     for engine in ("mpiio", "mpiio_collective"):
         with pytest.raises(ConfigError, match=f"checkpoint.engine is {engine}, but .* without MPI"):
-            Ways(engine, Group())
+            EngineChoice(engine, Group())
 
 
 @pytest.mark.mpi(min_size=2)
 def test_auto_tries_each_way_twice_and_stays_with_the_fastest(job):
     seconds = {"posix": [9.0, 2.0], "mpiio": [3.0, 3.0]}
-    ways = Ways("auto", job.world)
+    ways = EngineChoice("auto", job.world)
     tried = []
     for _ in range(4):
         tried.append(ways.next())
         ways.note(tried[-1], seconds[tried[-1]].pop(0))
     assert sorted(tried) == ["mpiio", "mpiio", "posix", "posix"]
     assert ways.next() == "posix"
-    assert Ways("mpiio", job.world).next() == "mpiio"
+    assert EngineChoice("mpiio", job.world).next() == "mpiio"
     with pytest.raises(ConfigError, match=r"thread of checkpoint.background makes no MPI calls"):
-        Ways("mpiio", job.world, background=True)
+        EngineChoice("mpiio", job.world, background=True)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_auto_goes_on_by_posix_calls_where_mpi_io_fails(job, together, monkeypatch):
+def test_auto_falls_back_to_posix_calls_where_mpi_io_fails(job, together, monkeypatch):
     made = store(together / "run", job.world, "auto")
     real = files.call
 
@@ -67,7 +66,7 @@ def test_auto_goes_on_by_posix_calls_where_mpi_io_fails(job, together, monkeypat
 def test_a_rank_reads_back_what_another_host_wrote_where_there_is_one():
     hosts = {"packed": "aabb", "dealt": "abab", "uneven": "aaab", "one": "aaaa", "alone": "a"}
     for name, letters in hosts.items():
-        partners = [(rank + shift(letters)) % len(letters) for rank in range(len(letters))]
+        partners = [(rank + reader_shift(letters)) % len(letters) for rank in range(len(letters))]
         assert sorted(partners) == list(range(len(letters)))
         crossing = sum(letters[a] != letters[b] for a, b in enumerate(partners))
         assert crossing == {"packed": 4, "dealt": 4, "uneven": 2, "one": 0, "alone": 0}[name]
@@ -126,12 +125,12 @@ def test_on_lustre_a_file_is_made_with_stripes(tmp_path, lustre):
     assert path.is_file()
 
 
-def test_large_files_have_more_stripes_of_which_fewer_are_told(tmp_path, lustre, caplog):
+def test_larger_files_ask_for_more_stripes_and_log_if_they_get_fewer(tmp_path, lustre, caplog):
     caplog.set_level(logging.INFO, "hpc_train")
     asked = []
     for number, nbytes in enumerate((10**9, 10**9 + 1, 10**10 + 1, 10**11 + 1)):
         path = tmp_path / "lustre" / str(number)
-        assert striping.create(path, nbytes)
+        assert create_striped(path, nbytes)
         asked.append(lustre.asked[path][3])
     assert asked == [1, 8, 24, 72]
     assert "has 4 stripes, 8 were asked for" in caplog.text
@@ -139,7 +138,7 @@ def test_large_files_have_more_stripes_of_which_fewer_are_told(tmp_path, lustre,
 
 
 @pytest.mark.parametrize(("folder", "servers"), [("other", 4), ("lustre", 0)])
-def test_elsewhere_and_where_lustre_refuses_it_is_made_without(tmp_path, lustre, folder, servers):
+def test_off_lustre_or_where_it_refuses_files_have_no_stripes(tmp_path, lustre, folder, servers):
     lustre.servers = servers
     path = tmp_path / folder / "c.safetensors"
     save_tensors(path, held(state_of()), b"{}", Group())

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_train.checkpoint import fileformat, restore
-from hpc_train.checkpoint.dtypes import DTYPES
+from hpc_train.checkpoint.fileformat import format_dtypes
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.restore import CheckpointReader
-from hpc_train.checkpoint.save import owned
+from hpc_train.checkpoint.routes import owned
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import save_tensors
@@ -36,7 +36,7 @@ def tensors(draw):
     """Named tensors of all types and many shapes, empty and scalar ones among them."""
     made = {}
     for name in draw(st.sets(st.text("abc.0", min_size=1, max_size=6), max_size=6)):
-        dtype = draw(st.sampled_from(list(DTYPES)))
+        dtype = draw(st.sampled_from(list(format_dtypes())))
         shape = draw(st.lists(st.integers(0, 20), max_size=3))
         generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
         made[name] = torch.randint(0, 2, shape, generator=generator).to(dtype)
@@ -45,7 +45,7 @@ def tensors(draw):
 
 @settings(max_examples=50, deadline=None)
 @given(tensors(), st.binary(min_size=1, max_size=3000))
-def test_what_is_saved_is_loaded_and_safetensors_reads_it_too(tmp_path_factory, named, state):
+def test_saved_tensors_are_read_back_also_by_safetensors(tmp_path_factory, named, state):
     path = tmp_path_factory.mktemp("c") / "c.safetensors"
     save_tensors(path, held(named), b'{"x":"' + state.hex().encode() + b'"}', ALONE)
     reader = CheckpointReader.open(path)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hpc_train.checkpoint.directory import find_checkpoints
-from hpc_train.checkpoint.finite import are_finite
+from hpc_train.checkpoint.catalogue import find_checkpoints
+from hpc_train.checkpoint.checks import are_finite
 from hpc_train.errors import NotFiniteError
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import change, store
@@ -40,7 +40,7 @@ def test_numbers_of_8_bits_are_looked_at():
 
 
 @pytest.mark.mpi
-def test_a_number_of_any_rank_stops_all_before_anything_is_written(job, together):
+def test_a_nan_in_a_parameter_stops_the_save_before_anything_is_written(job, together):
     for value in (math.nan, 1.0):
         made = store(together / str(value), job.world)
         change(made, 1)

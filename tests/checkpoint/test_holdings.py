@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_train.checkpoint import Checkpoints, plan, restore
-from hpc_train.checkpoint.directory import name_of
+from hpc_train.checkpoint import Checkpoints, restore, routes
+from hpc_train.checkpoint.catalogue import name_of
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group
@@ -118,14 +118,14 @@ def test_what_changes_between_two_saves_is_in_the_next_one(tmp_path, change, bac
 def test_a_plan_is_made_again_when_one_rank_alone_has_changed(job, together, monkeypatch):
     """All ranks have the same tensors still, one of them in other memory."""
     made = []
-    real = plan.Routes
+    real = routes.Routes
 
     class Counted(real):
         def __init__(self, *arguments):
             made.append(1)
             super().__init__(*arguments)
 
-    monkeypatch.setattr(plan, "Routes", Counted)
+    monkeypatch.setattr(routes, "Routes", Counted)
     model, optimizer = make()
     checkpoints = Checkpoints(together, connect(job.world), TrainingState(model, optimizer))
     for step, plans in ((1, 1), (2, 1), (3, 2), (4, 2)):

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
-from hpc_train.checkpoint.policy import SavePolicy
-from hpc_train.checkpoint.retention import Retention
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
+from hpc_train.checkpoint.policy import Retention, SavePolicy
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.mpi.group import Group

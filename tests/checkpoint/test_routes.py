@@ -62,7 +62,7 @@ def test_parts_are_taken_if_each_element_is_in_one_of_them(drawn):
 
 
 @given(parts_of_a_tensor(), st.integers(4, 40), st.integers(0, 9))
-def test_the_extents_of_a_part_are_all_that_it_has_bytes_in(drawn, size, before):
+def test_the_extents_of_a_part_are_those_that_hold_its_bytes(drawn, size, before):
     shape, parts = drawn
     forms = {"a": (torch.float64, (before,)), "t": (torch.float32, shape)}
     with pytest.MonkeyPatch.context() as patch:

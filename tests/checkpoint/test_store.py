@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, fileformat
-from hpc_train.checkpoint.directory import SAVE_SECONDS_FILE, newest
+from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, newest
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.checkpoint.weights import start_from
@@ -91,7 +91,7 @@ def test_the_newest_is_taken_and_the_oldest_are_dropped(tmp_path):
     assert store(tmp_path, *make()).resume() == 15
 
 
-def test_none_and_a_file_and_nothing_there(tmp_path):
+def test_resume_takes_none_a_file_and_an_empty_folder(tmp_path):
     model, optimizer = make()
     path = store(tmp_path, model, optimizer).save(7)
     assert store(tmp_path / "elsewhere", *make()).resume("none") == 0
@@ -101,7 +101,7 @@ def test_none_and_a_file_and_nothing_there(tmp_path):
         store(tmp_path, *make()).resume("/no/file")
 
 
-def test_a_start_behind_the_folders_own_checkpoints_is_refused(tmp_path):
+def test_starting_earlier_than_the_folders_own_checkpoints_is_refused(tmp_path):
     """What it would save is older than what is there, and would be dropped as the oldest."""
     model, optimizer = make()
     old = store(tmp_path, model, optimizer).save(3)
@@ -130,7 +130,7 @@ def test_what_a_killed_job_left_unfinished_is_removed(tmp_path):
     assert not list(tmp_path.glob(".step-*"))
 
 
-def test_a_damaged_newest_one_is_passed_over_with_a_warning(tmp_path, caplog):
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog):
     model, optimizer = make()
     checkpoints = store(tmp_path, model, optimizer)
     checkpoints.save(1)
@@ -190,7 +190,7 @@ def test_what_the_samples_depend_on_is_compared(tmp_path):
         store(tmp_path, *make(), identity={"data.batch": 16}).resume()
 
 
-def test_the_same_step_is_not_written_twice(tmp_path):
+def test_a_step_that_is_saved_is_not_written_again(tmp_path):
     checkpoints = store(tmp_path, *make())
     written = checkpoints.save(3).stat().st_mtime_ns
     assert checkpoints.save(3).stat().st_mtime_ns == written
@@ -204,7 +204,7 @@ def test_what_a_dead_job_has_not_completed_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["version", "everything"])
-def test_a_header_that_is_damaged_is_not_taken_for_somebody_elses(tmp_path, place):
+def test_a_damaged_header_is_not_taken_for_another_format(tmp_path, place):
     model, optimizer = make()
     for step in (1, 2):
         store(tmp_path, model, optimizer).save(step)
@@ -238,7 +238,7 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path):
     assert train(other, other_optimizer, 1, first=3) == train(model, optimizer, 1, first=3)
 
 
-def test_of_a_run_directory_the_checkpoint_is_taken_that_was_completed_last(tmp_path, caplog):
+def test_a_run_directory_stands_for_its_last_completed_checkpoint(tmp_path, caplog):
     folder = tmp_path / "checkpoints"
     model, optimizer = make()
     for step in (1, 2):

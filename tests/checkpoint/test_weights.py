@@ -29,7 +29,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from tests.parallel.test_apply import LAYOUTS, built, put_on
 from tests.programs import hpc_train, run
-from tests.test_mistakes import refused
+from tests.system.test_mistakes import refused
 from tests.training.test_trainer import check_equal, config, make
 
 SIZES = {"vocab": 40, "sequence": 16, "layers": 3, "hidden": 24, "heads": 4}
@@ -296,10 +296,8 @@ def test_each_rank_keeps_its_part(job, together, sizes, kind):
         assert torch.equal(tensor, part), name
 
 
-@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_a_mistake_is_one_on_all_ranks(group, together, small_extents):
-    if group is None:
-        return
     path, raised = together / "checkpoint", []
     if group.rank == 0:  # its header is sound, and so is the extent of what is no tensor
         checkpoint_of(gpt(0), together).rename(path)

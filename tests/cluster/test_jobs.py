@@ -127,7 +127,7 @@ def test_a_job_goes_on_without_a_host_that_dies(up, program):
 
 
 @pytest.mark.long
-def test_a_job_whose_script_is_lost_is_queued_again_even_if_its_watch_was_lost_before(up, program):
+def test_a_job_is_requeued_when_its_script_dies_after_an_earlier_watch_died(up, program):
     endless = ["--run.steps", "1000000", "--checkpoint.every", "10"]
     job = submit(up, program, "watched", *endless, HPC_TRAIN_SILENCE="6")
     metrics = program.root / "watched/metrics.jsonl"

@@ -10,7 +10,7 @@ def waits(switch: dict[str, bool], name: str, log: list[str]):
     log.append(name)
 
 
-def test_each_goes_on_when_its_own_wait_is_over():
+def test_each_coroutine_resumes_when_its_own_wait_ends():
     switch, log, scheduler = {"a": False, "b": False}, [], CoroutineScheduler()
     for name in switch:
         scheduler.start(waits(switch, name, log))
@@ -25,7 +25,7 @@ def test_each_goes_on_when_its_own_wait_is_over():
     assert scheduler.idle
 
 
-def test_a_wait_for_several_ends_with_the_last_of_them():
+def test_a_coroutine_that_waits_for_several_resumes_after_the_last():
     switch, log = {"a": True, "b": False}, []
 
     def parent():

@@ -105,7 +105,7 @@ def states():
 
 
 @pytest.mark.parametrize("dataset", [Noise(), OnlyTorch(), OnlyTorch(since=50)])
-def test_who_computes_draws_as_if_nobody_had_read(dataset):
+def test_reading_leaves_the_programs_random_generators_as_they_were(dataset):
     steps = iter(loader(dataset, prefetch=0))
     for _ in range(STEPS):
         before = states()
@@ -122,7 +122,7 @@ def test_a_data_set_that_draws_is_not_read_ahead(caplog):
     assert "draws random numbers (torch's): no batch is read ahead" in caplog.text
 
 
-def test_one_that_begins_to_draw_later_is_told_if_it_is_read_ahead():
+def test_a_data_set_that_draws_only_later_is_refused_when_read_ahead():
     late = OnlyTorch(since=50)
     indices = [*range(24), *range(50, 98)]  # without shuffling: none in the first two steps
     order = SampleOrder(len(indices), BATCH, shuffle=False)
@@ -172,7 +172,7 @@ def test_a_fetch_that_draws_is_refused():
     next(iter(loader(Fetching(since=100), prefetch=0)))
 
 
-def test_one_draw_of_another_thread_is_not_taken_for_one_of_the_data_set():
+def test_a_draw_by_another_thread_is_not_blamed_on_the_data_set():
     class Disturbed(Fetching):
         drawn = 0
 
@@ -215,7 +215,7 @@ class Interrupt(BaseException):
     pass
 
 
-def test_what_is_no_exception_comes_from_the_thread_too():
+def test_base_exceptions_of_the_reading_thread_are_raised_too():
     made = loader(Leaving(Interrupt(), 3 * BATCH))
     with pytest.raises(Interrupt):
         list(made)

@@ -130,7 +130,7 @@ def test_a_data_set_that_draws_is_the_same_on_any_number_of_ranks(started):
     assert_same([a + b for a, b in zip(*two, strict=True)], one)
 
 
-def test_nobody_forks_or_has_children_but_the_helpers(started):
+def test_the_training_process_neither_forks_nor_has_new_children(started):
     forks = []
     os.register_at_fork(before=lambda: forks.append(1))
     before = {child.pid for child in psutil.Process().children()}

@@ -97,7 +97,7 @@ def test_bfloat16_skips_and_counts_without_a_scale(norm):
     assert scaler.describe() == "its gradients are not finite (1 skipped so far)"
 
 
-def test_one_factor_undoes_the_scale_and_clips():
+def test_unscaling_and_clipping_are_one_factor():
     scaler, averager = LossScaler(), Averager(8 * INITIAL_SCALE)
     assert clip_gradients(averager, 2.0, scaler) == 8
     assert averager.factors == [pytest.approx(2 / 8 / INITIAL_SCALE)]
@@ -136,7 +136,7 @@ def test_a_hundred_skipped_steps_in_a_row_are_an_error_of_all_ranks():
     assert scaler.skipped_steps == 199
 
 
-def test_its_state_goes_on_where_it_was():
+def test_the_loss_scalers_state_is_restored_exactly():
     scaler = LossScaler()
     for norm in (1.0, math.nan, math.inf, 1.0, 1.0, math.nan, 1.0):
         scaler.step(Averager(norm))

@@ -17,18 +17,17 @@ from hpc_train.gradients.options import AveragingOptions
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
-from tests.gradients.test_same import levels_of
+from tests.system.test_same import levels_of
 
 pytestmark = pytest.mark.mpi
 ROUNDS = 50
 
 
+@pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("kind", [Ring, Library])
 def test_each_bucket_meets_itself_on_the_other_nodes(job, kind):
     """However late the ranks of a node fill their buckets, all nodes sum them in one order."""
     world = job.world
-    if world.size < 4:
-        return
     levels = levels_of(world, tuple(2 * rank // world.size for rank in range(world.size)))
     buckets = [Bucket([Parameter(torch.empty(7, dtype=torch.float64))]) for _ in range(32)]
     sums = LevelSums(levels, buckets, kind(levels.cross) if levels.owns else None)
@@ -75,12 +74,10 @@ def test_a_ring_that_cannot_win_is_not_tried(nodes, expected):
     assert compressed_cross(2) is Ring
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("whole", [True, False])
-def test_all_ranks_of_a_larger_node_add_up_its_buffers(job, monkeypatch, whole):
+def test_all_ranks_of_a_larger_node_add_up_its_buffers(group, monkeypatch, whole):
     """Also those that stand for no part when nodes communicate."""
-    world = job.world
-    if world.size != 4:
-        return
     added = []
 
     def counted(parts, targets):
@@ -88,16 +85,16 @@ def test_all_ranks_of_a_larger_node_add_up_its_buffers(job, monkeypatch, whole):
         sum_into(parts, targets)
 
     monkeypatch.setattr("hpc_train.gradients.sums.sum_into", counted)
-    levels = levels_of(world, (0, 0, 0, 1))
+    levels = levels_of(group, (0, 0, 0, 1))
     bucket = Bucket([Parameter(torch.empty(size, dtype=torch.float64)) for size in (700, 1, 199)])
     cross = Ring(levels.cross) if levels.owns else None
     sums = LevelSums(levels, [bucket], cross, whole=[whole])
     for _ in range(3):
-        sums.flats[0].copy_(torch.arange(900) * (world.rank + 1))
+        sums.flats[0].copy_(torch.arange(900) * (group.rank + 1))
         drive(sums.begin(0), polite=True)
     result = sums.flats[0].clone()
     sums.close()
     levels.close()
     if whole or levels.owns:
         assert torch.equal(result, torch.arange(900) * 10.0)
-    assert sum(added) == (3 * 3 * 300 if world.rank < 3 else 0)
+    assert sum(added) == (3 * 3 * 300 if group.rank < 3 else 0)

@@ -68,7 +68,7 @@ def wrapped(hvd, job, passes=1, before=lambda optimizer: None):
     return model, optimizer, average_gradients(model, optimizer, job.world)
 
 
-def test_it_averages_once(job, hvd):
+def test_gradients_are_averaged_once_per_step(job, hvd):
     calls = []
 
     def count(optimizer):

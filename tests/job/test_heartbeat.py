@@ -24,7 +24,7 @@ def test_a_wait_within_a_step_is_measured_in_usual_steps():
     assert paced(20, 0.1).within(11) == HANG, "not less"
 
 
-def test_nothing_is_concluded_from_what_has_not_been_measured():
+def test_no_hang_limit_follows_from_steps_that_were_not_measured():
     pace = Pace(20, TIMEOUT)
     for step in range(1, LEARNING + 1):
         assert pace.within(step) == math.inf
@@ -47,7 +47,7 @@ def test_the_launcher_waits_longer_than_the_ranks_and_for_saves():
     assert Pace(20, 0).until(1, 0.0) == 0, "nobody knows"
 
 
-def test_time_for_one_more_step_counts_validation_too():
+def test_the_longest_step_includes_validation():
     assert paced(20, 6.0).longest == 600
 
 

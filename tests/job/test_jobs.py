@@ -50,7 +50,7 @@ def test_an_answer_without_this_job_is_none(answers, text, code):
     assert jobs.ask_jobs(SLURM) is None
 
 
-def test_what_was_asked_before_mpi_started_is_kept_with_its_age(answers, monkeypatch):
+def test_the_schedulers_answer_from_before_mpi_started_is_kept_with_its_age(answers, monkeypatch):
     answers("squeue", "7 RUNNING")
     for name, value in (SLURM | {jobs.JOBS: ""}).items():
         monkeypatch.setenv(name, value)

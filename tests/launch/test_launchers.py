@@ -84,7 +84,7 @@ def test_programs_are_told_apart_by_what_they_say(programs, kind):
     assert launchers.find_launcher(None, None).kind == kind.partition(" ")[0]
 
 
-def test_what_is_here_is_taken(programs):
+def test_the_launcher_of_the_machine_is_taken_unless_another_is_named(programs):
     programs(mpirun=VERSIONS["open_mpi"], mpiexec=VERSIONS["pals"])
     assert launchers.find_launcher(None, "pbs").kind == "pals", "the machine's own comes first"
     assert launchers.find_launcher("mpirun", "pbs").kind == "open_mpi", "unless one is named"

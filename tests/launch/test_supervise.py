@@ -31,7 +31,7 @@ def test_a_kernel_that_has_ended_a_rank_for_memory_is_told(host, starved, expect
     assert cause_of(outcome) == f"rank 3 ({host}) {expected}"
 
 
-def test_silence_is_acause_of():
+def test_silence_is_named_as_the_cause():
     outcome = Outcome(-9, [], 61.0, JobProgress(5, 60.0))
     assert cause_of(outcome).startswith("no progress for 61 s after step 5")
 

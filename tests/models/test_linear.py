@@ -51,7 +51,7 @@ def test_linear_leaves_float64_to_torch():
 
 
 @pytest.mark.parametrize("way", ["torch", pytest.param("onednn", marks=needs_onednn)])
-def test_the_table_decides_until_somebody_else_does(monkeypatch, way):
+def test_the_table_decides_until_use_is_called(monkeypatch, way):
     assert linears.used() == linears.of_table().way
     linears.use(way)
     assert linears.used() == way

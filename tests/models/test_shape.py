@@ -125,14 +125,18 @@ def test_heads_keep_their_width_when_a_shape_is_cut_down():
             "nearest that fits: model.layers 7, or parallel.pp 4",
         ),
         (
-            {"pp": 2, "chunks": 3},
+            {"pp": 2, "virtual_stages": 3},
             "parallel.pp 2 x parallel.virtual_stages 3 is more than the 4 parts",
             "nearest that fits: model.layers 4, or parallel.pp 1",
         ),
-        ({"pp": 2, "chunks": 5}, "virtual_stages 5 is more", "nearest that fits: model.layers 8"),
+        (
+            {"pp": 2, "virtual_stages": 5},
+            "virtual_stages 5 is more",
+            "nearest that fits: model.layers 8",
+        ),
     ],
 )
-def test_a_division_that_cannot_be_is_told_with_the_nearest_that_can(division, cause, remedy):
+def test_an_impossible_division_is_refused_with_the_nearest_possible(division, cause, remedy):
     with pytest.raises(ConfigError) as caught:
         SHAPE.check(Division(**division))
     assert cause in caught.value.cause
@@ -143,7 +147,7 @@ def test_a_division_that_cannot_be_is_told_with_the_nearest_that_can(division, c
     ("changes", "remedy"),
     [({"vocab": 301}, "model.vocab 302"), ({"sequence": 33}, "model.sequence 32 or 34")],
 )
-def test_vocabularies_only_grow_and_tokens_are_divided_with_sequence_parallel(changes, remedy):
+def test_proposed_vocabularies_are_only_larger_and_sequences_also_smaller(changes, remedy):
     shape = replace(SHAPE, **changes)
     with pytest.raises(ConfigError) as caught:
         shape.check(Division(tp=2, sequence_parallel=True))
@@ -153,4 +157,4 @@ def test_vocabularies_only_grow_and_tokens_are_divided_with_sequence_parallel(ch
 
 
 def test_one_stage_may_have_any_number_of_chunks():
-    SHAPE.check(Division(chunks=50))
+    SHAPE.check(Division(virtual_stages=50))

@@ -11,15 +11,14 @@ from hpc_train.mpi.group import Group
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_nothing_happens_where_nobody_fails(group):
-    if group:
-        with agreed(group):
-            pass
+    with agreed(group):
+        pass
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_an_error_of_the_last_rank_is_raised_on_all_with_rank_and_host(group):
-    if not group:
-        return
     last = group.size - 1
     with pytest.raises(DataError) as caught, agreed(group):
         if group.rank == last:
@@ -28,17 +27,15 @@ def test_an_error_of_the_last_rank_is_raised_on_all_with_rank_and_host(group):
     assert str(caught.value) == f"{where}shard 3 is gone: prepare again"
 
 
+@pytest.mark.ranks(3, 4)
 def test_of_several_errors_the_lowest_rank_speaks(group):
-    if not group or group.size < 3:
-        return
     with pytest.raises(ConfigError, match=r"^rank 1 \("), agreed(group):
         if group.rank > 0:
             raise ConfigError(f"mistake {group.rank}")
 
 
+@pytest.mark.ranks(2, 3, 4)
 def test_an_unexpected_exception_becomes_a_rank_error_on_all(group):
-    if not group or group.size == 1:
-        return
     with pytest.raises(RankError, match=r"rank 0 .*ZeroDivisionError") as caught, agreed(group):
         if group.rank == 0:
             raise ZeroDivisionError("x")
@@ -81,6 +78,7 @@ def failing(kind):
             return Unprintable()
 
 
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(
     ("kind", "expected", "text"),
     [
@@ -94,51 +92,44 @@ def failing(kind):
 def test_an_error_that_cannot_travel_is_raised_on_all_as_its_nearest_base(
     group, kind, expected, text
 ):
-    if not group or group.size == 1:
-        return
     with pytest.raises(expected, match=rf"^rank 0 \(.*\): {text}") as caught, agreed(group):
         if group.rank == 0:
             raise failing(kind)
     assert type(caught.value) is expected
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_numbers_are_agreed_on_together_with_failures(group):
-    if not group:
-        return
     assert settle(group, None, group.rank + 5) == group.size + 4
     failure = DataError("gone") if group.rank == group.size - 1 else None
     with pytest.raises(DataError, match="gone"):
         settle(group, failure, 1001)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_the_group_works_on_after_an_error(group):
-    if not group:
-        return
     with pytest.raises(UserError), agreed(group):
         raise UserError("no")
     assert from_first(group, lambda: "still here") == "still here"
 
 
-def test_from_first_runs_on_rank_0_only_and_its_failure_is_everybodys(group):
-    if not group:
-        return
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_from_first_runs_on_rank_0_and_fails_on_all_ranks(group):
     assert from_first(group, lambda: group.rank) == 0
     with pytest.raises(DataError):
         from_first(group, lambda: (_ for _ in ()).throw(DataError("gone")))
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_same_names_the_first_rank_that_differs(group):
-    if not group:
-        return
     same(group, "the data", "equal everywhere", "copy it")
     if group.size > 2:
         with pytest.raises(UserError, match=r"rank 2 .*the data differs from that of rank 0"):
             same(group, "the data", f"{group.rank == 2}", "copy it")
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_numbers_of_all_ranks_are_combined(group):
-    if not group:
-        return
     number = 10 * group.rank + (1 << 40)
     found = [group.largest(number), group.smallest(number), group.total(number)]
     every = [10 * rank + (1 << 40) for rank in range(group.size)]

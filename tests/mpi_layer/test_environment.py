@@ -100,11 +100,11 @@ def test_what_one_launcher_does_not_tell_another_one_does():
         },
     ],
 )
-def test_a_place_that_is_another_process_s_does_not_count(inherited):
+def test_variables_inherited_from_another_process_are_ignored(inherited):
     launch = read_launch({"PMI_RANK": "3", "PMI_SIZE": "4", **inherited})
     assert launch == Launch("Hydra", 3, 4, None, None)
 
 
-def test_only_root_needs_to_consent():
+def test_only_root_gets_the_variables_that_let_mpi_run_as_root():
     assert for_launcher({"A": "1"}, uid=1000) == {"A": "1"}
     assert for_launcher({}, uid=0)["OMPI_ALLOW_RUN_AS_ROOT"] == "1"

@@ -104,7 +104,7 @@ def test_data_is_split_in_nodes_and_across_them(build):
 
 
 @four_ranks
-def test_first_and_last_stage_share_embeddings_and_those_between_are_alone(build):
+def test_the_first_and_last_stage_share_the_embedding_group(build):
     four, two = members(build(PACKED, pp=4)), members(build(PACKED, pp=2))
     rank = four["pipe"].index(four["embedding"][0])
     assert four["embedding"] == ([0, 3] if rank in (0, 3) else [rank])
@@ -197,7 +197,7 @@ def test_horovod_sums_over_the_groups_of_one_layout_and_then_of_another(build, j
 
 @four_ranks
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"dp": 1, "tp": 2, "pp": 2}])
-def test_on_the_nodes_that_there_are(build, job, sizes):
+def test_groups_on_the_real_nodes_are_as_expected(build, job, sizes):
     topology = discover(job.world, job.node)
     grid = build(topology, **sizes)
     found = members(grid)

@@ -194,7 +194,7 @@ def test_ten_thousand_ranks():
         ((4, None, 0, 1), "parallel.tp is 0", "give 1 or more"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_do(asked, says, nearest):
+def test_wrong_sizes_are_refused_with_the_nearest_that_fit(asked, says, nearest):
     with pytest.raises(ConfigError) as caught:
         data_parallel(*asked)
     assert says in caught.value.cause

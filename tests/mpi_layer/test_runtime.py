@@ -11,7 +11,7 @@ from hpc_train.mpi import runtime
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
 
 
-def test_horovods_cycle_is_its_own_and_its_fusion_buffer_what_was_asked_for():
+def test_horovods_fusion_buffer_is_set_on_request_and_its_cycle_time_never():
     assert set(runtime.horovod_settings({})) == {"HOROVOD_CACHE_CAPACITY"}
     assert runtime.horovod_settings({}, 0)["HOROVOD_FUSION_THRESHOLD"] == "0"
 

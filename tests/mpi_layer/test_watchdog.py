@@ -24,14 +24,14 @@ def test_a_rank_that_does_not_answer_is_named_with_its_host_and_the_operation():
     assert "start the same command again" in error.remedy
 
 
-def test_if_all_answer_those_that_wait_for_nobody_are_named():
+def test_if_all_ranks_answer_those_in_no_operation_are_blamed():
     error = blame(2, {0: SUM, 1: BUSY, 2: State("an agreement", 9.0), 3: BUSY}, HOSTS)
     assert "rank 1 (node1), rank 3 (node3) do not come" in error.cause
     assert "rank 2 (node2) has waited 9 s for an agreement" in error.cause
     assert "raise hang_timeout" in error.remedy
 
 
-def test_if_all_wait_each_operation_is_named_with_its_ranks():
+def test_if_all_ranks_wait_each_operation_is_named_with_its_ranks():
     barrier = State("a barrier", 30.0)
     error = blame(1, {0: SUM, 1: SUM, 2: barrier, 3: SUM}, HOSTS)
     assert "all ranks wait for each other" in error.cause
@@ -65,7 +65,7 @@ def test_names_stand_for_all_ranks_that_are_given(ranks, per_node):
     assert count == len(ranks)
 
 
-def test_a_watch_tells_the_innermost_wait_and_counts_the_outer_one_from_its_last_progress():
+def test_nested_waits_are_reported_innermost_first_and_restart_the_outer_count():
     watch = Watch()
     assert watch.now[0] == ""
     with watch("the groups"):
@@ -90,11 +90,9 @@ def watched():
     return any(thread.name == "watchdog" for thread in threading.enumerate())
 
 
-@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("timeout", [0, 100])
-def test_a_thread_watches_a_block_if_there_is_a_limit_and_somebody_to_wait_for(group, timeout):
-    if group is None:
-        return
+def test_the_watchdog_runs_only_with_a_timeout_and_several_ranks(group, timeout):
     with watch_over(group, timeout):
         assert watched() == (timeout > 0 and group.size > 1)
     assert not watched()

@@ -59,9 +59,11 @@ def built(job, dp, tp, pp):
 
 
 def put_on(model, grid, schedule="1f1b", *, cut=False):
-    chunks = 2 if schedule == "interleaved" and grid.pp == 2 else 1
+    virtual_stages = 2 if schedule == "interleaved" and grid.pp == 2 else 1
     device = torch.device("cpu")
-    return apply(model, grid, device, schedule=schedule, chunks=chunks, sequence_parallel=cut)
+    return apply(
+        model, grid, device, schedule=schedule, virtual_stages=virtual_stages, sequence_parallel=cut
+    )
 
 
 def gpt(seed=0, *, tie=True):
@@ -120,7 +122,7 @@ def test_a_steps_gradients_and_norm_are_those_of_one_rank(grid, schedule, tie):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sums_over_replicas_begin_while_the_schedule_goes_on(job, schedule):
-    """A chunk's buckets when its last gradient is there, once two steps have shown when that is."""
+    """Its buckets are summed after its last gradient, once two steps have shown when that is."""
     text = torch.randint(12, (8, 8), generator=torch.Generator().manual_seed(3))
     grid = next(grids := built(job, 2, 1, 2))
     model = gpt()
@@ -141,7 +143,7 @@ def test_sums_over_replicas_begin_while_the_schedule_goes_on(job, schedule):
 
     averager.sums.begin, applied.pipeline._backward = begun, passed
 
-    def forward(number, chunk):
+    def forward(number, virtual_stage):
         model.seed_samples([17 * number, 17 * number + 1])
         return model(text[2 * number :][:2], text[2 * number :][:2].roll(-1, 1))
 
@@ -157,7 +159,9 @@ def test_sums_over_replicas_begin_while_the_schedule_goes_on(job, schedule):
     next(grids, None)
     assert events.count("sum") == buckets > 2
     assert events.index("average") == len(events) - 1
-    if schedule == "interleaved":  # the first chunk's turn is last: the others' sums go on before
+    if (
+        schedule == "interleaved"
+    ):  # the first virtual stage's turn is last: the others' sums go on before
         assert events.index("sum") < len(events) - 2 - events[::-1].index("backward")
 
 

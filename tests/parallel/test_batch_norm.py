@@ -42,11 +42,10 @@ def train(model, batch_of, optimizer):
         optimizer.step()
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shift", [0.0, 50.0])
 def test_statistics_gradients_and_buffers_are_those_of_one_process(group, momentum, shift):
-    if not group:
-        return
     model = build(momentum)
     batch_norm.set_up_batch_norm(model, connect(group), "sync")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -94,9 +93,8 @@ def test_local_statistics_are_averaged_before_they_are_saved(job):
     torch.testing.assert_close(model[0].running_mean, torch.full((3,), mean))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_model_with_such_layers_can_be_refused(job):
-    if job.world.size == 1:
-        return
     with pytest.raises(UserError, match="1 is a BatchNorm layer, and batch_norm is refuse"):
         batch_norm.set_up_batch_norm(build(0.1), connect(job.world), "refuse")
     foreign = nn.Sequential(nn.SyncBatchNorm(3))

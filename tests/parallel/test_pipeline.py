@@ -23,7 +23,7 @@ from hpc_train.parallel.tensor import parallelize
 
 pytestmark = pytest.mark.mpi
 schedules = pytest.mark.parametrize("name", get_args(Name))
-WIDTHS = [3, 5, 4, 6, 7, 2, 8, 3, 4]  # as many layers as four ranks have chunks, all unlike
+WIDTHS = [3, 5, 4, 6, 7, 2, 8, 3, 4]  # as many layers as four ranks have virtual stages, all unlike
 
 
 class User(nn.Module):
@@ -43,19 +43,21 @@ class User(nn.Module):
 
 
 def piped(model, group, name):
-    """The pipeline of a model, which becomes this rank's part of it, and its chunks."""
-    chunks = 2 if name == "interleaved" else 1
+    """The pipeline of a model, which becomes this rank's part of it, and its virtual stages."""
+    virtual_stages = 2 if name == "interleaved" else 1
     if group.size == 1:
-        kind = "1f1b" if chunks == 1 else name
+        kind = "1f1b" if virtual_stages == 1 else name
         alone = Pipeline(Group(), torch.device("cpu"), kind, dropouts=dropouts_of(model))
         return alone, 1
     names = stage_names(model)
-    runs = runs_of(model, names, group.size, chunks)
+    runs = runs_of(model, names, group.size, virtual_stages)
     deferred = Deferred() if name == "zero_bubble" else None
     parallelize(model, {}, AloneCollectives(Group()), deferred=deferred)
     stages = Stages(model, names, runs[group.rank])
     device = torch.device("cpu")
-    return Pipeline(group, device, name, chunks, stages, deferred, dropouts_of(model)), chunks
+    return Pipeline(
+        group, device, name, virtual_stages, stages, deferred, dropouts_of(model)
+    ), virtual_stages
 
 
 def dropouts_of(model):
@@ -71,14 +73,14 @@ def trained(model, pipeline, sizes, shape=(3,)):
     """The losses of the micro-batches, and the gradients of their mean. Collective."""
     batches = micro_batches(sizes, shape)
     model.zero_grad()
-    losses = pipeline.train(lambda number, chunk: model(batches[number]), sizes)
+    losses = pipeline.train(lambda number, virtual_stage: model(batches[number]), sizes)
     return losses, {name: p.grad for name, p in model.named_parameters()}
 
 
 def evaluated(model, pipeline, sizes, shape=(3,)):
     batches = micro_batches(sizes, shape)
     with torch.no_grad():
-        return pipeline.evaluate(lambda number, chunk: model(batches[number]), sizes)
+        return pipeline.evaluate(lambda number, virtual_stage: model(batches[number]), sizes)
 
 
 def assert_same(found, reference, pipeline, sizes, shape=(3,)):
@@ -101,28 +103,26 @@ def assert_losses(losses, expected, pipeline):
         torch.testing.assert_close(loss, wanted.detach(), rtol=1e-13, atol=0)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @schedules
 def test_losses_and_gradients_are_those_of_one_rank_within_the_promised_memory(group, name):
-    if not group:
-        return
     model, reference, found = User(), User(), []
-    pipeline, chunks = piped(model, group, name)
+    pipeline, virtual_stages = piped(model, group, name)
     for count in range(1, 7):
         sizes = [2] * (count - 1) + [1 + count % 2]  # the last one may be smaller
         pipeline.peak_live = 0
         found.append((sizes, trained(model, pipeline, sizes), pipeline.peak_live))
     for sizes, results, peak in found:
         assert_same(results, reference, pipeline, sizes)
-        promised = peak_live_formula(pipeline.name, group.size, len(sizes), chunks)
+        promised = peak_live_formula(pipeline.name, group.size, len(sizes), virtual_stages)
         assert 1 <= peak <= promised[group.rank]
     held = {n for n, _ in model.named_parameters()}
     assert group.size == 1 or 0 < len(held) < len(list(reference.parameters()))
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @schedules
 def test_validation_between_steps_takes_an_uneven_last_micro_batch(group, name):
-    if not group:
-        return
     model, reference = User(), User()
     pipeline, _ = piped(model, group, name)
     validated = []
@@ -134,11 +134,10 @@ def test_validation_between_steps_takes_an_uneven_last_micro_batch(group, name):
     assert_same(results, reference, pipeline, [2, 2, 2])
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @schedules
 @pytest.mark.parametrize("last", [0, 2, 6])
 def test_stages_may_be_frozen(group, name, last):
-    if not group:
-        return
     model, reference = User(), User()
     for each in (model, reference):
         each.layers[: last + 1].requires_grad_(False)
@@ -165,11 +164,10 @@ class Seen(nn.Module):
         return x.flatten(1)
 
 
+@pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("kind", [Moved, Seen])
 def test_outputs_may_share_memory_with_inputs_and_gradients(group, name, kind):
-    if not group or group.size < 3:
-        return
     torch.manual_seed(0)
     between = [kind(), *(Seen() for _ in range(group.size - 3))]
     model = User(nn.Linear(3, 3), *between, nn.Linear(6, 2))
@@ -230,7 +228,7 @@ def dropping(model, sizes, *, training):
     """The loss of a micro-batch whose samples have seeds of their own."""
     batches = micro_batches(sizes)
 
-    def loss(number, chunk=0):
+    def loss(number, virtual_stage=0):
         first = sum(sizes[:number])
         for module in model.modules():
             if isinstance(module, SampleDropout):
@@ -241,6 +239,7 @@ def dropping(model, sizes, *, training):
     return loss
 
 
+@pytest.mark.ranks(1, 2)
 @schedules
 @pytest.mark.parametrize(
     ("how", "reentrant"),
@@ -248,8 +247,6 @@ def dropping(model, sizes, *, training):
 )
 def test_masks_are_the_same_when_activations_are_computed_again(group, name, how, reentrant):
     """Also if other micro-batches have come in between, as in all schedules."""
-    if not group or group.size > 2:
-        return
     sizes = [2, 2, 2, 2, 1]
     model, reference = Recomputing(how, reentrant=reentrant), Recomputing()
     pipeline, _ = piped(model, group, name)

@@ -29,42 +29,46 @@ from hpc_train.parallel.simulate import (
 NAMES = get_args(Name)
 STAGES, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 12)
 SIZES = [
-    (name, stages, micro_batches, chunks)
+    (name, stages, micro_batches, virtual_stages)
     for name in NAMES
     for stages in range(1, 9)
     for micro_batches in range(1, 13)
-    for chunks in ((1, 2, 3) if name == "interleaved" else (1,))
+    for virtual_stages in ((1, 2, 3) if name == "interleaved" else (1,))
 ]
 TRAINING = st.sampled_from(SIZES)
 COST = st.integers(1, 6)
 
 
-def test_every_small_schedule_ends_within_its_memory_and_waits_as_the_formula_says():
-    for name, stages, micro_batches, chunks in SIZES:
-        timing = simulate(build(name, stages, micro_batches, chunks), chunks)
-        promised = peak_live_formula(name, stages, micro_batches, chunks)
-        assert timing.peak_live == promised, (name, stages, micro_batches, chunks)
-        bubble = bubble_formula(name, stages, micro_batches, chunks)
-        assert timing.bubble == pytest.approx(bubble), (name, stages, micro_batches, chunks)
+def test_small_schedules_have_the_memory_and_bubble_of_the_formulas():
+    for name, stages, micro_batches, virtual_stages in SIZES:
+        timing = simulate(build(name, stages, micro_batches, virtual_stages), virtual_stages)
+        promised = peak_live_formula(name, stages, micro_batches, virtual_stages)
+        assert timing.peak_live == promised, (name, stages, micro_batches, virtual_stages)
+        bubble = bubble_formula(name, stages, micro_batches, virtual_stages)
+        assert timing.bubble == pytest.approx(bubble), (name, stages, micro_batches, virtual_stages)
 
 
 @given(TRAINING)
 def test_each_micro_batch_passes_each_chunk_once_and_backward_in_order(size):
-    name, _, micro_batches, chunks = size
+    name, _, micro_batches, virtual_stages = size
     split = name == "zero_bubble"
     after = (Kind.INPUT, Kind.WEIGHT) if split else (Kind.BACKWARD,)
     for actions in build(*size):
-        for chunk in range(chunks):
+        for virtual_stage in range(virtual_stages):
             for kind in (Kind.FORWARD, *after):
-                mine = [a.micro_batch for a in actions if (a.kind, a.chunk) == (kind, chunk)]
+                mine = [
+                    a.micro_batch
+                    for a in actions
+                    if (a.kind, a.virtual_stage) == (kind, virtual_stage)
+                ]
                 assert mine == list(range(micro_batches))
-        assert len(actions) == micro_batches * chunks * (1 + len(after))
+        assert len(actions) == micro_batches * virtual_stages * (1 + len(after))
 
 
 @given(STAGES, MICRO_BATCHES)
 def test_the_published_bubbles_and_limits(p, n):
-    def bubble(name, chunks=1):
-        return simulate(build(name, p, n, chunks), chunks).bubble
+    def bubble(name, virtual_stages=1):
+        return simulate(build(name, p, n, virtual_stages), virtual_stages).bubble
 
     assert bubble("gpipe") == bubble("1f1b") == pytest.approx((p - 1) / (n + p - 1))
     assert peak_live_formula("gpipe", p, n) == (n,) * p
@@ -78,11 +82,11 @@ def test_the_published_bubbles_and_limits(p, n):
 
 
 @given(STAGES, st.integers(1, 3), st.integers(2, 4))
-def test_interleaved_holds_what_megatron_does(p, groups, chunks):
+def test_interleaved_holds_what_megatron_does(p, groups, virtual_stages):
     n = groups * p
-    warm_ups = [2 * (p - rank - 1) + (chunks - 1) * p for rank in range(p)]
-    expected = tuple(min(n * chunks, warm_up + 1) for warm_up in warm_ups)
-    assert peak_live_formula("interleaved", p, n, chunks) == expected
+    warm_ups = [2 * (p - rank - 1) + (virtual_stages - 1) * p for rank in range(p)]
+    expected = tuple(min(n * virtual_stages, warm_up + 1) for warm_up in warm_ups)
+    assert peak_live_formula("interleaved", p, n, virtual_stages) == expected
 
 
 @given(TRAINING, COST, COST, COST)
@@ -95,9 +99,12 @@ def test_the_formulas_hold_for_other_costs(size, forward, input_, weight):
 def test_one_forward_one_backward_written_out():
     words = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "I", Kind.WEIGHT: "W"}
 
-    def text(name, chunks=1):
-        lists = build(name, 2, 3 if chunks == 1 else 2, chunks)
-        made = [[words[a.kind] + f"{a.micro_batch}{'ab'[a.chunk]}" for a in rank] for rank in lists]
+    def text(name, virtual_stages=1):
+        lists = build(name, 2, 3 if virtual_stages == 1 else 2, virtual_stages)
+        made = [
+            [words[a.kind] + f"{a.micro_batch}{'ab'[a.virtual_stage]}" for a in rank]
+            for rank in lists
+        ]
         return [" ".join(rank) for rank in made]
 
     assert text("gpipe") == ["F0a F1a F2a B0a B1a B2a"] * 2
@@ -113,17 +120,17 @@ def test_one_forward_one_backward_written_out():
 
 
 def test_pipelines_of_sixty_four_ranks():
-    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
-        timing = simulate(build(name, 64, 256, chunks), chunks)
-        assert timing.bubble == pytest.approx(bubble_formula(name, 64, 256, chunks))
+    for name, virtual_stages in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
+        timing = simulate(build(name, 64, 256, virtual_stages), virtual_stages)
+        assert timing.bubble == pytest.approx(bubble_formula(name, 64, 256, virtual_stages))
 
 
 @given(STAGES, MICRO_BATCHES, st.integers(1, 3))
-def test_validation_has_forward_passes_only_in_the_order_of_training(stages, n, chunks):
-    made = forward_only(stages, n, chunks)
-    longest = chunks * max(n, stages) + min(n, stages) - 1
-    assert simulate(made, chunks).makespan == longest
-    training = build("interleaved", stages, n, chunks)
+def test_validation_has_forward_passes_only_in_the_order_of_training(stages, n, virtual_stages):
+    made = forward_only(stages, n, virtual_stages)
+    longest = virtual_stages * max(n, stages) + min(n, stages) - 1
+    assert simulate(made, virtual_stages).makespan == longest
+    training = build("interleaved", stages, n, virtual_stages)
     for rank in range(stages):
         forwards = [a for a in training[rank] if a.kind is Kind.FORWARD]
         assert list(made[rank]) == forwards
@@ -136,7 +143,7 @@ def test_a_schedule_without_one_action_is_refused(size, data):
     schedule = [list(actions) for actions in build(*size)]
     rank = data.draw(st.integers(0, size[1] - 1))
     gone = schedule[rank].pop(data.draw(st.integers(0, len(schedule[rank]) - 1)))
-    where = f"rank {rank}, micro-batch {gone.micro_batch}, chunk {gone.chunk}"
+    where = f"rank {rank}, micro-batch {gone.micro_batch}, virtual stage {gone.virtual_stage}"
     with pytest.raises(ScheduleError, match=where):
         simulate(tuple(map(tuple, schedule)), size[3])
 
@@ -161,7 +168,8 @@ def test_a_backward_pass_before_its_forward_pass_is_refused(size, data):
     other = next(
         i
         for i, b in enumerate(actions)
-        if b.kind is not a.kind and (b.micro_batch, b.chunk) == (a.micro_batch, a.chunk)
+        if b.kind is not a.kind
+        and (b.micro_batch, b.virtual_stage) == (a.micro_batch, a.virtual_stage)
     )
     actions[one], actions[other] = actions[other], actions[one]
     with pytest.raises(ScheduleError, match=f"rank {rank}"):
@@ -174,16 +182,16 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_actions():
     first = tuple(sorted(first, key=lambda a: (a.micro_batch, a.kind is Kind.BACKWARD)))
     second = tuple(sorted(second, key=lambda a: (-a.micro_batch, a.kind is Kind.BACKWARD)))
     expected = (
-        "rank 0 before backward of micro-batch 0, chunk 0; "
-        "rank 1 before forward of micro-batch 1, chunk 0"
+        "rank 0 before backward of micro-batch 0, virtual stage 0; "
+        "rank 1 before forward of micro-batch 1, virtual stage 0"
     )
     with pytest.raises(ScheduleError, match=expected):
         simulate((first, second))
 
 
 def test_actions_of_a_chunk_that_does_not_exist_are_refused():
-    with pytest.raises(ScheduleError, match="rank 0, micro-batch 0, chunk 1"):
-        simulate(build("interleaved", 1, 1, 2), chunks=1)
+    with pytest.raises(ScheduleError, match="rank 0, micro-batch 0, virtual stage 1"):
+        simulate(build("interleaved", 1, 1, 2), virtual_stages=1)
 
 
 def test_nothing_to_do_is_refused():
@@ -192,7 +200,7 @@ def test_nothing_to_do_is_refused():
 
 
 @given(TRAINING)
-def test_the_check_before_a_run_holds_a_schedule_to_its_memory(size):
+def test_check_schedule_refuses_more_memory_than_promised(size):
     promised = peak_live_formula(*size)
     check_schedule(build(*size), size[3], promised)
     last = len(promised) - 1
@@ -226,12 +234,12 @@ def test_a_ranks_chunks_may_differ_in_size():
     [("2f2b", 2, 2), ("1f1b", 0, 2), ("1f1b", 2, 0), ("interleaved", 2, 2, 0), ("gpipe", 2, 2, 2)],
 )
 def test_nonsense_is_refused(arguments):
-    with pytest.raises(ValueError, match=f"{arguments[0]}|chunks"):
+    with pytest.raises(ValueError, match=f"{arguments[0]}|virtual stages"):
         build(*arguments)
 
 
 def test_an_action_tells_what_it_is():
-    assert str(Action(Kind.INPUT, 3, 1)) == "input of micro-batch 3, chunk 1"
+    assert str(Action(Kind.INPUT, 3, 1)) == "input of micro-batch 3, virtual stage 1"
     assert len(set(chain.from_iterable(build("1f1b", 2, 2)))) == 4
 
 
@@ -244,13 +252,15 @@ def test_gradients_may_take_another_time_on_their_way():
 
 @given(TRAINING, st.integers(1, 40), st.data())
 @settings(max_examples=60)
-def test_the_time_of_many_micro_batches_is_told_from_few(size, micro_batches, data):
-    name, stages, _, chunks = size
+def test_the_time_of_many_micro_batches_is_predicted_from_few(size, micro_batches, data):
+    name, stages, _, virtual_stages = size
     costs = tuple(
         Costs(*(data.draw(COST) for _ in range(3)), data.draw(COST), data.draw(COST))
-        for _ in range(stages * chunks)
+        for _ in range(stages * virtual_stages)
     )
-    played = simulate(build(name, stages, micro_batches, chunks), chunks, costs).makespan
+    played = simulate(
+        build(name, stages, micro_batches, virtual_stages), virtual_stages, costs
+    ).makespan
     told = makespan(name, stages, micro_batches, costs)
     if enough(stages, micro_batches) == (micro_batches,):
         assert told == played

@@ -45,29 +45,31 @@ class User(nn.Module):
         return self.last(h).square().mean()
 
 
-def parts(model, ranks, chunks=1):
+def parts(model, ranks, virtual_stages=1):
     """A pipeline's ranks: the model of each, and its stages."""
     names = stage_names(model)
     copies = [deepcopy(model) for _ in range(ranks)]
-    runs = runs_of(model, names, ranks, chunks)
+    runs = runs_of(model, names, ranks, virtual_stages)
     return [(copy, Stages(copy, names, mine)) for copy, mine in zip(copies, runs, strict=True)]
 
 
-def passed_on(pipeline, chunks, x):
+def passed_on(pipeline, virtual_stages, x):
     """The loss of a batch that goes through all virtual stages."""
     activation = None
-    for chunk in range(chunks):
+    for virtual_stage in range(virtual_stages):
         for model, stages in pipeline:
-            activation = stages.compute(chunk, activation, lambda model=model: model(x))
+            activation = stages.compute(virtual_stage, activation, lambda model=model: model(x))
     return activation
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (3, 1), (6, 1), (2, 2), (2, 3)])
-def test_stages_one_after_the_other_are_the_model(ranks, chunks):
+@pytest.mark.parametrize(
+    ("ranks", "virtual_stages"), [(1, 1), (2, 1), (3, 1), (6, 1), (2, 2), (2, 3)]
+)
+def test_stages_one_after_the_other_are_the_model(ranks, virtual_stages):
     model, x = User(), torch.randn(5, 3).double()
-    pipeline = parts(model, ranks, chunks)
+    pipeline = parts(model, ranks, virtual_stages)
     for _ in range(2):  # a pass leaves nothing behind
-        loss, expected = passed_on(pipeline, chunks, x), model(x)
+        loss, expected = passed_on(pipeline, virtual_stages, x), model(x)
         loss.backward()
         expected.backward()
         assert torch.equal(loss, expected)
@@ -126,12 +128,12 @@ class Wrong(User):
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_forward_pass_that_is_not_as_the_stages_say_is_told_and_not_computed(how, says, ranks):
+def test_a_forward_pass_that_does_not_match_the_stages_is_refused(how, says, ranks):
     with pytest.raises(UserError, match=says):
         passed_on(parts(Wrong(how), ranks), 1, torch.randn(2, 3).double())
 
 
-def test_stages_are_computed_by_themselves_where_no_pass_is_under_way():
+def test_outside_of_a_pass_own_stages_compute_and_others_are_refused():
     model, x = User(), torch.randn(2, 3).double()
     expected = model.first(x)
     (first, stages), (last, _) = parts(model, 2)
@@ -149,7 +151,7 @@ class Crossing(User):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-def test_recomputation_over_several_stages_that_would_lose_gradients_is_told():
+def test_recomputation_across_stages_that_would_lose_gradients_is_refused():
     x = torch.randn(2, 3).double().requires_grad_()
     with pytest.raises(UserError, match=r"is computed without its gradient: .*use_reentrant=False"):
         passed_on(parts(Crossing(), 2), 1, x)

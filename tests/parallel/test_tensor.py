@@ -108,13 +108,11 @@ def assert_same(found, reference):
             torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@several
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("tie", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_loss_and_gradients_are_those_of_the_whole_module(group, cut, tie, bias):
-    if not group:
-        return
     model, reference = User(bias=bias, tie=tie), User(bias=bias, tie=tie)
     specs = parallelize(model, User.plan, connect(group), sequence_parallel=cut)
     loss, expected = model(*batch()), reference(*batch())
@@ -136,14 +134,10 @@ def pair():
     return model.double()
 
 
-@several
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("inputs", [False, True], ids=["", "of inputs too"])
 @pytest.mark.parametrize("frozen", [(), ("up.weight",), ("up.bias", "down.weight"), ("down.bias",)])
-def test_frozen_parameters_stay_so_and_gradients_go_to_the_input_if_it_wants_one(
-    group, frozen, inputs
-):
-    if not group:
-        return
+def test_frozen_parameters_get_no_gradients_and_inputs_do_on_request(group, frozen, inputs):
     reference, results = pair(), []
     for name in frozen:
         reference.get_parameter(name).requires_grad_(False)
@@ -159,14 +153,12 @@ def test_frozen_parameters_stay_so_and_gradients_go_to_the_input_if_it_wants_one
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-@several
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("planned", [False, True], ids=["whole", "shared"])
 @pytest.mark.parametrize("inputs", [False, True], ids=["first layer", "later layer"])
 def test_deferred_weight_gradients_are_the_same_and_hooks_run_once_for_each_pass(
     group, planned, inputs
 ):
-    if not group:
-        return
     reference = pair()
     reference.down.weight.requires_grad_(False)
     reference.add_module("out", nn.Linear(5, 5).double())

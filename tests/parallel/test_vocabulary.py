@@ -35,12 +35,10 @@ def in_parts(group, logits, targets, ignore_index=-100):
     return loss.detach(), torch.cat(parts, 1)
 
 
-@several
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("scale", [1.0, 1e4], ids=["", "large"])
 @pytest.mark.parametrize("ignored", [-100, 0, 11])
 def test_loss_and_gradient_are_torchs(group, scale, ignored):
-    if not group:
-        return
     targets = torch.arange(24) % 12
     if ignored == -100:
         targets[::5] = ignored
@@ -52,10 +50,8 @@ def test_loss_and_gradient_are_torchs(group, scale, ignored):
     torch.testing.assert_close(gradient, whole.grad, rtol=1e-12, atol=1e-15)
 
 
-@several
-def test_where_all_targets_are_ignored_the_loss_is_no_number_as_torchs(group):
-    if not group:
-        return
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_with_all_targets_ignored_the_loss_is_nan_as_in_torch(group):
     loss, _ = in_parts(group, logits_of(4, 12), torch.full((4,), -100))
     assert loss.isnan()
 
@@ -103,11 +99,9 @@ class Language(nn.Module):
         return self.loss(self.output(self.token(text)).flatten(0, 1), text.flatten())
 
 
-@several
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_neither_whole_logits_nor_the_whole_table_are_ever_made(group, cut):
-    if not group:
-        return
     vocab, text = 12 * 37, torch.arange(24).view(2, 12)
     model = Language(vocab)
     reference = deepcopy(model)

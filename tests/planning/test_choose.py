@@ -34,7 +34,7 @@ from hpc_train.planning.machine import Compute, Link, Machine
 from hpc_train.planning.model import division_of, planned_shape
 from hpc_train.planning.predict import NO_COST, StepModel, predict, summing
 from hpc_train.planning.schedules import micro_batching
-from tests.cluster.test_layouts import crossing, sent_in_a_step
+from tests.cluster.test_traffic import crossing, sent_in_a_step
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
 
@@ -204,7 +204,7 @@ def test_a_sum_moves_twice_what_all_but_one_have():
         "pp=8",
     ],
 )
-def test_what_crosses_nodes_is_what_is_measured_there(words):
+def test_the_predicted_traffic_across_nodes_is_the_measured_one(words):
     """`sent_in_a_step` is compared with the emulated links' counters in tests/cluster."""
     options = [*MODEL.split(), "--precision.dtype=float64", "--data.batch=32"]
     layout_options = [f"--parallel.{word}" for word in words.split()]
@@ -299,7 +299,7 @@ def test_the_options_give_the_layout():
         assert (section.dp, section.tp, section.pp) == (row.dp, row.tp, row.pp)
         assert section.sequence_parallel == row.sequence_parallel
         assert row.pp == 1 or section.schedule == row.schedule
-        assert section.chunks == row.virtual_stages
+        assert section.stages_per_rank == row.virtual_stages
         assert (config.data.micro_batch, config.memory.zero) == (row.micro_batch, row.zero)
 
 

@@ -25,12 +25,11 @@ def last_checkpoint(directory):
     return directory / "checkpoints" / f"step-{STEPS:09d}.safetensors"
 
 
-@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_shared_parameters_give_the_losses_of_one_rank(group, together, reference):
-    if group:
-        make(config(together / "run", *ZERO), Runtime(group, group)).train()
-        if group.rank == 0:
-            check_equal(together / "run", reference)
+    make(config(together / "run", *ZERO), Runtime(group, group)).train()
+    if group.rank == 0:
+        check_equal(together / "run", reference)
 
 
 @pytest.mark.mpi
@@ -78,11 +77,9 @@ def deeper(settings, started):
     return Trainer(settings, task, started)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "sequence", "pipeline"])
 def test_shared_parameters_under_layouts_and_resumed_without(job, together, layout):
-    if job.world.size != 4:
-        return
     if job.world.rank == 0:
         deeper(config(together / "one"), Runtime(Group(), Group())).train()
     job.world.barrier()
@@ -140,10 +137,8 @@ def test_a_run_stopped_where_it_saves_goes_on_bit_for_bit(job, together, options
         assert mine == theirs
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_what_compression_has_not_sent_is_in_the_checkpoint(job, together):
-    if job.world.size == 1:
-        return
     make(config(together / "run", *WAYS["topk"]), job).train()
     if job.world.rank == 0:
         saved = safetensors.torch.load_file(last_checkpoint(together / "run"))

@@ -60,7 +60,7 @@ def test_machines_that_differ_all_take_torchs_and_are_named(job, table, caplog):
 
 
 @several
-def test_kinds_that_want_the_same_are_all_named(job, table, caplog):
+def test_processors_that_want_the_same_way_are_all_named(job, table, caplog):
     table(UNKNOWN if job.world.rank else SLOW, f"host{job.world.rank}")
     way, lines = chosen(caplog, job.world)
     assert way == "torch"
@@ -89,7 +89,7 @@ def test_onednn_that_fails_on_one_rank_is_an_error_on_all(job, table, monkeypatc
         choose_matmul(job.world, "onednn", CPU)
 
 
-def test_on_a_gpu_onednn_is_refused_and_nothing_is_said(table, caplog):
+def test_on_a_gpu_onednn_is_refused_and_auto_logs_nothing(table, caplog):
     table(FAST)
     with pytest.raises(ConfigError, match="training is on a GPU"):
         choose_matmul(Group(), "onednn", torch.device("cuda"))

@@ -23,7 +23,7 @@ def test_rates_rise_to_the_peak_and_never_above(schedule, warmup, last):
     assert after[-1] == pytest.approx(2 if schedule == "constant" else 0)
 
 
-def test_half_way_down():
+def test_halfway_down_the_rate_is_half():
     for schedule in ("linear", "cosine"):
         section = OptimizerSection(lr=1.0, warmup_steps=10, schedule=schedule)
         assert learning_rate(section, 60, 110, ranks=1) == pytest.approx(0.5)

@@ -35,7 +35,7 @@ def train(model, optimizer, loop, epochs=2):
             optimizer.step()
 
 
-def test_a_last_save_that_fails_after_a_break_is_no_success(tmp_path):
+def test_a_last_save_that_fails_after_a_break_is_an_error(tmp_path):
     def program(started):
         model = make_model()
         loop = Loop(started, tmp_path, model, sgd(model.parameters()))
@@ -51,7 +51,7 @@ def test_a_last_save_that_fails_after_a_break_is_no_success(tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_a_stop_that_the_program_catches_is_one_all_the_same(tmp_path):
+def test_a_stop_that_the_program_catches_still_exits_with_75(tmp_path):
     def program(started):
         model = make_model()
         loop = Loop(started, tmp_path, model, sgd(model.parameters()))
@@ -96,13 +96,13 @@ def test_a_closed_loop_is_not_used(tmp_path, use):
         ({"keep": -2}, "keep is -2"),
     ],
 )
-def test_options_that_there_are_not(tmp_path, options, line):
+def test_unknown_options_are_refused(tmp_path, options, line):
     with pytest.raises(UserError, match=line):
         make(tmp_path, **options)
 
 
 @pytest.mark.parametrize("given", [{"epochs": -1}, {"batch": 0}, {"batch": 8.0}], ids=str)
-def test_numbers_that_cannot_be(tmp_path, given):
+def test_impossible_numbers_are_refused(tmp_path, given):
     _, _, loop = make(tmp_path)
     ((name, value),) = given.items()
     with pytest.raises(UserError, match=f"{name} is {value}: give an integer of"):

@@ -376,7 +376,7 @@ def test_a_grad_scaler_where_it_would_go_wrong_is_refused(tmp_path):
         scaler.step(job.optimizer)
 
 
-def test_what_is_registered_is_that_of_its_step_while_one_is_saved_in_the_background(tmp_path):
+def test_background_saves_keep_the_registered_state_of_their_step(tmp_path):
     options = {"ema": True, "schedule": one_cycle, "background": True, "every": 1, "keep": 0}
     with (whole := Job(alone(), tmp_path, **options).train()).loop:
         expected = whole.state()
@@ -532,7 +532,7 @@ def test_what_cannot_be_saved_is_refused_by_its_path(tmp_path):
         loop.register("late", Held({}))
 
 
-def test_a_state_that_becomes_one_that_cannot_be_saved_ends_the_loop_after_a_step(tmp_path):
+def test_a_registered_state_that_can_no_longer_be_saved_ends_the_loop(tmp_path):
     job, held = Job(alone(), tmp_path), Held({"n": 1})
     job.loop.register("held", held)
     with pytest.raises(UserError, match="registered.held.n is of type object"):
@@ -544,10 +544,8 @@ def test_a_state_that_becomes_one_that_cannot_be_saved_ends_the_loop_after_a_ste
     assert job.steps == 1
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_a_state_that_differs_between_ranks_is_an_error_that_names_one(job, together):
-    if job.world.size == 1:
-        return
     loop = Job(job, together / "run").loop
     rank = job.world.rank
     for state in ({"n": int(rank == 1)}, {"t": torch.full((3,), float(rank == 1))}):
@@ -788,7 +786,7 @@ def test_an_optimizer_that_horovod_has_wrapped(job, together, options):
 
 @pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
 @pytest.mark.mpi
-def test_steps_that_are_not_finite_with_an_optimizer_that_horovod_has_wrapped(job, together):
+def test_non_finite_steps_are_skipped_with_horovods_optimizer(job, together):
     hvd = runtime.start_horovod(job.world)
 
     def wrapped(parameters):

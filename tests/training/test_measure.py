@@ -69,7 +69,7 @@ def test_ranks_that_share_cores_with_their_node_and_with_all():
     assert made.memory_bandwidth == pytest.approx(8e9)  # with a core to itself
 
 
-def test_what_was_not_there_is_not_described():
+def test_what_was_not_measured_is_left_out_of_the_description():
     alone = described(ranks_of(1, 1), FLOPS, "float64", "cuda")
     assert (alone.inside, alone.across, alone.node_gib, alone.rank_gib) == (None, None, None, 4)
     assert list(alone.compute) == ["float64"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 
 
 def steps_left(program, name, *options, **how) -> list[int]:
@@ -20,7 +20,7 @@ def test_checkpoints_by_time_on_several_ranks(program):
     assert steps_left(program, "seldom", "--checkpoint.minutes", "60") == [12]
 
 
-def test_with_a_mean_time_between_failures_the_first_one_tells_what_one_takes(program):
+def test_with_mtbf_hours_a_save_at_step_1_measures_the_cost(program):
     assert steps_left(program, "run", "--checkpoint.mtbf_hours", "1000") == [1, 12]
 
 

@@ -62,7 +62,7 @@ def test_our_models_share_inside_nodes(together, replicas):
         ({}, {"only_optimizer_writes": False}, "once per rank"),
     ],
 )
-def test_all_else_does_not_and_the_reason_is_named(section, facts, why):
+def test_otherwise_memory_is_not_shared_and_the_reason_is_named(section, facts, why):
     zero, reason = choose_zero(GradientsSection(**section), SharingFacts(**facts))
     assert zero == 0
     assert why in reason
@@ -104,7 +104,7 @@ def test_layers_with_sparse_gradients_are_not_shared(job, together):
 TRIAL = ["--run.deterministic", "false"]
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("refused", "options"),
     [(1, TRIAL), (1, []), (2, [])],
@@ -114,8 +114,6 @@ def test_too_little_shared_memory_is_no_error_of_auto(
     job, together, reference, monkeypatch, refused, options
 ):
     """Whichever request for memory fails, the Trainer goes on as with memory.zero 0."""
-    if job.world.size == 1:
-        return
     check, asked = node._check_room, []
 
     def full_once(nbytes):

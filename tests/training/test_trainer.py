@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.checkpoint.directory import find_checkpoints, step_of
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.cli.checkpoint import show_list
 from hpc_train.config import RunConfig
 from hpc_train.config.file import load
@@ -56,13 +56,12 @@ def check_equal(directory, reference):
             assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-10), key
 
 
-@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("cut", [[], ["--data.micro_batch", "1"], ["--data.micro_batch", "2"]])
 def test_losses_are_those_of_one_rank(group, together, reference, cut):
-    if group:
-        make(config(together / "run", *cut), Runtime(group, group)).train()
-        if group.rank == 0:
-            check_equal(together / "run", reference)
+    make(config(together / "run", *cut), Runtime(group, group)).train()
+    if group.rank == 0:
+        check_equal(together / "run", reference)
 
 
 @needs_horovod
@@ -200,7 +199,7 @@ def test_an_infinite_norm_between_records_stops_a_run_that_clips(tmp_path):
     assert not find_checkpoints(tmp_path / "other" / "checkpoints", "auto")
 
 
-def test_a_key_goes_on_and_the_last_finite_checkpoint_stays(tmp_path, caplog, capsys):
+def test_with_nonfinite_warn_the_last_finite_checkpoint_stays(tmp_path, caplog, capsys):
     options = ["--run.nonfinite", "warn", "--checkpoint.every", "1", "--checkpoint.keep", "1"]
     overflowing(config(tmp_path, *INFINITE, *options)).train()
     assert records(tmp_path)[4]["loss"] is None
@@ -234,7 +233,7 @@ def test_all_ranks_stop_at_an_infinite_loss(job, together):
         (["--checkpoint.every", "0"], False),
     ],
 )
-def test_the_best_cannot_be_kept_where_nobody_knows_which_they_are(tmp_path, options, fine):
+def test_keep_best_needs_a_validation_before_each_checkpoint(tmp_path, options, fine):
     settings = config(tmp_path, "--checkpoint.keep_best", "2", *options)
     if fine:
         make(settings, alone())

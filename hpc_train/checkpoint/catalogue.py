@@ -1,0 +1,174 @@
+"""The checkpoint files of a run: their names, which of them exist, and a list of them.
+
+Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from hpc_train import files
+from hpc_train.checkpoint.fileformat import FileMap
+from hpc_train.checkpoint.reading import read_header
+from hpc_train.errors import CheckpointError, CheckpointMismatch
+
+logger = logging.getLogger(__name__)
+
+LATEST = "LATEST"  # the file that names the checkpoint that was completed last
+SAVE_SECONDS_FILE = ".save-seconds"  # tells the next start how long the longest save took
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's file name states."""
+    return int(path.stem.removeprefix("step-"))
+
+
+def name_of(step: int) -> str:
+    """A checkpoint's file name; names sort by step."""
+    return f"step-{step:09d}.safetensors"
+
+
+def find_checkpoints(directory: Path, source: str) -> list[Path]:
+    """The checkpoint files of a folder, or the one that a source gives.
+
+    Args:
+        directory: the folder, which need not exist.
+        source: "auto" for the folder's files, newest first. Otherwise a file or a run directory,
+            for the one file that `newest` finds.
+
+    Raises:
+        CheckpointMismatch: the source does not exist, or is a run directory without checkpoints.
+    """
+    if source != "auto":
+        return [newest(Path(source))]
+    if not directory.is_dir():
+        return []
+    named = re.compile(r"step-\d{9,}\.safetensors")
+    found = (path for path in directory.iterdir() if named.fullmatch(path.name) and path.is_file())
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint file of a path: the path itself, or a run directory's last completed one.
+
+    The file LATEST names that one. Files of later steps may be damaged ones that a run passed over.
+
+    Raises:
+        CheckpointMismatch: the path does not exist, or is a run directory without checkpoints.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise CheckpointMismatch(f"no such checkpoint: {path}", "give a file or a run directory")
+    folder = path / "checkpoints"
+    found = find_checkpoints(folder, "auto")
+    if not found:
+        raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
+    with suppress(OSError, ValueError):
+        named = folder / (folder / LATEST).read_text().strip()
+        if named in found[1:]:
+            logger.warning(
+                "%s has later files than %s, which %s names: give %s to have that one",
+                *(folder, named.name, LATEST, found[0]),
+            )
+            return named
+    return found[0]
+
+
+def start_candidates(directory: Path, source: str) -> list[Path]:
+    """The files that a run may resume from, in the order to try.
+
+    Args:
+        directory: the folder of the run's checkpoints, which need not exist.
+        source: "auto" for the folder's checkpoints; "none" to start anew; or a file or a run
+            directory to start from, until the folder has checkpoints of its own. So the same source
+            resumes the run after a stop.
+
+    Raises:
+        CheckpointMismatch: the folder has checkpoints, and the source is "none" or one of them that
+            is not the newest. Or the source does not exist, or has no checkpoints.
+    """
+    own = find_checkpoints(directory, "auto")
+    if source == "auto":
+        return own
+    given = [] if source == "none" else find_checkpoints(directory, source)
+    inside = any(path.resolve().parent == directory.resolve() for path in given)
+    if own and (source == "none" or (inside and not own[0].samefile(given[0]))):
+        raise CheckpointMismatch(
+            f"{directory} has checkpoints beyond this start, up to {own[0].name}",
+            "give another directory, or move them away",
+        )
+    return own or given
+
+
+def earlier_save_seconds(directory: Path) -> float:
+    """Seconds that the longest save of an earlier process took; 0 if they are not known."""
+    with suppress(OSError, ValueError):
+        seconds = float((directory / SAVE_SECONDS_FILE).read_text())
+        return seconds if 0 < seconds < math.inf else 0.0
+    return 0.0
+
+
+def note_save_seconds(directory: Path, seconds: float) -> None:
+    """Write down for the next start how long the longest save took."""
+    with suppress(OSError):  # the next start can do without
+        (directory / SAVE_SECONDS_FILE).write_text(f"{seconds:.3f}\n")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One checkpoint in a list.
+
+    Args:
+        path: the file.
+        nbytes: the file's size.
+        written: when the file was changed last, in local time.
+        damage: how its header is damaged, or "".
+        finite: whether all its trained parameters are finite.
+    """
+
+    path: Path
+    nbytes: int
+    written: datetime
+    damage: str
+    finite: bool = True
+
+
+def listed(run: Path) -> list[Listed]:
+    """The checkpoints of a run directory or of a folder, newest first. No tensor is read.
+
+    Raises:
+        CheckpointMismatch: there are none.
+    """
+    found = find_checkpoints(run / "checkpoints", "auto") or find_checkpoints(run, "auto")
+    if not found:
+        raise CheckpointMismatch(f"{run} has no checkpoints", "give a run directory")
+    return [_listed(path) for path in found]
+
+
+def _listed(path: Path) -> Listed:
+    damage, finite = "", True
+    try:
+        layout, _ = read_header(path)
+        finite = _is_finite(path, layout)
+    except (CheckpointError, CheckpointMismatch) as error:
+        damage = error.cause.removeprefix(f"checkpoint {path}: ")
+    status = path.stat()
+    written = datetime.fromtimestamp(status.st_mtime)
+    return Listed(path, status.st_size, written, damage, finite)
+
+
+def _is_finite(path: Path, layout: FileMap) -> bool:
+    """Whether the state records finite numbers. It is read without being verified."""
+    entry = layout.entries[-2]  # the state
+    with suppress(OSError, ValueError, AttributeError), files.opened(path) as descriptor:
+        size, begin = entry.end - entry.begin, layout.data_start + entry.begin
+        return json.loads(files.read_at(descriptor, size, begin)).get("finite", True) is True
+    return True

@@ -1,0 +1,125 @@
+"""The command line and the package's front door."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hpc_train
+from hpc_train.checkpoint.fileformat import LocalTensor
+from hpc_train.config.file import KEYS, load
+from hpc_train.mpi.group import Group
+from tests.checkpoint.states import save_tensors
+from tests.programs import hpc_train as command
+from tests.programs import run
+
+HEAVY = ("torch", "mpi4py", "horovod", "h5py", "numpy")
+UNUSED = {*HEAVY, "jsonargparse", "jinja2", "psutil", "yaml", "rich", "xxhash"}
+LAUNCH = "hpc_train.launch."
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import hpc_train",
+        "from hpc_train.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+        "from hpc_train.cli import main; main(['train', '--help'])",
+        "import hpc_train.build.horovod",
+    ],
+)
+def test_the_front_door_loads_neither_torch_nor_mpi(program):
+    check = f"{program}\nimport sys\nassert not {{*{HEAVY}}} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def modules_of(*arguments: object) -> tuple[str, set[str]]:
+    """What a command prints, and the modules that it has loaded at its end."""
+    program = (
+        "import atexit, sys; from hpc_train.cli import main\n"
+        "atexit.register(lambda: print(*sys.modules))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = run(sys.executable, "-c", program, *map(str, arguments))
+    *printed, modules = done.stdout.splitlines()
+    return "\n".join([*printed, done.stderr]), set(modules.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--help", "checkpoint"),
+        ("", "required: VERB"),
+        ("--version", hpc_train.__version__),
+        ("trian", "invalid choice: 'trian'"),
+        ("doctor --help", "--json"),
+        ("prepare --help", "KIND"),
+        ("prepare text --help", "--shard_mb"),
+        ("launch --help", "--max_restarts"),
+        ("launch -np 0 -- train my.yaml", "not a whole number of 1 or more"),
+        ("submit --help", "--ranks_per_node"),
+        ("submit", "--ranks_per_node"),
+        ("cancel --help", "RUN"),
+        ("plan --help", "--measure"),
+        ("topology --help", "--dp"),
+        ("generate --help", "--prompt"),
+        ("checkpoint --help", "ACTION"),
+        ("checkpoint export --help", "--include"),
+    ],
+)
+def test_help_version_and_usage_errors_load_no_libraries(words, shown):
+    text, modules = modules_of(*words.split())
+    assert shown in text
+    assert not UNUSED & modules
+    loaded = {name for name in modules if name.startswith(LAUNCH)}
+    assert loaded <= {f"{LAUNCH}protocol"}, "which signals stop a job"
+
+
+def test_cancel_loads_no_libraries(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    text, modules = modules_of("cancel", tmp_path)
+    assert "the run stops" in text
+    assert not UNUSED & modules
+    loaded = {name for name in modules if name.startswith(LAUNCH)}
+    assert loaded == {f"{LAUNCH}cancel", f"{LAUNCH}protocol"}
+
+
+def test_checkpoint_list_loads_no_library_but_xxhash(tmp_path):
+    held = {"model.weight": LocalTensor.whole(torch.ones(3))}
+    save_tensors(tmp_path / "step-000000007.safetensors", held, b"{}", Group())
+    text, modules = modules_of("checkpoint", "list", tmp_path)
+    assert "step-000000007.safetensors" in text
+    assert "complete" in text
+    assert UNUSED & modules == {"xxhash"}
+
+
+def test_everything_that_is_exported_exists():
+    assert all(getattr(hpc_train, name) for name in hpc_train.__all__)
+
+
+def test_help_lists_the_verbs_and_the_exit_codes():
+    text = run(*command("--help")).stdout
+    for word in ("doctor", "prepare", "train", "generate", "75 stopped early"):
+        assert word in text
+
+
+def test_help_of_train_lists_every_key_with_its_meaning():
+    text = run(*command("train", "--help")).stdout
+    for key in KEYS:
+        assert f"--{key} " in text
+    assert "Samples per optimizer step over the whole job." in " ".join(text.split())
+
+
+def test_the_version():
+    assert hpc_train.__version__ in run(*command("--version")).stdout
+
+
+def test_print_config_gives_a_file_that_means_the_same(tmp_path):
+    options = ["--run.steps", "3", "--model.layers=2"]
+    printed = run(*command("train", *options, "--print_config"))
+    assert printed.returncode == 0
+    (tmp_path / "all.yaml").write_text(printed.stdout)
+    assert load(tmp_path / "all.yaml") == load(None, options)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+
+from hpc_train import config
+from hpc_train.config import RunSection
+from hpc_train.config import file as config_file
+from hpc_train.config.file import load
+from hpc_train.errors import ConfigError
+
+
+def write(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_options_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    path = write(tmp_path, "run: {steps: 5, seed: 3}\nmodel: {layers: 2}")
+    made = load(path, ["--run.steps", "7", "--optimizer.lr=0.5"])
+    assert (made.run.steps, made.run.seed, made.model.layers) == (7, 3, 2)
+    assert made.optimizer.lr == 0.5
+    assert made.data == config.DataSection()
+
+
+def test_a_written_configuration_reads_back_equal(tmp_path):
+    made = load(None, ["--run.time_limit", "01:30:00", "--data.path", "x", "--run.epochs", "2"])
+    assert load(write(tmp_path, made.to_yaml())) == made
+
+
+ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {setps: 3}", "unknown key run.setps: did you mean run.steps?"),
+        ("steps: 3", "unknown key steps: did you mean run.steps?"),
+        ("runn: {steps: 3}", "unknown key runn.steps: did you mean run.steps?"),
+        ("optimizer: {epochs: 3}", "unknown key optimizer.epochs: did you mean run.epochs?"),
+        ("foo: {bar: 3}", "the file's top has run, model"),
+        ("model: {layers: many}", "model.layers is 'many': it takes int"),
+        ("run: {steps: 0}", "run.steps is 0: give 1 or more"),
+        ("run: {steps: 1, epochs: 1}", "run.steps and run.epochs are both given"),
+        ("model: {hidden: 64, heads: 3}", "does not divide model.hidden 64: nearest that do: 2, 4"),
+        ("model: {dropout: 1.0}", "model.dropout is 1.0"),
+        ("gradients: {engine: nccl}", "it takes one of auto, horovod, mpi"),
+        ("gradients: {reduction: adasum}", "engine is auto: use --gradients.engine horovod"),
+        (
+            ADASUM + "optimizer: {clip_norm: 1}",
+            "have no common norm: leave optimizer.clip_norm out",
+        ),
+        ("gradients: {engine: horovod, two_level: 'on'}", "use --gradients.engine mpi"),
+        ("gradients: {engine: horovod, compression: bf16}", "or compression fp16"),
+        (
+            "precision: {matmul: onednn, dtype: bfloat16}",
+            "precision.matmul is onednn, but precision.dtype is bfloat16",
+        ),
+        ("precision: {matmul: mkl}", "it takes one of auto, onednn, torch"),
+        ("run: {time_limit: soon}", "give seconds, HH:MM:SS, D-HH:MM:SS or 1h30m, or auto"),
+        ("run: {time_limit: '1:60:00'}", "run.time_limit is '1:60:00'"),
+        ("foo: {}", "unknown key foo: the file's top has run, model"),
+        ("model: {colour: red}", "unknown key model.colour: model has kind, layers"),
+        ("run: 5", "run is 5: write its keys below it, such as dir:"),
+        ("[1, 2]", "is not a configuration"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_right(tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text))
+    assert message in str(caught.value)
+    if "unknown key" in message:
+        assert str(tmp_path) in str(caught.value), "the file is named"
+
+
+def test_an_unknown_value_is_refused_with_the_allowed_ones():
+    with pytest.raises(ConfigError, match=r"memory\.zero.*'?2'?.*: .*auto"):
+        load(None, ["--memory.zero=2"])
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"there is no configuration /no/such.yaml: give"):
+        load("/no/such.yaml")
+
+
+@pytest.mark.parametrize("written", [5400, "5400", "1:30:00", "0-01:30:00", "1h30m"])
+def test_a_time_limit_has_several_forms(written):
+    assert RunSection(time_limit=written).time_limit_seconds() == 5400
+
+
+def test_every_key_is_documented():
+    text = config_file.config_parser(documented=True).format_help()
+    for key in config_file.KEYS:
+        text = text.replace(f", --{key}+ [ITEM,...]", "")  # a list can be added to
+        documented = text.split(f"--{key} ")[-1].split("--")[0]
+        assert len(documented.split("(type")[0].split()) > 2, key

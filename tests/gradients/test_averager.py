@@ -1,0 +1,169 @@
+"""Both engines against a reference in one process that sees all samples."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.collectives import node
+from hpc_train.errors import SetupError, UserError
+from hpc_train.gradients import average_gradients
+from hpc_train.gradients.averager import best_engine
+from hpc_train.gradients.options import AveragingOptions
+from hpc_train.mpi import runtime
+from hpc_train.mpi.group import Group
+from tests.system.test_same import Model, levels_of
+
+pytestmark = pytest.mark.mpi
+SAMPLES, PASSES, STEPS = 24, 2, 4
+
+needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
+
+
+def trained(group: Group, engine: str, optimizer_class, *, plain_zero_grad=False, bucket_bytes=256):
+    """The model after some steps on all samples, cut over the group's ranks and two passes."""
+    torch.manual_seed(group.rank)  # all but rank 0's weights are to be replaced
+    model = Model().double()
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    averager = average_gradients(
+        model, optimizer, group, AveragingOptions(engine=engine, bucket_bytes=bucket_bytes)
+    )
+    data = torch.randn(SAMPLES, 7, generator=torch.Generator().manual_seed(1)).double()
+    for _ in range(STEPS):
+        (optimizer if plain_zero_grad else averager).zero_grad()
+        for part in data.chunk(group.size)[group.rank].chunk(PASSES):
+            ((model(part[:, :6]) - part[:, 6:]).square().mean() / PASSES).backward()
+        averager.average()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        averager.step()
+    averager.close()
+    return model
+
+
+def assert_same(model, reference):
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-13), name
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("bucket_bytes", [1, 256, 1 << 20])
+def test_engine_mpi_equals_one_process(group, optimizer_class, bucket_bytes):
+    reference = trained(Group(), "mpi", optimizer_class)
+    model = trained(group, "mpi", optimizer_class, bucket_bytes=bucket_bytes)
+    assert_same(model, reference)
+
+
+@needs_horovod
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_engine_horovod_equals_one_process_and_engine_mpi(job, optimizer_class):
+    reference = trained(Group(), "mpi", optimizer_class)
+    assert_same(trained(job.world, "horovod", optimizer_class), reference)
+    assert_same(trained(job.world, "mpi", optimizer_class), reference)
+
+
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=needs_horovod)])
+def test_the_optimizers_own_zero_grad_will_do(job, engine):
+    reference = trained(Group(), "mpi", torch.optim.SGD)
+    model = trained(job.world, engine, torch.optim.SGD, plain_zero_grad=True)
+    assert_same(model, reference)
+
+
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=needs_horovod)])
+def test_step_averages_if_nobody_did(job, engine):
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions(engine=engine))
+    start = model.weight.item()
+    averager.zero_grad()
+    (model.weight.sum() * job.world.rank).backward()
+    averager.step()
+    assert start - model.weight.item() == pytest.approx((job.world.size - 1) / 2)
+    averager.close()
+
+
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=needs_horovod)])
+def test_the_plain_optimizer_keeps_the_state(job, engine):
+    model = nn.Linear(2, 2).double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions(engine=engine))
+    averager.zero_grad()
+    model(torch.ones(1, 2).double()).sum().backward()
+    averager.step()
+    assert all("exp_avg" in optimizer.state[parameter] for parameter in model.parameters())
+    averager.close()
+
+
+def test_ranks_with_different_models_are_told_and_not_left_waiting(job):
+    model = nn.Linear(2, 2 + job.world.rank)
+    if job.world.size > 1:
+        with pytest.raises(UserError, match="the model .* differs from that of rank 0"):
+            average_gradients(model, torch.optim.SGD(model.parameters()), job.world)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 1, "average_every": 2},
+        {"compression": "bf16", "average_every": 2},
+        {"zero": 1, "two_level": "off"},
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(job, options):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match="average_every|two_level"):
+        average_gradients(model, optimizer, job.world, AveragingOptions(engine="mpi", **options))
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("needs", [{}, {"zero": 1}, {"compression": "bf16"}], ids=str)
+def test_too_little_memory_on_one_node_is_known_on_all(job, monkeypatch, caplog, needs):
+    def full(nbytes):
+        raise SetupError("/dev/shm is full", "enlarge it")
+
+    if job.world.rank > 1:
+        monkeypatch.setattr(node, "_check_room", full)
+    levels = levels_of(job.world, (0, 0, 1, 1))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = AveragingOptions(engine="mpi", bucket_bytes=256, two_level="on", **needs)
+    set_up = partial(average_gradients, model, optimizer, levels, options)
+    if needs:
+        with pytest.raises(SetupError, match="shared memory|/dev/shm is full"):
+            set_up()
+    else:
+        set_up().close()
+        assert job.world.rank or "averaged by MPI's own sums" in caplog.text
+    levels.close()
+
+
+@pytest.mark.parametrize(
+    ("nccl", "reads", "expected"),
+    [(True, False, "horovod"), (True, True, "mpi"), (False, False, "mpi")],
+)
+@needs_horovod
+def test_engine_auto_keeps_gradients_on_gpus(monkeypatch, nccl, reads, expected):
+    import horovod.torch as hvd
+
+    monkeypatch.setattr(hvd, "nccl_built", lambda: nccl)
+    monkeypatch.setattr("hpc_train.collectives.mpi.reads_gpu_memory", lambda: reads)
+    assert best_engine(torch.device("cuda")) == expected
+    assert best_engine(torch.device("cpu")) == "mpi"
+
+
+def test_gradients_are_views_of_the_buckets_after_averaging(job):
+    model = nn.Linear(2, 2).double()
+    averager = average_gradients(
+        model, torch.optim.SGD(model.parameters()), job.world, AveragingOptions(engine="mpi")
+    )
+    averager.zero_grad()
+    model(torch.ones(1, 2).double()).sum().backward()
+    averager.average()
+    if job.world.size > 1:
+        flats = {flat.untyped_storage().data_ptr() for flat in averager.sums.flats}
+        assert {p.grad.untyped_storage().data_ptr() for p in model.parameters()} == flats
+    averager.close()

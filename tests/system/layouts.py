@@ -1,0 +1,189 @@
+"""Train one model under many random layouts and compare each with one rank.
+
+    mpirun -np 8 python -m tests.system.layouts --count 40 --seed 0
+
+A layout of fewer ranks than the job has leaves the others idle. Prints a line for each; ends with
+code 1 at the first whose losses or parameters differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import warnings
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+from hpc_train.checkpoint.fileformat import LocalTensor, torch_dtypes
+from hpc_train.checkpoint.restore import CheckpointReader, load_tensors
+from hpc_train.config.file import load as configuration
+from hpc_train.models import GPT
+from hpc_train.mpi import runtime
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.trainer import Trainer
+
+STEPS = 20
+TOLERANCE = 1e-10
+
+
+def shapes(generator: random.Random) -> dict:
+    return {
+        "vocab": 12,
+        "sequence": 8,
+        "layers": generator.randint(2, 6),
+        "hidden": 16,
+        "heads": 4,
+        "dropout": generator.choice([0.0, 0.2]),
+        "tie_embeddings": generator.random() < 0.6,
+    }
+
+
+def layout(generator: random.Random, ranks: int, shape: dict) -> dict:
+    """A random layout that fits the model, as values of the configuration."""
+    while True:
+        sizes = [1, 2, 3, 4, 8], [1, 2, 4], [1, 2, 3, 4, 5, 8]
+        dp, tp, pp = (generator.choice(some) for some in sizes)
+        schedule = generator.choice(["gpipe", "1f1b", "interleaved", "zero_bubble"])
+        virtual_stages = generator.choice([2, 3]) if schedule == "interleaved" else 1
+        if 1 < dp * tp * pp <= ranks and pp * virtual_stages <= shape["layers"] + 2:
+            break
+    cut = tp > 1 and generator.random() < 0.5
+    micro_batch = generator.choice([n for n in (1, 2, 3, 4, 6) if 24 // dp % n == 0])
+    return values(dp, tp, pp, schedule, virtual_stages, cut, micro_batch)
+
+
+def values(
+    dp: int, tp: int, pp: int, schedule: str, virtual_stages: int, cut: bool, micro_batch: int
+) -> dict:
+    """A layout as values of the configuration."""
+    return {
+        "parallel.dp": dp,
+        "parallel.tp": tp,
+        "parallel.pp": pp,
+        "parallel.schedule": schedule,
+        "parallel.virtual_stages": virtual_stages,
+        "parallel.sequence_parallel": str(cut).lower(),
+        "data.micro_batch": micro_batch,
+    }
+
+
+CUBES = [  # the smallest layouts that have everything
+    values(2, 2, 2, "gpipe", 1, False, 4),
+    values(2, 2, 2, "1f1b", 1, True, 2),
+    values(2, 2, 2, "interleaved", 2, True, 3),
+    values(2, 2, 2, "zero_bubble", 1, True, 2),
+]
+PER_SHAPE = 4  # layouts that are compared with one reference
+
+
+def train(directory: Path, shape: dict, options: dict, place: Runtime) -> None:
+    fixed = {
+        "run.dir": directory,
+        "run.steps": STEPS,
+        "run.log_every": 1,
+        "data.batch": 24,
+        "data.validation_every": 7,
+        "precision.dtype": "float64",
+        "optimizer.lr": 0.01,
+        "optimizer.weight_decay": 0.1,
+        "optimizer.clip_norm": 0.8,
+    }
+    words = [word for key, value in (fixed | options).items() for word in (f"--{key}", str(value))]
+    text = torch.randint(12, (140, 9), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(7)
+    with redirect_stdout(StringIO()):
+        task = TrainingTask(
+            GPT(**shape),
+            TensorDataset(text[:100, :-1], text[:100, 1:]),
+            lambda gpt, batch: gpt(*batch),
+            validation=TensorDataset(text[100:, :-1], text[100:, 1:]),
+        )
+        Trainer(configuration(None, words), task, place).train()
+
+
+def results(directory: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """All numbers that metrics have of the steps, and all tensors of the last checkpoint."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    keys = ("loss", "grad_norm", "validation_loss")
+    numbers = [json.loads(line).get(key, 0.0) for line in lines for key in keys]
+    reader = CheckpointReader.open(directory / "checkpoints" / f"step-{STEPS:09d}.safetensors")
+    tensors = {
+        name: torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype])
+        for name, entry in reader.entries.items()
+    }
+    load_tensors(
+        reader, {name: LocalTensor.whole(tensor) for name, tensor in tensors.items()}, Group()
+    )
+    return numbers, tensors
+
+
+def difference(directory: Path, reference: Path) -> float:
+    """The largest difference, relative for metrics, and to the largest element for tensors."""
+    (numbers, tensors), (expected, wanted) = results(directory), results(reference)
+    if len(numbers) != len(expected) or tensors.keys() != wanted.keys():
+        return float("inf")
+    worst = max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(numbers, expected, strict=True))
+    for name, tensor in tensors.items():
+        if name.startswith("model."):
+            scale = float(wanted[name].abs().max()) or 1.0
+            worst = max(worst, float((tensor - wanted[name]).abs().max()) / scale)
+    return worst
+
+
+def ranks_of(options: dict) -> int:
+    return options["parallel.dp"] * options["parallel.tp"] * options["parallel.pp"]
+
+
+def compare(job: Runtime, root: Path, name: str, shape: dict, options: dict) -> float:
+    """Train under a layout and on one rank; returns how far they are apart. Collective."""
+    ranks = ranks_of(options)
+    reference = root / "-".join(str(value) for value in shape.values())
+    if job.world.rank == 0 and not reference.exists():
+        train(reference, shape, {}, Runtime(Group(), Group()))
+    inside = job.world.rank < ranks
+    part = job.world.split(0 if inside else 1, job.world.rank)
+    if inside:
+        train(root / name, shape, options, Runtime(part, part))
+    part.close()
+    return job.world.from_first(lambda: difference(root / name, reference))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    warnings.simplefilter("error")
+    job = runtime.start_runtime()
+    generator = random.Random(given.seed)
+    with tempfile.TemporaryDirectory() as own:
+        root = Path(job.world.from_first(lambda: own))
+        for number in range(given.count):
+            if number % PER_SHAPE == 0:
+                shape = shapes(generator)
+            options = layout(generator, job.world.size, shape)
+            if number < len(CUBES) and job.world.size == 8:
+                options = CUBES[number]
+            if number % 2 and ranks_of(options) == job.world.size and runtime.horovod_built():
+                options = {**options, "gradients.engine": "horovod"}
+            apart = compare(job, root, f"run {number}", shape, options)
+            good = apart <= TOLERANCE
+            job.print(f"{'ok' if good else 'BAD'} {apart:.1e} {json.dumps(shape | options)}")
+            if not good:
+                return 1
+        job.world.barrier()
+    job.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

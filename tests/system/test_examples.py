@@ -1,0 +1,118 @@
+"""The examples, run as their first lines say."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.mpi.runtime import horovod_built
+from tests.programs import python, run
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def example(name, folder, *options, ranks=1):
+    launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
+    cold = name == "own_model.py" and ranks == 2  # one stays cold
+    program = python(str(EXAMPLES / name), warm=not cold)
+    done = run(*launcher, *program, *options, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def code(name):
+    """A script's lines without docstring and blank lines."""
+    text = (EXAMPLES / name).read_text()
+    return [line for line in text.split('"""', 2)[2].splitlines() if line.strip()]
+
+
+def test_many_ranks_take_at_most_ten_changed_lines():
+    changes = list(difflib.ndiff(code("own_loop_single.py"), code("own_loop.py")))
+    assert sum(line.startswith("+ ") for line in changes) <= 10
+    assert sum(line.startswith("- ") for line in changes) <= 10
+
+
+def test_a_script_for_horovod_takes_at_most_eight_changed_lines():
+    changes = [
+        *difflib.ndiff(code("horovod_script.py"), code("horovod_script_resumable.py")),
+    ]
+    assert sum(line.startswith("+ ") for line in changes) <= 8
+    assert sum(line.startswith("- ") for line in changes) <= 8
+
+
+@pytest.mark.slow("two scripts train on two ranks, one of them twice")
+@pytest.mark.skipif(not horovod_built(), reason="Horovod is not built")
+def test_a_script_for_horovod_goes_on_where_it_was_stopped(tmp_path):
+    text = example("horovod_script.py", tmp_path, ranks=2)
+    assert float(text.split("accuracy on held-out digits: ")[1]) > 0.85
+    whole = example("horovod_script_resumable.py", tmp_path, ranks=2)
+    accuracy = float(whole.split("accuracy on held-out digits: ")[1])
+    assert accuracy > 0.85
+    # What is left of a job that was killed after step 160.
+    folder = tmp_path / "runs/digits"
+    expected = (folder / "step-000000200.safetensors").read_bytes()
+    for name in ("step-000000180", "step-000000200"):
+        (folder / f"{name}.safetensors").unlink()
+    (folder / "LATEST").unlink()
+    rest = example("horovod_script_resumable.py", tmp_path, ranks=2)
+    assert "epoch 6:" not in rest
+    assert "epoch 7:" in rest
+    assert (folder / "step-000000200.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_own_loop_learns(tmp_path, ranks):
+    text = example("own_loop.py", tmp_path, ranks=ranks)
+    accuracy = float(text.split("accuracy on held-out digits: ")[1].split()[0])
+    assert accuracy > 0.85
+    assert text.count("epoch 8: ") == 1
+    if ranks == 3:
+        return
+    # Run again, it has nothing left to do.
+    again = example("own_loop.py", tmp_path, ranks=ranks)
+    assert "epoch" not in again
+    assert f"accuracy on held-out digits: {accuracy:.3f}" in again
+
+
+def test_the_single_script_learns_as_well(tmp_path):
+    text = example("own_loop_single.py", tmp_path)
+    assert float(text.split("accuracy on held-out digits: ")[1]) > 0.85
+
+
+def test_an_own_model_and_data_set_under_the_trainer(tmp_path):
+    losses = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        options = ["--precision.dtype", "float32", "--data.batch", "36"]
+        text = example("own_model.py", folder, *options, ranks=ranks)
+        assert (folder / "runs/wines/metrics.jsonl").exists()
+        losses.append(float(text.split("loss on held-out wines: ")[1]))
+    assert max(losses) < 0.2
+
+
+@pytest.mark.slow("three layouts of up to four ranks")
+def test_an_own_model_learns_the_same_under_any_layout(tmp_path):
+    losses = []
+    layouts = ([1, 1, 1], [2, 2, 1], [1, 2, 2])
+    for dp, tp, pp in layouts:
+        folder = tmp_path / f"{dp}{tp}{pp}"
+        folder.mkdir()
+        sizes = {"dp": dp, "tp": tp, "pp": pp}
+        options = ["--run.epochs", "2"]
+        options += [word for key, n in sizes.items() for word in (f"--parallel.{key}", str(n))]
+        text = example("own_parallel.py", folder, *options, ranks=dp * tp * pp)
+        losses.append(float(text.split("loss on held-out digits: ")[1]))
+    assert losses[0] < 1.0
+    assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-9)
+
+
+@pytest.mark.slow("the whole demo, of four ranks that start three times")
+def test_the_demo_is_exact(tmp_path):
+    done = run(sys.executable, "-m", "examples.demo", "--every", "5", cwd=ROOT, timeout=290)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "are the same to the last bit" in done.stdout

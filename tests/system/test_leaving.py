@@ -1,0 +1,93 @@
+"""A program leaves its own loop, on all ranks or on one of them."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
+from tests.programs import only_line, python, run
+
+HOST = socket.gethostname()
+SCRIPT = """
+import sys
+
+import torch
+from torch.utils.data import TensorDataset
+
+import hpc_train
+
+folder, how = sys.argv[1:]
+
+
+def main(runtime):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = hpc_train.LoopOptions(background=True, hang_timeout=6)
+    loop = hpc_train.Loop(runtime, folder, model, optimizer, options)
+    data = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
+    for epoch, batches in loop.epochs(data, batch=4, epochs=3):
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            odd = number == 3 and runtime.world.rank == 1
+            if odd and how == "break":
+                break
+            if odd and how == "raise":
+                raise KeyError("what the user did")
+            if number == 3 and (odd or how == "all exit") and "exit" in how:
+                sys.exit(0)
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            loop.step()
+        if number == 3 and how == "break":
+            break
+        if epoch == 2 and how == "return":
+            return
+    print("the end")
+
+
+raise SystemExit(hpc_train.run(main))
+"""
+
+
+@pytest.fixture
+def leave(tmp_path):
+    """Run the script so on two ranks; its result and the folder."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def start(how):
+        words = ["mpirun", "-np", "2", *python(str(script), str(tmp_path / "run"), how)]
+        return run(*words, timeout=100), tmp_path / "run"
+
+    return start
+
+
+@pytest.mark.parametrize(("how", "step"), [("all exit", 2), ("return", 20)])
+def test_all_ranks_leave_with_a_checkpoint_and_without_an_error(leave, how, step):
+    done, folder = leave(how)
+    assert done.returncode == 0, done.stderr
+    assert [*map(step_of, find_checkpoints(folder, "auto"))][:1] == [step]
+    assert "the end" not in done.stdout
+
+
+def test_a_rank_that_breaks_while_others_are_in_the_step_ends_all_with_one_line(leave):
+    done, _ = leave("break")
+    assert done.returncode == 2, done.stderr
+    line = only_line(done.stderr)
+    assert f"rank 0 ({HOST}) averages gradients, rank 1 ({HOST}) has left the step" in line
+
+
+def test_a_rank_that_fails_alone_shows_its_traceback_at_once(leave):
+    done, _ = leave("raise")
+    assert done.returncode != 0
+    assert f"rank 1 ({HOST}) failed" in done.stdout
+    assert "KeyError: 'what the user did'" in done.stdout
+
+
+def test_a_rank_that_exits_alone_is_named(leave):
+    done, _ = leave("exit")
+    assert done.returncode != 0
+    assert (
+        f"rank 1 ({HOST}) left the program by SystemExit(0), but other ranks did not" in done.stdout
+    )
