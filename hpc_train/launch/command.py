@@ -90,6 +90,7 @@ def launch(request: LaunchRequest) -> int:
     launcher = find_launcher(request.program, allocation.scheduler if allocation else None)
     if launcher.note:
         _say(launcher.note)
+    _say_unbound(job, launcher.kind, allocation)
     line = launcher.make(job)
     if request.dry_run:
         print(Line(line.words, {**variables, **line.environ}))
@@ -113,6 +114,15 @@ def launch(request: LaunchRequest) -> int:
             return supervisor.run()
         finally:
             warm_start.dismiss_servers(warm)
+
+
+def _say_unbound(job: Job, kind: str, allocation: Allocation | None) -> None:
+    """Say so if ranks will not be bound to cores, because they may then move and share cores."""
+    why = "horovodrun binds none" if kind == "horovodrun" else job.why_not_bound
+    if why and allocation and allocation.scheduler == "slurm":
+        why += "; on hyperthreaded nodes submit the job with --threads-per-core=1"
+    if why:
+        _say(f"ranks are not bound to cores: {why}")
 
 
 def _hosts(request: LaunchRequest, allocation: Allocation | None) -> list[Host]:

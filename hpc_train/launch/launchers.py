@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from hpc_train.errors import SetupError, UserError
+from hpc_train.host.cores import physical_cores
 from hpc_train.host.programs import output
 from hpc_train.launch.hosts import Host
 from hpc_train.launch.left_behind import step_name
@@ -79,7 +78,17 @@ class Job:
     @property
     def binds(self) -> bool:
         """Whether each rank can have cores of its own, as many as its threads."""
-        return self.even and self.per_host * self.threads <= self.cores
+        return not self.why_not_bound
+
+    @property
+    def why_not_bound(self) -> str:
+        """Why ranks have no cores of their own; "" if they have."""
+        if not self.even:
+            return "not all hosts have the same number of ranks"
+        if (needed := self.per_host * self.threads) > self.cores:
+            ranks = f"{self.per_host} ranks of {self.threads} threads need {needed} cores"
+            return f"{ranks}, and this host has {self.cores} for the job"
+        return ""
 
     @property
     def crowded(self) -> bool:
@@ -333,8 +342,7 @@ def _output(*words: str, needs_success: bool = False) -> str:
 
 def cores_here() -> int:
     """Physical cores that this process may use."""
-    logical, physical = psutil.cpu_count() or 1, psutil.cpu_count(logical=False) or 1
-    return max(1, len(os.sched_getaffinity(0)) * physical // logical)
+    return len(physical_cores(os.sched_getaffinity(0)))
 
 
 def threads_of(environ: Mapping[str, str], cores: int, per_host: int) -> int:

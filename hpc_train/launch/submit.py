@@ -180,7 +180,7 @@ def make(request: SubmitRequest) -> BatchJob:
         account_option=site.account_option if site else "-A",
         queue=request.queue or (site.queue if site else ""),
         resources=sites.filled([site.resources], numbers)[0] if site else "",
-        directives=[*(site.directives if site else []), *request.directive],
+        directives=[*_directives(request, site, scheduler), *request.directive],
         environ=environ,
         setup=[*(site.setup if site else []), *(request.setup or _activation())],
         sweep=sweep,
@@ -313,6 +313,15 @@ def _launcher(
         words += ["--ranks_per_node", str(numbers["ranks_per_node"])]
     restarts = RESTARTS if request.max_restarts is None else request.max_restarts
     return [*words, "--max_restarts", str(restarts), "--"]
+
+
+def _directives(request: SubmitRequest, site: Site | None, scheduler: Scheduler) -> Sequence[str]:
+    """The directives of the site, or without one those of any site."""
+    if site:
+        return site.directives
+    # SLURM would count hardware threads as cores. It takes --hint instead of the other, not both.
+    given = any(word.startswith(("--hint", "--threads-per-core")) for word in request.directive)
+    return ["--threads-per-core=1"] if scheduler == "slurm" and not given else []
 
 
 def _activation() -> list[str]:

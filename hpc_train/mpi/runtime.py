@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import SetupError
+from hpc_train.host.cores import physical_cores
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.gpus import NONE, Gpus, choices, count_gpus, visible_device
@@ -48,9 +49,10 @@ class Runtime:
     def cores(self) -> int:
         """Number of processor cores for this rank alone; at least 1. Collective over the node.
 
-        They are the cores that it is bound to, divided by the ranks that are bound to any of them.
+        They are the physical cores that it is bound to, divided by the ranks that are bound to any
+        of them.
         """
-        mine = os.sched_getaffinity(0)
+        mine = physical_cores(os.sched_getaffinity(0))
         everyone = self.node.gathered(mine, "the cores of the ranks of its node")
         return max(1, len(mine) // sum(1 for other in everyone if other & mine))
 

@@ -168,6 +168,21 @@ def test_a_dry_run_prints_a_line_that_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("cores", "environ", "told"),
+    [
+        ("8", {}, ""),
+        ("2", {}, "4 ranks of 2 threads need 8 cores, and this host has 2"),
+        ("2", {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4"}, "--threads-per-core=1"),
+    ],
+)
+def test_it_says_that_ranks_are_not_bound(cores, environ, told):
+    words = ["-np", "4", "--cores", cores, "--dry_run", "--", sys.executable, "-c", "pass"]
+    done = run(*hpc_train("launch", *words), environ={"OMP_NUM_THREADS": "2", **environ})
+    assert told in done.stderr
+    assert ("ranks are not bound to cores" in done.stderr) == bool(told)
+
+
+@pytest.mark.parametrize(
     ("nodes", "expected"),
     [
         ("n1\nn1\nn2\nn2\n", "-np 4 --host n1:2,n2:2"),  # PBS Pro's mpiprocs=2, Torque's ppn=2

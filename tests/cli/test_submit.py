@@ -73,6 +73,21 @@ def test_a_time_limit_has_several_forms(desk, time):
     assert "#SBATCH --time=36:00:00\n" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "there"),
+    [
+        ([], True),
+        (["--site", "frontier", "--account", "me"], False),  # its profile counts as the site does
+        (["--directive=--hint=multithread"], False),  # SLURM takes only one of the two
+        (["--directive=--threads-per-core=2"], False),
+    ],
+)
+def test_cores_of_a_slurm_job_are_cores_on_hyperthreaded_nodes_too(desk, words, there):
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", *words, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    assert ("#SBATCH --threads-per-core=1\n" in done.stdout) == there
+
+
 def test_a_chain_waits_for_the_job_before(desk):
     desk.scheduler("sbatch")
     done = desk.run("submit", "my.yaml", "--chain", "3")

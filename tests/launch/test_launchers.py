@@ -140,6 +140,23 @@ def test_without_any_launcher_the_error_says_what_was_tried(programs):
         launchers.find_launcher(None, None)
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, ""),
+        (
+            {"cores": 6},
+            "4 ranks of 2 threads need 8 cores, and this host has 6 for the job",
+        ),
+        ({"hosts": [Host("n1", 5), Host("n2", 3)]}, "not all hosts have the same number of ranks"),
+    ],
+)
+def test_ranks_that_are_not_bound_are_told_so(fields, told):
+    job = Job(["train"], **{"ranks": 8, "hosts": TWO, "cores": 8, "threads": 2, **fields})
+    assert told in job.why_not_bound
+    assert bool(job.why_not_bound) != job.binds
+
+
 def test_threads_are_what_the_user_says_or_a_share_of_the_cores():
     assert launchers.threads_of({}, 8, 2) == 4
     assert launchers.threads_of({}, 2, 8) == 1
