@@ -215,6 +215,24 @@ def horovodrun(program: str, job: Job) -> Line:
     return Line([*words, *job.command], for_launcher({}, os.geteuid()))
 
 
+def mpirun_of_batch(ranks: int, *, per_node: int, threads: int) -> list[str]:
+    """The words of mpirun in a batch script. The scheduler tells it the hosts.
+
+    Args:
+        ranks: number of ranks.
+        per_node: ranks on each node.
+        threads: cores of each rank.
+    """
+    found = identify("mpirun")
+    kind = found.kind if found else ""
+    if kind == "open_mpi":  # by itself it binds a rank to one core, with all its threads
+        bound = ["--map-by", f"ppr:{per_node}:node:PE={threads}", "--bind-to", "core"]
+        return ["mpirun", "-np", str(ranks), *bound]
+    if kind == "hydra":
+        return ["mpirun", "-n", str(ranks), "-ppn", str(per_node), "-bind-to", f"core:{threads}"]
+    return ["mpirun", "-np", str(ranks)]
+
+
 @dataclass(frozen=True)
 class FoundLauncher:
     """A launcher that was found on this machine.

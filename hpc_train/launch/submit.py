@@ -18,7 +18,7 @@ from hpc_train.config.keys import check_key
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch import Scheduler, sites
 from hpc_train.launch.batch import BatchJob, text
-from hpc_train.launch.launchers import srun_plugin
+from hpc_train.launch.launchers import mpirun_of_batch, srun_plugin
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.sites import Site
 
@@ -303,7 +303,10 @@ def _launcher(
         plugin = srun_plugin()
         return ["srun", *([f"--mpi={plugin}"] if plugin else []), "--kill-on-bad-exit=1"]
     if request.launcher == "mpirun":
-        return ["mpirun", "-np", str(numbers["ranks"])]
+        if scheduler == "mpijob":  # the image's mpirun is another one
+            return ["mpirun", "-np", str(numbers["ranks"])]
+        per_node, threads = numbers["ranks_per_node"], numbers["threads"]
+        return mpirun_of_batch(numbers["ranks"], per_node=per_node, threads=threads)
     if site and site.launcher and not request.launcher:
         return sites.filled(site.launcher, numbers)
     words = [*program, "launch"]

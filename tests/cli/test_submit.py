@@ -88,6 +88,16 @@ def test_cores_of_a_slurm_job_are_cores_on_hyperthreaded_nodes_too(desk, words, 
     assert ("#SBATCH --threads-per-core=1\n" in done.stdout) == there
 
 
+def test_mpirun_gives_each_rank_its_cores(desk):
+    path = desk.folder / "bin/mpirun"
+    path.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.6'\n")
+    path.chmod(0o755)
+    words = ["--launcher", "mpirun", "--nodes", "2", "--ranks_per_node", "2", "--threads", "8"]
+    done = desk.run("submit", "my.yaml", "--scheduler", "pbs", *words, "--dry_run")
+    line = "launcher=(mpirun -np 4 --map-by ppr:2:node:PE=8 --bind-to core)"
+    assert f"{line}\n" in done.stdout, done.stderr
+
+
 def test_a_chain_waits_for_the_job_before(desk):
     desk.scheduler("sbatch")
     done = desk.run("submit", "my.yaml", "--chain", "3")

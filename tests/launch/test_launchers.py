@@ -184,6 +184,21 @@ def test_srun_starts_intel_mpi_only_with_slurms_library(programs, monkeypatch):
     assert "--mpi=pmi2" in str(found.make(Job(["train"], 2)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("open_mpi", "mpirun -np 8 --map-by ppr:4:node:PE=2 --bind-to core"),
+        ("open_mpi 5", "mpirun -np 8 --map-by ppr:4:node:PE=2 --bind-to core"),
+        ("hydra", "mpirun -n 8 -ppn 4 -bind-to core:2"),
+        (None, "mpirun -np 8"),
+    ],
+)
+def test_mpirun_in_a_batch_script_gives_each_rank_its_cores(programs, kind, words):
+    """Of its own, Open MPI binds a rank to one core, with all its threads."""
+    programs(**({"mpirun": VERSIONS[kind]} if kind else {}))
+    assert " ".join(launchers.mpirun_of_batch(8, per_node=4, threads=2)) == words
+
+
 def test_a_long_list_of_nodes_is_one_argument(programs):
     """Linux takes arguments of at most 128 KiB."""
     hosts = [Host(f"nid{number:06}", 8) for number in range(1, 12001)]
