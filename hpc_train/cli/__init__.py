@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from hpc_train.errors import HpcTrainError, UserError, print_error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+EXIT_READER_GONE = 128 + 13  # as a shell reports a program that SIGPIPE has ended
 # The text of each verb in `hpc-train --help`. The module of the same name has `run(arguments)`.
 VERBS = {
     "doctor": "check what works here, and say how to repair the rest",
@@ -36,7 +38,19 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `hpc-train`; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone is no error
+    except BrokenPipeError:
+        if not _reader_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at its end
+        return EXIT_READER_GONE
+
+
+def _run(arguments: list[str]) -> int:
     try:
         if arguments[:1] == ["train"] and (code := _started_warm(arguments)) is not None:
             return code
@@ -48,6 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HpcTrainError as error:
         print_error(error)
         return error.exit_code
+
+
+def _reader_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def parser() -> Parser:

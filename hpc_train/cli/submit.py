@@ -1,10 +1,10 @@
-"""`hpc-train submit CONFIG.yaml --scheduler slurm --nodes N ... [--section.key VALUE ...]`."""
+"""`hpc-train submit CONFIG.yaml [--section.key VALUE ...] [options]`, or `... -- COMMAND`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from hpc_train.cli.verb import COUNT, Parser, not_negative, show_help, wants_help
+from hpc_train.cli.verb import COUNT, Parser, gigabytes, not_negative, show_help, wants_help
 from hpc_train.launch import Scheduler
 
 if TYPE_CHECKING:
@@ -15,11 +15,15 @@ def options() -> Parser:
     """The options of the verb."""
     made = Parser(
         prog="hpc-train submit",
-        usage="hpc-train submit CONFIG.yaml [--section.key VALUE ...] [options]",
+        usage="hpc-train submit CONFIG.yaml [--section.key VALUE ...] [options]\n"
+        "       hpc-train submit --run.dir DIR [options] -- COMMAND ...",
         description="Write the batch script of a run, and queue it. The job stops with a "
-        "checkpoint before its time is over, and is queued again until training is finished.",
+        "checkpoint before its time is over, and is queued again until training is finished. The "
+        "words after -- are another program, which runs on each rank.",
     )
-    made.add_argument("config", metavar="CONFIG.yaml", help="the configuration file of the run")
+    made.add_argument(
+        "config", nargs="?", metavar="CONFIG.yaml", help="the configuration file of the run"
+    )
     made.add_argument(
         "--scheduler",
         choices=get_args(Scheduler),
@@ -30,7 +34,19 @@ def options() -> Parser:
     made.add_argument(
         "--ranks_per_node", help="ranks on each node (default: the site's, or 1)", **COUNT
     )
-    made.add_argument("--threads", help="cores of each rank", **COUNT)
+    made.add_argument(
+        "--threads",
+        help="cores of each rank (default: the site's, or an equal part of the node's if SLURM "
+        "says how many these are, or 1)",
+        **COUNT,
+    )
+    made.add_argument("--gpus", help="GPUs of each node (default: the site's)", **COUNT)
+    made.add_argument(
+        "--memory",
+        type=gigabytes,
+        metavar="GB",
+        help="memory of each node, such as 64 or 64GB (default: the scheduler's)",
+    )
     made.add_argument(
         "--time",
         metavar="HH:MM:SS",
@@ -38,21 +54,40 @@ def options() -> Parser:
     )
     made.add_argument("--name", help="job name (default: the run directory's name)")
     made.add_argument("--account", help="account that pays for the job")
-    made.add_argument("--queue", help="queue or partition")
+    made.add_argument("--queue", help="queue or partition; a QOS where the site's queues are these")
+    made.add_argument("--qos", default="", help="quality of service (SLURM)")
+    made.add_argument(
+        "--constraint", default="", metavar="FEATURE", help="features of nodes (SLURM)"
+    )
+    made.add_argument("--reservation", default="", metavar="NAME", help="reservation (SLURM)")
+    made.add_argument(
+        "--exclusive", action="store_true", help="ask for nodes that no other job uses"
+    )
+    made.add_argument(
+        "--mail", default="", metavar="ADDRESS", help="mail address that is told of the job's end"
+    )
+    made.add_argument(
+        "--resources",
+        default="",
+        metavar="TEXT",
+        help="what PBS is asked for instead of the usual nodes and ranks, such as "
+        "'select={nodes}:ncpus=32:ngpus=4'; {cores}, {gpus} and {memory_gb} are those of all nodes",
+    )
     made.add_argument(
         "--directive",
-        nargs="+",
-        default=(),
+        action="append",
+        default=[],
         metavar="TEXT",
-        help="further directives for the scheduler, such as '--qos=debug'",
+        help="a further directive for the scheduler, such as '--qos=debug'; several may follow, "
+        "and the option may be repeated",
     )
     made.add_argument(
         "--setup",
-        nargs="+",
-        default=(),
+        action="append",
+        default=[],
         metavar="LINE",
-        help="shell lines that run first, such as 'module load python' (default: activate this "
-        "environment)",
+        help="a shell line that runs first, such as 'module load python' (default: activate this "
+        "environment); several may follow, and the option may be repeated",
     )
     made.add_argument(
         "--launcher",
@@ -85,7 +120,8 @@ def options() -> Parser:
     made.add_argument(
         "--sweep",
         nargs="+",
-        default=(),
+        action="extend",
+        default=[],
         metavar="KEY=V,V",
         help="submit an array job with a task for each combination of values, such as "
         "optimizer.lr=1e-3,1e-4",
@@ -97,14 +133,35 @@ def options() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    if wants_help(arguments):
+    cut = list(arguments).index("--") if "--" in arguments else len(arguments)
+    if not arguments or wants_help(["--", *arguments[:cut]]):
         return show_help(options(), arguments)
     from hpc_train.config import file
 
-    own, keys = file.separate(arguments)
+    own, keys = file.separate(_joined(arguments[:cut]))
     given = options().parse_args(own)
-    from hpc_train.launch.submit import SubmitRequest, submit
+    from hpc_train.launch.request import SubmitRequest
+    from hpc_train.launch.submit import submit
 
-    for job in submit(SubmitRequest(**vars(given), options=keys)):
+    for job in submit(SubmitRequest(**vars(given), options=keys, command=arguments[cut + 1 :])):
         print(job)
     return 0
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """Join each value of --directive and --setup to its option, as in --directive=--qos=debug.
+
+    The word after such an option is its value, whatever it begins with. Further values follow up to
+    the next word that begins with a dash.
+    """
+    words: list[str] = []
+    option = ""
+    for word in arguments:
+        if option and (words[-1] == option or not word.startswith("-")):
+            if words[-1] == option:
+                words.pop()
+            words.append(f"{option}={word}")
+        else:
+            words.append(word)
+            option = word if word in ("--directive", "--setup") else ""
+    return words

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError
+import re
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc_train.errors import EXIT_USER, UserError
@@ -17,10 +19,26 @@ EXIT_CODES = (
 
 
 class Parser(ArgumentParser):
-    """The options of one verb. A mistake in them is raised as an error that names the help."""
+    """The options of one verb. A mistake in them is raised as an error that names the help.
+
+    An option may be written with dashes in place of its underscores: --ranks-per-node.
+    """
 
     lists = "options"
     """What its help lists."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None
+    ) -> tuple[Namespace, list[str]]:
+        """Parse the arguments, whose options may have dashes."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._with_underscores(word) for word in words], namespace)
+
+    def _with_underscores(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        option = f"--{name[2:].replace('-', '_')}"
+        known = name.startswith("--") and option in self._option_string_actions
+        return f"{option}{equals}{value}" if known else word
 
     def error(self, message: str) -> NoReturn:
         """Refuse the arguments.
@@ -39,6 +57,14 @@ def positive(text: str) -> int:
 def not_negative(text: str) -> int:
     """The value of an option that takes a whole number of 0 or more."""
     return _at_least(0, text)
+
+
+def gigabytes(text: str) -> int:
+    """The value of an option that takes an amount of memory: 64, 64G, 64GB or 2TB."""
+    found = re.fullmatch(r"([1-9]\d*)(g|t)?b?", text, re.ASCII | re.IGNORECASE)
+    if not found:
+        raise ArgumentTypeError(f"{text!r} is not an amount of memory, such as 64GB")
+    return int(found[1]) * (1000 if (found[2] or "").lower() == "t" else 1)
 
 
 def _at_least(least: int, text: str) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ DESCRIPTION = (
 )
 
 SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
+PATH_KEYS = ("run.dir", "data.path", "checkpoint.resume", "checkpoint.weights")
+"""Keys whose values are paths: ~ and variables of the environment are expanded in them."""
 KEYS = {f"{name}.{key.name}": key for name, section in SECTIONS.items() for key in fields(section)}
 
 
@@ -108,12 +111,16 @@ def separate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, options
 
 
-def load(path: str | Path | None = None, options: Sequence[str] = ()) -> RunConfig:
+def load(
+    path: str | Path | None = None, options: Sequence[str] = (), later: Collection[str] = ()
+) -> RunConfig:
     """Make a configuration from a YAML file and dotted options, which override the file.
 
     Args:
         path: the file; None takes the defaults.
         options: as on the command line: ["--run.steps", "100", "--model.layers=2"].
+        later: keys of PATH_KEYS that stay as they are if they cannot be expanded here. The job that
+            reads them may have their variables.
 
     Raises:
         ConfigError: a key or value is wrong; the message names it.
@@ -129,7 +136,30 @@ def load(path: str | Path | None = None, options: Sequence[str] = ()) -> RunConf
     except ArgumentError as error:
         raise _explained(str(error)) from None
     tree = parsed.as_dict()
+    for key in PATH_KEYS:
+        section, _, name = key.partition(".")
+        if tree[section][name] is not None:
+            tree[section][name] = _expanded(key, tree[section][name], later)
     return RunConfig(**{name: make(**tree[name]) for name, make in SECTIONS.items()})
+
+
+def _expanded(key: str, value: str, later: Collection[str]) -> str:
+    """A path with the home directory in place of ~, and the values of its variables."""
+    made = os.path.expandvars(value)
+    unset = re.search(r"\$(?:\{(\w*)\}|(\w*))", made)
+    why = f"the variable {unset[1] or unset[2]} is not set" if unset and unset[0] != "$" else ""
+    if unset and not why:
+        why = "$ begins the name of a variable, and none follows"
+    if not why and made.startswith("~"):
+        try:
+            made = str(Path(made).expanduser())
+        except RuntimeError:
+            why = f"there is no user {Path(made).parts[0][1:]}"
+    if not why:
+        return made
+    if key in later:
+        return value
+    raise ConfigError(f"{key} is {value!r}, but {why}", "correct it, or write it without ~ and $")
 
 
 def _explained(message: str) -> ConfigError:

@@ -31,7 +31,8 @@ class RunSection:
 
     dir: str = "runs/run"
     """Run directory, with the configuration, metrics, logs and checkpoints. The same command
-    resumes the run there."""
+    resumes the run there. In this path and all others, ~ and variables such as $SCRATCH are
+    expanded."""
     seed: int = 0
     """Seed of the initial weights, the sample order and the dropout."""
     steps: int | None = None

@@ -48,7 +48,9 @@ class BatchJob:
         account: account that pays; "" is the site's default.
         account_option: the option by which PBS is given the account.
         queue: queue or partition; "" is the site's default.
+        queue_option: the option by which SLURM is given the queue.
         resources: resources for PBS, instead of the usual nodes and ranks.
+        of_each_node: what the usual resources of PBS also have for each node, such as ":ngpus=4".
         directives: further directives, as the scheduler spells them.
         environ: variables for the job.
         setup: shell lines that load modules. They are not quoted, because the user wrote them.
@@ -72,7 +74,9 @@ class BatchJob:
     account: str = ""
     account_option: str = "-A"
     queue: str = ""
+    queue_option: str = "--partition"
     resources: str = ""
+    of_each_node: str = ""
     directives: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     setup: Sequence[str] = ()
@@ -157,7 +161,7 @@ def _slurm(batch: BatchJob) -> list[str]:
     if batch.account:
         lines.append(f"--account={_word('--account', batch.account)}")
     if batch.queue:
-        lines.append(f"--partition={_word('--queue', batch.queue)}")
+        lines.append(f"{batch.queue_option}={_word('--queue', batch.queue)}")
     if batch.sweep:
         lines.append(f"--array=0-{len(batch.sweep) - 1}")
     return lines
@@ -171,7 +175,7 @@ def _pbs(batch: BatchJob) -> list[str]:
         usual = f"nodes={batch.nodes}:ppn={cores}"
     lines = [
         f"-N {_word('the name', batch.name)}",
-        f"-l {batch.resources or usual}",
+        f"-l {batch.resources or usual + batch.of_each_node}",
         f"-l walltime={format_duration(batch.seconds)}",
         f"-o {_word('run.dir', batch.run_dir)}/",
         "-j oe",

@@ -17,6 +17,8 @@ from hpc_train.launch import Scheduler
 from hpc_train.launch.batch import TEMPLATES
 
 SITES = TEMPLATES / "sites"
+OF_PBS = ("resources", "account_option")
+OF_SLURM = ("queue_option", "constraint", "exclusive", "gpu_option")
 NUMBERS = ("nodes", "ranks", "ranks_per_node", "threads", "cores", "gpus", "memory_gb")
 
 
@@ -32,10 +34,13 @@ class Site:
         needs: options of `submit` that every job of the site must give.
         account_option: the option by which PBS is given the account.
         ranks_per_node: ranks on each node, such as one per GPU.
-        threads: cores that each rank asks for.
+        threads: cores that each rank asks for; None: an equal part of the node's.
         bound: whether `launcher` lists cores. Then the user cannot change the ranks or threads.
         queue: queue or partition.
-        gpus_per_node, memory_gb_per_node: GPUs and memory of a node.
+        queue_option: whether SLURM is given the queue as a partition or as a QOS.
+        constraint, exclusive: as SLURM's --constraint and --exclusive.
+        gpus_per_node, memory_gb_per_node: GPUs and memory that a job asks for on each node.
+        gpu_option: the option by which SLURM is given the number of GPUs.
         resources: resources for PBS, instead of the usual select.
         directives: further directives, without #SBATCH or #PBS.
         launcher: the launcher's line; [] leaves it to `hpc-train launch`.
@@ -47,11 +52,15 @@ class Site:
     needs: list[Literal["account", "queue"]] = field(default_factory=list)
     account_option: Literal["-A", "-P"] = "-A"
     ranks_per_node: PositiveInt = 1
-    threads: PositiveInt = 1
+    threads: PositiveInt | None = None
     bound: bool = False
     queue: str = ""
+    queue_option: Literal["--partition", "--qos"] = "--partition"
+    constraint: str = ""
+    exclusive: bool = False
     gpus_per_node: NonNegativeInt = 0
     memory_gb_per_node: NonNegativeInt = 0
+    gpu_option: Literal["--gpus-per-node=", "--gres=gpu:"] = "--gpus-per-node="
     resources: str = ""
     directives: list[str] = field(default_factory=list)
     launcher: list[str] = field(default_factory=list)
@@ -87,10 +96,11 @@ def load_site(name: str) -> Site:
     except (ArgumentError, KeyError, IndexError, ValueError) as error:
         told = " ".join(str(error).split())
         raise UserError(f"{path}: {told}", "hpc_train/launch/sites.py describes the keys") from None
-    if site.resources and site.scheduler == "slurm":
-        raise UserError(f"{path}: resources is a key for PBS only", "use directives")
-    if "account_option" in tree and site.scheduler == "slurm":
-        raise UserError(f"{path}: account_option is a key for PBS only", "leave it out")
+    slurm = site.scheduler == "slurm"
+    for key in OF_PBS if slurm else OF_SLURM:
+        if key in tree:
+            whose = "PBS" if slurm else "SLURM"
+            raise UserError(f"{path}: {key} is a key for {whose} only", "use directives instead")
     return site
 
 

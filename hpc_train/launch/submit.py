@@ -8,18 +8,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from hpc_train.config import file as config_file
 from hpc_train.config.durations import TIME_FORMS, parse_duration
 from hpc_train.config.keys import check_key
 from hpc_train.errors import HpcTrainError, SetupError, UserError
-from hpc_train.launch import Scheduler, sites
+from hpc_train.launch import Scheduler, resources, sites
 from hpc_train.launch.batch import BatchJob, text
 from hpc_train.launch.launchers import mpirun_of_batch, srun_plugin
 from hpc_train.launch.protocol import STOP
+from hpc_train.launch.request import SubmitRequest, check_request, requeue_by
+from hpc_train.launch.resources import JobSize, slurm_node
 from hpc_train.launch.sites import Site
 
 COMMANDS = {
@@ -29,62 +29,8 @@ COMMANDS = {
     "mpijob": ("kubectl", "create", "-o", "name", "-f"),
 }
 HOUR = 3600
+LATER = {*config_file.PATH_KEYS} - {"run.dir"}  # the job may set variables for them
 RESTARTS, REQUEUES = 3, 50
-# Options that a scheduler cannot use. They are refused, because ignoring them would mislead.
-NOT_FOR: dict[str, tuple[str, ...]] = {
-    "slurm": ("image",),
-    "pbs": ("image", "chain"),
-    "torque": ("image", "chain"),
-    "mpijob": ("time", "account", "queue", "directive", "setup", "requeue_by", "chain", "sweep"),
-}
-
-
-@dataclass(frozen=True)
-class SubmitRequest:
-    """What the user asks for. None and empty values stand for the site's, or else the default.
-
-    Args:
-        config: path of CONFIG.yaml.
-        options: --section.key VALUE ..., for the training.
-        scheduler: slurm, pbs, torque or mpijob.
-        site: name or file of a site profile.
-        nodes, ranks_per_node, threads: number of nodes, ranks on each node, cores of each rank.
-        time: time limit, such as 02:00:00 or 2h; None: one hour.
-        name: job name; by default that of the run directory.
-        account, queue: account that pays, and queue or partition.
-        directive: further directives.
-        setup: shell lines to run first.
-        launcher: srun, mpirun or horovodrun; by default `hpc-train launch`.
-        max_restarts: maximum number of restarts by `hpc-train launch`; None: RESTARTS.
-        requeue_by: how the job is queued again when it has stopped early.
-        max_requeues: maximum number of requeues; None: REQUEUES.
-        chain: number of jobs to queue at once; each waits for the one before it.
-        sweep: section.key=V1,V2,...: an array with a task for each combination.
-        image: container image, for mpijob.
-        dry_run: print the script, and queue nothing.
-    """
-
-    config: str
-    options: Sequence[str] = ()
-    scheduler: Scheduler | None = None
-    site: str | None = None
-    nodes: int = 1
-    ranks_per_node: int | None = None
-    threads: int | None = None
-    time: str | None = None
-    name: str | None = None
-    account: str | None = None
-    queue: str | None = None
-    directive: Sequence[str] = ()
-    setup: Sequence[str] = ()
-    launcher: str | None = None
-    max_restarts: int | None = None
-    requeue_by: Literal["requeue", "submit", "never"] | None = None
-    max_requeues: int | None = None
-    chain: int = 1
-    sweep: Sequence[str] = ()
-    image: str = ""
-    dry_run: bool = False
 
 
 def submit(request: SubmitRequest) -> list[str]:
@@ -135,34 +81,40 @@ def make(request: SubmitRequest) -> BatchJob:
     Raises:
         UserError: its configuration is wrong, or the options do not fit together.
     """
-    config = config_file.load(request.config, request.options)
-    site = sites.load_site(request.site) if request.site else None
-    scheduler = request.scheduler or (site.scheduler if site else None) or _scheduler_here()
-    _check(request, site, scheduler)
-    ranks_per_node = request.ranks_per_node or (site.ranks_per_node if site else 1)
-    threads = request.threads or (site.threads if site else 1)
+    run_dir = _run_dir(request)
+    profile = sites.load_site(request.site) if request.site else None
+    scheduler = request.scheduler or (profile.scheduler if profile else None) or _scheduler_here()
+    site = profile or Site(scheduler)
+    if request.site in sites.names():
+        _say(f"the profile {request.site} was never run at that site: check what --dry_run prints")
+    check_request(request, site, scheduler)
     sweep = _sweep(request.sweep)
     if len(sweep) == 1 and scheduler != "slurm":
         raise UserError(
             "--sweep has a single task, and PBS makes no array of one", "give more values"
         )
     for words in sweep:
-        config_file.load(request.config, [*request.options, *words])
-    run_dir = config.run.dir
-    numbers = {
-        "nodes": request.nodes,
-        "ranks": request.nodes * ranks_per_node,
-        "ranks_per_node": ranks_per_node,
-        "threads": threads,
-        "cores": request.nodes * ranks_per_node * threads,
-        "gpus": request.nodes * (site.gpus_per_node if site else 0),
-        "memory_gb": request.nodes * (site.memory_gb_per_node if site else 0),
-    }
-    environ = dict(site.environ) if site else {}
+        config_file.load(request.config, [*request.options, *words], LATER)
+    queue = request.queue or (request.qos if site.queue_option == "--qos" else "") or site.queue
+    ranks_per_node = request.ranks_per_node or site.ranks_per_node
+    threads, whole = _threads(request, site, scheduler, ranks_per_node, queue)
+    size = JobSize(
+        request.nodes,
+        ranks_per_node,
+        threads,
+        request.gpus or site.gpus_per_node,
+        request.memory or site.memory_gb_per_node,
+    )
+    environ = dict(site.environ)
     if request.threads:
         environ["OMP_NUM_THREADS"] = str(request.threads)
     program = ["hpc-train"] if scheduler == "mpijob" else [sys.executable, "-m", "hpc_train"]
     script = Path(run_dir, "job.yaml" if scheduler == "mpijob" else "job.sh")
+    placed = [
+        line
+        for line in site.directives
+        if not (request.exclusive and line.startswith("-l place="))  # PBS takes one place only
+    ]
     return BatchJob(
         scheduler=scheduler,
         name=request.name or Path(run_dir).name,
@@ -170,95 +122,80 @@ def make(request: SubmitRequest) -> BatchJob:
         ranks_per_node=ranks_per_node,
         threads=threads,
         seconds=_time_limit(request.time),
-        command=[*program, "train", request.config, *request.options],
+        command=request.command or [*program, "train", str(request.config), *request.options],
         run_dir=run_dir,
-        launcher=_launcher(request, site, scheduler, program, numbers),
+        launcher=_launcher(request, site, scheduler, program, size.numbers),
         script=str(script.absolute()),
-        requeue_by=_requeue_by(request, scheduler),
+        requeue_by=requeue_by(request, scheduler),
         max_requeues=REQUEUES if request.max_requeues is None else request.max_requeues,
         account=request.account or "",
-        account_option=site.account_option if site else "-A",
-        queue=request.queue or (site.queue if site else ""),
-        resources=sites.filled([site.resources], numbers)[0] if site else "",
-        directives=[*_directives(request, site, scheduler), *request.directive],
+        account_option=site.account_option,
+        queue=queue,
+        queue_option=site.queue_option,
+        resources=resources.resources(request, site, size),
+        of_each_node=resources.of_each_node(scheduler, size),
+        directives=[
+            *resources.directives(request, site, size, scheduler),
+            *whole,
+            *placed,
+            *request.directive,
+        ],
         environ=environ,
-        setup=[*(site.setup if site else []), *(request.setup or _activation())],
+        setup=[*site.setup, *(request.setup or _activation())],
         sweep=sweep,
         image=request.image,
     )
 
 
-def _check(request: SubmitRequest, site: Site | None, scheduler: Scheduler) -> None:
-    """Refuse options that would be accepted and ignored.
+def _run_dir(request: SubmitRequest) -> str:
+    """The run directory that the configuration or --run.dir names.
 
     Raises:
-        UserError: options that do not go together, or not with this site or scheduler.
+        UserError: the configuration is wrong, or does not go with a command.
     """
-    if site:
-        _check_site(request, site, scheduler)
-    for option in NOT_FOR[scheduler]:
-        if getattr(request, option) != getattr(SubmitRequest, option):
-            raise UserError(f"--{option} means nothing to {scheduler}", "leave it out")
-    torque_cores = scheduler == "torque" and (request.threads or 1) > 1
-    starts_itself = request.launcher in ("srun", "mpirun") or bool(
-        not request.launcher and site and site.launcher
-    )
-    for wrong, why, remedy in (
-        (
-            scheduler == "mpijob" and not request.image,
-            "an MPIJob runs in containers",
-            "give --image NAME with hpc_train in it",
-        ),
-        (
-            request.requeue_by == "requeue" and scheduler != "slurm",
-            f"--requeue_by requeue is for SLURM, and the scheduler is {scheduler}",
-            "give --requeue_by submit",
-        ),
-        (
-            request.chain > 1 and (request.sweep or request.requeue_by not in (None, "never")),
-            "--chain cannot be combined with --sweep or --requeue_by",
-            "leave one out: all jobs of a chain are in the queue already",
-        ),
-        (
-            request.max_requeues is not None and _requeue_by(request, scheduler) == "never",
-            "--max_requeues is given, but this job is never queued again",
-            "leave it out",
-        ),
-        (
-            request.launcher == "srun" and scheduler != "slurm",
-            f"srun is for SLURM, and the scheduler is {scheduler}",
-            "leave out --launcher",
-        ),
-        (
-            starts_itself and torque_cores,
-            "Torque's slots are cores: --launcher and --threads cannot be combined",
-            "leave one out",
-        ),
-        (
-            request.max_restarts is not None and starts_itself,
-            "--max_restarts is for `hpc-train launch`, which does not start it",
-            "leave out --max_restarts, or --launcher and the `launcher` line of the site profile",
-        ),
-    ):
-        if wrong:
-            raise UserError(why, remedy)
-
-
-def _check_site(request: SubmitRequest, site: Site, scheduler: Scheduler) -> None:
-    if site.scheduler != scheduler:
+    if bool(request.config) == bool(request.command):
         raise UserError(
-            f"site {request.site} has {site.scheduler}, not {scheduler}",
-            "leave out --site or --scheduler",
+            "give CONFIG.yaml, or a command after --, and not both",
+            "hpc-train submit my.yaml, or hpc-train submit --run.dir runs/my -- python my_loop.py",
         )
-    for need in site.needs:
-        if not getattr(request, need):
-            raise UserError(f"site {request.site} requires --{need}", f"give --{need}")
-    for option in ("threads", "ranks_per_node"):
-        if site.bound and getattr(request, option):
+    if request.command:
+        if request.command[0] == "train":
+            raise UserError("train is submitted by its configuration", "hpc-train submit my.yaml")
+        keys = [word.partition("=")[0] for word in request.options if word.startswith("--")]
+        if set(keys) != {"--run.dir"} or request.sweep:
             raise UserError(
-                f"site {request.site} lists ranks' cores: --{option} is {getattr(site, option)}",
-                "leave it out, or copy the profile to a file and change it",
+                "a command takes --run.dir, and no other key of a configuration",
+                "give --run.dir DIR, the folder of the job's script and output: the one that your "
+                "program passes to Loop or Trainer",
             )
+    return config_file.load(request.config, request.options, LATER).run.dir
+
+
+def _threads(
+    request: SubmitRequest, site: Site, scheduler: Scheduler, ranks_per_node: int, queue: str
+) -> tuple[int, list[str]]:
+    """Cores of each rank, and the directives by which SLURM counts cores and no hardware threads.
+
+    By default the ranks of a node share all its cores. Only SLURM says how many these are.
+    """
+    # Sites count in their own way. SLURM takes --hint or this directive, not both.
+    said = any(word.startswith(("--hint", "--threads-per-core")) for word in request.directive)
+    by_core = [] if scheduler != "slurm" or said else ["--threads-per-core=1"]
+    if given := request.threads or site.threads:
+        return given, [] if request.site else by_core
+    partition = queue if site.queue_option == "--partition" else ""
+    node = slurm_node(partition) if scheduler == "slurm" else None
+    threads = node.cores // ranks_per_node if node else 0
+    if node and threads:
+        _say(f"each rank has {threads} of a node's {node.cores} cores: --threads changes it")
+        return threads, by_core if node.hardware_threads > 1 else []
+    if scheduler != "mpijob":
+        _say("each rank has 1 core: --threads N gives it more")
+    return 1, [] if request.site else by_core
+
+
+def _say(text: str) -> None:
+    print(f"hpc-train submit: {text}", file=sys.stderr, flush=True)
 
 
 def _time_limit(text: str | None) -> int:
@@ -275,14 +212,6 @@ def _time_limit(text: str | None) -> int:
     return seconds
 
 
-def _requeue_by(
-    request: SubmitRequest, scheduler: Scheduler
-) -> Literal["requeue", "submit", "never"]:
-    if request.chain > 1:
-        return "never"  # the next job of the chain is in the queue
-    return request.requeue_by or ("requeue" if scheduler == "slurm" else "submit")
-
-
 def _scheduler_here() -> Scheduler:
     if shutil.which("sbatch"):
         return "slurm"
@@ -293,7 +222,7 @@ def _scheduler_here() -> Scheduler:
 
 def _launcher(
     request: SubmitRequest,
-    site: Site | None,
+    site: Site,
     scheduler: Scheduler,
     program: Sequence[str],
     numbers: Mapping[str, int],
@@ -307,7 +236,7 @@ def _launcher(
             return ["mpirun", "-np", str(numbers["ranks"])]
         per_node, threads = numbers["ranks_per_node"], numbers["threads"]
         return mpirun_of_batch(numbers["ranks"], per_node=per_node, threads=threads)
-    if site and site.launcher and not request.launcher:
+    if site.launcher and not request.launcher:
         return sites.filled(site.launcher, numbers)
     words = [*program, "launch"]
     if request.launcher == "horovodrun":
@@ -316,15 +245,6 @@ def _launcher(
         words += ["--ranks_per_node", str(numbers["ranks_per_node"])]
     restarts = RESTARTS if request.max_restarts is None else request.max_restarts
     return [*words, "--max_restarts", str(restarts), "--"]
-
-
-def _directives(request: SubmitRequest, site: Site | None, scheduler: Scheduler) -> Sequence[str]:
-    """The directives of the site, or without one those of any site."""
-    if site:
-        return site.directives
-    # SLURM would count hardware threads as cores. It takes --hint instead of the other, not both.
-    given = any(word.startswith(("--hint", "--threads-per-core")) for word in request.directive)
-    return ["--threads-per-core=1"] if scheduler == "slurm" and not given else []
 
 
 def _activation() -> list[str]:

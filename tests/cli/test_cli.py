@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -123,3 +124,19 @@ def test_print_config_gives_a_file_that_means_the_same(tmp_path):
     assert printed.returncode == 0
     (tmp_path / "all.yaml").write_text(printed.stdout)
     assert load(tmp_path / "all.yaml") == load(None, options)
+
+
+PLAN = ["plan", "--model.vocab", "100"]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["topology", "--help"], PLAN, [*PLAN, "--json"]])
+def test_a_reader_that_leaves_is_no_error(words):
+    """As in `hpc-train plan | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command(*words), stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode in (0, 1, 141)

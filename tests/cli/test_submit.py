@@ -21,17 +21,20 @@ class Desk:
         (folder / "my.yaml").write_text("run: {dir: 'runs/my', steps: 5}\n")
         (folder / "bin").mkdir()
 
-    def scheduler(self, name: str, code: int = 0) -> None:
+    def scheduler(self, name: str, code: int = 0, says: str | None = None) -> None:
+        """Make a command that writes down how it is called, and prints a text or a new job's id."""
         path = self.folder / "bin" / name
+        calls = f"{self.folder}/{name}.calls"
+        prints = f"/usr/bin/wc -l < {calls}" if says is None else f"echo {shlex.quote(says)}"
         path.write_text(
-            f'#!/bin/sh\necho "$*" >> {self.folder}/{name}.calls\n'
-            f"if [ {code} != 0 ]; then echo 'invalid account' >&2; exit {code}; fi\n"
-            f"/usr/bin/wc -l < {self.folder}/{name}.calls\n"
+            f'#!/bin/sh\necho "$*" >> {calls}\n'
+            f"if [ {code} != 0 ]; then echo 'invalid account' >&2; exit {code}; fi\n{prints}\n"
         )
         path.chmod(0o755)
 
-    def run(self, *words: str):
-        return run(*hpc_train(*words), cwd=self.folder, environ={"PATH": f"{self.folder}/bin"})
+    def run(self, *words: str, **environ: str):
+        environ = {"PATH": f"{self.folder}/bin", **environ}
+        return run(*hpc_train(*words), cwd=self.folder, environ=environ)
 
     def calls(self, name: str) -> list[str]:
         return (self.folder / f"{name}.calls").read_text().splitlines()
@@ -96,6 +99,72 @@ def test_mpirun_gives_each_rank_its_cores(desk):
     done = desk.run("submit", "my.yaml", "--scheduler", "pbs", *words, "--dry_run")
     line = "launcher=(mpirun -np 4 --map-by ppr:2:node:PE=8 --bind-to core)"
     assert f"{line}\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--directive", "--qos=debug", "--directive", "-l a=b", "x"],
+        ["--directive", "--qos=debug", "--name", "it", "--directive=-l a=b", "--directive", "x"],
+        ["--directive=--qos=debug", "--directive", "-l a=b", "x", "--run.seed", "3"],
+    ],
+)
+def test_directives_may_begin_with_dashes_and_add_up(desk, words):
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", *words, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --qos=debug\n#SBATCH -l a=b\n#SBATCH x\n" in done.stdout
+    assert ("--run.seed" in done.stdout) == ("--run.seed" in words)
+
+
+def test_setup_lines_and_axes_of_a_sweep_add_up(desk):
+    words = [
+        "--setup",
+        "-x",
+        "module load a",
+        "--sweep",
+        "run.seed=1,2",
+        "--setup",
+        "module load b",
+    ]
+    words += ["--sweep", "optimizer.lr=1e-3,1e-4", "--scheduler", "slurm", "--dry_run"]
+    done = desk.run("submit", "my.yaml", *words)
+    assert done.returncode == 0, done.stderr
+    assert "    -x\n    module load a\n    module load b\n" in done.stdout
+    assert "#SBATCH --array=0-3\n" in done.stdout
+
+
+def test_an_option_that_takes_text_needs_some(desk):
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", "--dry_run", "--directive")
+    assert "--directive: expected one argument" in only_line(done.stderr)
+
+
+def test_options_may_have_dashes_for_underscores(desk):
+    words = ["--ranks-per-node", "3", "--dry-run", "--max-requeues=7", "--scheduler", "slurm"]
+    done = desk.run("submit", "my.yaml", *words)
+    assert "#SBATCH --ntasks-per-node=3\n" in done.stdout, done.stderr
+    assert "max_requeues=7\n" in done.stdout
+
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/jobs.md"
+ROWS = [line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `--")]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if " " in row])
+def test_options_of_the_documentation_can_be_given_as_they_stand_there(desk, row):
+    words = ["2" if word == "N" else word for word in shlex.split(row)]
+    scheduler = "pbs" if words[0] == "--resources" else "slurm"
+    done = desk.run("submit", "my.yaml", *words, "--scheduler", scheduler, "--dry_run")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_directory_is_expanded_and_data_of_the_job_need_not_be_here(desk):
+    desk.scheduler("sbatch")
+    text = "run: {dir: '$HERE/runs/my'}\ndata: {path: '$NODE_DISK/data'}\n"
+    (desk.folder / "my.yaml").write_text(text)
+    done = desk.run("submit", "my.yaml", HERE=str(desk.folder))
+    assert done.returncode == 0, done.stderr
+    assert (desk.folder / "runs/my/job.sh").exists()
+    assert "HERE is not set" in only_line(desk.run("submit", "my.yaml").stderr)
 
 
 def test_a_chain_waits_for_the_job_before(desk):
@@ -196,6 +265,144 @@ def test_horovodrun_is_supervised_too(desk):
     assert "launch --launcher horovodrun --max_restarts 7 --)" in done.stdout, done.stderr
 
 
+SLURM_OPTIONS = {
+    "--gpus": ("4", "--gpus-per-node=4"),
+    "--memory": ("64GB", "--mem=64G"),
+    "--qos": ("debug", "--qos=debug"),
+    "--constraint": ("a100&nvme", "--constraint=a100&nvme"),
+    "--reservation": ("r1", "--reservation=r1"),
+    "--mail": ("me@x.org", "--mail-user=me@x.org\n#SBATCH --mail-type=END,FAIL"),
+}
+
+
+def test_slurm_is_asked_for_gpus_memory_and_the_like(desk):
+    words = [word for option, (value, _) in SLURM_OPTIONS.items() for word in (option, value)]
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", *words, "--exclusive", "--dry_run")
+    assert done.returncode == 0, done.stderr
+    for _, line in [*SLURM_OPTIONS.values(), ("", "--exclusive")]:
+        assert f"#SBATCH {line}\n" in done.stdout
+
+
+def test_pbs_is_asked_for_gpus_and_memory_of_each_node_in_one_line(desk):
+    words = ["--gpus", "4", "--memory", "64", "--nodes", "2", "--exclusive", "--mail", "me@x.org"]
+    done = desk.run("submit", "my.yaml", "--scheduler", "pbs", *words, "--dry_run")
+    line = "#PBS -l select=2:ncpus=1:mpiprocs=1:ompthreads=1:ngpus=4:mem=64gb\n"
+    assert line in done.stdout, done.stderr
+    for line in ("-l place=scatter:excl", "-m ae", "-M me@x.org"):
+        assert f"#PBS {line}\n" in done.stdout
+    words = ["--gpus", "4", "--memory", "64", "--nodes", "2", "--scheduler", "torque"]
+    done = desk.run("submit", "my.yaml", *words, "--dry_run")
+    assert "#PBS -l nodes=2:ppn=1:gpus=4\n" in done.stdout, done.stderr
+    assert "#PBS -l mem=128gb\n" in done.stdout
+
+
+def test_pbs_takes_resources_as_the_site_spells_them(desk):
+    text = "select={nodes}:ncpus=32:ngpus=4:system=polaris"
+    words = ["--scheduler", "pbs", "--nodes", "3", "--dry_run", "--resources"]
+    done = desk.run("submit", "my.yaml", *words, text)
+    assert "#PBS -l select=3:ncpus=32:ngpus=4:system=polaris\n" in done.stdout, done.stderr
+    assert done.stdout.count("select=") == 1
+    done = desk.run("submit", "my.yaml", *words, "{foo}")
+    assert "{memory_gb}" in only_line(done.stderr)
+    done = desk.run("submit", "my.yaml", *words, text, "--gpus", "2")
+    assert "give --resources with {gpus}" in only_line(done.stderr)
+    done = desk.run("submit", "my.yaml", *words, "ngpus={gpus}", "--gpus", "2")
+    assert "#PBS -l ngpus=6\n" in done.stdout, done.stderr
+    polaris = ["--site", "polaris", "--account", "a", "--dry_run", "--exclusive"]
+    assert desk.run("submit", "my.yaml", *polaris).stdout.count("-l place=") == 1
+
+
+@pytest.mark.parametrize(
+    ("site", "words", "there", "absent"),
+    [
+        ("perlmutter", [], ["--qos=regular", "--constraint=gpu", "--gpus-per-node=4"], "partition"),
+        ("perlmutter", ["--queue", "debug"], ["--qos=debug"], "regular"),
+        ("perlmutter", ["--qos", "debug"], ["--qos=debug"], "regular"),
+        ("perlmutter", ["--constraint", "cpu"], ["--constraint=cpu"], "--constraint=gpu"),
+        ("juwels", ["--gpus", "2"], ["--gres=gpu:2", "--partition=booster"], "gres=gpu:4"),
+        ("lumi", ["--gpus", "2"], ["--gpus-per-node=2", "--exclusive"], "gpus-per-node=8"),
+        ("frontier", ["--qos", "debug"], ["--gpus-per-node=8", "--qos=debug"], "partition"),
+    ],
+)
+def test_queues_and_gpus_as_the_site_knows_them(desk, site, words, there, absent):
+    done = desk.run("submit", "my.yaml", "--site", site, "--account", "a", *words, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    for line in there:
+        assert done.stdout.count(f"#SBATCH {line}\n") == 1
+    assert not [line for line in done.stdout.splitlines() if "#SBATCH" in line and absent in line]
+    assert "never run at that site" in done.stderr
+
+
+def test_the_ranks_of_a_node_share_its_cores_by_default(desk):
+    desk.scheduler("sbatch")
+    desk.scheduler("sinfo", says="small 1 8 1\nlong* 2 32 2\nlong* 2+ 24+ 2")
+    words = ["--ranks_per_node", "4", "--dry_run"]
+    done = desk.run("submit", "my.yaml", *words)
+    assert "#SBATCH --cpus-per-task=12\n" in done.stdout, "of the smallest node"
+    assert "#SBATCH --threads-per-core=1\n" in done.stdout, "cores, not hardware threads"
+    assert "each rank has 12 of a node's 48 cores: --threads changes it" in done.stderr
+    done = desk.run("submit", "my.yaml", *words, "--queue", "small")
+    assert "#SBATCH --cpus-per-task=2\n" in done.stdout
+    assert "threads-per-core" not in done.stdout
+    for other in (["--threads", "3"], ["--site", "frontier", "--account", "a"]):
+        assert "each rank has" not in desk.run("submit", "my.yaml", *words, *other).stderr
+
+
+def test_cores_that_nobody_tells_are_one_for_each_rank_and_that_is_said(desk):
+    for scheduler, cores in (("slurm", "--cpus-per-task=1\n"), ("pbs", ":ncpus=2:")):
+        words = ["--scheduler", scheduler, "--ranks_per_node", "2", "--dry_run"]
+        done = desk.run("submit", "my.yaml", *words)
+        assert cores in done.stdout
+        assert "each rank has 1 core: --threads N gives it more" in done.stderr
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_any_program_can_be_submitted(desk, scheduler):
+    words = ["--scheduler", scheduler, "--nodes", "2", "--run.dir", "runs/loop", "--dry_run"]
+    done = desk.run("submit", *words, "--", "python", "my_loop.py", "--gpus", "a b", "--help")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "command=(python my_loop.py --gpus 'a b' --help)" in lines
+    assert "run_dir=runs/loop" in lines
+    assert any(line.startswith("launcher=(") and line.endswith(" --)") for line in lines)
+
+
+def test_the_script_of_another_program_stays_in_its_run_directory(desk):
+    desk.scheduler("sbatch")
+    done = desk.run("submit", "--run.dir", "runs/loop", "--", "python", "my_loop.py")
+    assert done.returncode == 0, done.stderr
+    assert desk.calls("sbatch") == [f"--parsable {desk.folder}/runs/loop/job.sh"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nodes", "2"], "give CONFIG.yaml, or a command after --"),
+        (["my.yaml", "--", "python"], "and not both"),
+        (["--", "python", "x.py"], "give --run.dir DIR"),
+        (["--run.dir", "r", "--run.seed", "3", "--", "python"], "no other key"),
+        (["--run.dir", "r", "--sweep", "run.seed=1,2", "--", "python"], "no other key"),
+        (["--", "train", "my.yaml"], "hpc-train submit my.yaml"),
+        (["my.yaml", "--memory", "lots"], "'lots' is not an amount of memory"),
+        (["my.yaml", "--mail", "a b"], "--mail-user is 'a b'"),
+        (["my.yaml", "--resources", "x"], "--resources means nothing to slurm: give --gpus"),
+        (["my.yaml", "--scheduler", "pbs", "--qos", "x"], "--qos means nothing to pbs"),
+        (["my.yaml", "--scheduler", "pbs", "--reservation", "x"], "by --queue"),
+        (["my.yaml", "--scheduler", "pbs", "--constraint", "x"], "give --resources"),
+        (["my.yaml", "--scheduler", "mpijob", "--image", "x", "--gpus", "1"], "--gpus means"),
+        (
+            ["my.yaml", "--site", "perlmutter", "--account", "a", "--qos", "x", "--queue", "y"],
+            "QOS",
+        ),
+    ],
+)
+def test_mistakes_in_what_is_asked_for_are_one_line(desk, words, message):
+    scheduler = [] if {"--scheduler", "--site"} & {*words} else ["--scheduler", "slurm"]
+    done = desk.run("submit", *scheduler, *words)
+    assert done.returncode == 2, done.stderr
+    assert message in only_line(done.stderr)
+
+
 def test_what_a_user_gives_wins_over_the_site(desk):
     words = ["--site", "frontier", "--account", "p1", "--threads", "3", "--dry_run"]
     done = desk.run("submit", "my.yaml", *words)
@@ -219,6 +426,8 @@ def test_what_a_user_gives_wins_over_the_site(desk):
         ("scheduler: pbs\nresources: '{nope}'", "nope"),
         ("scheduler: slurm\nresources: 'select=1'", "resources"),
         ("scheduler: slurm\naccount_option: -P", "account_option"),
+        ("scheduler: slurm\nqueue_option: --cluster", "queue_option"),
+        ("scheduler: pbs\nconstraint: gpu", "constraint is a key for SLURM only"),
         ("scheduler: slurm\nenviron: {'A B;id': '1'}", "variable"),
     ],
 )

@@ -89,6 +89,41 @@ def test_a_time_limit_has_several_forms(written):
     assert RunSection(time_limit=written).time_limit_seconds() == 5400
 
 
+PATHS = "run: {dir: '~/runs/x'}\ndata: {path: '$TEXTS/data'}\ncheckpoint: {weights: '${TEXTS}/w'}"
+
+
+def test_home_and_variables_are_expanded_in_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("TEXTS", "/scratch/me")
+    made = load(write(tmp_path, PATHS))
+    assert made.run.dir == "/home/me/runs/x"
+    assert (made.data.path, made.checkpoint.weights) == ("/scratch/me/data", "/scratch/me/w")
+    assert load(None, ["--checkpoint.resume=~/other"]).checkpoint.resume == "/home/me/other"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("$NO_SUCH/x", "the variable NO_SUCH is not set"),
+        ("/x/${NO_SUCH}", "the variable NO_SUCH is not set"),
+        ("~nobody_at_all/x", "there is no user nobody_at_all"),
+        ("a$", "write it without"),
+    ],
+)
+def test_a_path_that_cannot_be_expanded_is_refused(value, message):
+    with pytest.raises(ConfigError) as caught:
+        load(None, [f"--run.dir={value}"])
+    assert "run.dir is" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_variable_of_the_job_may_be_unknown_where_it_is_submitted():
+    options = ["--data.path", "$NO_SUCH/data"]
+    assert load(None, options, later=("data.path",)).data.path == "$NO_SUCH/data"
+    with pytest.raises(ConfigError, match="data.path"):
+        load(None, options)
+
+
 def test_every_key_is_documented():
     text = config_file.config_parser(documented=True).format_help()
     for key in config_file.KEYS:

@@ -1,0 +1,182 @@
+"""What a user of `hpc-train submit` asks for, and what a scheduler or a site cannot do of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hpc_train.errors import UserError
+from hpc_train.launch import Scheduler
+from hpc_train.launch.sites import Site
+
+LEAVE = "leave it out"
+_PBS = {
+    "image": LEAVE,
+    "chain": LEAVE,
+    "qos": LEAVE,
+    "constraint": "give --resources",
+    "reservation": "give the reservation's queue by --queue",
+}
+# Options that a scheduler cannot use, with what to do instead. They are refused, because ignoring
+# them would mislead.
+NOT_FOR: dict[str, dict[str, str]] = {
+    "slurm": {"image": LEAVE, "resources": "give --gpus, --memory, --constraint or --directive"},
+    "pbs": _PBS,
+    "torque": _PBS | {"exclusive": "give --directive as your site describes it"},
+    "mpijob": dict.fromkeys(
+        (
+            *("time", "account", "queue", "directive", "setup", "requeue_by", "chain", "sweep"),
+            *("gpus", "memory", "qos", "constraint", "mail", "exclusive", "reservation"),
+            "resources",
+        ),
+        LEAVE,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SubmitRequest:
+    """What the user asks for. None and empty values stand for the site's, or else the default.
+
+    Args:
+        config: path of CONFIG.yaml; None if `command` is given.
+        options: --section.key VALUE ..., for the training.
+        command: another program to run on all ranks, with its arguments.
+        scheduler: slurm, pbs, torque or mpijob.
+        site: name or file of a site profile.
+        nodes, ranks_per_node, threads: number of nodes, ranks on each node, cores of each rank.
+        gpus, memory: GPUs and GB of memory of each node.
+        time: time limit, such as 02:00:00 or 2h; None: one hour.
+        name: job name; by default that of the run directory.
+        account, queue: account that pays, and queue or partition.
+        qos, constraint, reservation: as SLURM knows them.
+        exclusive: ask for nodes that no other job uses.
+        mail: address that is told of the job's end.
+        resources: what PBS is asked for, instead of the usual nodes and ranks.
+        directive: further directives.
+        setup: shell lines to run first.
+        launcher: srun, mpirun or horovodrun; by default `hpc-train launch`.
+        max_restarts: maximum number of restarts by `hpc-train launch`; None: RESTARTS.
+        requeue_by: how the job is queued again when it has stopped early.
+        max_requeues: maximum number of requeues; None: REQUEUES.
+        chain: number of jobs to queue at once; each waits for the one before it.
+        sweep: section.key=V1,V2,...: an array with a task for each combination.
+        image: container image, for mpijob.
+        dry_run: print the script, and queue nothing.
+    """
+
+    config: str | None = None
+    options: Sequence[str] = ()
+    command: Sequence[str] = ()
+    scheduler: Scheduler | None = None
+    site: str | None = None
+    nodes: int = 1
+    ranks_per_node: int | None = None
+    threads: int | None = None
+    gpus: int | None = None
+    memory: int | None = None
+    time: str | None = None
+    name: str | None = None
+    account: str | None = None
+    queue: str | None = None
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    exclusive: bool = False
+    mail: str = ""
+    resources: str = ""
+    directive: Sequence[str] = ()
+    setup: Sequence[str] = ()
+    launcher: str | None = None
+    max_restarts: int | None = None
+    requeue_by: Literal["requeue", "submit", "never"] | None = None
+    max_requeues: int | None = None
+    chain: int = 1
+    sweep: Sequence[str] = ()
+    image: str = ""
+    dry_run: bool = False
+
+
+def check_request(request: SubmitRequest, site: Site, scheduler: Scheduler) -> None:
+    """Refuse options that would be accepted and ignored.
+
+    Raises:
+        UserError: options that do not go together, or not with this site or scheduler.
+    """
+    _check_site(request, site, scheduler)
+    for option, remedy in NOT_FOR[scheduler].items():
+        given = getattr(request, option)
+        if given and given != getattr(SubmitRequest, option):
+            raise UserError(f"--{option} means nothing to {scheduler}", remedy)
+    torque_cores = scheduler == "torque" and (request.threads or 1) > 1
+    starts_itself = request.launcher in ("srun", "mpirun") or bool(
+        not request.launcher and site.launcher
+    )
+    for wrong, why, remedy in (
+        (
+            scheduler == "mpijob" and not request.image,
+            "an MPIJob runs in containers",
+            "give --image NAME with hpc_train in it",
+        ),
+        (
+            request.requeue_by == "requeue" and scheduler != "slurm",
+            f"--requeue_by requeue is for SLURM, and the scheduler is {scheduler}",
+            "give --requeue_by submit",
+        ),
+        (
+            request.chain > 1 and (request.sweep or request.requeue_by not in (None, "never")),
+            "--chain cannot be combined with --sweep or --requeue_by",
+            "leave one out: all jobs of a chain are in the queue already",
+        ),
+        (
+            request.max_requeues is not None and requeue_by(request, scheduler) == "never",
+            "--max_requeues is given, but this job is never queued again",
+            "leave it out",
+        ),
+        (
+            request.launcher == "srun" and scheduler != "slurm",
+            f"srun is for SLURM, and the scheduler is {scheduler}",
+            "leave out --launcher",
+        ),
+        (
+            starts_itself and torque_cores,
+            "Torque's slots are cores: --launcher and --threads cannot be combined",
+            "leave one out",
+        ),
+        (
+            request.max_restarts is not None and starts_itself,
+            "--max_restarts is for `hpc-train launch`, which does not start it",
+            "leave out --max_restarts, or --launcher and the `launcher` line of the site profile",
+        ),
+    ):
+        if wrong:
+            raise UserError(why, remedy)
+
+
+def _check_site(request: SubmitRequest, site: Site, scheduler: Scheduler) -> None:
+    if site.scheduler != scheduler:
+        raise UserError(
+            f"site {request.site} has {site.scheduler}, not {scheduler}",
+            "leave out --site or --scheduler",
+        )
+    if request.qos and request.queue and site.queue_option == "--qos":
+        raise UserError(f"at site {request.site} --queue is the QOS", "leave out --qos")
+    for need in site.needs:
+        if not getattr(request, need):
+            raise UserError(f"site {request.site} requires --{need}", f"give --{need}")
+    for option in ("threads", "ranks_per_node"):
+        if site.bound and getattr(request, option):
+            raise UserError(
+                f"site {request.site} lists ranks' cores: --{option} is {getattr(site, option)}",
+                "leave it out, or copy the profile to a file and change it",
+            )
+
+
+def requeue_by(
+    request: SubmitRequest, scheduler: Scheduler
+) -> Literal["requeue", "submit", "never"]:
+    """How the job is queued again when it has stopped early."""
+    if request.chain > 1:
+        return "never"  # the next job of the chain is in the queue
+    return request.requeue_by or ("requeue" if scheduler == "slurm" else "submit")
