@@ -19,15 +19,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.cli.verb import Parser
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError
 from hpc_train.host.programs import output
-from hpc_train.launch.cause import explain
-from hpc_train.launch.hosts import allocated
-from hpc_train.launch.launchers import FoundLauncher, Job, Line, find_launcher, identify
 from hpc_train.mpi import environment, gpus, runtime
+
+if TYPE_CHECKING:
+    from hpc_train.launch.launchers import FoundLauncher
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 LAUNCHER_NAMES = ("mpirun", "mpiexec", "srun", "horovodrun")
@@ -120,6 +120,8 @@ def hdf5() -> Finding:
 
 def launchers() -> list[Finding]:
     """Find the launcher that `hpc-train launch` uses here, or the one that started this process."""
+    from hpc_train.launch.launchers import Job
+
     launch = environment.read_launch(os.environ)
     if launch:
         text = f"started by {launch.launcher}"
@@ -147,11 +149,16 @@ def _launcher() -> FoundLauncher:
     Raises:
         HpcTrainError: there is none, or the scheduler's variables are wrong.
     """
+    from hpc_train.launch.hosts import allocated
+    from hpc_train.launch.launchers import find_launcher
+
     allocation = allocated(os.environ)
     return find_launcher(None, allocation.scheduler if allocation else None)
 
 
 def _mpirun_version() -> str:
+    from hpc_train.launch.launchers import identify
+
     found = identify("mpirun")
     return found.version if found else ""
 
@@ -253,6 +260,8 @@ def _products() -> dict[str, Any] | None:
 
 def probe_in_a_rank() -> list[dict[str, Any]]:
     """Start one rank that runs `probe` and prints the result."""
+    from hpc_train.launch.launchers import Job, Line
+
     program = [sys.executable, "-m", "hpc_train.cli.doctor"]
     try:
         line = _launcher().make(Job(program, 1))
@@ -278,6 +287,8 @@ def probe_in_a_rank() -> list[dict[str, Any]]:
 
 def _cause(code: int, lines: list[str]) -> str:
     """Why a launcher failed: what its known lines tell, else the first one, which is nearest."""
+    from hpc_train.launch.cause import explain
+
     told = explain(code, lines)
     return told if told != explain(code, []) or not lines else lines[0]
 

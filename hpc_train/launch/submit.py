@@ -239,6 +239,13 @@ def _launcher(
     if site.launcher and not request.launcher:
         return sites.filled(site.launcher, numbers)
     words = [*program, "launch"]
+    if request.launcher == "launch" and site.launcher:
+        kept = dict[str, int | str](numbers) | {"nodes": "{nodes}", "ranks": "{ranks}"}
+        words += [
+            "--line",
+            shlex.join(sites.filled(site.launcher, kept)),
+        ]  # restarts may have fewer
+        words += ["--ranks_per_node", str(numbers["ranks_per_node"])]
     if request.launcher == "horovodrun":
         words += ["--launcher", "horovodrun"]
     if scheduler == "torque" and numbers["threads"] > 1:  # Torque's slots are cores

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpc_train.launch.sites import filled, load_site
 from tests.programs import hpc_train, only_line, run
 
 
@@ -165,6 +166,35 @@ def test_a_run_directory_is_expanded_and_data_of_the_job_need_not_be_here(desk):
     assert done.returncode == 0, done.stderr
     assert (desk.folder / "runs/my/job.sh").exists()
     assert "HERE is not set" in only_line(desk.run("submit", "my.yaml").stderr)
+
+
+@pytest.mark.parametrize("site", ["frontier", "polaris", "lumi", "gadi"])
+def test_a_sites_line_is_restarted_if_launch_starts_it(desk, site):
+    words = ["submit", "my.yaml", "--site", site, "--account", "me", "--dry_run"]
+    words += ["--queue", "q", "--nodes", "2"]
+    alone = launcher_of_script(desk.run(*words).stdout)
+    started = launcher_of_script(desk.run(*words, "--launcher", "launch").stdout)
+    assert started[1:5] == ["-m", "hpc_train", "launch", "--line"]
+    profile = load_site(site)
+    numbers = {"ranks_per_node": profile.ranks_per_node, "threads": profile.threads}
+    kept = {"nodes": "{nodes}", "ranks": "{ranks}"}  # a restart may have fewer
+    assert shlex.split(started[5]) == filled(profile.launcher, numbers | kept)
+    ranks = 2 * profile.ranks_per_node
+    assert alone == filled(profile.launcher, {**numbers, "nodes": 2, "ranks": ranks})
+    each = ["--ranks_per_node", str(profile.ranks_per_node)]  # PBS may tell one slot for each node
+    assert started[6:] == [*each, "--max_restarts", "3", "--"]
+    fewer = desk.run(*words, "--launcher", "launch", "--max_restarts", "5")
+    assert launcher_of_script(fewer.stdout)[8:10] == ["--max_restarts", "5"]
+
+
+def test_without_a_sites_line_launch_is_the_default(desk):
+    words = ["submit", "my.yaml", "--scheduler", "slurm", "--dry_run"]
+    assert desk.run(*words).stdout == desk.run(*words, "--launcher", "launch").stdout
+
+
+def launcher_of_script(text):
+    line = next(line for line in text.splitlines() if line.startswith("launcher="))
+    return shlex.split(line.removeprefix("launcher=(").removesuffix(")"))
 
 
 def test_a_chain_waits_for_the_job_before(desk):
