@@ -241,9 +241,8 @@ def _devices() -> list[str]:
 
 def _gpus() -> tuple[int, str, str] | None:
     """Number, vendor and torch's build of the GPUs that this process may use; None: it has none."""
-    found = gpus.count_gpus(Path("/"), os.environ)
-    count = len(gpus.choices(os.environ, found))
-    return (count, found.vendor.name, found.vendor.build) if found.count and count else None
+    found = gpus.offered(os.environ, gpus.count_gpus(Path("/"), os.environ))
+    return (found.count, found.vendor.name, found.vendor.build) if found.count else None
 
 
 def _products() -> dict[str, Any] | None:

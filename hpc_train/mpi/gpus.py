@@ -112,6 +112,14 @@ def choices(environ: Mapping[str, str], gpus: Gpus) -> list[str]:
     return found
 
 
+def offered(environ: Mapping[str, str], gpus: Gpus) -> Gpus:
+    """The GPUs of a node that a job may use.
+
+    A variable alone counts for nothing: a site's modules may set it on nodes without GPUs, too.
+    """
+    return Gpus(len(choices(environ, gpus)) if gpus.count else 0, gpus.vendor)
+
+
 def _variable(environ: Mapping[str, str], gpus: Gpus) -> str:
     """The variable that chooses last among those that are set, else the vendor's own."""
     variables = gpus.vendor.variables

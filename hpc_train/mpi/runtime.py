@@ -16,7 +16,7 @@ from hpc_train.errors import SetupError
 from hpc_train.host.cores import physical_cores
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import agreed
-from hpc_train.mpi.gpus import NONE, Gpus, choices, count_gpus, visible_device
+from hpc_train.mpi.gpus import NONE, Gpus, count_gpus, offered, visible_device
 from hpc_train.mpi.group import Group
 
 BUILD_HOROVOD = "python -m hpc_train.build.horovod"
@@ -93,7 +93,7 @@ def start_runtime() -> Runtime:
         return Runtime(Group(), Group())
     # Drivers have to see the choice of a GPU before MPI starts.
     counted = count_gpus(Path("/"), os.environ)
-    offered = Gpus(len(choices(os.environ, counted)), counted.vendor)
+    job_gpus = offered(os.environ, counted)
     os.environ |= visible_device(os.environ, launch, counted)
     if (launch.local_size or 1) > (os.cpu_count() or 1):
         # Waiting ranks would hold the cores of the ranks they wait for. Open MPI notices this only
@@ -117,7 +117,7 @@ def start_runtime() -> Runtime:
     world = Group.of(MPI.COMM_WORLD)
     shared = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     node = Group(shared.rank, shared.size, shared, world.waiting)
-    return Runtime(world, node, launch.launcher, offered)
+    return Runtime(world, node, launch.launcher, job_gpus)
 
 
 def import_mpi() -> Any:

@@ -105,7 +105,7 @@ def measure(config: RunConfig, runtime: Runtime) -> Machine:
 
 def measured_shape(shape: Shape, device: torch.device) -> Shape:
     """The shape of the layer that is measured; on processors a large one is cut down."""
-    return shape if device.type == "cuda" else shape.at_most(TOKENS, HIDDEN)
+    return shape.at_most(TOKENS, HIDDEN) if device.type == "cpu" else shape
 
 
 def layer_pass(shape: Shape, dtype: str, device: torch.device, samples: int) -> Callable[[], None]:
@@ -156,10 +156,10 @@ def message_seconds(group: Group, nbytes: int, device: torch.device) -> MessageC
 
     Tensors of a GPU go through host memory unless MPI reads them, as those of pipelines do.
     """
-    from hpc_train.collectives.mpi import reads_gpu_memory  # a group of several ranks has MPI
+    from hpc_train.collectives.mpi import through_host  # a group of several ranks has MPI
 
     mine, arrived = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    staged = device.type == "cuda" and not reads_gpu_memory()
+    staged = through_host(device)
     polite = ranks_yield(os.environ)
     into = torch.empty_like(arrived, device="cpu" if staged else device)
     begin = spent = 0.0
@@ -220,8 +220,9 @@ def meet(group: Group) -> None:
 
 def free_bytes(device: torch.device) -> int:
     """Memory that is free here, now that all libraries are loaded."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info()[0]
+    if device.type != "cpu":
+        free: int = getattr(torch, device.type).mem_get_info()[0]
+        return free
     return psutil.virtual_memory().available
 
 
@@ -232,7 +233,7 @@ def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> 
         found: by rank.
         flops: of a sample's pass.
         dtype: the number format.
-        device: cpu or cuda.
+        device: cpu, cuda or xpu.
     """
     first = found[0]
     ranks = sum(one.node == 0 for one in found)
@@ -253,7 +254,7 @@ def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> 
         _link([one.inside for one in found if one.inside[1].seconds], sharing=1),
         _link([one.across for one in found if one.across[1].seconds], sharing=ranks),
         node_gib=short(free) if device == "cpu" else None,
-        rank_gib=short(free) if device == "cuda" else None,
+        rank_gib=short(free) if device != "cpu" else None,
         device=device,
         ranks_per_node=ranks,
     )

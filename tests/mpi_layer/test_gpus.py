@@ -8,7 +8,16 @@ import pytest
 
 from hpc_train.errors import SetupError
 from hpc_train.mpi.environment import Launch, read_launch
-from hpc_train.mpi.gpus import AMD, INTEL, NVIDIA, Gpus, choices, count_gpus, visible_device
+from hpc_train.mpi.gpus import (
+    AMD,
+    INTEL,
+    NVIDIA,
+    Gpus,
+    choices,
+    count_gpus,
+    offered,
+    visible_device,
+)
 
 
 def nvidia(count):
@@ -74,6 +83,11 @@ def test_what_a_job_may_use_is_what_its_scheduler_shows_it():
     assert choices({"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-2e"}, nvidia(8)) == ["GPU-1f", "GPU-2e"]
     assert choices({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, nvidia(8)) == ["0"]
     assert choices({"CUDA_VISIBLE_DEVICES": ""}, nvidia(8)) == []
+
+
+def test_a_job_is_offered_gpus_only_where_there_are_some():
+    assert offered({"CUDA_VISIBLE_DEVICES": "4,7"}, nvidia(8)) == nvidia(2)
+    assert offered({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, nvidia(0)) == nvidia(0)
 
 
 @pytest.fixture
