@@ -141,7 +141,7 @@ def show_sample() -> None:
     print(f"$ hpc-train generate {RUN} --prompt '{PROMPT}' --tokens 500\n")
     done = subprocess.run(hpc_train(*words), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise DemoError(f"no text from the checkpoint: {done.stderr}")
+        raise DemoError(f"the checkpoint gave no text: {done.stderr}")
     print(done.stdout)
 
 
@@ -164,7 +164,7 @@ What to run next, after `. .venv/bin/activate`:
 
 
 def train(run: Path, every: int, until: Callable[[], bool] | None = None, number: int = 0) -> int:
-    """Train on four ranks. Once `until` is true, send a signal to a rank. Returns the exit code."""
+    """Train on four ranks. Once `until` returns True, one gets a signal. Returns the exit code."""
     options = ["train", str(CONFIG.relative_to(Path.cwd())), "--run.dir", str(run)]
     if every != EVERY:
         options += ["--run.steps", str(8 * every), "--run.log_every", "1"]
@@ -193,7 +193,7 @@ def train(run: Path, every: int, until: Callable[[], bool] | None = None, number
 
 @cache
 def launcher() -> list[str]:
-    """The command line of horovodrun; of mpirun if horovodrun is missing or unfit for the MPI."""
+    """The command line of a launcher: horovodrun, or mpirun without a horovodrun for this MPI."""
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
     if shutil.which("horovodrun") and re.search(r"Open MPI\) [1-4]\.", version.stdout):
         return ["horovodrun", "-np", str(RANKS), "-H", f"localhost:{RANKS}"]
@@ -212,7 +212,7 @@ def hpc_train(*words: str) -> list[str]:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """A run's metrics so far."""
+    """The metrics that a run has written so far, one dict for each logged step."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 import hpc_train
 
-# All keys of `hpc-train train --help` can be set, except data.path and those of model. Options on
-# the command line win over these.
+# You can set all keys of `hpc-train train --help` except data.path and those of model. Options on
+# the command line override these.
 DEFAULTS = [
     *("--run.dir", "runs/wines", "--run.epochs", "30"),
     *("--data.batch", "24", "--data.validation_every", "50"),

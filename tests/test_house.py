@@ -24,6 +24,10 @@ ROOT_FILES = 8
 LINES = 460  # of a module; the goal is 400
 PARAMETERS = 8
 OF_TORCH = {"_Normalize.forward"}
+TESTS = Path(__file__).parent
+# Folders of tests that belong to no module: whole programs, and the emulated cluster.
+WHOLE = {"cluster", "system"}
+PACKAGE_OF = {"mpi_layer": "mpi"}  # where a folder of tests has another name than the package
 
 
 def defined(tree):
@@ -74,3 +78,17 @@ def test_functions_take_few_parameters():
             if count > PARAMETERS and name not in OF_TORCH:
                 found[name] = count
     assert not found
+
+
+def test_tests_have_the_name_of_their_module():
+    """`test_loop_mistakes.py` is a second file for loop.py; `cli/test_cli.py` tests all of cli."""
+    strays = []
+    for path in TESTS.glob("*/test_*.py"):
+        folder = PACKAGE_OF.get(path.parent.name, path.parent.name)
+        modules = {folder, *(module.stem for module in (ROOT / folder).glob("*"))}
+        name = path.stem.removeprefix("test_")
+        if path.parent.name not in WHOLE and not any(
+            name == module or name.startswith(f"{module}_") for module in modules
+        ):
+            strays.append(str(path.relative_to(TESTS)))
+    assert not strays

@@ -1,1 +1,1 @@
-"""Training: the Trainer, a step loop for users' own programs, and what both stand on."""
+"""Training: the Trainer, the Loop for users' own programs, and the parts that both use."""

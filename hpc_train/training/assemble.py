@@ -1,4 +1,4 @@
-"""How a job is put together, from top to bottom: places, data, model, optimizer, checkpoints."""
+"""Puts a training job together, from top to bottom: grid, data, model, optimizer, checkpoints."""
 
 from __future__ import annotations
 
@@ -36,40 +36,34 @@ logger = logging.getLogger(__name__)
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def call_model(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model gives itself when it is called with the parts of a batch."""
-    loss: Tensor = model(*batch)
-    return loss
-
-
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
-    """What a job trains, and on what. All ranks give the same.
+    """The model that a job trains, its loss and its data. All ranks must pass the same.
 
     Args:
-        model: any module, whole and the same on all ranks, which get rank 0's weights. The parts
-            that other ranks compute are taken from it. For tp above 1 it has an attribute
-            `tensor_plan`, for pp above 1 `stages` (docs/how-to/parallel.md). If it has a method
-            `seed_samples`, it is given one integer per sample before each forward pass, to make
-            masks from that do not depend on the layout. torch's generator is seeded for each
+        model: any module. All ranks pass the whole model and get rank 0's weights. Parts that other
+            ranks compute are removed from it. The model needs an attribute `tensor_plan` if tp is
+            above 1, and `stages` if pp is above 1 (docs/how-to/parallel.md). If it has a method
+            `seed_samples`, that is called before each forward pass with one integer per sample,
+            for masks that do not depend on the layout. torch's generator is seeded for each
             micro-batch too.
         dataset: any map-style data set of torch, or one with `fetch` (see `Loader`).
-        loss: gives of the model, and of a batch as the data set gives it on the model's device,
-            the mean over the batch's samples, a scalar. By default the model is called with the
-            parts of the batch, and returns it.
-        validation: a held-out data set of the same kind.
-        identity: what a checkpoint must have been made with to be continued, besides the seed,
-            the batch and the number of samples, by configuration key.
-        about: what the checkpoint's readers need to use the model, as plain JSON values.
+        loss: a function of the model and a batch. It returns the mean over the batch's samples, a
+            scalar. The batch is as the data set returned it, on the model's device. By default the
+            model is called with the parts of the batch, and returns the loss.
+        validation: a held-out data set of the same kind; None: there is none.
+        identity: values by configuration key. A checkpoint can be resumed only with the same values
+            and the same `sample_order_identity`.
+        about: plain JSON values that readers of a checkpoint need to use the model.
         tokens_per_sample: tokens in each sample, to report tokens per second; 0 reports none.
-        only_optimizer_writes: whether nothing but the optimizer's step writes to parameters after
-            the Trainer is made; then `memory.zero: auto` may share them between ranks. If a model,
-            a loss or a hook writes to shared parameters, each of the ranks does so.
+        only_optimizer_writes: whether only the optimizer's step writes to parameters once the
+            Trainer is made. Then `memory.zero: auto` may share them between ranks. If a model, a
+            loss or a hook wrote to shared parameters, each of the ranks would do so.
     """
 
     model: nn.Module
     dataset: Any
-    loss: Loss = call_model
+    loss: Loss | None = None
     validation: Any = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] | None = None
@@ -79,10 +73,10 @@ class TrainingTask:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Which samples this replica computes in each step.
+    """The samples that this replica computes in each step.
 
     Args:
-        parts: its micro-batches of a step's batch.
+        parts: the parts of a step's batch that this replica computes, one for each micro-batch.
         order: the order of all samples.
         last: the number of the last step.
     """
@@ -97,18 +91,18 @@ class Assembly:
     """The parts of a training job on one rank, as `assemble` has put them together.
 
     Args:
-        grid: this rank's place, and its groups.
-        plan: which samples its replica computes.
-        device: that it computes on.
-        model: what it computes of the task's model.
-        layout: the pipeline, and what completes gradients.
-        replicas: the ranks that hold the same part of the model.
-        optimizer: of its parameters.
-        scaler: of the loss; None: the loss has no scale.
-        averager: of its gradients.
-        collectives: of all ranks.
-        checkpoints: of the run.
-        state_bytes: of the whole model's parameters and Adam's two moments.
+        grid: this rank's place among the ranks, and its groups.
+        plan: the samples that this rank's replica computes.
+        device: the device that this rank computes on.
+        model: the part of the task's model that this rank computes.
+        layout: the layout of the model: its pipeline, and what completes its gradients.
+        replicas: the collectives of the ranks that hold the same part of the model.
+        optimizer: the optimizer of this rank's parameters.
+        scaler: the scaler of the loss; None: the loss has no scale.
+        averager: the averager of this rank's gradients.
+        collectives: the collectives of all ranks.
+        checkpoints: the checkpoints of the run.
+        state_bytes: bytes of the whole model's parameters and Adam's two moments.
     """
 
     grid: ParallelGrid
@@ -137,37 +131,38 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     """Put a job together. Collective.
 
     Args:
-        config: every section but `model`, which whoever built the model has used.
-        task: what is trained. Its model keeps, in place, what this rank computes of it.
-        runtime: from `hpc_train.mpi.runtime.start_runtime`.
+        config: the configuration. `model` is not used here: the caller has built the model.
+        task: the model and its data. The model is reduced, in place, to this rank's part.
+        runtime: the runtime from `hpc_train.mpi.runtime.start_runtime`.
 
     Raises:
         ConfigError: the values do not fit the ranks or the data.
-        UserError: the model does not say how the layout is put on it.
-        SetupError: engine horovod, and Horovod is missing.
+        UserError: the model lacks an attribute that the layout needs.
+        SetupError: `gradients.engine` is horovod, and Horovod is missing.
     """
     group, parallel = runtime.world, config.parallel
     model, dtype = task.model, getattr(torch, config.precision.dtype)
 
-    # Where each rank stands, and which samples its replica computes.
+    # The grid of ranks, and the samples that each replica computes.
     topology = discover(group, runtime.node)
     grid = ParallelGrid.build(group, topology, dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
     plan = _plan(config, task, grid)
 
-    # What this rank computes on. Determinism is set up before Horovod starts.
+    # The device. Determinism comes first, because Horovod reads its settings when it starts.
     if config.run.deterministic:
         make_deterministic()
     use_cores(runtime)
     device = choose_device(runtime.node.rank)
     choose_matmul(group, config.precision.matmul, device)
 
-    # Who averages the gradients. What decides it must be known of the whole model.
+    # The engine that averages gradients, and whether ranks share parameters. The model must still
+    # be whole, so that all ranks decide alike.
     engine = averaging.start_engine(config, grid, device)
     zero = sharing.decide(
         config, grid, engine, device, model, only_optimizer_writes=task.only_optimizer_writes
     )
 
-    # The model: rank 0's weights, of them what this rank computes, on its device.
+    # The model: rank 0's weights, cut to this rank's part, on its device.
     model.to(getattr(torch, config.precision.parameters))
     state_bytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
     layout = apply(
@@ -183,7 +178,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     replicas = connect(grid.data, device)
     batch_norm.set_up_batch_norm(model, replicas, parallel.batch_norm)
 
-    # The optimizer's step, which averages over the replicas first.
+    # The optimizer. Its step first averages the gradients over the replicas.
     optimizer = build_optimizer(model, config.optimizer)
     averager, zero = averaging.make_averager(
         config, model, optimizer, grid, layout, engine, zero=zero, cores=runtime.cores
@@ -191,7 +186,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     local = group if config.gradients.average_every > 1 else None
     scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None
 
-    # What a checkpoint holds, and which rank writes which part of it.
+    # The checkpoints: what they hold, and which rank writes which part.
     state = averaging.training_state(config, zero, averager, model, optimizer, layout, grid, scaler)
     collectives = connect(group)
     checkpoints = Checkpoints(
@@ -209,7 +204,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
 
 
 def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan:
-    """Cut the batches, and check that data and configuration go together. Collective."""
+    """Cut batches into micro-batches, and check the configuration against the data. Collective."""
     group, data, run = grid.world, config.data, config.run
     samples, held_out = len(task.dataset), task.validation is not None
     with agreed(group):
@@ -226,8 +221,8 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
     same(group, "the size of the data set", sizes, "give all ranks the same data")
     if len(parts) < grid.pp and group.rank == 0:
         logger.warning(
-            "a step has %d micro-batches, fewer than the %d stages of the pipeline: most ranks "
-            "wait most of the time; a smaller data.micro_batch gives more",
+            "a step has %d micro-batches, fewer than the %d stages of the pipeline, so ranks are "
+            "idle most of the time; a smaller data.micro_batch gives more micro-batches",
             len(parts),
             grid.pp,
         )
@@ -235,7 +230,7 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
 
 
 def sample_order_identity(config: RunConfig, samples: int) -> dict[str, Any]:
-    """What decides which samples a step has, by configuration key."""
+    """The values that decide which samples a step has, by configuration key."""
     return {
         "run.seed": config.run.seed,
         "data.batch": config.data.batch,

@@ -1,4 +1,4 @@
-"""How the Trainer averages gradients, and what of it belongs into a checkpoint."""
+"""Sets up gradient averaging for the Trainer, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ RESIDUAL = "residual."
 
 
 def start_engine(config: RunConfig, grid: ParallelGrid, device: torch.device) -> Engine:
-    """Choose who averages the gradients of parameters on this device, and start it. Collective."""
+    """Choose the engine that averages gradients on this device, and start it. Collective."""
     gradients = config.gradients
     if grid.dp == 1 and grid.world.size > 1:
-        return "mpi"  # one replica averages with nobody
+        return "mpi"  # there is one replica, so nothing is averaged
     engine: Engine = gradients.engine
     if engine == "auto" and gradients.average_every == 1:
         engine = best_engine(device)
@@ -54,7 +54,7 @@ def start_engine(config: RunConfig, grid: ParallelGrid, device: torch.device) ->
 
 
 def options_of(section: GradientsSection, **more: Any) -> AveragingOptions:
-    """The options of averaging, by the configuration; with those that it does not have."""
+    """The averaging options of a configuration, and `more` options that it does not have."""
     return AveragingOptions(
         engine=section.engine,
         bucket_bytes=section.bucket_bytes,
@@ -77,20 +77,23 @@ def make_averager(
     zero: Zero,
     cores: int,
 ) -> tuple[GradientAverager, Zero]:
-    """The averager of a rank's replicas, and the `zero` that it has. Collective.
+    """Make the averager of this rank's gradients. Collective.
 
-    Where auto has chosen to share parameters and a node has too little shared memory for it, no
-    rank shares them.
+    If auto has chosen to share parameters, but a node has too little shared memory for it, no rank
+    shares them.
 
     Args:
-        config: sections gradients, memory and run.
-        model: this rank's part.
-        optimizer: of it.
-        grid: where this rank stands.
-        layout: what was put on the model.
-        engine: from `start_engine`.
-        zero: from `sharing.decide`.
-        cores: of this rank.
+        config: the configuration; the sections gradients, memory and run are used.
+        model: this rank's part of the model.
+        optimizer: the optimizer of that part.
+        grid: this rank's place and groups.
+        layout: the layout that was applied to the model.
+        engine: the engine from `start_engine`.
+        zero: the value from `sharing.decide`.
+        cores: number of this rank's processor cores.
+
+    Returns:
+        The averager, and the value of `zero` that it was made with.
     """
     levels = Levels.join(grid.data, grid.data_node, grid.data_cross)
     options = options_of(
@@ -114,30 +117,35 @@ def make_averager(
 
 
 class Statistics(ExtraState):
-    """Running statistics that ranks take from their own samples become the same when one is saved.
+    """Gives all ranks the same running statistics before a checkpoint is saved.
+
+    Until then, layers that are not synchronized take them from the samples of their own rank.
 
     Args:
-        model: this rank's part.
-        alike: of the ranks that have the same part.
+        model: this rank's part of the model.
+        alike: the collectives of the ranks that have the same part.
     """
 
     def __init__(self, model: nn.Module, alike: Collectives) -> None:
         self.model, self.alike = model, alike
 
     def unify(self) -> None:
-        """Average them."""
+        """Average the running statistics."""
         average_statistics(self.model, self.alike)
 
 
 class AveragingState(Statistics):
-    """Pieces of the optimizer's state, and what compression has not sent yet, by logical names.
+    """The state of averaging that a checkpoint holds, under names that no layout changes.
+
+    It has the residuals, which are the parts of gradients that compression has not sent yet. Its
+    `pieces` say which slices of the parameters this rank's optimizer has.
 
     Args:
-        averager: of the Trainer.
+        averager: the averager of this rank's gradients.
         model, alike: as for `Statistics`.
-        shards: of the model's tensors.
+        shards: the slices that this rank holds of the model's tensors, by name.
         world: all ranks.
-        scaler: of the loss: what is saved is without its scale.
+        scaler: the scaler of the loss, if it has one. Residuals are saved without its scale.
     """
 
     def __init__(
@@ -157,18 +165,19 @@ class AveragingState(Statistics):
 
     @property
     def sums(self) -> LevelSums | None:
-        """Those that compress; other ones once the averager has taken new parameters."""
+        """The averager's sums if they compress, or None."""
+        # Looked up each time: the averager makes other sums when it takes new parameters.
         sums = self.averager.sums if isinstance(self.averager, BucketAverager) else None
         return sums if isinstance(sums, LevelSums) and sums.compressor else None
 
     @property
     def compressor(self) -> Compressor | None:
-        """Theirs."""
+        """The compressor of these sums, or None."""
         return None if self.sums is None else self.sums.compressor
 
     @property
     def pieces(self) -> dict[Parameter, ParameterSlice]:
-        """What the optimizer has in place of whole parameters."""
+        """The optimizer's parameters that stand for slices of the model's, each with its slice."""
         if not isinstance(self.averager, ShardedAverager):
             return {}
         first = self.averager.levels.cross.rank == 0
@@ -176,26 +185,28 @@ class AveragingState(Statistics):
         return {piece: self._shard(slab, first=first) for piece, slab in slabs.items()}
 
     def _shard(self, slab: Slab, *, first: bool) -> ParameterSlice:
+        """The slice that a slab is. Every node has it; the `first` one writes it."""
         whole = self.shards[slab.parameter]
         spec = whole.spec.rows(slab.first, slab.last)
         return ParameterSlice(whole.name, spec, owned=whole.owned and first)
 
     def unify(self) -> None:
-        """Average local steps and statistics; share evenly what compression has not sent."""
+        """Average local steps and statistics, and divide the residuals evenly over the nodes."""
         super().unify()
         self.averager.settle()
-        # Ranks that own no part of a bucket, and those of stages without any, compress nothing.
+        # All ranks save the same number. A rank compresses nothing, and so counts nothing, if it
+        # owns no part of a bucket or its stage has no buckets.
         self._steps = self.world.largest(self.compressor.steps if self.compressor else 0)
         if self.sums is not None and self.sums.cross is not None and self.compressor:
             totals = drive(self.compressor.unify(self.sums.cross))
             self._totals = {n: total / self._scale for n, total in totals.items()}
 
     def collect(self) -> dict[str, LocalTensor]:
-        """What compression has not sent, summed over the nodes."""
+        """The residuals, summed over the nodes."""
         return self._held(self._totals)
 
     def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
-        """Memory for it, where the checkpoint has it."""
+        """Memory for the residuals that the checkpoint has."""
         self._totals = {}
         if self.sums is None or self.sums.cross is None:
             return {}
@@ -207,20 +218,22 @@ class AveragingState(Statistics):
         return {n: held for n, held in self._held(self._totals).items() if n in entries}
 
     def values(self) -> dict[str, Any]:
-        """How many steps compression has seen."""
+        """The number of steps that compression has seen."""
         return {"compressed_steps": self._steps} if self._steps else {}
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Share evenly what was not sent."""
+        """Give each node an equal share of the residuals."""
         if self.sums is not None and self.compressor is not None and "compressed_steps" in values:
             totals = {number: total * self._scale for number, total in self._totals.items()}
             self.compressor.load(totals, self.sums.levels.nodes, values["compressed_steps"])
 
     @property
     def _scale(self) -> float:
+        """The present loss scale; 1 without a scaler."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def _held(self, totals: Mapping[int, Tensor]) -> dict[str, LocalTensor]:
+        """Cut residuals, given by bucket number, into tensors of a checkpoint by name."""
         found = {}
         for number, total in totals.items():
             assert self.sums is not None
@@ -243,14 +256,15 @@ def training_state(
     grid: ParallelGrid,
     scaler: LossScaler | None,
 ) -> TrainingState:
-    """What the Trainer's checkpoints save, and which rank holds and writes what.
+    """The state that the Trainer's checkpoints save, and the parts that this rank has and writes.
 
-    All ranks decide alike: also those of stages where nothing is trained, divided or compressed.
+    The arguments that decide it are the same on all ranks. So all ranks decide alike, even those of
+    stages where nothing is trained, divided or compressed.
     """
     alike = connect(grid.data)
     state = AveragingState(averager, model, alike, layout.shards, grid.world, scaler)
     shards, replica = layout.shards, grid.model
-    if zero or config.gradients.compression != "none":  # no replica has it all
+    if zero or config.gradients.compression != "none":  # no replica has all of the state
         first = grid.coordinate.dp == 0
         shards = {n: replace(shard, owned=shard.owned and first) for n, shard in shards.items()}
         replica = grid.world
@@ -266,15 +280,16 @@ def whole_training_state(
     *,
     divided: bool,
 ) -> TrainingState:
-    """As `training_state`, of a model that each rank has whole.
+    """The state that a loop's checkpoints save. Each rank has the whole model.
 
     Args:
-        averager: of the loop.
-        model: of the loop.
-        optimizer: of the loop.
-        alike: of all ranks.
-        scaler: of the loop, if it has one.
-        divided: whether ranks share what is saved by `memory.zero`, or have compression's rests.
+        averager: the loop's averager.
+        model: the loop's model.
+        optimizer: the loop's optimizer.
+        alike: the collectives of all ranks.
+        scaler: the loop's loss scaler, if it has one.
+        divided: whether each rank has only a part of the state, because of `memory.zero` or of
+            compression's residuals.
     """
     group = alike.group
     named = {**dict(model.named_parameters()), **model.state_dict(keep_vars=True)}

@@ -1,4 +1,4 @@
-"""How a loop of the user's own gets its batches, and how it ends wherever it is left."""
+"""Delivers the batches of a user's own loop, and ends the loop wherever the user leaves it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ logger = logging.getLogger(__name__)
 def micro_batches(batch: int, ranks: int, rank: int, accumulate: int) -> list[Part]:
     """This rank's parts of a step's batch, one for each backward pass.
 
-    The first parts of all ranks together are the first micro-batch of one process, and so on: what
-    depends on the samples of a pass, as BatchNorm does, is the same on any number of ranks.
+    The first parts of all ranks together are the first micro-batch of a single process, and so on.
+    So what depends on the samples of a pass, as BatchNorm does, is the same on any number of ranks.
 
     Args:
         batch: samples per step over the whole job.
-        ranks: how many there are.
-        rank: which one this is.
+        ranks: number of ranks.
+        rank: this rank's number.
         accumulate: backward passes per step.
 
     Raises:
@@ -68,10 +68,10 @@ def micro_batches(batch: int, ranks: int, rank: int, accumulate: int) -> list[Pa
 
 
 def check_passes(optimizer: Any, accumulate: int) -> None:
-    """Refuse more backward passes per step than Horovod was told of.
+    """Check that an optimizer of Horovod was wrapped for enough backward passes per step.
 
     Raises:
-        UserError: the optimizer was wrapped for fewer.
+        UserError: it was wrapped for fewer than `accumulate`.
     """
     passes = getattr(optimizer, "backward_passes_per_step", accumulate)
     if is_wrapped(optimizer) and passes < accumulate:
@@ -83,20 +83,20 @@ def check_passes(optimizer: Any, accumulate: int) -> None:
 
 
 def _raise_at_end(error: Exception, failed: bool) -> None:
-    """Raise an error once the program has ended without one, for `Runtime.at_end`."""
+    """Raise an error at the end of the program unless that has failed: for `Runtime.at_end`."""
     if not failed:
         raise error
 
 
 class Delivery:
-    """Delivers the batches of a loop, counts the steps that are taken, and ends it.
+    """Delivers the batches of a loop, counts the steps that are taken, and ends the loop.
 
-    What is left to whoever makes one: `checkpoints`, `averager` and `registered`.
+    A subclass sets `checkpoints`, `averager` and `registered`.
 
     Args:
-        runtime: of the job.
-        optimizer: whose steps count.
-        options: of the loop.
+        runtime: the runtime of the job.
+        optimizer: the optimizer whose steps are counted.
+        options: the loop's options.
     """
 
     checkpoints: Checkpoints
@@ -108,14 +108,15 @@ class Delivery:
         self.optimizer, self._runtime = optimizer, runtime
         self._running: Generator[tuple[int, Iterator[Any]]] | None = None
         self._requests: StopRequests | None = None
-        self._given = self._taken = 0  # the last batch; the last one with which a step was taken
-        self._scales: list[float] = []  # of torch's loss scalers, when that batch was given
-        self._computing = False  # a batch was given, and the ranks have not come together since
+        self._given = 0  # the number of the step whose batch was given last
+        self._taken = 0  # the number of the step that was taken last
+        self._scales: list[float] = []  # the scales of torch's GradScalers before that batch
+        self._computing = False  # a batch was given, and the ranks have not met since then
         self._in_step = self._is_left = self._failed = self._looked = self._closed = False
         self.accumulate = 1
-        """Micro-batches, and backward passes, of a step."""
+        """The number of micro-batches, and so of backward passes, in a step."""
         self.step_due = True
-        """Whether the batch that was given last is its step's last one: now the step is taken."""
+        """Whether the step is to be taken now: the batch that was given last is the step's last."""
         self.options = options
         self.saving = Saving(options.every, background=options.background)
         self._hooks: list[RemovableHandle] = []
@@ -124,6 +125,7 @@ class Delivery:
     def _delivered(
         self, batches: Iterator[Any], order: SampleOrder, last: int
     ) -> Iterator[tuple[int, Iterator[Any]]]:
+        """Deliver epoch after epoch up to step `last`, and check that each was run to its end."""
         done, stop = self._given, self._requests
         assert stop is not None
         while done < last:
@@ -144,7 +146,7 @@ class Delivery:
                 )
                 error.agreed = True
                 raise error
-            skipped = self._scales != self.registered.scales  # by torch's GradScaler
+            skipped = self._scales != self.registered.scales  # torch's GradScaler skipped a step
             if self.group.largest(self._taken) <= done - left and not skipped:
                 error = UserError(
                     "no step of the loop's optimizer was taken in a whole epoch",
@@ -152,16 +154,19 @@ class Delivery:
                 )
                 error.agreed = True
                 raise error
-        next(batches, None)  # the last step is over: this writes its checkpoint
+        # The last step is over. This lets `guarded_steps` continue and write the checkpoint.
+        next(batches, None)
 
     def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
+        """The batches of all steps. A stop is raised again at the end of the program."""
         try:
             yield from self._seeded(loader, stop, seed)
-        except Stopped as stopped:  # it counts also where the program catches it and goes on
+        except Stopped as stopped:  # the exit code must say so even if the program catches it
             self._runtime.at_end.append(partial(_raise_at_end, stopped))
             raise
 
     def _seeded(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
+        """The batches of all steps, each after the random generators were seeded for it."""
         pace = Pace(self.options.hang_steps, self.options.hang_timeout)
         for step in guarded_steps(
             loader, self.checkpoints, stop, self.saving, pace, taken=lambda _: self._taken
@@ -175,19 +180,23 @@ class Delivery:
                 self.step_due = number == len(step.micro_batches) - 1
                 yield micro_batch.data
             self._leave_step()
-            if not self._looked:  # what things make in their first step is found in time
+            # Some objects make their state in the first step. If a checkpoint cannot hold it, the
+            # error should not wait until the first save.
+            if not self._looked:
                 self._looked = True
                 self.registered.check()
 
     def _leave_step(self) -> None:
-        """Come together after a batch, wherever the loop goes on; some may average yet."""
+        """Meet the other ranks after a step. If one averages instead, all raise. Collective."""
         if self._computing:
             self._computing = False
             self.averager.leave_step()
-        if self._scales != self.registered.scales:  # torch's GradScaler has skipped the step
+        # A step that torch's GradScaler has skipped counts as taken, too.
+        if self._scales != self.registered.scales:
             self._taken, self._scales = self._given, self.registered.scales
 
     def _check_due(self, what: str) -> None:
+        """Refuse a call, named by `what`, before the step's last micro-batch."""
         if not self.step_due:
             raise UserError(
                 f"{what} was called before the last of the step's {self.accumulate} micro-batches",
@@ -195,20 +204,23 @@ class Delivery:
             )
 
     def _begin_step(self, *_: Any) -> None:
+        """A hook before the optimizer's step."""
         self._check_due("optimizer.step()")
         self._in_step = True
 
     def _end_step(self, *_: Any) -> None:
+        """A hook after the optimizer's step."""
         self._in_step, self._taken = False, self._given
 
     def _unhook(self) -> None:
+        """Remove the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     @contextmanager
     def _until_end(self) -> Iterator[None]:
-        """Have what the user leaves open ended with the program."""
+        """Let the end of the program end this loop if the user has left it open."""
         self._in_step = False
         self._runtime.at_end.append(self._at_end)
         try:
@@ -219,38 +231,39 @@ class Delivery:
                 self._runtime.at_end.remove(self._at_end)
 
     def _leave(self, stop: StopRequests) -> None:
-        """Save the steps that were taken, if all ranks have left; else all end. Collective."""
+        """Save the last step if all ranks have left the loop; otherwise all raise. Collective."""
         self._leave_step()
         stop.leave(self.group)
         what = "the step in which the loop was left"
         same(self.group, what, f"{self._taken} {self._in_step}", "let all ranks leave it together")
-        if not self._in_step:  # else the state is none of a step
+        if not self._in_step:  # else a step was interrupted, and the state is incomplete
             self.saving.last(self.checkpoints, self._taken)
 
     def _at_end(self, failed: bool) -> None:
-        """The program has ended; if it has not failed, what it has trained is saved. Collective."""
+        """End the loop with the program, and save the last step unless that failed. Collective."""
         self._failed = failed
         self._end()
 
     def _dropped(self, running: object) -> None:
-        """The user has no longer what `epochs` gave: the loop is over, or was left.
+        """End the loop when nobody refers to the iterator from `epochs` any more.
 
-        By an exception, perhaps, of this rank alone: so several ranks meet in the next call of this
-        loop, or at the program's end.
+        The loop is over or was left, perhaps by an exception on this rank alone. So a job of
+        several ranks ends it later, where all ranks meet: in the next call of this loop, or at the
+        end of the program.
         """
         if running is not self._running:
-            return  # another one has begun since
+            return  # `epochs` was called again since then
         if self.group.comm is not None or sys.is_finalizing():
             self._is_left = True
             return
         try:
             self._end()
-        except Exception as error:  # noqa: BLE001  # nothing can be raised from here
+        except Exception as error:  # noqa: BLE001  # __del__ calls this, and cannot raise
             logger.error("%s", error)
             self._runtime.at_end.append(partial(_raise_at_end, error))
 
     def _start_watchdog(self) -> None:
-        """Have waits inside of `_watched` looked at, until the loop is closed. Collective."""
+        """Start a watchdog over waits inside `_watched`. It runs until `close`. Collective."""
         if self.group.size > 1 and self.options.hang_timeout > 0:
             self._watchdog = Watchdog(self.group, self.options.hang_timeout)
             self._watchdog.armed = False
@@ -259,8 +272,8 @@ class Delivery:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """End the job with an error if a rank is waited for too long meanwhile."""
-        watchdog = self._watchdog  # which may be stopped meanwhile
+        """End the job with an error if a wait for a rank in this block is too long."""
+        watchdog = self._watchdog  # the block may stop and forget it
         if watchdog is None:
             yield
             return
@@ -271,21 +284,24 @@ class Delivery:
             watchdog.armed = before
 
     def _stop_watchdog(self, failed: bool = False) -> None:
-        """End it on this rank alone."""
+        """Stop the watchdog on this rank alone."""
         if self._watchdog is not None:
             self._watchdog.stop()
         self._forget_watchdog()
 
     def _forget_watchdog(self) -> None:
+        """Drop a watchdog that has been stopped or closed."""
         self._watchdog = None
         with suppress(ValueError):
             self._runtime.at_end.remove(self._stop_watchdog)
 
     def _check_open(self) -> None:
+        """Refuse a call after `close`."""
         if self._closed:
-            raise UserError("the loop is closed", "make another one, or close it later")
+            raise UserError("the loop is closed", "make another loop, or close this one later")
 
     def _settle(self) -> None:
+        """End a loop that was left before this call. Collective."""
         if self._is_left:
             self._end()
 
@@ -296,6 +312,7 @@ class Delivery:
             running.close()
 
     def _stop_requests(self) -> StopRequests:
+        """The reasons to stop: signals, the stop file and the time limit of the options."""
         file = self.checkpoints.directory / STOP
         if self.options.time_limit == "auto":
             return StopRequests(end=of_job(self.group), file=file)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpc_train.data.generators import seed_beside_torch
 from hpc_train.errors import ConfigError
@@ -43,7 +41,7 @@ def choose_device(local_rank: int = 0) -> torch.device:
 def use_cores(runtime: Runtime) -> None:
     """Let torch use this rank's share of the node's cores, unless OMP_NUM_THREADS says otherwise.
 
-    Without a limit every rank of a node starts as many threads as the node has cores.
+    Without a limit every rank would start as many threads as its node has cores.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(runtime.cores)
@@ -56,12 +54,12 @@ def choose_matmul(group: Group, wanted: Matmul, device: torch.device) -> None:
 
     Args:
         group: all ranks of the job.
-        wanted: one way, or "auto": that of the table of processors. Where ranks' processors want
-            different ways, all ranks take torch's.
-        device: that this rank computes on.
+        wanted: a way, or "auto" for the way in the table of processors. If the ranks' processors
+            need different ways, all ranks take torch's.
+        device: the device that this rank computes on.
 
     Raises:
-        ConfigError: onednn is wanted, and does not work on some rank.
+        ConfigError: onednn is wanted, but does not work on some rank.
     """
     with agreed(group):
         if wanted == "onednn" and device.type != "cpu":
@@ -85,7 +83,7 @@ def choose_matmul(group: Group, wanted: Matmul, device: torch.device) -> None:
 
 
 def _reasons(given: list[tuple[str, str]]) -> str:
-    """The ranks' different reasons in words; if there are several, each with a host that has it."""
+    """The ranks' reasons as text. If they differ, each one names a host that has it."""
     hosts: dict[str, set[str]] = {}
     for why, host in given:
         hosts.setdefault(why, set()).add(host)
@@ -100,15 +98,15 @@ def _reasons(given: list[tuple[str, str]]) -> str:
 def make_deterministic() -> None:
     """Make repeated runs of one layout give the same bits. Call it before Horovod starts.
 
-    Horovod fuses whichever tensors are ready at the same moment, and where a tensor lies in the
-    fused buffer decides in which order MPI adds its parts: without fusion the order is fixed.
+    Horovod fuses tensors that happen to be ready at the same moment. A tensor's place in the fused
+    buffer decides the order in which MPI adds its parts. Without fusion this order is fixed.
     """
     os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     if "torch._inductor.config" in sys.modules:
         torch.use_deterministic_algorithms(True)
-    else:  # the same, without loading torch.compile, which takes as long to load as torch itself
+    else:  # does the same without torch.compile, which takes as long to load as torch itself
         torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.benchmark = False
 
@@ -116,20 +114,9 @@ def make_deterministic() -> None:
 def seed(device: torch.device, number: int) -> None:
     """Seed torch's generators of the CPU and of this device, NumPy's and Python's.
 
-    torch.manual_seed does so for every kind of device that torch knows, in 0.1 ms.
+    torch.manual_seed would seed every kind of device that torch knows, which takes 0.1 ms.
     """
     torch.default_generator.manual_seed(number)
     seed_beside_torch(number)
     if device.type != "cpu":
         getattr(torch, device.type).manual_seed(number)
-
-
-def move(data: Any, device: torch.device) -> Any:
-    """A batch on a device: tensors inside lists, tuples and dicts are moved."""
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {key: move(value, device) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return type(data)(move(value, device) for value in data)
-    return data

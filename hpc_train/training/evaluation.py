@@ -1,4 +1,4 @@
-"""The mean of what each sample of a data set gives, over all ranks, beside training."""
+"""Evaluates a data set over all ranks, without an effect on training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.seeds import mix
 
-HELD_OUT = 2  # distinguishes what these samples draw from what others do
+HELD_OUT = 2  # makes the random draws for these samples differ from those of training
 
 PerSample = Callable[[Any], "Tensor | Mapping[str, Tensor]"]
-"""Gives of a batch one number per sample, of shape (samples,), or several such by name."""
+"""A function of a batch: it returns a tensor of shape (samples,), or several such by name."""
 
 
 def evaluate(
@@ -31,8 +31,8 @@ def evaluate(
         samples = len(reader.dataset)
         if samples < 1 or batch < 1:
             raise ConfigError(
-                f"there are {samples} samples to evaluate, {batch} at a time",
-                "give at least one sample, and at least one at a time",
+                f"loop.evaluate was given {samples} samples and a batch of {batch}",
+                "give at least one sample, and a batch of at least 1",
             )
     same(
         group,
@@ -40,7 +40,7 @@ def evaluate(
         repr((samples, batch)),
         "give all ranks the same",
     )
-    totals: dict[str | None, Tensor] = {}  # None stands for what has no name
+    totals: dict[str | None, Tensor] = {}  # the key None: a tensor without a name
     with agreed(group), aside(models), torch.no_grad():
         mine = np.arange(group.rank, samples, group.size)
         size = -(-batch // group.size)
@@ -53,16 +53,17 @@ def evaluate(
     parts = [part for part in found if part]  # with few samples some ranks have none
     if any(part.keys() != parts[0].keys() for part in parts):
         error = UserError(
-            "the function of loop.evaluate gives other names on other ranks",
-            "give the same names for every batch",
+            "the function of loop.evaluate returned different names on different ranks",
+            "let it return the same names for every batch",
         )
-        error.agreed = True  # all ranks have found the same
+        error.agreed = True  # all ranks raise it
         raise error
     means = {name: sum(part[name] for part in parts) / samples for name in parts[0]}
     return means[None] if None in means else {str(name): mean for name, mean in means.items()}
 
 
 def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[str | None, Tensor]:
+    """The function's numbers for the samples of one batch, checked, by name."""
     batch = reader.read(indices, lambda place: mix(HELD_OUT, int(indices[place])))
     number = mix(HELD_OUT, int(indices[0]), len(indices))
     torch.manual_seed(number)
@@ -74,10 +75,10 @@ def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[
     else:
         found[None] = given
     if not found:
-        raise UserError("the function of loop.evaluate gave nothing", "let it return a tensor")
+        raise UserError("the function of loop.evaluate returned nothing", "let it return a tensor")
     for name, values in found.items():
-        what = "the function of loop.evaluate gave " + (f"for {name!r} " if name else "")
-        remedy = 'give one number per sample, as losses do with reduction="none"'
+        what = "the function of loop.evaluate returned " + (f"for {name!r} " if name else "")
+        remedy = 'return one number per sample, as losses do with reduction="none"'
         if not isinstance(values, Tensor):
             raise UserError(f"{what}a {type(values).__name__}", remedy)
         if values.shape != (len(indices),):
@@ -89,7 +90,7 @@ def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[
 
 @contextmanager
 def aside(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode meanwhile; they and the random generators go on as before."""
+    """Put modules into eval mode, and restore them and the random generators at the end."""
     modes = {module: module.training for model in models for module in model.modules()}
     generators = [*of_process(), *of_gpu()]
     states = [generator.get() for generator in generators]

@@ -21,21 +21,22 @@ from hpc_train.training.device import choose_device
 
 
 def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, Shape, tokenizer.Tokenizer]:
-    """The model of a checkpoint, its shape, and the tokenizer that its text was cut with.
+    """Load a checkpoint's model, its shape, and the tokenizer of the text it was trained on.
 
     Args:
-        checkpoint: a file, or a run directory, of which the newest checkpoint is taken.
+        checkpoint: a checkpoint file, or a run directory, whose newest checkpoint is loaded.
 
     Raises:
-        CheckpointError: it is damaged.
-        CheckpointMismatch: there is none, or it is not of a GPT.
+        CheckpointError: the checkpoint is damaged.
+        CheckpointMismatch: there is no checkpoint, or it does not hold a GPT.
     """
     path, group = newest(Path(checkpoint)), Group()
     reader = restore.open_together(path, group)
     about: dict[str, Any] = restore.load_state(reader, group)["about"]
     kind = about.get("kind")
     if kind not in SHAPES:
-        raise CheckpointMismatch(f"{path} is not of a GPT", "give one of `hpc-train train`")
+        remedy = "give a checkpoint of `hpc-train train`"
+        raise CheckpointMismatch(f"{path} does not hold a GPT", remedy)
     shape = SHAPES[kind](**about["shape"])
     model: nn.Module = shape.build().to(choose_device(), getattr(torch, about["dtype"]))
     restore.load_tensors(reader, state.model_tensors(model, {}), group)
@@ -50,23 +51,27 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Go on from a prompt, token by token.
+    """Continue a prompt, token by token.
 
     Args:
         checkpoint: see `load_gpt`.
-        prompt: at least one token of text.
-        tokens: how many to write.
+        prompt: text of at least one token.
+        tokens: number of tokens to write.
         temperature: divides the logits; 0 always takes the likeliest token.
-        seed: of the random choice.
+        seed: seed of the random choice.
 
     Yields:
-        The prompt, then the text as it grows.
+        The prompt, then each further piece of text.
+
+    Raises:
+        ConfigError: the prompt is empty, or the temperature or the seed is out of range.
+        HpcTrainError: as `load_gpt`.
     """
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"--temperature is {temperature}", "give 0 or more")
     if not 0 <= seed < 1 << 63:
-        raise ConfigError(f"--seed is {seed}", "give one from 0 to below 2**63")
-    prompt = prompt.encode(errors="replace").decode()  # a shell may pass bytes that are no text
+        raise ConfigError(f"--seed is {seed}", "give a seed from 0 to below 2**63")
+    prompt = prompt.encode(errors="replace").decode()  # a shell may pass bytes that are not text
     model, shape, codec = load_gpt(checkpoint)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -85,7 +90,7 @@ def generate(
             weights = torch.softmax(logits / temperature, dim=-1)
             chosen = int(torch.multinomial(weights, 1, generator=generator))
         written.append(chosen)
-        # A token may be a part of a character: show text only once it no longer changes.
+        # The last token may end inside a character, so only complete characters are shown.
         text = codec.decode(written)
         if not text.endswith("\ufffd"):
             yield text[len(shown) :]

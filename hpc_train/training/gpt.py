@@ -26,11 +26,11 @@ from hpc_train.training.trainer import Trainer
 
 
 def train_gpt(config: RunConfig, runtime: Runtime) -> None:
-    """Train, from data folder to last checkpoint. All ranks must call.
+    """Train a GPT, from the data folder to the last checkpoint. Collective.
 
     Raises:
-        Stopped: a signal or the time limit stopped it, with a checkpoint.
-        HpcTrainError: as the parts raise them, the same on all ranks.
+        Stopped: a signal, the stop file or the time limit stopped it, with a checkpoint.
+        HpcTrainError: a part of the job failed; the same error is raised on all ranks.
     """
     group = runtime.world
     check_same_program(config, group)
@@ -40,7 +40,8 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         directory = Path(config.data.path)
         manifest = manifests.read_manifest(directory)
     same(group, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
-    with agreed(group):  # each node has its own view of the folder, which its ranks share out
+    # Each node has its own view of the folder. Its ranks divide the files among them.
+    with agreed(group):
         node = runtime.node
         check_shards(directory, manifest, every_shard(manifest)[node.rank :: node.size])
     with agreed(group):
@@ -72,15 +73,15 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
 
 
 def trained_shape(section: ModelSection, manifest: Manifest) -> Shape:
-    """The shape of a model that is trained on this data.
+    """The shape of the configured model, with a vocabulary that has all tokens of the data.
 
     Raises:
-        ConfigError: the vocabulary is smaller than the data's.
+        ConfigError: `model.vocab` is smaller than the vocabulary of the data.
     """
     vocab = section.vocab or manifest.vocab
     if vocab < manifest.vocab:
         raise ConfigError(
-            f"model.vocab is {vocab}, the data has {manifest.vocab} tokens",
+            f"model.vocab is {vocab}, but the data has {manifest.vocab} tokens",
             f"leave model.vocab out, or give at least {manifest.vocab}",
         )
     return shape_of(section, vocab)
@@ -90,7 +91,7 @@ def check_same_program(config: RunConfig, group: Group) -> None:
     """Check that all ranks run the same code on the same configuration. Collective.
 
     Raises:
-        UserError: a rank differs.
+        UserError: they differ on a rank.
     """
     remedy = "install the same version on all nodes"
     same(group, "the code of hpc_train", code_digest(), remedy)

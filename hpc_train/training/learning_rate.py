@@ -1,4 +1,4 @@
-"""How many steps a run has, and the learning rate of each: pure functions."""
+"""The number of steps of a run, and the learning rate of each step. All functions are pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hpc_train.errors import ConfigError
 
 
 def last_step(section: RunSection, steps_per_epoch: int) -> int:
-    """The run's last step, given as steps or as epochs.
+    """The number of the run's last step, from `run.steps` or else from `run.epochs`.
 
     Raises:
-        ConfigError: neither is given.
+        ConfigError: neither is set.
     """
     if section.steps is not None:
         return section.steps
@@ -34,9 +34,9 @@ def learning_rate(section: OptimizerSection, step: int, last_step: int, ranks: i
     """The learning rate of a step.
 
     Args:
-        section: peak rate, warm-up and schedule.
-        step: from 1.
-        last_step: the run's last one, at which linear and cosine schedules reach zero.
+        section: the configuration, with peak rate, warm-up and schedule.
+        step: the step's number, from 1.
+        last_step: the run's last step, at which linear and cosine schedules reach zero.
         ranks: data-parallel size, for `lr_scaling`.
     """
     peak = section.lr * scaling(section, ranks)

@@ -1,4 +1,4 @@
-"""The parts of the Trainer for a loop of your own: averaging, batches, checkpoints, stopping."""
+"""The parts of the Trainer for a loop of your own: averaging, batches, checkpoints, stops."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from hpc_train.training.stepping import Stepping
 
 
 class Loop(Stepping):
-    """Takes an ordinary training loop to all ranks of a job.
+    """Runs an ordinary training loop on all ranks of a job. All ranks must make it.
 
-    In place of the data loader iterate over `epochs`, and run the program with `hpc_train.run`. The
-    optimizer's step averages the gradients. Started again after a stop, the loop goes on where the
-    newest checkpoint stands.
+    Iterate over `epochs` instead of a data loader, and run the program with `hpc_train.run`. The
+    optimizer's step averages the gradients first. A program that is started again after a stop
+    resumes from the newest checkpoint.
 
     Args:
-        runtime: what `hpc_train.run` gives the program.
-        directory: for the checkpoints.
-        model, optimizer: as in a single process; all ranks get rank 0's weights.
+        runtime: the runtime that `hpc_train.run` passes to the program.
+        directory: the folder of the checkpoints.
+        model, optimizer: as in a single process. All ranks get rank 0's weights.
         options: how the loop averages, computes, saves and stops.
     """
 
@@ -71,10 +71,10 @@ class Loop(Stepping):
         what = "what the loop was given (LoopOptions)"
         same(group, what, repr(alike), "give all ranks the same")
         self._begun = self._enough = False
-        self._reading = threading.RLock()  # what is evaluated may be a part of what is trained on
+        self._reading = threading.RLock()  # both data sets may be parts of one
         self.collectives = connect(group)
 
-        # What this rank computes on and in.
+        # How this rank computes: cores, matrix products, BatchNorm layers and precision.
         use_cores(runtime)
         device = next(model.parameters()).device
         self._device_type = device.type
@@ -84,7 +84,7 @@ class Loop(Stepping):
             local = group if gradients.average_every > 1 else None
             self.scaler = LossScaler(getattr(torch, options.precision), local)
 
-        # The optimizer's step, which averages first. What is refused is refused before that.
+        # The optimizer's step averages first. `_begin_step` comes before: it may refuse the step.
         self._hooks.append(optimizer.register_step_pre_hook(self._begin_step))
         try:
             asked = options_of(gradients, zero=options.zero, cores=runtime.cores)
@@ -98,7 +98,7 @@ class Loop(Stepping):
         ]
         self.averager.at_close.append(self._unhook)
 
-        # What a checkpoint holds: the state of training, and what the user registers.
+        # A checkpoint holds the state of training, and what the user registers.
         state = whole_training_state(
             self.averager, model, optimizer, self.collectives, self.scaler, divided=options.divided
         )
@@ -112,8 +112,8 @@ class Loop(Stepping):
             self.averager.close()
             raise
 
-        # What the user calls meets on a communicator of its own: on one with other agreements, a
-        # rank that calls `mean` too often would take their numbers for the mean.
+        # `mean` and `evaluate` have a communicator of their own. On a shared one, a rank that calls
+        # `mean` too often would take numbers of other agreements for the mean.
         self._calls = group.duplicate()
         self._start_watchdog()
 
@@ -128,34 +128,34 @@ class Loop(Stepping):
         accumulate: int = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[tuple[int, Iterator[Any]]]:
-        """Deliver (epoch from 1, batches of this rank) up to the last epoch. Collective.
+        """Yield each epoch's number, from 1, and this rank's batches of the epoch. Collective.
 
-        Iterate over each epoch's batches to their end, or call `stop`. Whoever leaves the loop by
-        `break` or `return` leaves it on all ranks; in the next call of this loop, or at the end of
-        the program, a checkpoint is written of the steps which were taken. Batches are put
-        together by `collate_fn` (torch's `default_collate`), or by the data set's `fetch`. The
-        random generators of torch, NumPy and Python are seeded for each step and rank, so that a
-        resumed loop draws what an uninterrupted one would; what the data set draws is the same on
-        any number of ranks.
+        Iterate over each epoch's batches to their end, or call `stop`. If a rank leaves the loop by
+        `break` or `return`, all ranks must. The steps that were taken are then saved in the next
+        call of this loop, or at the end of the program. Samples are put together by `collate_fn`
+        (by default torch's `default_collate`), or by the data set's `fetch`. The random generators
+        of torch, NumPy and Python are seeded for each step and rank, so that a resumed loop draws
+        what an uninterrupted one would. The data set draws the same on any number of ranks.
 
         Args:
-            dataset: map-style, as torch's DataLoader takes it, or one with `fetch` (see `Loader`);
-                the same on all ranks.
-            batch: samples per step over the whole job; divisible by the number of ranks, and by
-                that times `accumulate`.
-            epochs: passes over the data set in all; one has as many steps as it has whole batches.
-            seed: of the sample order, which does not depend on the number of ranks.
-            shuffle: a new order in each epoch, or the data set's own in all.
-            accumulate: micro-batches in which a step's batch is delivered. Each has a backward pass
-                of its own (`backward`), and the step is taken after the last: `if loop.step_due`.
-            collate_fn: puts a list of samples together, as that of torch's DataLoader.
+            dataset: map-style, as torch's DataLoader takes it, or with `fetch` (see `Loader`); the
+                same on all ranks.
+            batch: samples per step over the whole job. It must be divisible by the number of ranks
+                times `accumulate`.
+            epochs: number of passes over the data set. Each has one step per whole batch.
+            seed: seed of the sample order, which does not depend on the number of ranks.
+            shuffle: whether each epoch has a new order; otherwise all have the data set's own.
+            accumulate: number of micro-batches that make a step's batch. Each has its own backward
+                pass (`backward`); the step is taken after the last one: `if loop.step_due`.
+            collate_fn: puts a list of samples together, as `collate_fn` of torch's DataLoader.
 
         Raises:
             ConfigError: the batch does not fit the ranks or the data.
-            UserError: the ranks were given different things, an epoch was not run to its end, or
+            UserError: the ranks passed different arguments, an epoch was not run to its end, or
                 some ranks have left the loop and others have not.
             ClaimError: another job writes to the directory.
-            Stopped: on SIGTERM, SIGUSR1, SIGUSR2 or at the time limit, with a checkpoint.
+            Stopped: SIGTERM, SIGUSR1, SIGUSR2, the stop file or the time limit stopped the loop,
+                with a checkpoint.
         """
         self._check_open()
         self._end()
@@ -177,6 +177,7 @@ class Loop(Stepping):
         shuffle: bool,
         accumulate: int,
     ) -> Generator[tuple[int, Iterator[Any]]]:
+        """Check the arguments, restore the newest checkpoint, and deliver the epochs."""
         self.checkpoints.identity |= {
             "batch": batch,
             "seed": seed,
@@ -220,10 +221,10 @@ class Loop(Stepping):
                 loader.close()
 
     def stop(self) -> None:
-        """Ask that training ends after this step, with a checkpoint, as if it were the last one.
+        """End training after this step, with a checkpoint, as if it were the last step.
 
-        One rank may call it, or several. Before `epochs` it ends that without a step. A loop that
-        is started again goes on from there.
+        It is enough if one rank calls it. A call before `epochs` ends that without a step. A loop
+        that is started again resumes from the checkpoint.
         """
         if self._requests is not None:
             self._requests.enough = True
@@ -234,12 +235,12 @@ class Loop(Stepping):
     def step_number(self) -> int:
         """The number of the step whose batch was given last, from 1; 0 before the first one.
 
-        It goes on over restarts, so a learning rate that is set by it needs no checkpoint.
+        It continues after a restart. So a learning rate that depends on it alone need not be saved.
         """
         return self._given
 
     def close(self) -> None:
-        """End a loop that was left, with a checkpoint, and release what it holds. Collective.
+        """Release what the loop holds, after a last checkpoint if it was left early. Collective.
 
         The model and the optimizer stay as they are. Another loop may be made with them.
 
@@ -275,22 +276,23 @@ class Loop(Stepping):
             self.close()
 
     def register(self, name: str, thing: Registrable) -> None:
-        """Have a thing saved in checkpoints, and restored by `epochs`. Collective.
+        """Let checkpoints hold an object's state, and `epochs` restore it. Collective.
 
-        Learning-rate schedulers, averaged models (EMA), torch's GradScaler, metrics: whatever has
-        `state_dict` and `load_state_dict`. With one that changes the optimizer's learning rate the
-        options of the optimizer's groups are restored as well; without one they are the program's.
+        Any object with `state_dict` and `load_state_dict` can be registered: learning-rate
+        schedulers, averaged models (EMA), torch's GradScaler, metrics. If one of them changes the
+        optimizer's learning rate, the options of the optimizer's groups are restored as well.
+        Otherwise they stay as the program sets them.
 
         Args:
-            name: letters, digits, _ and -; the same in the next start. A name that a checkpoint
-                lacks, or that is not registered any more, is a warning.
-            thing: its state holds numbers, strings, None, tensors, and lists, tuples, sets, dicts,
-                Counters of those, the same on all ranks.
+            name: letters, digits, _ and -; the same in the next start. A warning names objects that
+                the checkpoint lacks, and saved ones that are no longer registered.
+            thing: the object. Its state may hold numbers, strings, None, tensors, and lists,
+                tuples, sets, dicts and Counters of those, and is the same on all ranks.
 
         Raises:
-            UserError: the state holds something else, named by its path, or is another one on some
-                rank, which is named; also after the first step and by checkpoints. Or `epochs` has
-                been called before.
+            UserError: the state holds another type (the message has its path) or differs on a rank
+                (the message names it); this is checked again after the first step and at each
+                checkpoint. Or `epochs` was called before.
         """
         self._check_open()
         with self._watched():
@@ -299,10 +301,11 @@ class Loop(Stepping):
             self.registered.add(name, thing)
 
     def _check_registrable(self, name: str, thing: Registrable) -> None:
+        """Check that the loop can restore an object, and that its options allow it."""
         if self._begun:
             raise UserError(
                 f"loop.register({name!r}, ...) was called after loop.epochs",
-                "register before the loop: epochs restores what is registered",
+                "register it before: loop.epochs restores what is registered",
             )
         own = self.options.zero or self.options.gradients.average_every > 1
         if isinstance(thing, GradScaler) and own:
@@ -328,28 +331,30 @@ class Loop(Stepping):
         batch: int = 64,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> float | dict[str, float]:
-        """The mean over all samples of what each of them gives, the same on all ranks. Collective.
+        """The mean of `per_sample` over all samples, the same on all ranks. Collective.
 
-        Each rank computes its part of the samples, without gradients; their number need not fit
-        the ranks. The loop's model, and modules that are registered, are in eval mode meanwhile.
-        Training goes on as if nothing had been evaluated. But where ranks differ between
-        checkpoints, all take on their mean here as they do there: parameters with local steps
-        (average_every), running statistics of BatchNorm layers that are "local".
+        Each rank computes its part of the samples, without gradients. Any number of samples will
+        do. The loop's model and registered modules are in eval mode meanwhile. Training then
+        continues as if nothing had been evaluated, with one exception. State that differs between
+        ranks becomes its mean on all of them, as at a checkpoint: parameters with local steps
+        (average_every), and running statistics of "local" BatchNorm layers. Other buffers become
+        those of rank 0.
 
         Args:
             dataset: map-style, the same on all ranks.
-            per_sample: of a batch, as the data set gives it: a tensor of shape (samples,), or a
-                dict of several such. Ranks call it unequally often, so it holds no collective. What
-                it draws depends on the number of ranks; what the data set draws does not.
-            batch: samples at a time over the whole job.
+            per_sample: a function of a batch, as the data set returns it. It returns a tensor of
+                shape (samples,), or a dict of such tensors. It must not call a collective, because
+                ranks call it different numbers of times. Its random draws depend on the number of
+                ranks; those of the data set do not.
+            batch: samples that the whole job computes at a time.
             collate_fn: as for `epochs`.
 
         Returns:
-            The mean, or those of a dict by name, added up in float64.
+            The mean, or a dict of means by name. Sums are made in float64.
 
         Raises:
-            ConfigError: there is no sample.
-            UserError: `per_sample` gives something else, on any rank.
+            ConfigError: the data set is empty, or `batch` is less than 1.
+            UserError: `per_sample` returned something else on a rank, or arguments differ.
             RankError: `per_sample` or the data set has failed on some rank.
         """
         self._check_open()
@@ -362,7 +367,7 @@ class Loop(Stepping):
 
     @contextmanager
     def _unlimited(self) -> Iterator[None]:
-        """Lift the limit of a step meanwhile, which was measured without an evaluation."""
+        """Disable the time limit of a step in this block: it was measured without evaluations."""
         waiting = self.group.waiting
         limit, waiting.limit = waiting.limit, math.inf
         Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.options.hang_timeout)
@@ -372,9 +377,9 @@ class Loop(Stepping):
             waiting.limit = limit
 
     def _in_one_state(self) -> list[nn.Module]:
-        """What is evaluated, the same on all ranks. Collective."""
+        """The modules to evaluate, after they were made the same on all ranks. Collective."""
         if self.options.gradients.average_every > 1:
-            self.checkpoints.finish()  # what it copies may not change meanwhile
+            self.checkpoints.finish()  # a save must not see parameters change
             self.averager.settle()
         model = self.checkpoints.state.model
         batch_norms.average_statistics(model, self.collectives)

@@ -1,8 +1,8 @@
-"""Measure a machine on the ranks of a job, for `hpc-train plan`: collective, about ten seconds.
+"""Measure a machine on the ranks of a job, for `hpc-train plan`. It takes about ten seconds.
 
-Two things are measured, by functions that return this rank's own number: passes of a layer
-(`pass_seconds`) and messages to the next rank of a group (`message_seconds`). What they come to is
-a pure function of all ranks' numbers (`described`).
+Two functions return this rank's own numbers. `pass_seconds` measures passes of a layer, and
+`message_seconds` messages to the next rank of a group. `described` is a pure function that turns
+the numbers of all ranks into a description of the machine.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from hpc_train.planning.machine import Compute, Link, Machine
 from hpc_train.planning.model import shape_of
 from hpc_train.training.device import choose_device, choose_matmul, use_cores
 
-SECONDS = 1.0  # that each of the five measurements of computing takes
-HIDDEN, TOKENS = 1024, 256  # of the measured layer at most, on processors
-SAMPLES = 4  # of the larger of two passes; the smaller one has one
+SECONDS = 1.0  # seconds of each of the five measurements of computing
+HIDDEN, TOKENS = 1024, 256  # largest sizes of the measured layer on processors
+SAMPLES = 4  # samples of the larger pass; the smaller one has one sample
 STREAM = 32 << 20  # bytes of each of three tensors
-SMALL, LARGE = 8, 4 << 20  # bytes of messages
-REPEATS = {SMALL: 50, LARGE: 4}
+SMALL, LARGE = 8, 4 << 20  # bytes of the two kinds of messages
+REPEATS = {SMALL: 50, LARGE: 4}  # number of timed messages
 NAP = 5e-3  # seconds between two looks of a rank that waits for its turn
 
 
 @dataclass(frozen=True)
 class MessageCost:
-    """What sending takes: seconds, and those in which it holds a processor."""
+    """The cost of a message: seconds in all, and seconds in which it keeps a processor busy."""
 
     seconds: float = 0.0
     processor: float = 0.0
@@ -53,15 +53,17 @@ class MessageCost:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank has measured; seconds, 0 where it has measured nothing.
+    """The numbers that one rank has measured. A time that it has not measured is 0.
 
     Args:
         node: the number of its node.
-        one, several: passes of 1 and of SAMPLES samples, by the first rank alone.
-        in_node, in_job: passes of SAMPLES while the first node's, and all, ranks compute.
-        stream: bytes/s that it has read and written while all did.
-        inside, across: small and large messages inside its node, and between nodes.
-        free: bytes of memory that are free: of the device's, or of the node's.
+        one, several: seconds of a pass of 1 and of SAMPLES samples on rank 0 while all others
+            sleep.
+        in_node, in_job: seconds of a pass of SAMPLES samples while all ranks of the first node, or
+            of the job, compute.
+        stream: bytes/s that the rank reads and writes while all ranks do.
+        inside, across: costs of a small and a large message inside its node, and between nodes.
+        free: bytes of free memory, on the GPU if the rank has one, otherwise on the node.
     """
 
     node: int
@@ -76,7 +78,7 @@ class Found:
 
 
 def measure(config: RunConfig, runtime: Runtime) -> Machine:
-    """Measure on all ranks of a job; the same on all of them. Collective."""
+    """Measure on all ranks of a job. All get the same description. Collective."""
     use_cores(runtime)
     world, device = runtime.world, choose_device(runtime.node.rank)
     shape = measured_shape(shape_of(config.model, vocab=1), device)  # a block has no vocabulary
@@ -99,17 +101,17 @@ def measure(config: RunConfig, runtime: Runtime) -> Machine:
         free_bytes(device),
     )
     levels.close()
-    flops = 3 * shape.parts()[1].flops  # of a block, forward and backward
+    flops = 3 * shape.parts()[1].flops  # a block's forward and backward pass of one sample
     return described(world.gathered(found), flops, config.precision.dtype, device.type)
 
 
 def measured_shape(shape: Shape, device: torch.device) -> Shape:
-    """The shape of the layer that is measured; on processors a large one is cut down."""
+    """The shape of the layer that is measured. On processors a large one is made smaller."""
     return shape.at_most(TOKENS, HIDDEN) if device.type == "cpu" else shape
 
 
 def layer_pass(shape: Shape, dtype: str, device: torch.device, samples: int) -> Callable[[], None]:
-    """A forward and backward pass of one layer, which is over when this returns."""
+    """A function that computes a layer's forward and backward pass, and returns at its end."""
     kind = torch.float64 if dtype == "float64" else torch.float32
     layer = shape.block().to(device, kind)
     x = torch.randn(
@@ -130,7 +132,7 @@ def layer_pass(shape: Shape, dtype: str, device: torch.device, samples: int) -> 
 
 
 def stream(device: torch.device) -> Callable[[], None]:
-    """A pass over three tensors of STREAM bytes."""
+    """A function that reads two tensors of STREAM bytes, and writes a third one."""
     one, other, total = (torch.ones(STREAM // 4, device=device) for _ in range(3))
 
     def once() -> None:
@@ -142,7 +144,7 @@ def stream(device: torch.device) -> Callable[[], None]:
 
 
 def pass_seconds(once: Callable[[], None]) -> float:
-    """Mean seconds of a call that is repeated for SECONDS, without the first one."""
+    """Mean seconds of a call that is repeated for SECONDS. The first call does not count."""
     once()
     count, taken, begin = 0, 0.0, time.perf_counter()
     while taken < SECONDS:
@@ -152,11 +154,12 @@ def pass_seconds(once: Callable[[], None]) -> float:
 
 
 def message_seconds(group: Group, nbytes: int, device: torch.device) -> MessageCost:
-    """What it takes to send to the next rank of a group while the one before sends. Collective.
+    """The cost of a message to the next rank of a group, while all ranks send one. Collective.
 
-    Tensors of a GPU go through host memory unless MPI reads them, as those of pipelines do.
+    As in a pipeline, tensors on a GPU go through host memory unless MPI can read GPU memory.
     """
-    from hpc_train.collectives.mpi import through_host  # a group of several ranks has MPI
+    # Not at the top, because this module loads MPI. A group of several ranks has loaded it.
+    from hpc_train.collectives.mpi import through_host
 
     mine, arrived = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     staged = through_host(device)
@@ -169,13 +172,14 @@ def message_seconds(group: Group, nbytes: int, device: torch.device) -> MessageC
             drive(_passed_on(group, _buffer(out), _buffer(into)), polite=polite)
         if staged:
             arrived.copy_(into)
-        if number == 0:  # it makes connections
+        if number == 0:  # the first message made the connections, so it does not count
             begin, spent = time.perf_counter(), time.process_time()
     seconds, processor = time.perf_counter() - begin, time.process_time() - spent
     return MessageCost(seconds / REPEATS[nbytes], processor / REPEATS[nbytes])
 
 
 def _passed_on(group: Group, out: Any, into: Any) -> Coroutine[None]:
+    """Send a buffer to the next rank of a group, and receive one from the rank before."""
     assert group.comm is not None
     arrived = group.comm.Irecv(into, source=(group.rank - 1) % group.size)
     sent = group.comm.Isend(out, dest=(group.rank + 1) % group.size)
@@ -184,13 +188,14 @@ def _passed_on(group: Group, out: Any, into: Any) -> Coroutine[None]:
 
 
 def _buffer(tensor: torch.Tensor) -> Any:
+    """A tensor in the form that mpi4py takes."""
     return tensor if tensor.is_cuda else tensor.numpy()
 
 
 def messages(
     world: Group, group: Group, device: torch.device, *, mine: bool
 ) -> tuple[MessageCost, MessageCost]:
-    """Small and large messages in those groups whose turn it is. Collective over world."""
+    """Measure both kinds of messages in groups whose turn it is (`mine`). Collective over world."""
     taken = [MessageCost(), MessageCost()]
     for number, nbytes in enumerate((SMALL, LARGE)):
         meet(world)
@@ -201,7 +206,7 @@ def messages(
 
 
 def in_turn(world: Group, mine: bool, once: Callable[[], None]) -> float:
-    """`pass_seconds` on the ranks whose turn it is; the others sleep. Collective."""
+    """`pass_seconds` on the ranks whose turn it is (`mine`), while others sleep. Collective."""
     meet(world)
     taken = pass_seconds(once) if mine else 0.0
     meet(world)
@@ -209,9 +214,10 @@ def in_turn(world: Group, mine: bool, once: Callable[[], None]) -> float:
 
 
 def meet(group: Group) -> None:
-    """Wait for all ranks, asleep: they may share cores with those that are measured. Collective."""
+    """Wait for all ranks. Collective."""
     if group.comm is None:
         return
+    # Asleep, because this rank may share its cores with ranks that are measured.
     with group.waiting("a measurement of the other ranks"):
         everyone = group.comm.Ibarrier()
         while not everyone.Test():
@@ -219,7 +225,7 @@ def meet(group: Group) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free here, now that all libraries are loaded."""
+    """Bytes of free memory. Called at the end, when all libraries are loaded."""
     if device.type != "cpu":
         free: int = getattr(torch, device.type).mem_get_info()[0]
         return free
@@ -227,12 +233,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> Machine:
-    """The description that all ranks' numbers come to.
+    """Turn the numbers of all ranks into the description of a machine.
 
     Args:
-        found: by rank.
-        flops: of a sample's pass.
-        dtype: the number format.
+        found: the numbers of all ranks, in their order.
+        flops: number of operations in a layer's pass of one sample.
+        dtype: the number format, as in `precision.dtype`.
         device: cpu, cuda or xpu.
     """
     first = found[0]
@@ -243,7 +249,7 @@ def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> 
     speed = flops / sample
     capacity = sum(first.several / one.in_node for one in found if one.in_node)
     slowest = min(_by_node(found, lambda one: first.several / one.in_job))
-    share = slowest / ranks  # of a core, while all compute
+    share = slowest / ranks  # the part of a core that a rank has while all compute
     stream_speed = statistics.median(one.stream for one in found)
     free = min(one.free for one in found) / GIB
     layer = max(0.0, first.one - sample)
@@ -261,13 +267,13 @@ def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> 
 
 
 def _by_node(found: Sequence[Found], number: Callable[[Found], float]) -> list[float]:
-    """The sums of the ranks of each node."""
+    """The sum of a number over the ranks of each node."""
     nodes = sorted({one.node for one in found})
     return [sum(number(one) for one in found if one.node == node) for node in nodes]
 
 
 def _link(taken: Sequence[tuple[MessageCost, MessageCost]], sharing: int) -> Link | None:
-    """What messages take, from small and large ones for which `sharing` ranks share a link."""
+    """The cost of messages on a link that `sharing` ranks share; None if none were measured."""
     if not taken:
         return None
     alpha = statistics.median(small.seconds for small, _ in taken)
@@ -278,7 +284,7 @@ def _link(taken: Sequence[tuple[MessageCost, MessageCost]], sharing: int) -> Lin
 
 
 def short(number: float) -> float:
-    """A number with as many digits as a measurement has."""
+    """Round a number to four digits, because a measurement is not more exact."""
     return float(f"{number:.4g}")
 
 
@@ -292,4 +298,5 @@ def write(made: Machine, path: Path, ranks: int) -> None:
     try:
         files.write_text(path, header + made.to_yaml())
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}", "give --machine") from None
+        remedy = "name another file with --machine"
+        raise UserError(f"{path} cannot be written: {error.strerror}", remedy) from None

@@ -16,9 +16,9 @@ SGD_MOMENTUM = 0.9
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
-    """An optimizer over the model's trained parameters.
+    """Build the optimizer of the model's parameters that require gradients.
 
-    Weight decay is for matrices: biases, norms and other vectors have none.
+    Weight decay applies to matrices only, not to biases, norms and other vectors.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -32,11 +32,12 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
 
 
 def _lean(kind: type[Optimizer]) -> Callable[..., Optimizer]:
-    """The same optimizer without `torch.compile`, which takes as long to load as torch itself.
+    """Make an optimizer class that does not load torch.compile, but is otherwise the same.
 
-    torch wraps each optimizer method to keep it out of compilation, and the wrapper imports
-    torch._dynamo on first use (torch/_compile.py). Setting the wrapper's marker avoids the import.
-    `step` imports it for a graph break (torch/optim/optimizer.py), so `step` is unwrapped.
+    torch.compile takes as long to load as torch itself. torch wraps each optimizer method to keep
+    it out of compilation, and the wrapper imports torch._dynamo on first use (torch/_compile.py).
+    Setting the wrapper's marker avoids the import. `step` imports it for a graph break
+    (torch/optim/optimizer.py), so `step` is unwrapped.
     """
     for method in vars(Optimizer).values():
         if plain := getattr(method, "__wrapped__", None):

@@ -1,4 +1,4 @@
-"""The options of `Loop`, as one value; each has the name of its configuration key."""
+"""The options of `Loop` as one value. Each has the name of its configuration key."""
 
 from __future__ import annotations
 
@@ -16,38 +16,42 @@ Precision = Literal["bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """How a `Loop` averages, computes, saves and stops. All ranks give the same.
+    """The options that say how a `Loop` averages, computes, saves and stops.
+
+    All ranks must pass the same, except for `time_limit`, `prefetch` and `workers`.
 
     Args:
         gradients: how gradients are averaged: the keys of the section `gradients`
             (docs/reference/gradients).
-        zero: as `memory.zero`. 1: the ranks of a node share the parameters' memory and the
-            optimizer's work and state. Nothing but the optimizer's step may write to parameters
-            then, and no rank has a whole gradient.
+        zero: 0 or 1, as `memory.zero`. With 1 the ranks of a node share the parameters' memory, and
+            divide the optimizer's work and state. Then only the optimizer's step may write to
+            parameters, and no rank has a whole gradient.
         clip_norm: largest global norm of the averaged gradients in each step; 0 disables clipping.
-            With local steps (average_every) the norm is of each rank's own gradients.
-        precision: what `autocast` computes in; float16 has a loss scale. None: as the model does.
-            With it a step is taken by `loop.step()`, which leaves out one whose gradients are not
-            finite, on all ranks.
+            With local steps (average_every) it limits the norm of each rank's own gradients.
+        precision: the number format in which `autocast` computes; float16 has a loss scale. None:
+            the model's own format. With a precision, steps are taken by `loop.step()`, which skips
+            a step on all ranks if its gradients are not finite.
         batch_norm: what BatchNorm layers do: "sync" takes statistics over all ranks' samples, as
             one process would; "local" takes each rank's own; "refuse" refuses such a model.
         every: steps between two checkpoints; one more is written at the end and at a stop.
         keep: number of newest checkpoints to keep; 0 keeps all.
-        background: whether training goes on while a checkpoint is written. Then nothing but `step`
-            may change parameters and the optimizer's state.
+        background: whether training continues while a checkpoint is written. Then only `step` may
+            change parameters and the optimizer's state.
         nonfinite: what happens at a checkpoint if trained parameters are infinite or not numbers:
             "stop" before it is written, or "warn".
-        time_limit: seconds after which the loop stops with a checkpoint; "auto": before the end of
-            the SLURM or PBS job that it is in; None: never.
+        time_limit: seconds after which the loop stops with a checkpoint; "auto": it stops before
+            its SLURM or PBS job ends; None: no limit.
         hang_timeout: seconds that a rank waits for another, in `epochs` or in another call of the
-            loop, before the job ends with an error; 0 disables it.
+            loop, before the job ends with an error; 0 disables this limit.
         hang_steps: limits the wait between two steps to `hang_steps` times the longest one so far,
             and at least 60 s. 0 disables it, for a loop in which one rank may work while others
             wait.
         matmul: how `hpc_train.models.linear` multiplies float32 matrices, as `precision.matmul`.
-        prefetch: steps that a thread reads ahead, if the data set draws no random numbers.
-        workers: processes of each rank that read ahead, if `hpc_train.start_workers` was called
-            before MPI started; else threads. The batches are the same as without.
+        prefetch: number of steps that a thread reads ahead, if the data set draws no random
+            numbers.
+        workers: number of workers that read ahead for each rank. They are processes if
+            `hpc_train.start_workers` was called before MPI started, otherwise threads. The batches
+            are the same as without workers.
     """
 
     gradients: GradientsSection = field(default_factory=GradientsSection)
@@ -68,24 +72,24 @@ class LoopOptions:
 
     @property
     def policy(self) -> SavePolicy:
-        """How checkpoints are saved."""
+        """The policy by which checkpoints are saved."""
         return SavePolicy(self.keep, background=self.background, nonfinite=self.nonfinite)
 
     @property
     def divided(self) -> bool:
-        """Whether no rank has all that a checkpoint saves: the ranks hold it together."""
+        """Whether each rank has only a part of what a checkpoint saves."""
         return self.zero == 1 or self.gradients.compression != "none"
 
     def check(self) -> None:
-        """Check that each option has a value that there is, and that they go together.
+        """Check the value of each option, and that the options work together.
 
         Raises:
-            HpcTrainError: they do not.
+            HpcTrainError: a value is not allowed, or options exclude each other.
         """
         if self.precision not in (None, *get_args(Precision)):
             raise UserError(
                 f"the loop's precision is {self.precision!r}",
-                'give "bfloat16" or "float16", or leave it out: the model computes in its own type',
+                'give "bfloat16" or "float16", or leave it out to compute in the type of the model',
             )
         if self.zero not in (0, 1):
             raise UserError(f"the loop's zero is {self.zero!r}", "give 0 or 1")
@@ -110,10 +114,10 @@ DEFAULT_LOOP_OPTIONS = LoopOptions()
 
 
 def check_integer(name: str, value: Any, *, least: int) -> None:
-    """Check an option by name.
+    """Check the value of the option `name`.
 
     Raises:
-        UserError: the value is no integer of Python's, or less than `least`.
+        UserError: the value is not of Python's type int, or is less than `least`.
     """
     if type(value) is not int or value < least:
         raise UserError(f"{name} is {value!r}", f"give an integer of {least} or more")

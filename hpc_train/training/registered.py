@@ -1,4 +1,4 @@
-"""What a user's own loop has besides model and optimizer, as a part of its checkpoints."""
+"""Saves and restores the objects that a user registers with a loop, such as schedulers."""
 
 from __future__ import annotations
 
@@ -29,32 +29,31 @@ logger = logging.getLogger(__name__)
 PREFIX = "registered"
 REGISTERED_KINDS = "registered_kinds"
 HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
-"""What of an optimizer's groups tells how it computes, and not what: it stays the program's."""
+"""Keys of an optimizer's groups that are not saved: they say how it computes, not what."""
 
 
 class Registrable(Protocol):
-    """Has a state: schedulers, averaged models and loss scales of torch do."""
+    """An object with a state, such as torch's schedulers, averaged models and GradScaler."""
 
     def state_dict(self) -> Any:
-        """The state: numbers, strings, tensors, and lists, tuples and dicts of those."""
+        """The state: numbers, strings, tensors, and lists, tuples and dicts of them."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Go on from it."""
+        """Continue from a state that `state_dict` returned."""
 
 
 class Registered(ExtraState):
-    """Saves and restores things by name. All ranks call each method.
+    """Saves and restores registered objects by name. All ranks must call each method.
 
-    What an optimizer's groups have besides parameters, such as the learning rate, is saved with
-    whatever changes it: with a thing whose `optimizer` this one is.
+    The options of the optimizer's groups, such as the learning rate, are saved as well if an object
+    is registered that changes them. That is an object whose attribute `optimizer` has these groups.
 
     Args:
         group: all ranks.
-        optimizer: of the loop.
-        model: of the loop.
-        copied: whether tensors are copied for a save, which goes on while they may change.
-        owned: whether this rank writes the tensors; of a model that several ranks hold together,
-            one does.
+        optimizer: the loop's optimizer.
+        model: the loop's model.
+        copied: whether to copy tensors for a save in the background, because they may change.
+        owned: whether this rank writes the tensors. If ranks hold the model together, one does.
     """
 
     def __init__(
@@ -67,22 +66,23 @@ class Registered(ExtraState):
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, thing: Registrable) -> None:
-        """Take one more thing. Collective.
+        """Register one more object. Collective.
 
         Raises:
-            UserError: it has no state, or one that checkpoints cannot hold, or another one on some
-                ranks; or the name is taken.
+            UserError: the object has no state, or one that checkpoints cannot hold, or one that
+                differs between ranks; or the name is taken or not usable.
         """
         with agreed(self.group):
             self._check(name, thing)
         self.things[name] = thing
         try:
             self.check()
-        except Exception:  # of all ranks
+        except Exception:  # raised on all ranks
             del self.things[name]
             raise
 
     def _check(self, name: str, thing: Registrable) -> None:
+        """Check the name and the type of an object."""
         what = f"loop.register({name!r}, ...)"
         if not re.fullmatch(r"[\w-]+", name):
             raise UserError(f"{what} has no usable name", "take letters, digits, _ and -")
@@ -102,16 +102,16 @@ class Registered(ExtraState):
 
     @property
     def scales(self) -> list[float]:
-        """The loss scales of torch's GradScalers: one changes where a step is skipped."""
+        """The loss scales of torch's GradScalers. A step that is skipped changes its scale."""
         return [one.get_scale() for one in self.things.values() if isinstance(one, GradScaler)]
 
     @property
     def modules(self) -> list[Module]:
-        """Those that are modules, such as averaged models."""
+        """The registered objects that are modules, such as averaged models."""
         return [thing for thing in self.things.values() if isinstance(thing, Module)]
 
     def check(self) -> None:
-        """Make sure that a checkpoint can hold everything. Collective.
+        """Check that a checkpoint can hold all registered objects. Collective.
 
         Raises:
             UserError: it cannot, or the ranks have different states.
@@ -124,13 +124,14 @@ class Registered(ExtraState):
             what = (
                 f"the state of {name!r}, which loop.register was given,"
                 if name
-                else ("what the optimizer's groups have besides parameters (lr ...)")
+                else ("the options of the optimizer's groups (lr ...)")
             )
             with agreed(self.group):
                 digest = self._digest(name, tree)
-            same(self.group, what, digest, "let all ranks have the same state, as by loop.mean")
+            same(self.group, what, digest, "give all ranks the same state, as with loop.mean")
 
     def _look(self) -> None:
+        """Encode the present states as JSON and tensors."""
         tensors: dict[str, Tensor] = {}
         trees = {
             name: encode(thing.state_dict(), f"{PREFIX}.{name}", tensors)
@@ -145,11 +146,13 @@ class Registered(ExtraState):
         self._trees, self._tensors = trees, tensors
 
     def _steers(self, thing: Any) -> bool:
-        """Whether it is a scheduler of the loop's optimizer, or of the one that Horovod wrapped."""
+        """Whether an object changes the options of the optimizer's groups, as a scheduler does."""
+        # Groups are compared, because the object may have the optimizer that Horovod has wrapped.
         groups = getattr(getattr(thing, "optimizer", None), "param_groups", [])
         return any(one is other for one in groups for other in self.optimizer.param_groups)
 
     def _digest(self, name: str, tree: Any) -> str:
+        """A hash of an object's state: of its JSON and its tensors."""
         found = xxhash.xxh3_128(json.dumps(tree, sort_keys=True).encode())
         for path, tensor in self._tensors.items():
             if path == f"{PREFIX}.{name}" or path.startswith(f"{PREFIX}.{name}."):
@@ -159,7 +162,7 @@ class Registered(ExtraState):
         return digest
 
     def collect(self) -> dict[str, LocalTensor]:
-        """The tensors to save."""
+        """The tensors to save, by name."""
         self.check()
         return {
             name: self._held(tensor.clone() if self.copied else tensor)
@@ -167,15 +170,16 @@ class Registered(ExtraState):
         }
 
     def _held(self, tensor: Tensor) -> LocalTensor:
+        """A whole tensor, as checkpoints take it."""
         return LocalTensor(tensor, SliceSpec.whole(tuple(tensor.shape)), self.owned)
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor, as tagged JSON."""
+        """The states without their tensors, as tagged JSON, and the objects' types."""
         kinds = {name: type(thing).__name__ for name, thing in self.things.items()}
         return {PREFIX: self._trees, REGISTERED_KINDS: kinds} if self._trees else {}
 
     def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
-        """Memory for the tensors of what is registered, where the checkpoint has it."""
+        """Memory for those tensors of registered objects that the checkpoint has."""
         with agreed(self.group):
             self._look()
             there = self._tensors
@@ -191,10 +195,13 @@ class Registered(ExtraState):
         return {name: self._held(tensor) for name, tensor in self._tensors.items()}
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Go on with what was saved; rank 0 warns of what was saved of others, or of others only.
+        """Restore the saved states.
+
+        Rank 0 warns of objects that only the checkpoint has, or only the loop.
 
         Raises:
-            HpcTrainError: a thing does not take its state.
+            HpcTrainError: an object is of another type than the saved one, or does not take its
+                state.
         """
         saved = values.get(PREFIX, {})
         with agreed(self.group):
@@ -202,9 +209,9 @@ class Registered(ExtraState):
                 now = type(self.things.get(name)).__name__
                 if name in self.things and now != kind:
                     raise CheckpointMismatch(
-                        f"{name!r} was a {kind} in the checkpoint, and loop.register was given a "
+                        f"{name!r} was a {kind} in the checkpoint, but loop.register was given a "
                         f"{now}",
-                        "register it under another name: then it begins anew",
+                        "register it under another name: then it starts afresh",
                     )
             for name, thing in self.things.items():
                 if name in saved:
@@ -216,7 +223,7 @@ class Registered(ExtraState):
         if self.group.rank > 0:
             return
         if new := sorted(self.things.keys() - saved.keys()):
-            logger.warning("the checkpoint has no state of %s: it begins anew", ", ".join(new))
+            logger.warning("the checkpoint has no state of %s: it starts afresh", ", ".join(new))
         if gone := sorted(saved.keys() - self.things.keys() - {""}):
             logger.warning(
                 "the checkpoint has the state of %s, which is no longer registered: it is dropped",
@@ -224,21 +231,23 @@ class Registered(ExtraState):
             )
 
     def _restore(self, name: str, thing: Registrable, state: Any) -> None:
+        """Restore the state of one object."""
         try:
             thing.load_state_dict(state)
         except Exception as error:
             raise CheckpointMismatch(
                 f"{name!r}, which loop.register was given, does not take the checkpoint's state "
                 f"({type(error).__name__}: {error})",
-                "make it as before, or register it under another name: then it begins anew",
+                "make it as before, or register it under another name: then it starts afresh",
             ) from error
 
     def _restore_groups(self, options: list[dict[str, Any]]) -> None:
+        """Restore the options of the optimizer's groups."""
         groups = self.optimizer.param_groups
         if len(options) != len(groups):
             raise CheckpointMismatch(
                 f"the checkpoint's optimizer has {len(options)} groups, this one {len(groups)}",
-                "make the groups that it was made with",
+                "give the optimizer the same groups of parameters as before",
             )
         for group, one in zip(groups, options, strict=True):
             for key, value in one.items():

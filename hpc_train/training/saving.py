@@ -1,4 +1,4 @@
-"""When a running job writes a checkpoint, and what happens if it cannot."""
+"""Decides when a running job writes a checkpoint, and what happens if it cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def policy_of(section: CheckpointSection, nonfinite: Nonfinite) -> SavePolicy:
-    """How checkpoints are saved, by the configuration."""
+    """The policy of saving that a configuration asks for."""
     return SavePolicy(
         Retention(section.keep, section.keep_every, section.keep_best),
         engine=section.engine,
@@ -36,10 +36,10 @@ def policy_of(section: CheckpointSection, nonfinite: Nonfinite) -> SavePolicy:
 def check_best(
     section: CheckpointSection, data: DataSection, last_step: int, *, held_out: bool
 ) -> None:
-    """Check that some checkpoint but the last can be one of the best: that its step is validated.
+    """Check that `keep_best` can rank checkpoints: one before the last has a validation loss.
 
     Raises:
-        ConfigError: `keep_best` would keep none.
+        ConfigError: `keep_best` would keep no checkpoint.
     """
     validated, by_time = data.validation_every, section.minutes or section.mtbf_hours
     if not section.keep_best or (validated and by_time):
@@ -57,10 +57,10 @@ def check_best(
 
 
 def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int:
-    """Restore the newest state, or else the weights to start from, if any are given. Collective.
+    """Restore the newest checkpoint. Without one, load `checkpoint.weights` if given. Collective.
 
     Returns:
-        The step after which training goes on.
+        The step after which training continues; 0 if there is no checkpoint.
 
     Raises:
         HpcTrainError: as `Checkpoints.resume` and `start_from`.
@@ -79,14 +79,14 @@ def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int
 
 
 def daly(save_seconds: float, mtbf_seconds: float) -> float:
-    """The time between two checkpoints for which least is lost to them and to failures together.
+    """The time between two checkpoints that loses least to checkpoints and failures together.
 
     Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
     Generation Computer Systems 22, 2006, equation 37; its first term is Young's (CACM 17, 1974).
 
     Args:
-        save_seconds: what one checkpoint takes.
-        mtbf_seconds: the mean time between two failures of the job.
+        save_seconds: seconds that one checkpoint takes.
+        mtbf_seconds: mean seconds between two failures of the job.
 
     Returns:
         Seconds from the end of one checkpoint to the start of the next.
@@ -100,11 +100,11 @@ def daly(save_seconds: float, mtbf_seconds: float) -> float:
 
 @contextmanager
 def finishing_saves(checkpoints: Checkpoints) -> Iterator[None]:
-    """Finish what is being written in the background before an error of all ranks ends the job."""
+    """Finish a checkpoint in the background before an error of all ranks ends the job."""
     try:
         yield
     except HpcTrainError as error:
-        if error.agreed:  # else the ranks are not all here
+        if error.agreed:  # else some ranks are elsewhere, and would not finish it with this one
             with suppress(HpcTrainError):
                 checkpoints.finish()
         raise
@@ -117,10 +117,11 @@ class Saving:
     Args:
         steps: number of steps between two checkpoints; 0 disables saving by steps.
         minutes: minutes between two checkpoints; 0 disables saving by time.
-        mtbf_hours: mean time between failures of the job. The time between two checkpoints follows
-            from it once one has been measured; 0 disables it.
-        on_error: "stop": one that cannot be written ends the job; "warn": only the last one does.
-        background: whether training goes on while one is written.
+        mtbf_hours: mean hours between failures of the job. Once a checkpoint has been measured, the
+            time between two checkpoints follows from it (`daly`); 0 disables this.
+        on_error: "stop": a checkpoint that cannot be written ends the job; "warn": only the last
+            one does.
+        background: whether training continues while a checkpoint is written.
     """
 
     steps: int = 0
@@ -129,15 +130,15 @@ class Saving:
     on_error: Literal["stop", "warn"] = "stop"
     background: bool = False
     untried: bool = True
-    """Whether this process has not tried to write one."""
+    """Whether this process has not tried to write a checkpoint yet."""
     limited: bool = False
-    """Whether the job's time is limited. Then the first one is waited for, which tells how long one
-    takes before there is too little time for it."""
+    """Whether the job's time is limited. Then training waits for the first checkpoint: so the job
+    knows how long a checkpoint takes while there is still time for one."""
     _since: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, section: CheckpointSection) -> Saving:
-        """As a configuration has it."""
+        """The object for a section `checkpoint` of the configuration."""
         return cls(
             section.every,
             section.minutes,
@@ -147,22 +148,22 @@ class Saving:
         )
 
     def after(self, checkpoints: Checkpoints, step: int, taken: int | None = None) -> None:
-        """Write one after this step, if one is due; go on with the one before. Collective.
+        """Continue a save in the background, and write a checkpoint if one is due. Collective.
 
         Args:
-            checkpoints: write it.
-            step: that has just ended.
-            taken: the last step that was taken, if it is another one; 0: none was.
+            checkpoints: the checkpoints of the run.
+            step: the step that has just ended.
+            taken: the last step that the optimizer has taken, if it is another one; 0: none.
 
         Raises:
-            CheckpointError: it could not be written; older ones are untouched.
+            CheckpointError: a checkpoint could not be written; older ones are untouched.
             DivergenceError: replicas differ.
         """
         with self._tolerated():
             checkpoints.poll()
         seconds = checkpoints.save_seconds
         if checkpoints.saving and not seconds:
-            seconds = math.inf  # what one takes is not known yet
+            seconds = math.inf  # the first one is being written, so its time is not known yet
         if not self.due(step, seconds, checkpoints.group):
             return
         with self._tolerated():
@@ -170,7 +171,7 @@ class Saving:
         self.now(checkpoints, step if taken is None else taken)
 
     def now(self, checkpoints: Checkpoints, taken: int) -> None:
-        """Write one of the last step that was taken, if any was. Collective.
+        """Write a checkpoint of step `taken`, unless there is one or it is 0. Collective.
 
         Raises:
             HpcTrainError: as `after`.
@@ -183,15 +184,16 @@ class Saving:
         self._since = time.monotonic()
 
     def reserve(self, checkpoints: Checkpoints) -> float:
-        """Seconds to keep free for the last one.
+        """Seconds to keep free for the last checkpoint.
 
-        Twice what the longest one took, because disks are shared. As long as this process has
-        written none, half as much again as an earlier one needed.
+        They are twice this process's longest save, because disks are shared and their speed varies.
+        Before its first save they are 1.5 times the longest save of an earlier process.
         """
         return 2 * checkpoints.longest_save or 1.5 * checkpoints.earlier_save
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
+        """Warn of a checkpoint that cannot be written, unless `on_error` is "stop"."""
         try:
             yield
         except CheckpointError as error:  # the same one on all ranks
@@ -200,30 +202,30 @@ class Saving:
             logger.warning("%s; training goes on", error)
 
     def last(self, checkpoints: Checkpoints, step: int) -> None:
-        """Write the last one of this process, and wait for it. Collective.
+        """Write the last checkpoint of this process, and wait until it is written. Collective.
 
         Args:
-            checkpoints: write it.
-            step: the last one that was taken; 0: none was, and nothing is written.
+            checkpoints: the checkpoints of the run.
+            step: the last step that the optimizer has taken; 0: none, so nothing is written.
 
         Raises:
-            CheckpointError: it could not be written; older ones are untouched.
+            CheckpointError: the checkpoint could not be written; older ones are untouched.
             DivergenceError: replicas differ.
         """
         try:
             checkpoints.finish()
         except CheckpointError as error:
-            logger.warning("%s; the next one is written now", error)
+            logger.warning("%s; the last checkpoint is written now", error)
         if step:
             checkpoints.save(step)
 
     def due(self, step: int, save_seconds: float, group: Group) -> bool:
-        """Whether to write one after this step. Collective if it goes by time.
+        """Whether a checkpoint is due after this step. Collective if time decides.
 
         Args:
-            step: that has just ended.
-            save_seconds: what the last one took; 0 before the first, infinite during it.
-            group: the ranks of the job, whose clocks differ: rank 0's counts.
+            step: the step that has just ended.
+            save_seconds: seconds of the last save; 0 before the first one, infinite during it.
+            group: the ranks of the job. Rank 0 decides, because their clocks differ.
         """
         if self.steps and step % self.steps == 0:
             return True
@@ -234,7 +236,7 @@ class Saving:
         return group.from_first(lambda: passed)
 
     def _limit(self, save_seconds: float) -> float:
-        """Seconds between two; infinite if they do not go by time."""
+        """Seconds between two checkpoints; infinite if time does not decide."""
         limits = [60 * self.minutes] if self.minutes else []
         if self.mtbf_hours and math.isfinite(save_seconds):
             limits.append(daly(save_seconds, 3600 * self.mtbf_hours))

@@ -1,4 +1,4 @@
-"""What `memory.zero: auto` takes: whether the ranks of a node share the parameters."""
+"""Decides for `memory.zero: auto` whether the ranks of a node share the parameters."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Zero = Literal[0, 1]
 
 @dataclass(frozen=True, kw_only=True)
 class SharingFacts:
-    """What the choice depends on besides the configuration; the same on all ranks.
+    """The facts, besides the configuration, that decide the choice. All ranks have the same.
 
     Args:
-        engine: that averages the gradients.
-        device: type of the device that parameters lie on.
-        replicas: of the model in the job.
-        together: of the replicas of a part of the model, the fewest that any node has.
+        engine: the engine that averages the gradients.
+        device: the type of the device that holds the parameters.
+        replicas: number of replicas of the model in the job.
+        together: the smallest number of replicas of one part of the model on any node.
         sparse: whether a layer makes sparse gradients.
-        only_optimizer_writes: see `Trainer`.
+        only_optimizer_writes: see `TrainingTask`.
     """
 
     engine: Engine = "mpi"
@@ -40,7 +40,7 @@ class SharingFacts:
 
 
 def choose_zero(gradients: GradientsSection, facts: SharingFacts) -> tuple[Zero, str]:
-    """What auto takes, and why, in words. Pure."""
+    """The value that auto takes, and the reason as text. Pure."""
     for obstacle, why in (
         (facts.replicas == 1, "the job has one replica of the model"),
         (facts.together == 1, "a node has one replica of the model"),
@@ -52,8 +52,8 @@ def choose_zero(gradients: GradientsSection, facts: SharingFacts) -> tuple[Zero,
         (facts.sparse, "the model makes sparse gradients"),
         (
             not facts.only_optimizer_writes,
-            "code that is not the program's may write to parameters, and would write to shared "
-            "ones once per rank",
+            "code outside hpc_train may write to parameters, and would write to shared ones once "
+            "per rank",
         ),
     ):
         if obstacle:
@@ -70,15 +70,15 @@ def decide(
     *,
     only_optimizer_writes: bool,
 ) -> Zero:
-    """What `memory.zero` comes to in this job, the same on all ranks; rank 0 logs auto's choice.
+    """The value of `memory.zero` in this job, the same on all ranks. Rank 0 logs auto's choice.
 
     Args:
-        config: sections memory and gradients.
-        grid: the ranks' places.
-        engine: from `averaging.start`.
-        device: that parameters will lie on.
-        model: whole, before a layout is put on it.
-        only_optimizer_writes: see `Trainer`.
+        config: the configuration; the sections memory and gradients are used.
+        grid: the places of the ranks.
+        engine: the engine from `averaging.start_engine`.
+        device: the device that will hold the parameters.
+        model: the whole model, before a layout is applied to it.
+        only_optimizer_writes: see `TrainingTask`.
     """
     if config.memory.zero != "auto":
         return config.memory.zero

@@ -1,4 +1,4 @@
-"""How a loop of the user's own takes its steps: accumulation, loss scale, clipping."""
+"""Takes the steps of a user's own loop: accumulation, loss scale, clipping."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ logger = logging.getLogger(__name__)
 
 
 class Stepping(Delivery):
-    """Takes the steps of a loop."""
+    """Takes the steps of a loop whose batches `Delivery` delivers."""
 
     scaler: LossScaler | None = None
-    """Of the loop's precision; None: it has none."""
+    """The loss scaler of the loop; None: the loop has no `precision`."""
     _device_type = "cpu"
-    _is_scaled = False  # a loss has got the scale since the last step
-    _may_step = False  # `step` calls the optimizer
-    _clipped = False  # in this step: a wrapped optimizer has its hooks called twice
+    _is_scaled = False  # a loss was scaled since the last step
+    _may_step = False  # `step` is calling the optimizer's step
+    _clipped = False  # in this step; Horovod's optimizer calls its hooks twice
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Where the forward pass and the loss are computed in `precision`, by `torch.autocast`."""
+        """A context for the forward pass and the loss, in `precision` by `torch.autocast`."""
         if self.scaler is None:
             return nullcontext()
         return torch.autocast(self._device_type, self.scaler.dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of a loss, with its scale and its share of the step's micro-batches.
+        """Compute the gradients of a loss, times the loss scale and divided by `accumulate`.
 
         Args:
             loss: a scalar, the mean over the micro-batch's samples.
@@ -47,14 +47,16 @@ class Stepping(Delivery):
         loss.backward()
 
     def step(self) -> bool:
-        """Average the gradients and take the optimizer's step, as it does itself. Collective.
+        """Average the gradients and take the optimizer's step. Collective.
+
+        Without `precision` it does the same as `optimizer.step()`.
 
         Returns:
-            Whether it was taken. With `precision` a step whose gradients are not finite is not, on
-            any rank; it counts as one all the same.
+            Whether the step was taken. With `precision` all ranks skip a step whose gradients are
+            not finite, but count it as a step.
 
         Raises:
-            UserError: micro-batches of the step are left; or the backward pass had no loss scale.
+            UserError: micro-batches of the step are left, or the loss was not scaled.
             HpcTrainError: the gradients of 100 steps in a row were not finite.
         """
         self._check_open()
@@ -75,7 +77,8 @@ class Stepping(Delivery):
         return taken
 
     def _check_scaled(self, scaler: LossScaler) -> None:
-        """A rank without samples has neither: it leaves its backward pass out."""
+        """Refuse float16 gradients of a loss that was not scaled."""
+        # A rank without samples leaves its backward pass out: it has no gradients to refuse.
         groups = self.optimizer.param_groups
         if (
             scaler.dynamic
@@ -88,21 +91,23 @@ class Stepping(Delivery):
             )
 
     def _begin_step(self, *arguments: Any) -> None:
+        """A hook before the optimizer's step. With `precision` only `step` may call that."""
         if self.scaler is not None and not self._may_step:
             raise UserError(
                 f"the loop has precision {str(self.scaler.dtype).removeprefix('torch.')}, and "
-                "optimizer.step() was called, which leaves out no step that is not finite",
+                "optimizer.step() was called, which does not skip gradients that are not finite",
                 "call loop.step()",
             )
         super()._begin_step(*arguments)
 
     def _end_step(self, *arguments: Any) -> None:
+        """A hook after the optimizer's step."""
         super()._end_step(*arguments)
         self._clipped = False
 
     def _clip_in_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Clip before the step; or, with a closure, whenever that has made gradients."""
-        if not self.options.clip_norm or self.scaler is not None:  # which clips with its own factor
+        """A hook that clips before the optimizer's step, or after each call of its closure."""
+        if not self.options.clip_norm or self.scaler is not None:  # `scaler.step` clips itself
             return None
         if getattr(optimizer, "grad_scale", None) is not None:
             raise UserError(
@@ -125,16 +130,16 @@ class Stepping(Delivery):
         return (args[0], clipped, *args[2:]), rest
 
     def clip(self, max_norm: float) -> float:
-        """Average the gradients, and scale them down where their norm is larger. Collective.
+        """Average the gradients, and scale them down if their norm is larger. Collective.
 
         Returns:
-            The 2-norm of all averaged gradients before, without the loss scale.
+            The 2-norm of all averaged gradients before clipping, without the loss scale.
         """
         self._check_due("loop.clip()")
         if self.scaler is None:
             return clip_gradients(self.averager, max_norm)
         self.averager.average()
-        norm = float(self.averager.norm()) / self.scaler.scale  # which stays until the step
+        norm = float(self.averager.norm()) / self.scaler.scale  # gradients are still scaled
         if (factor := clip_factor(norm, max_norm)) != 1.0:
             self.averager.scale_(factor)
         return norm
@@ -142,8 +147,9 @@ class Stepping(Delivery):
     def weight(self, items: int) -> float:
         """The factor for a loss that is a mean over `items` items of this rank. Collective.
 
-        For losses whose items are not the samples: tokens that count, pixels under a mask. With it
-        the mean over the ranks is one over all items. A rank without any gets 0, and may leave the
-        backward pass out. With `accumulate` it is that of one micro-batch.
+        Multiply the loss by it if its items are not the samples, but tokens that count, or pixels
+        under a mask. Then the mean over the ranks is the mean over all items. A rank without items
+        gets 0, and may leave the backward pass out. With `accumulate` the factor is for one
+        micro-batch.
         """
         return self.averager.weight(items)

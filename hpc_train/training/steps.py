@@ -1,4 +1,4 @@
-"""The boundary between two steps: fetch, agree, stop, save. Every training loop runs over it."""
+"""The work between two steps of any training loop: fetch, agree, stop, save."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ def guarded_steps(
     meter: Meter | None = None,
     taken: Callable[[int], int] = lambda step: step,
 ) -> Iterator[Step]:
-    """Deliver the loader's steps, each of which the caller computes before the next. Collective.
+    """Yield the loader's steps. The caller computes each before it asks for the next. Collective.
 
-    A batch that one rank cannot read is an error on all. A stop request of any rank makes all save
-    the last finished step and raise. Checkpoints are written when they are due and at the end.
+    If a rank cannot read a batch, all ranks raise the error. If a rank has a reason to stop, all
+    save the last finished step and raise `Stopped`; after `loop.stop()` they return instead.
+    Checkpoints are written when they are due and at the end.
 
     Args:
-        loader: of the steps that are left.
-        checkpoints: hold the state; their group is all ranks of the job.
+        loader: the loader of the steps that are left.
+        checkpoints: the checkpoints of the run; their group is all ranks of the job.
         stop: collects the reasons to stop.
-        saving: knows when to save.
-        pace: knows how long a rank may wait for another within a step.
-        meter: is told how long batches are waited for.
-        taken: of the last step that was delivered: the last one that was taken; 0: none.
+        saving: decides when to save.
+        pace: decides how long a rank may wait for another within a step.
+        meter: records how long the ranks wait for batches; None: nothing is recorded.
+        taken: a function of the last step that was yielded. It returns the last step that the
+            optimizer has taken; 0: none.
 
     Raises:
-        Stopped: a signal or the time limit.
+        Stopped: a signal, the stop file or the time limit stopped training, with a checkpoint.
         ClaimError: another job has taken the directory.
         ConfigError: the time limit leaves no time for a single step.
         HpcTrainError: reading or saving failed.
@@ -62,15 +64,16 @@ def guarded_steps(
         if meter is not None:
             meter.data_seconds += time.monotonic() - asked
         untried = saving.untried and done > loader.steps.start - 1
-        # One agreement on all: at each one the ranks wait for the slowest of them.
+        # One agreement for everything, because in each one all ranks wait for the slowest.
         reason = stop.agree(group, needed, failure, untried=untried)
         if stop.soon:
             saving.now(checkpoints, taken(done))
-            # Whoever has given up a batch for the time left has none to go on with.
+            # A rank without a batch has given it up because of `needed`. It cannot compute the
+            # step, so it asks with the same number again, and all stop.
             now_needed = pace.longest + saving.reserve(checkpoints)
             reason = stop.agree(group, needed if step is None else now_needed)
         if reason:
-            # What was started again shortly before its end has done its part in the time before.
+            # A job that was restarted shortly before its end has computed steps before that.
             first = done == loader.steps.start - 1 and not restarts()
             if first and reason.startswith("time_limit"):
                 raise ConfigError(f"{reason} is over before the first step", "give more time")
@@ -78,7 +81,7 @@ def guarded_steps(
             if stop.ended:
                 return
             raise Stopped(taken(done), reason)
-        assert step is not None  # else its failure was raised, or it was given up for the reason
+        assert step is not None  # else `agree` has raised the failure or returned a reason
         try:
             group.waiting.limit = pace.within(step.number)
             yield step
@@ -94,14 +97,15 @@ def guarded_steps(
 
 
 def _asked_to_stop(stop: StopRequests, needed_seconds: float) -> bool:
+    """Whether this rank has a reason to stop, without a look for the stop file."""
     return stop.pending(needed_seconds, look=False) > 0
 
 
 def _fetched(steps: Iterator[Step]) -> tuple[Step | None, Exception | None]:
-    """The next step, or why this rank cannot have it, or neither if it has to stop."""
+    """The next step, or the error in reading it, or neither if this rank has to stop."""
     try:
         return next(steps), None
     except GivenUp:
         return None, None
-    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # noqa: BLE001  # the other ranks must hear of any error
         return None, error

@@ -1,4 +1,4 @@
-"""Python's values as tagged JSON, which brings tuples, counters, infinities and tensors back.
+"""Encodes Python values, also tuples, counters, infinities and tensors, as tagged JSON.
 
 The JSON names a tensor, and the checkpoint saves it as one of its tensors. Nothing is pickled: a
 value of any other type is refused, and the message has its path.
@@ -24,7 +24,7 @@ TAG_OF_KIND = {kind: name for name, kind in [*SEQUENCES.items(), *MAPPINGS.items
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON.
+    """Encode a value as JSON.
 
     A value of a type that JSON lacks becomes an object with one key, its type, such as
     {"tuple": [1, 2]}. A mapping becomes a list of pairs, because its keys need not be strings. The
@@ -33,7 +33,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     Args:
         value: consists of numbers, strings, None, lists, tuples, sets, dicts, Counters,
             OrderedDicts and tensors.
-        path: of the value, for messages and for the names of its tensors.
+        path: the path of the value, for messages and for the names of its tensors.
         tensors: receives the tensors by their names. They share the value's memory.
 
     Raises:
@@ -56,7 +56,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if kind in MAPPINGS.values():
         if any(isinstance(key, Tensor) for key in value):
             raise UserError(
-                f"{path} has tensors as keys, which checkpoints cannot hold", "number them"
+                f"{path} has tensors as keys, which checkpoints cannot hold",
+                "use numbers or strings as keys",
             )
         pairs = [
             [encode(key, f"{path}, a key", tensors), encode(one, f"{path}.{key}", tensors)]
@@ -74,6 +75,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _name(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    """Add a tensor to `tensors`, and return its name there."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         what = "sparse, or a view that is conjugated or negated when it is read"
     elif tensor.dtype not in format_dtypes():
@@ -83,11 +85,12 @@ def _name(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
             path += "'"
         tensors[path] = tensor.detach()
         return path
-    raise UserError(f"{path} is a tensor {what}, which checkpoints cannot hold", "keep another one")
+    remedy = "convert it to a dense tensor of a type that safetensors files have"
+    raise UserError(f"{path} is a tensor {what}, which checkpoints cannot hold", remedy)
 
 
 def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `encode` has turned into JSON.
+    """Decode a value from the JSON that `encode` returned.
 
     Args:
         tree: the JSON.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step
@@ -31,7 +31,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.seeds import mix
 from hpc_train.training.assemble import TrainingTask, assemble
-from hpc_train.training.device import move, seed
+from hpc_train.training.device import seed
 from hpc_train.training.evaluation import HELD_OUT
 from hpc_train.training.learning_rate import learning_rate
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains a model to the configuration's last step, from its newest checkpoint on.
+    """Trains a model from its newest checkpoint to the last step of the configuration.
 
     All ranks must make it and call `train`, with the same arguments.
 
     Args:
-        config: every section but `model`, which whoever built the model has used.
-        task: what is trained, and on what.
-        runtime: from `hpc_train.mpi.runtime.start_runtime`.
+        config: the configuration. `model` is not used here: the caller has built the model.
+        task: the model, its loss and its data.
+        runtime: the runtime from `hpc_train.mpi.runtime.start_runtime`.
 
     Raises:
         HpcTrainError: as `assemble`.
@@ -57,6 +57,7 @@ class Trainer:
     def __init__(self, config: RunConfig, task: TrainingTask, runtime: Runtime) -> None:
         self.config, self.task, self.runtime = config, task, runtime
         self.group = runtime.world
+        self.loss = task.loss or _call
         made = self.assembly = assemble(config, task, runtime)
         self.grid, self.plan, self.device = made.grid, made.plan, made.device
         self.model, self.layout, self.optimizer = made.model, made.layout, made.optimizer
@@ -71,7 +72,7 @@ class Trainer:
     def close(self) -> None:
         """Release hooks, threads, shared memory and communicators. Collective.
 
-        The model stays with the parameters that this rank has of it. Another Trainer may be made.
+        The model keeps this rank's part of the parameters. Another Trainer may be made.
         """
         if self._closed:
             return
@@ -91,13 +92,14 @@ class Trainer:
         """Train until the last step. Collective.
 
         Raises:
-            Stopped: a signal or the time limit stopped it, with a checkpoint.
-            HpcTrainError: as the parts raise them, the same on all ranks.
+            Stopped: a signal, the stop file or the time limit stopped it, with a checkpoint.
+            HpcTrainError: a part of the job failed; the same error is raised on all ranks.
         """
         self._train()
         Heartbeat(self.group).finish(self.plan.last)
 
     def _train(self) -> None:
+        """Claim the run directory, resume, and take all steps."""
         with (
             run_directory(self.group, self.config) as (directory, claim),
             watch_over(self.group, self.config.run.hang_timeout),
@@ -133,23 +135,25 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64)
         for indices in self._validation_rounds():
             with agreed(self.group):
-                batches = [move(self._read_held_out(some), self.device) for some in indices]
+                batches = [_move(self._read_held_out(some), self.device) for some in indices]
             with torch.no_grad():
                 losses = self._evaluate(batches, [len(some) for some in indices])
-            for loss, some in zip(losses, indices, strict=False):  # none where nothing ends
+            for loss, some in zip(losses, indices, strict=False):  # other ranks have no losses
                 totals += torch.tensor([loss.item() * len(some), len(some)], dtype=torch.float64)
         self.model.train()
         self.collectives.sum_(totals)
         return float(totals[0] / totals[1])
 
     def _read_held_out(self, indices: range) -> Any:
+        """A batch of held-out samples. What the data set draws is the same each time."""
+
         def seed_of(place: int) -> int:
             return mix(self.config.run.seed, HELD_OUT, indices[place])
 
         return self.held_out.read(indices, seed_of)
 
     def _validation_rounds(self) -> Iterator[list[range]]:
-        """Which samples this replica evaluates; all replicas go as many rounds."""
+        """Yield this replica's micro-batches in rounds. All replicas have as many rounds."""
         total, replicas = len(self.task.validation), self.grid.dp
         size, at_once = self.plan.parts[0].count, 2 * self.grid.pp - 1
         mine = range(self.grid.coordinate.dp, total, replicas)
@@ -158,6 +162,7 @@ class Trainer:
             yield [mine[begin : begin + size] for begin in cuts]
 
     def _evaluate(self, batches: list[Any], samples: list[int]) -> list[Tensor]:
+        """The losses of micro-batches, on the rank whose losses count; others return none."""
         if not batches:
             return []
         losses = self.layout.pipeline.evaluate(
@@ -167,10 +172,11 @@ class Trainer:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank's losses count: of the ranks of a replica one does."""
+        """Whether this rank's losses count. In each replica those of one rank do."""
         return self.layout.pipeline.is_last and self.grid.coordinate.tp == 0
 
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
+        """Compute one step, and report its numbers if that is due. Collective."""
         due = self._due(step.number)
         losses = self._backward(step)
         self.averager.average()
@@ -195,10 +201,10 @@ class Trainer:
             report(record)
 
     def _backward(self, step: Step) -> list[Tensor]:
-        """Accumulate the step's gradients; returns the micro-batches' losses, where they end."""
+        """Accumulate the step's gradients. The last stage returns the micro-batches' losses."""
         self.averager.zero_grad()
         micro_batches = step.micro_batches
-        batches = [move(micro_batch.data, self.device) for micro_batch in micro_batches]
+        batches = [_move(micro_batch.data, self.device) for micro_batch in micro_batches]
 
         def forward(number: int, virtual_stage: int) -> Tensor:
             self._seed(step.number, micro_batches[number], virtual_stage)
@@ -211,16 +217,16 @@ class Trainer:
     def _loss(self, batch: Any) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
         if self.scaler is None:
-            return self.task.loss(self.model, batch)
+            return self.loss(self.model, batch)
         with torch.autocast(self.device.type, self.scaler.dtype):
-            loss = self.task.loss(self.model, batch)
+            loss = self.loss(self.model, batch)
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
     def _seed(self, step: int, micro_batch: MicroBatch, virtual_stage: int) -> None:
+        """Seed the random generators, and the model's own draws, for a micro-batch."""
         base, part = self.config.run.seed, micro_batch.part
-        stage = (
-            virtual_stage * self.grid.pp + self.grid.coordinate.pp
-        )  # unlike draws in unlike layers
+        # Other layers draw other numbers.
+        stage = virtual_stage * self.grid.pp + self.grid.coordinate.pp
         seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:
@@ -228,13 +234,14 @@ class Trainer:
             seed_samples([mix(base, step, place) for place in places])
 
     def _clip(self, *, needed: bool) -> float:
-        """Clip the averaged gradients; returns their global norm before, if anybody needs it."""
+        """Clip the averaged gradients. Returns their norm before; 0 if nothing needs it."""
         limit = self.config.optimizer.clip_norm
         if not limit and not needed and self.scaler is None:
             return 0.0
         return clip_gradients(self.averager, limit, self.scaler, self.layout.gradients.norm)
 
     def _set_learning_rate(self, step: int) -> float:
+        """Set and return the learning rate of a step."""
         rate = learning_rate(self.config.optimizer, step, self.plan.last, self.grid.dp)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -249,20 +256,22 @@ class Trainer:
         return float(total) / self.grid.dp
 
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
-        """Stop before a step that would spoil the model; 0 for what is not known. Collective.
+        """Stop before a step with a loss or a norm that is not finite. Collective.
+
+        Such a step would spoil the model. A number that was not computed is 0.
 
         Raises:
             NotFiniteError: the loss or the norm is not finite; on all ranks.
         """
-        bad = not math.isfinite(loss + norm) and self.scaler is None  # which skips such steps
+        bad = not math.isfinite(loss + norm) and self.scaler is None  # the scaler skips such steps
         if self.config.gradients.average_every > 1:  # else all ranks have the same numbers
             bad = self.group.largest(int(bad)) > 0
         if not bad:
             return
         error = NotFiniteError(
             f"step {step} has a loss of {loss} and gradients with a norm of {norm}",
-            "give a smaller optimizer.lr, or optimizer.clip_norm, and start again: it goes on from "
-            "the last checkpoint; run.nonfinite warn goes on all the same",
+            "set a smaller optimizer.lr, or optimizer.clip_norm, and start again: the run resumes "
+            "from the last checkpoint; run.nonfinite warn only warns and continues",
         )
         if self.config.run.nonfinite == "warn":
             logger.warning("%s", error.cause)
@@ -271,15 +280,18 @@ class Trainer:
         raise error
 
     def _due(self, step: int) -> bool:
+        """Whether a step's numbers are reported."""
         regular = step % self.config.run.log_every == 0
         return regular or step in (1, self.plan.last) or self._validation_due(step)
 
     def _validation_due(self, step: int) -> bool:
+        """Whether the held-out data is evaluated after a step."""
         every = self.config.data.validation_every
         due = step == self.plan.last or (every > 0 and step % every == 0)
         return self.task.validation is not None and due
 
     def _loader(self, after: int) -> Loader:
+        """The loader of all steps after step `after`."""
         return Loader(
             self.reader,
             self.plan.order,
@@ -291,6 +303,24 @@ class Trainer:
         )
 
     def _stop_requests(self, directory: Path) -> StopRequests:
+        """The reasons to stop: signals, the stop file and `run.time_limit`."""
         run = self.config.run
         end = of_job(self.group) if run.time_limit == "auto" else None
         return StopRequests(run.time_limit_seconds(), end, directory / STOP)
+
+
+def _call(model: nn.Module, batch: Any) -> Tensor:
+    """Call a model with the parts of a batch; it returns its loss."""
+    loss: Tensor = model(*batch)
+    return loss
+
+
+def _move(data: Any, device: torch.device) -> Any:
+    """Move a batch to a device: all tensors, also those inside lists, tuples and dicts."""
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {key: _move(value, device) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(_move(value, device) for value in data)
+    return data

@@ -184,7 +184,7 @@ def test_mpirun_passes_a_signal_on_and_returns_75(program):
         rest = process.stdout.read()
     assert process.returncode == 75
     assert "stopped by SIGUSR1 after step" in rest
-    assert "checkpoint written; the same command goes on" in rest
+    assert "checkpoint written; the same command resumes" in rest
 
 
 def test_signals_while_starting_and_while_ending_do_not_lose_the_exit_code(program):

@@ -500,7 +500,7 @@ def test_names_that_come_and_go_are_told(tmp_path, caplog):
     next(iter(job.loop.epochs(data(), batch=BATCH, epochs=1)))
     warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert warnings == [
-        "the checkpoint has no state of three: it begins anew",
+        "the checkpoint has no state of three: it starts afresh",
         "the checkpoint has the state of one, which is no longer registered: it is dropped",
     ]
     assert (two.state, three.state) == ({"n": 2}, {"n": 3})
