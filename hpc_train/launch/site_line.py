@@ -50,6 +50,8 @@ def launcher_of(text: str) -> FoundLauncher:
         raise SetupError(
             f"{words[0]} is no launcher that is known", "give a line of srun, mpiexec or mpirun"
         )
+    if found.kind == "intel_mpi":  # not its script, which does not pass signals on
+        words[0] = found.make(Job([], 1)).words[0]
     return FoundLauncher(found.kind, partial(_mpiexec, words, found.kind), found.version)
 
 

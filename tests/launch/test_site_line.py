@@ -53,6 +53,15 @@ def test_srun_is_told_its_nodes_and_keeps_the_sites_binding(path):
     assert "SLURM_OVERLAP=1 srun" in words("srun", again=True)
 
 
+def test_the_script_of_intel_mpi_is_replaced_by_what_it_starts(path, monkeypatch):
+    """A signal would end the script before its mpiexec.hydra could pass the signal on."""
+    for name in ("mpirun", "mpiexec.hydra"):
+        (path / name).write_text("#!/bin/sh\necho 'Intel(R) MPI Library for Linux* OS'\n")
+        (path / name).chmod(0o755)
+    start = f"{path}/mpiexec.hydra -n 24 -ppn 8 -hosts n1,n2,n4 train"
+    assert words("mpirun -n {ranks} -ppn {ranks_per_node}").endswith(start)
+
+
 def test_without_hosts_the_line_stays_as_it_is(path):
     assert words("mpiexec.mpich -n {ranks}", hosts=[]).endswith("mpiexec.mpich -n 24 train")
 
