@@ -4,6 +4,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
 #SBATCH --cpus-per-task=8
+#SBATCH --threads-per-core=1
 #SBATCH --time=02:00:00
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append

@@ -19,12 +19,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.cli.verb import Parser
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError
 from hpc_train.host.programs import output
-from hpc_train.mpi import environment, runtime
+from hpc_train.mpi import environment, gpus, runtime
+
+if TYPE_CHECKING:
+    from hpc_train.launch.launchers import FoundLauncher
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 LAUNCHER_NAMES = ("mpirun", "mpiexec", "srun", "horovodrun")
@@ -116,19 +119,48 @@ def hdf5() -> Finding:
 
 
 def launchers() -> list[Finding]:
-    """Find the programs that can start ranks here, and the one that started this process."""
-    found = [name for name in LAUNCHER_NAMES if shutil.which(name)]
+    """Find the launcher that `hpc-train launch` uses here, or the one that started this process."""
+    from hpc_train.launch.launchers import Job
+
     launch = environment.read_launch(os.environ)
-    started = f"; started by {launch.launcher}" if launch else ""
-    if not found and not launch:
-        remedy = "load the site's MPI module, or activate the environment that has mpirun"
-        return [Finding("launcher", ERROR, "no mpirun, mpiexec or srun on the PATH", remedy)]
-    findings = [Finding("launcher", OK, ", ".join(found) + started)]
-    version = _output(["mpirun", "--version"])
-    if "horovodrun" in found and not re.search(r"Open MPI\) [1-4]\.", version):
+    if launch:
+        text = f"started by {launch.launcher}"
+        return [Finding("launcher", OK, text)]
+    try:
+        chosen = _launcher()
+    except HpcTrainError as error:
+        return [Finding("launcher", ERROR, error.cause, error.remedy)]
+    program, on_path = chosen.make(Job([], 1)).words[0], filter(shutil.which, LAUNCHER_NAMES)
+    others = [name for name in on_path if name != program]
+    text = f"{program} ({chosen.version})" + (f"; also {', '.join(others)}" if others else "")
+    findings = [Finding("launcher", OK, text)]
+    if chosen.note:
+        remedy = "load the module of your MPI, or take the unknown one off the PATH"
+        findings.append(Finding("launcher", WARNING, chosen.note, remedy))
+    if "horovodrun" in others and not re.search(r"Open MPI\) [1-4]\.", _mpirun_version()):
         text = "it works with the mpirun of Open MPI up to version 4 only, and this one is another"
         findings.append(Finding("horovodrun", WARNING, text, "start jobs with mpirun or srun"))
     return findings
+
+
+def _launcher() -> FoundLauncher:
+    """The launcher that `hpc-train launch` would choose.
+
+    Raises:
+        HpcTrainError: there is none, or the scheduler's variables are wrong.
+    """
+    from hpc_train.launch.hosts import allocated
+    from hpc_train.launch.launchers import find_launcher
+
+    allocation = allocated(os.environ)
+    return find_launcher(None, allocation.scheduler if allocation else None)
+
+
+def _mpirun_version() -> str:
+    from hpc_train.launch.launchers import identify
+
+    found = identify("mpirun")
+    return found.version if found else ""
 
 
 def _output(command: Sequence[str]) -> str:
@@ -145,6 +177,7 @@ def mpi_io_component() -> str:
 
 def probe() -> list[dict[str, Any]]:
     """Start MPI, and describe this rank; on rank 0 returns all ranks' descriptions. Collective."""
+    offered = _gpus()  # before the rank is given one of them
     try:
         started = runtime.start_runtime()
         MPI = runtime.import_mpi()
@@ -163,6 +196,7 @@ def probe() -> list[dict[str, Any]]:
         "horovod_error": horovod_error,
         "libmpi": _loaded_libmpi(),
         "devices": _devices(),
+        "gpus": offered,
         "products": _products() if started.node.rank == 0 else None,
     }
     everyone = started.world.comm.gather(mine) if started.world.comm else [mine]
@@ -198,7 +232,17 @@ def _devices() -> list[str]:
         import torch
     except ImportError:  # the check of torch reports it
         return []
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [
+        module.get_device_name(number)
+        for module in (torch.cuda, torch.xpu)
+        for number in range(module.device_count())
+    ]
+
+
+def _gpus() -> tuple[int, str, str] | None:
+    """Number, vendor and torch's build of the GPUs that this process may use; None: it has none."""
+    found = gpus.offered(os.environ, gpus.count_gpus(Path("/"), os.environ))
+    return (found.count, found.vendor.name, found.vendor.build) if found.count else None
 
 
 def _products() -> dict[str, Any] | None:
@@ -215,26 +259,37 @@ def _products() -> dict[str, Any] | None:
 
 def probe_in_a_rank() -> list[dict[str, Any]]:
     """Start one rank that runs `probe` and prints the result."""
+    from hpc_train.launch.launchers import Job, Line
+
     program = [sys.executable, "-m", "hpc_train.cli.doctor"]
-    launcher = next((name for name in ("mpirun", "mpiexec") if shutil.which(name)), None)
-    command = [launcher, "-n", "1", *program] if launcher else program
-    environ = environment.for_launcher(os.environ, os.geteuid())
+    try:
+        line = _launcher().make(Job(program, 1))
+    except HpcTrainError:  # `launchers` reports it; the process alone may still tell something
+        line = Line(program, {})
     said = "nothing"
     try:
         done = subprocess.run(
-            command,
+            line.words,
             capture_output=True,
             text=True,
             timeout=RANK_PROBE_SECONDS,
-            env=environ,
+            env={**os.environ, **line.environ},
             check=False,
         )
-        said = (done.stderr.strip().splitlines() or [said])[-1]
+        said = _cause(done.returncode, done.stderr.strip().splitlines())
         found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         remedy = "load the site's MPI module; where login nodes refuse MPI, run this inside a job"
         return [{"error": f"MPI does not start here: {said}", "remedy": remedy}]
     return found
+
+
+def _cause(code: int, lines: list[str]) -> str:
+    """Why a launcher failed: what its known lines tell, else the first one, which is nearest."""
+    from hpc_train.launch.cause import explain
+
+    told = explain(code, lines)
+    return told if told != explain(code, []) or not lines else lines[0]
 
 
 def mpi(rank: dict[str, Any]) -> Finding:
@@ -243,7 +298,7 @@ def mpi(rank: dict[str, Any]) -> Finding:
     if not rank["thread_multiple"]:
         remedy = "unset MPI4PY_RC_THREAD_LEVEL, or use an MPI that is built with thread support"
         return Finding("MPI", ERROR, f"{text}, without MPI_THREAD_MULTIPLE", remedy)
-    version = _numbers(_output(["mpirun", "--version"]))
+    version = _numbers(_mpirun_version())
     if version and version != _numbers(rank["mpi"]):
         remedy = "put the mpirun of that library first on the PATH, or load its module"
         return Finding("MPI", WARNING, f"{text}, but mpirun is of {version}", remedy)
@@ -320,7 +375,12 @@ def binding(ranks: list[dict[str, Any]]) -> Finding:
 
 
 def devices(ranks: list[dict[str, Any]]) -> Finding:
-    """List the devices that the ranks see."""
+    """List the devices that the ranks see, and check that these are all kinds of GPU there are."""
+    for rank in ranks:
+        if rank["gpus"] and not rank["devices"]:
+            count, vendor, build = rank["gpus"]
+            text = f"{rank['host']} has {count} {vendor} GPUs, and torch finds none"
+            return Finding("devices", WARNING, text, f"install torch for {build}")
     names = sorted({name for rank in ranks for name in rank["devices"]})
     return Finding("devices", OK, ", ".join(names) or "CPU only")
 

@@ -38,6 +38,11 @@ def options() -> Parser:
         help=f"the launcher to use: {', '.join(PROGRAMS)} (default: the first that works here)",
     )
     made.add_argument(
+        "--line",
+        help="your site's own launcher line, such as 'mpiexec -n {ranks} --ppn {ranks_per_node}'; "
+        "launch adds the hosts",
+    )
+    made.add_argument(
         "--max_restarts",
         type=not_negative,
         default=0,
@@ -88,5 +93,6 @@ def run(arguments: Sequence[str]) -> int:
             given.cores,
             given.dry_run,
             given.cold,
+            given.line,
         )
     )

@@ -91,8 +91,9 @@ def options() -> Parser:
     )
     made.add_argument(
         "--launcher",
-        choices=("srun", "mpirun", "horovodrun"),
-        help="the launcher to use (default: `hpc-train launch`, which chooses one)",
+        choices=("launch", "srun", "mpirun", "horovodrun"),
+        help="the launcher to use; launch is `hpc-train launch`, which restarts failed jobs and "
+        "starts them by the site's line if there is one (default: the site's line, else launch)",
     )
     made.add_argument(
         "--max_restarts",

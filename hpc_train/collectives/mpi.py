@@ -40,6 +40,14 @@ def reads_gpu_memory() -> bool:
     return bool(query and query())
 
 
+def through_host(device: torch.device) -> bool:
+    """Whether tensors of this device go through host memory, because MPI cannot read them there.
+
+    No MPI can be asked whether it reads Intel's GPUs, so theirs always do.
+    """
+    return device.type != "cpu" and not (device.type == "cuda" and reads_gpu_memory())
+
+
 class InThread:
     """Implements `Pending` for an operation that another thread carries out."""
 
@@ -176,7 +184,7 @@ class MpiCollectives:
             tensor.detach().copy_(wide)
             return
         datatype = _type(tensor)
-        if not tensor.is_cuda and tensor.is_contiguous() and tensor.nbytes <= LARGEST_MESSAGE:
+        if tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes <= LARGEST_MESSAGE:
             array = tensor.detach().numpy()  # the common case, without the copies below
             with self.group.waiting(what):
                 self.comm.Allreduce(MPI.IN_PLACE, [array, datatype], op=operation)

@@ -49,10 +49,11 @@ def of_process() -> list[Generator]:
 
 def of_gpu() -> list[Generator]:
     """The generator of the GPU in use, or an empty list if torch uses no GPU."""
-    if not torch.cuda.is_initialized():
-        return []
-    device = torch.cuda.current_device()
-    return [_torch("torch's on the GPU", torch.cuda.default_generators[device])]
+    return [
+        _torch("torch's on the GPU", module.default_generators[module.current_device()])
+        for module in (torch.cuda, torch.xpu)
+        if module.is_initialized()
+    ]
 
 
 def own(holder: Any) -> list[Generator]:

@@ -1,7 +1,7 @@
-"""Checks before a job's first step: all ranks have the same software, and no host is slow.
+"""Checks before a job's first step: ranks have the same software, no host is slow, no GPU idle.
 
-A difference ends the job with an error that names rank and host. A slow host or a nearly full disk
-is only a warning, because the results are still right.
+A difference ends the job with an error that names rank and host. A slow host, an idle GPU or a
+nearly full disk is only a warning, because the results are still right.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from hpc_train import files
 from hpc_train.errors import UserError
 from hpc_train.mpi.agreement import agreed, same
+from hpc_train.mpi.gpus import Gpus
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, import_mpi, library_version
 from hpc_train.planning.schedules import size as size_text
@@ -37,7 +38,7 @@ MESSAGE_BYTES = 1 << 20
 SLOW = 1.5  # times the median: a rank or host that takes longer is slow
 CLOCKS = 2.0  # seconds that hosts' clocks may differ: logs and time limits depend on them
 LITTLE = 1 << 30  # bytes of free memory, below which a host is named
-SLOW_SHOWN = 4  # number of slow ranks or hosts that are named
+SLOW_SHOWN = 4  # number of slow ranks, or of hosts, that are named
 
 
 class PreflightFinding(NamedTuple):
@@ -69,6 +70,7 @@ def preflight(runtime: Runtime, directory: Path, device: torch.device, needed: i
     found = [same_versions(world), clocks(world)]
     found.append(shared_directory(world, leaders if leads else None, directory, needed))
     found.append(free_memory(world))
+    found.append(used_devices(runtime, device))
     found.append(computing(world, device))
     found += links(runtime, leaders if leads else None)
     leaders.close()
@@ -177,6 +179,85 @@ def free_memory(world: Group) -> PreflightFinding:
     )
 
 
+class RankDevice(NamedTuple):
+    """The device of a rank.
+
+    Args:
+        rank: world rank.
+        host: its host.
+        kind: cpu, cuda or xpu.
+        name: what tells this device from others of its host; "" if nothing does.
+        gpus: the GPUs that the rank was given one of.
+    """
+
+    rank: int
+    host: str
+    kind: str
+    name: str
+    gpus: Gpus
+
+
+def used_devices(runtime: Runtime, device: torch.device) -> PreflightFinding:
+    """The devices that ranks compute on, those that ranks share, and those that idle. Collective.
+
+    Args:
+        runtime: the job's runtime.
+        device: the device that this rank computes on.
+    """
+    world = runtime.world
+    mine = RankDevice(world.rank, world.host, device.type, device_name(device), runtime.gpus)
+    return device_finding(world.gathered(mine, "the devices of all ranks"))
+
+
+def device_name(device: torch.device) -> str:
+    """The UUID of a GPU; "" for a processor, and where torch does not tell it."""
+    if device.type == "cpu":
+        return ""
+    return str(getattr(getattr(torch, device.type).get_device_properties(device), "uuid", ""))
+
+
+def device_finding(ranks: Sequence[RankDevice]) -> PreflightFinding:
+    """The finding from all ranks' devices, which names hosts with shared or idle GPUs."""
+    hosts: dict[str, list[RankDevice]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    wrong = [f"on {host} {text}" for host, on in hosts.items() if (text := _wrong_devices(on))]
+    vendors = {rank.gpus.vendor.name for rank in ranks if rank.kind != "cpu" and rank.gpus.count}
+    kind = f"{vendors.pop()} GPUs" if len(vendors) == 1 else "GPUs"
+    number = sum(rank.kind != "cpu" for rank in ranks)
+    processors = "processors" if number < len(ranks) else ""
+    text = " and ".join(filter(None, [f"{number} {kind}" if number else "", processors]))
+    if not wrong:
+        return PreflightFinding("devices", text)
+    more = [f"and {len(wrong) - SLOW_SHOWN} hosts more"] if len(wrong) > SLOW_SHOWN else []
+    return PreflightFinding("devices", "; ".join([*wrong[:SLOW_SHOWN], *more]), False)
+
+
+def _wrong_devices(ranks: Sequence[RankDevice]) -> str:
+    """What is wrong with the devices of a host's ranks; "" if nothing is."""
+    users: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank.kind != "cpu":
+            users.setdefault(rank.name or f"rank {rank.rank}", []).append(rank.rank)
+    found = [
+        f"ranks {', '.join(map(str, on[:-1]))} and {on[-1]} share a GPU"
+        for on in users.values()
+        if len(on) > 1
+    ]
+    gpus = max((rank.gpus for rank in ranks), key=lambda gpus: gpus.count)
+    idle, maker = gpus.count - len(users), gpus.vendor
+    if idle > 0 and users:
+        found.append(
+            f"{idle} of {gpus.count} {maker.name} GPUs are idle: start a rank for each GPU"
+        )
+    elif idle > 0:
+        found.append(
+            f"{idle} {maker.name} GPUs are idle, because torch finds none: install torch for "
+            f"{maker.build}, or set {maker.variables[0]} to nothing to compute on processors"
+        )
+    return ", ".join(found)
+
+
 def computing(world: Group, device: torch.device) -> PreflightFinding:
     """How fast each rank multiplies matrices while all ranks do. Collective."""
     world.barrier()
@@ -195,15 +276,15 @@ def multiply(device: torch.device) -> float:
     while time.monotonic() < until:
         begin = time.perf_counter()
         product = one @ one
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            getattr(torch, device.type).synchronize(device)
         best = min(best, time.perf_counter() - begin)
         del product
     return best
 
 
 def _matrix(device: torch.device) -> int:
-    return 4096 if device.type == "cuda" else 256
+    return 256 if device.type == "cpu" else 4096
 
 
 def links(runtime: Runtime, leaders: Group | None) -> list[PreflightFinding]:

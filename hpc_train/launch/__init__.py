@@ -3,6 +3,7 @@
 command.py    `hpc-train launch`: from its options to a launcher line, or a supervised job
 hosts.py      the hosts of a job and their slots: -H, host files, SLURM, PBS, LSF
 launchers.py  lines for mpirun, mpiexec, srun and horovodrun, with the ranks bound to cores
+site_line.py  lines that a site gives, with the numbers and hosts of each attempt
 supervise.py  restarts a job when it fails; attempt.py, cause.py and contact.py serve it
 submit.py     `hpc-train submit`: request.py checks its options, resources.py makes directives of
               them, batch.py writes the script, sites.py reads the site's profile

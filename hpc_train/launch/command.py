@@ -16,8 +16,16 @@ from hpc_train.config import file as config_file
 from hpc_train.errors import UserError
 from hpc_train.launch import warm_start
 from hpc_train.launch.hosts import Allocation, Host, allocated, parse_hosts, read_file, take_hosts
-from hpc_train.launch.launchers import Job, Line, cores_here, find_launcher, threads_of
+from hpc_train.launch.launchers import (
+    FoundLauncher,
+    Job,
+    Line,
+    cores_here,
+    find_launcher,
+    threads_of,
+)
 from hpc_train.launch.protocol import STOP
+from hpc_train.launch.site_line import launcher_of
 from hpc_train.launch.supervise import START, Supervisor
 
 COLD = "--cold"  # an option of `train` that is no configuration key
@@ -35,6 +43,7 @@ class LaunchRequest:
         hostfile: a file of hosts, instead of `hosts`.
         ranks_per_node: ranks to start on each host, overriding its slots.
         program: the launcher's program; None chooses one.
+        line: a site's own launcher line, instead of `program`; see `site_line.launcher_of`.
         restarts: maximum number of restarts after failures.
         cores: physical cores of a host; None: as many as this host has.
         dry_run: print the line, and start nothing.
@@ -51,6 +60,7 @@ class LaunchRequest:
     cores: int | None = None
     dry_run: bool = False
     cold: bool = False
+    line: str | None = None
 
 
 def launch(request: LaunchRequest) -> int:
@@ -87,9 +97,11 @@ def launch(request: LaunchRequest) -> int:
     if config and again and (stop := Path(config.run.dir, STOP)).exists():
         _say(f"{stop} is there: nothing is started")
         return 0
-    launcher = find_launcher(request.program, allocation.scheduler if allocation else None)
+    launcher = _launcher(request, allocation)
     if launcher.note:
         _say(launcher.note)
+    if request.line is None:  # a site's line binds ranks in its own way
+        _say_unbound(job, launcher.kind, allocation)
     line = launcher.make(job)
     if request.dry_run:
         print(Line(line.words, {**variables, **line.environ}))
@@ -113,6 +125,23 @@ def launch(request: LaunchRequest) -> int:
             return supervisor.run()
         finally:
             warm_start.dismiss_servers(warm)
+
+
+def _launcher(request: LaunchRequest, allocation: Allocation | None) -> FoundLauncher:
+    if request.line is None:
+        return find_launcher(request.program, allocation.scheduler if allocation else None)
+    if request.program:
+        raise UserError("--launcher and --line are both given", "give one of them")
+    return launcher_of(request.line)
+
+
+def _say_unbound(job: Job, kind: str, allocation: Allocation | None) -> None:
+    """Say so if ranks will not be bound to cores, because they may then move and share cores."""
+    why = "horovodrun binds none" if kind == "horovodrun" else job.why_not_bound
+    if why and allocation and allocation.scheduler == "slurm":
+        why += "; on hyperthreaded nodes submit the job with --threads-per-core=1"
+    if why:
+        _say(f"ranks are not bound to cores: {why}")
 
 
 def _hosts(request: LaunchRequest, allocation: Allocation | None) -> list[Host]:

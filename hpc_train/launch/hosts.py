@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from hpc_train.errors import UserError
@@ -145,6 +146,31 @@ def expand(text: str) -> list[str]:
     if text.count("[") != text.count("]") or not names:
         raise UserError(f"the host list {text!r} cannot be read", "give the hosts by -H")
     return names
+
+
+def compress(names: Iterable[str]) -> str:
+    """A SLURM host list of different names, in their order: n1, n2 and n3 are n[1-3]."""
+    runs: list[tuple[str, str, str, str]] = []  # before the number, first and last number, after it
+    for name in names:
+        parts = re.fullmatch(r"([^.]*?)([0-9]+)([^0-9.]*(?:\..*)?)", name)
+        before, number, after = parts.groups() if parts else (name, "", "")
+        if number and runs and _follows(runs[-1], before, number, after):
+            runs[-1] = (before, runs[-1][1], number, after)
+        else:
+            runs.append((before, number, number, after))
+    groups = []
+    for (before, after), alike in groupby(runs, key=lambda run: (run[0], run[3])):
+        numbers = [first if first == last else f"{first}-{last}" for _, first, last, _ in alike]
+        inside = ",".join(numbers)
+        alone = numbers == [inside] and "-" not in inside
+        groups.append(f"{before}{inside if alone else f'[{inside}]'}{after}")
+    return ",".join(groups)
+
+
+def _follows(run: tuple[str, str, str, str], before: str, number: str, after: str) -> bool:
+    """Whether a name's number is the next one of a run, written with as many digits."""
+    alike = len(number) == len(run[1]) or not (run[1] + number).startswith("0")
+    return (run[0], run[3]) == (before, after) and int(number) == int(run[2]) + 1 and alike
 
 
 def _expanded(entry: str) -> Iterable[str]:

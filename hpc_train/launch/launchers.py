@@ -12,15 +12,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from hpc_train.errors import SetupError, UserError
+from hpc_train.host.cores import physical_cores
 from hpc_train.host.programs import output
-from hpc_train.launch.hosts import Host
+from hpc_train.launch.hosts import Host, compress
 from hpc_train.launch.left_behind import step_name
 from hpc_train.mpi.environment import YIELD, for_launcher
 
@@ -36,6 +35,7 @@ KEEPALIVE = {
 }
 # For srun's --mpi: Slurm's plugins that start each kind of MPI, best first. The Slurms of Cray and
 # ParTec have plugins of their own.
+PMI_LIBRARY = "I_MPI_PMI_LIBRARY"  # Intel MPI's variable for SLURM's library
 PLUGINS = {
     "open_mpi": ("pmix", "pspmix"),
     "hydra": ("cray_shasta", "pmi2", "pspmix", "pmix"),
@@ -79,7 +79,17 @@ class Job:
     @property
     def binds(self) -> bool:
         """Whether each rank can have cores of its own, as many as its threads."""
-        return self.even and self.per_host * self.threads <= self.cores
+        return not self.why_not_bound
+
+    @property
+    def why_not_bound(self) -> str:
+        """Why ranks have no cores of their own; "" if they have."""
+        if not self.even:
+            return "not all hosts have the same number of ranks"
+        if (needed := self.per_host * self.threads) > self.cores:
+            ranks = f"{self.per_host} ranks of {self.threads} threads need {needed} cores"
+            return f"{ranks}, and this host has {self.cores} for the job"
+        return ""
 
     @property
     def crowded(self) -> bool:
@@ -184,7 +194,7 @@ def srun(program: str, plugin: str, job: Job) -> Line:
     words = [program, f"--mpi={plugin}", f"--ntasks={job.ranks}", f"--job-name={step_name()}"]
     words.append("--kill-on-bad-exit=0")  # `LeftBehind` kills the other ranks, without KillWait
     if job.hosts:
-        names = ",".join(host.name for host in job.hosts)
+        names = compress(host.name for host in job.hosts)
         words += [f"--nodes={len(job.hosts)}", f"--nodelist={names}"]
         if job.even:
             words.append(f"--ntasks-per-node={job.per_host}")
@@ -203,6 +213,24 @@ def horovodrun(program: str, job: Job) -> Line:
     """Horovod's launcher. It starts the mpirun of Open MPI up to version 4, and binds no ranks."""
     words = [program, "-np", str(job.ranks), "-H", job.listed() or f"localhost:{job.ranks}"]
     return Line([*words, *job.command], for_launcher({}, os.geteuid()))
+
+
+def mpirun_of_batch(ranks: int, *, per_node: int, threads: int) -> list[str]:
+    """The words of mpirun in a batch script. The scheduler tells it the hosts.
+
+    Args:
+        ranks: number of ranks.
+        per_node: ranks on each node.
+        threads: cores of each rank.
+    """
+    found = identify("mpirun")
+    kind = found.kind if found else ""
+    if kind == "open_mpi":  # by itself it binds a rank to one core, with all its threads
+        bound = ["--map-by", f"ppr:{per_node}:node:PE={threads}", "--bind-to", "core"]
+        return ["mpirun", "-np", str(ranks), *bound]
+    if kind == "hydra":
+        return ["mpirun", "-n", str(ranks), "-ppn", str(per_node), "-bind-to", f"core:{threads}"]
+    return ["mpirun", "-np", str(ranks)]
 
 
 @dataclass(frozen=True)
@@ -239,15 +267,42 @@ def find_launcher(wanted: str | None, scheduler: str | None) -> FoundLauncher:
         if found:
             return found
     tried = [wanted] if wanted else ["mpiexec", "mpirun"]
-    known = [found for program in tried if (found := identify(program))]
-    # PALS comes with the machine and is preferred. Else take mpirun, the name in Open MPI's manual.
-    best = [found for found in known if found.kind == "pals"] or known[-1:]
-    if not best:
+    known = [found for program in tried if (found := _known(program))]
+    if not known:
+        known = _known_beside_python(tried, needed=wanted is not None)
+    if not known:
         raise SetupError(
             f"no launcher is here: tried {', '.join(tried)}",
             "load the module of your site's MPI, or name the launcher by --launcher",
         )
-    return best[0]
+    # PALS comes with the machine and is preferred. Else take mpirun, the name in Open MPI's manual.
+    return next((found for found in known if found.kind == "pals"), known[-1])
+
+
+def _known_beside_python(programs: Sequence[str], *, needed: bool) -> list[FoundLauncher]:
+    """The known ones of these programs that are beside this Python, though PATH has none.
+
+    If PATH has programs of these names which are unknown, each one found has a note that says so.
+
+    Args:
+        programs: names of programs.
+        needed: the user has named the program.
+
+    Raises:
+        SetupError: the named program is an unknown one on the PATH.
+    """
+    known = [found for program in programs if (found := _known(_beside_python(program)))]
+    unknown = [path for program in programs if (path := shutil.which(program))]
+    if not known or not unknown:
+        return known
+    says = _output(unknown[-1], "--version").strip().partition("\n")[0]
+    cause = f"{unknown[-1]} is no launcher that is known (it says {says!r})"
+    instead = _beside_python(programs[-1])
+    if needed:
+        raise SetupError(
+            cause, f"load the module of your MPI, or leave out --launcher to use {instead}"
+        )
+    return [replace(found, note=f"{cause}: {instead} is used instead") for found in known]
 
 
 def identify(program: str) -> FoundLauncher | None:
@@ -255,24 +310,29 @@ def identify(program: str) -> FoundLauncher | None:
 
     It is looked for on the PATH, then beside this Python, whose environment need not be activated.
     """
-    beside = Path(sys.executable).with_name(program)
-    for path in (program, str(beside)):
-        if shutil.which(path) and (found := _known(path)):
-            return found
-    return None
+    return _known(program) or _known(_beside_python(program))
+
+
+def _beside_python(program: str) -> str:
+    return str(Path(sys.executable).with_name(program))
 
 
 def _known(program: str) -> FoundLauncher | None:
+    path = shutil.which(program)
+    if path is None:
+        return None
     text = _output(program, "--version")
     version = text.strip().partition("\n")[0]
     if "(Open MPI)" in text or "(OpenRTE)" in text or "PRRTE" in text:
         return FoundLauncher("open_mpi", partial(open_mpi, program), version)
     if "Intel(R) MPI" in text:
-        return FoundLauncher("intel_mpi", partial(intel_mpi, program), version)
+        # Its mpirun is a shell script: a signal ends it, and the ranks without a checkpoint.
+        itself = shutil.which(str(Path(path).with_name("mpiexec.hydra"))) or program
+        return FoundLauncher("intel_mpi", partial(intel_mpi, itself), version)
     if "hydra" in text.lower():
         version = re.sub(r"\s+", " ", "".join(re.findall(r"Version:\s*\S+", text)))
         return FoundLauncher("hydra", partial(hydra, program), f"Hydra {version}".strip())
-    if "pals" in text.lower():
+    if re.match(r"mpiexec version \d", text) or "pals" in Path(path).resolve().parts:
         return FoundLauncher("pals", partial(pals, program), version)
     return None
 
@@ -293,6 +353,11 @@ def _find_srun(*, needed: bool) -> FoundLauncher | None:
         raise SetupError(
             "srun finds no SLURM here", "use it inside a SLURM job, or --launcher mpirun"
         )
+    if PMI_LIBRARY not in os.environ and (mpi := identify("mpirun")) and mpi.kind == "intel_mpi":
+        raise SetupError(
+            f"{PMI_LIBRARY} is not set: srun would start each rank of Intel MPI alone",
+            "set it to the path of SLURM's libpmi2.so, or use --launcher mpiexec",
+        )
     raise SetupError(
         f"srun offers {', '.join(offered.split())}, and this MPI supports none of them",
         "use --launcher mpirun; `srun --mpi=list` shows what it offers",
@@ -303,6 +368,8 @@ def srun_plugin() -> str | None:
     """The plugin by which srun starts ranks of this MPI; None if there is none."""
     mpi = identify("mpirun") or identify("mpiexec")
     kind = "unknown" if mpi is None else mpi.kind
+    if kind == "intel_mpi" and PMI_LIBRARY not in os.environ:
+        return None  # each rank would be alone
     offered = re.findall(r"\w+", _output("srun", "--mpi=list", needs_success=True))
     fitting = [plugin for plugin in PLUGINS.get(kind, PLUGINS["hydra"]) if plugin in offered]
     return fitting[0] if fitting else None
@@ -333,8 +400,7 @@ def _output(*words: str, needs_success: bool = False) -> str:
 
 def cores_here() -> int:
     """Physical cores that this process may use."""
-    logical, physical = psutil.cpu_count() or 1, psutil.cpu_count(logical=False) or 1
-    return max(1, len(os.sched_getaffinity(0)) * physical // logical)
+    return len(physical_cores(os.sched_getaffinity(0)))
 
 
 def threads_of(environ: Mapping[str, str], cores: int, per_host: int) -> int:

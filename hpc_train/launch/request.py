@@ -56,7 +56,8 @@ class SubmitRequest:
         resources: what PBS is asked for, instead of the usual nodes and ranks.
         directive: further directives.
         setup: shell lines to run first.
-        launcher: srun, mpirun or horovodrun; by default `hpc-train launch`.
+        launcher: srun, mpirun, horovodrun, or launch for `hpc-train launch`, which then starts the
+            line of the site's profile; by default that line, or launch if there is none.
         max_restarts: maximum number of restarts by `hpc-train launch`; None: RESTARTS.
         requeue_by: how the job is queued again when it has stopped early.
         max_requeues: maximum number of requeues; None: REQUEUES.
@@ -147,7 +148,7 @@ def check_request(request: SubmitRequest, site: Site, scheduler: Scheduler) -> N
         (
             request.max_restarts is not None and starts_itself,
             "--max_restarts is for `hpc-train launch`, which does not start it",
-            "leave out --max_restarts, or --launcher and the `launcher` line of the site profile",
+            "give --launcher launch, or leave out --max_restarts",
         ),
     ):
         if wrong:

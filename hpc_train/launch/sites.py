@@ -104,6 +104,6 @@ def load_site(name: str) -> Site:
     return site
 
 
-def filled(words: Sequence[str], numbers: Mapping[str, int]) -> list[str]:
+def filled(words: Sequence[str], numbers: Mapping[str, int | str]) -> list[str]:
     """Words with the numbers of a job in place of {nodes} and the like."""
     return [word.format(**numbers) for word in words]

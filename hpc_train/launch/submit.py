@@ -16,7 +16,7 @@ from hpc_train.config.keys import check_key
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch import Scheduler, resources, sites
 from hpc_train.launch.batch import BatchJob, text
-from hpc_train.launch.launchers import srun_plugin
+from hpc_train.launch.launchers import mpirun_of_batch, srun_plugin
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.queued import one_submission, record_queued
 from hpc_train.launch.request import SubmitRequest, check_request, requeue_by
@@ -191,17 +191,20 @@ def _threads(
 
     By default the ranks of a node share all its cores. Only SLURM says how many these are.
     """
+    # Sites count in their own way. SLURM takes --hint or this directive, not both.
+    said = any(word.startswith(("--hint", "--threads-per-core")) for word in request.directive)
+    by_core = [] if scheduler != "slurm" or said else ["--threads-per-core=1"]
     if given := request.threads or site.threads:
-        return given, []
+        return given, [] if request.site else by_core
     partition = queue if site.queue_option == "--partition" else ""
     node = slurm_node(partition) if scheduler == "slurm" else None
     threads = node.cores // ranks_per_node if node else 0
     if node and threads:
         _say(f"each rank has {threads} of a node's {node.cores} cores: --threads changes it")
-        return threads, ["--threads-per-core=1"] if node.hardware_threads > 1 else []
+        return threads, by_core if node.hardware_threads > 1 else []
     if scheduler != "mpijob":
         _say("each rank has 1 core: --threads N gives it more")
-    return 1, []
+    return 1, [] if request.site else by_core
 
 
 def _say(text: str) -> None:
@@ -242,10 +245,20 @@ def _launcher(
         plugin = srun_plugin()
         return ["srun", *([f"--mpi={plugin}"] if plugin else []), "--kill-on-bad-exit=1"]
     if request.launcher == "mpirun":
-        return ["mpirun", "-np", str(numbers["ranks"])]
+        if scheduler == "mpijob":  # the image's mpirun is another one
+            return ["mpirun", "-np", str(numbers["ranks"])]
+        per_node, threads = numbers["ranks_per_node"], numbers["threads"]
+        return mpirun_of_batch(numbers["ranks"], per_node=per_node, threads=threads)
     if site.launcher and not request.launcher:
         return sites.filled(site.launcher, numbers)
     words = [*program, "launch"]
+    if request.launcher == "launch" and site.launcher:
+        kept = dict[str, int | str](numbers) | {"nodes": "{nodes}", "ranks": "{ranks}"}
+        words += [
+            "--line",
+            shlex.join(sites.filled(site.launcher, kept)),
+        ]  # restarts may have fewer
+        words += ["--ranks_per_node", str(numbers["ranks_per_node"])]
     if request.launcher == "horovodrun":
         words += ["--launcher", "horovodrun"]
     if scheduler == "torque" and numbers["threads"] > 1:  # Torque's slots are cores

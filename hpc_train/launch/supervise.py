@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +30,9 @@ from hpc_train.launch.hosts import Host, take_hosts
 from hpc_train.launch.launchers import FoundLauncher, Job
 from hpc_train.launch.protocol import LAUNCH, PROGRESS, REACHED, RESTARTS, STOP, STOP_SIGNALS
 
-HOST_PROBE_SECONDS = 15.0  # seconds in which a host must start and end a process
-PROBES = 2  # tries for a host whose probe fails at once
+HOST_PROBE_SECONDS = 60.0  # seconds in which hosts must start and end a process
+PROBE = "true"  # a program of each host's own disk: network file systems may be slow
+PROBES_AT_ONCE = 16
 FUTILE = 3  # attempts in a row without progress, after which the job is given up
 START = 600.0  # least seconds for imports, MPI and loading, which are slow on thousands of ranks
 
@@ -170,34 +170,55 @@ class Supervisor:
         trained = outcome.progress.step >= 0 and "was lost" not in cause
         if trained and all(self._contact.knows(host.name) for host in hosts):
             return hosts  # the next attempt shows soonest whether ranks can start there
-        # A host that is named as the cause is tried once: a second try costs seconds.
-        tries = [1 if f"host {host.name} " in cause else PROBES for host in hosts]
-        with ThreadPoolExecutor(max_workers=16) as pool:
-            answers = list(pool.map(self._answers, hosts, tries))
-        return [host for host, answer in zip(hosts, answers, strict=True) if answer]
+        here = [host for host in hosts if host.name in ("localhost", socket.gethostname())]
+        suspects = [host for host in hosts if f"host {host.name} " in cause and host not in here]
+        others = [host for host in hosts if host not in here + suspects]
+        sound = here + self._sound(others, suspects)
+        return [host for host in hosts if host in sound]
 
-    def _answers(self, host: Host, tries: int) -> bool:
-        if host.name in ("localhost", socket.gethostname()):
+    def _sound(self, hosts: list[Host], suspects: list[Host]) -> list[Host]:
+        """The hosts that start a process: by one step over all of them if all do.
+
+        If some do not, the step is tried over parts of them, and then over single hosts.
+
+        Args:
+            hosts: hosts.
+            suspects: hosts that are named as the cause. Each has a single step of its own.
+        """
+        with ThreadPoolExecutor(max_workers=PROBES_AT_ONCE) as pool:
+            groups = [hosts, *([host] for host in suspects)]
+            first, *alone = pool.map(self._start, groups)
+            sound = [host for host, starts in zip(suspects, alone, strict=True) if starts]
+            if first:
+                return hosts + sound
+            left = hosts
+            for size in (-(-len(hosts) // PROBES_AT_ONCE), 1):
+                if left:  # other probes, or the end of the last attempt, may have disturbed them
+                    time.sleep(1.0)
+                parts = [left[begin : begin + size] for begin in range(0, len(left), size)]
+                answers = list(zip(parts, pool.map(self._start, parts), strict=True))
+                sound += [host for part, starts in answers if starts for host in part]
+                left = [host for part, starts in answers if not starts for host in part]
+        return sound
+
+    def _start(self, hosts: list[Host]) -> bool:
+        """Whether a process starts and ends on each of these hosts, by one step of the launcher."""
+        if not hosts:
             return True
-        one = Job([sys.executable, "-c", "pass"], 1, [Host(host.name, 1)], again=True)
-        line = self.launcher.make(one)
-        for left in reversed(range(tries)):
-            try:
-                done = subprocess.run(
-                    line.words,
-                    env={**os.environ, **line.environ},
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    timeout=HOST_PROBE_SECONDS,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return False
-            if done.returncode == 0:
-                return True
-            if left:  # other probes, or the end of the last attempt, may have disturbed it
-                time.sleep(1.0)
-        return False
+        one_each = [Host(host.name, 1) for host in hosts]
+        line = self.launcher.make(Job([PROBE], len(hosts), one_each, again=True))
+        try:
+            done = subprocess.run(
+                line.words,
+                env={**os.environ, **line.environ},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=HOST_PROBE_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
 
     def _write(self, **record: Any) -> None:
         if self.run_dir is not None:

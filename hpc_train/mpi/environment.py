@@ -43,6 +43,7 @@ LAUNCHERS = (
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
     Names("Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Names("Cray PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     Names(
         "Slurm",
         "SLURM_PROCID",
@@ -51,6 +52,7 @@ LAUNCHERS = (
         "SLURM_STEP_TASKS_PER_NODE",
     ),
     Names("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+    Names("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ""),
 )
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 # Launchers that start ranks without MPI: each rank would train alone, in the same run directory.
@@ -119,59 +121,6 @@ def ranks_yield(environ: Mapping[str, str]) -> bool:
     `start_runtime` and the launcher's line set the variable where a node has more ranks than cores.
     """
     return environ.get(YIELD) == "1"
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """The GPUs of a node.
-
-    Args:
-        count: number of GPUs.
-        variables: variables that choose the GPUs which a process sees. The first one numbers the
-            GPUs that the others have left.
-    """
-
-    count: int
-    variables: tuple[str, ...]
-
-
-NVIDIA = ("CUDA_VISIBLE_DEVICES",)
-# HIP numbers the GPUs that ROCr has left, and reads CUDA's variable if its own is not set. So only
-# one of them may be changed: a second one would choose from the one GPU that the first has left.
-AMD = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
-
-def visible_device(environ: Mapping[str, str], launch: Launch, gpus: Gpus) -> dict[str, str]:
-    """The variable to set so that each local rank sees a GPU of its own.
-
-    Args:
-        environ: the environment. If it has the scheduler's choice of GPUs, these are dealt out.
-        launch: this rank's place.
-        gpus: the node's GPUs.
-
-    Returns:
-        The variable and its value; nothing if the rank sees no more than one GPU.
-
-    Raises:
-        SetupError: the rank sees several GPUs, and no launcher tells its local rank.
-    """
-    set_ones = [name for name in gpus.variables if name in environ]
-    visible = [str(i) for i in range(gpus.count)]
-    if set_ones:
-        visible = environ[set_ones[0]].split(",")
-    if len(visible) <= 1:
-        return {}
-    if launch.local_rank is None:
-        if not gpus.count:  # a site's modules may set the variable even on nodes without GPUs
-            return {}
-        raise SetupError(
-            f"rank {launch.rank} of {launch.size} sees {len(visible)} GPUs, and {launch.launcher} "
-            "does not tell its local rank on the node",
-            "let the launcher show each rank one GPU, for instance by srun --gpus-per-task=1, or "
-            "set MPI_LOCALRANKID",
-        )
-    name = set_ones[0] if set_ones else gpus.variables[0]
-    return {name: visible[launch.local_rank % len(visible)]}
 
 
 def _gives(environ: Mapping[str, str], names: Names, rank: int, size: int) -> bool:

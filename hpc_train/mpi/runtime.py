@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import SetupError
+from hpc_train.host.cores import physical_cores
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.gpus import NONE, Gpus, count_gpus, offered, visible_device
 from hpc_train.mpi.group import Group
 
 BUILD_HOROVOD = "python -m hpc_train.build.horovod"
@@ -32,6 +34,7 @@ class Runtime:
         world: all ranks of the job.
         node: the ranks that share this rank's memory; its `rank` is the local rank.
         launcher: name of the launcher that started the job; "" for a process alone.
+        gpus: the GPUs of which this rank was given one; none for a process alone.
         at_end: functions to call at the end of the program, when all ranks have come to it. Their
             argument is whether the program has failed.
     """
@@ -39,15 +42,17 @@ class Runtime:
     world: Group
     node: Group
     launcher: str = ""
+    gpus: Gpus = NONE
     at_end: list[Callable[[bool], None]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def cores(self) -> int:
         """Number of processor cores for this rank alone; at least 1. Collective over the node.
 
-        They are the cores that it is bound to, divided by the ranks that are bound to any of them.
+        They are the physical cores that it is bound to, divided by the ranks that are bound to any
+        of them.
         """
-        mine = os.sched_getaffinity(0)
+        mine = physical_cores(os.sched_getaffinity(0))
         everyone = self.node.gathered(mine, "the cores of the ranks of its node")
         return max(1, len(mine) // sum(1 for other in everyone if other & mine))
 
@@ -87,7 +92,9 @@ def start_runtime() -> Runtime:
         # No MPI for a process alone: on login nodes of some sites MPI_Init aborts the program.
         return Runtime(Group(), Group())
     # Drivers have to see the choice of a GPU before MPI starts.
-    os.environ |= environment.visible_device(os.environ, launch, _gpus())
+    counted = count_gpus(Path("/"), os.environ)
+    job_gpus = offered(os.environ, counted)
+    os.environ |= visible_device(os.environ, launch, counted)
     if (launch.local_size or 1) > (os.cpu_count() or 1):
         # Waiting ranks would hold the cores of the ranks they wait for. Open MPI notices this only
         # if the launcher was told fewer slots than ranks; horovodrun -H tells it as many as ranks.
@@ -109,31 +116,8 @@ def start_runtime() -> Runtime:
         )
     world = Group.of(MPI.COMM_WORLD)
     shared = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    return Runtime(world, Group(shared.rank, shared.size, shared, world.waiting), launch.launcher)
-
-
-def _gpus(root: Path = Path("/")) -> environment.Gpus:
-    """The GPUs of this node, counted by their drivers' files. The drivers are not loaded.
-
-    Args:
-        root: takes the place of the root of the file system.
-    """
-    nvidia = sum(1 for path in (root / "dev").glob("nvidia*") if path.name[6:].isdigit())
-    if nvidia:
-        return environment.Gpus(nvidia, environment.NVIDIA)
-    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
-    return environment.Gpus(sum(map(_is_gpu, nodes)), environment.AMD)
-
-
-def _is_gpu(gpu_id: Path) -> bool:
-    """Whether a node of AMD's driver is a GPU that this process may use.
-
-    Nodes that are processors have the id 0.
-    """
-    try:
-        return int(gpu_id.read_text()) != 0
-    except (OSError, ValueError):  # a cgroup hides the GPU from this process
-        return False
+    node = Group(shared.rank, shared.size, shared, world.waiting)
+    return Runtime(world, node, launch.launcher, job_gpus)
 
 
 def import_mpi() -> Any:

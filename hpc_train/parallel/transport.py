@@ -56,11 +56,11 @@ class Transport:
     def __init__(self, group: Group, device: torch.device) -> None:
         from mpi4py import MPI  # a pipeline of several ranks has MPI
 
-        from hpc_train.collectives.mpi import reads_gpu_memory
+        from hpc_train.collectives.mpi import through_host
 
         assert group.comm is not None
         self.group, self.comm, self.device = group, group.comm, device
-        self.staged = device.type == "cuda" and not reads_gpu_memory()
+        self.staged = through_host(device)
         self._byte = MPI.BYTE
         self._forms: dict[Hashable, MessageForm] = {}
         self._sent: list[tuple[Any, Any]] = []

@@ -18,7 +18,7 @@ from hpc_train.config.keys import check_fields, read_mapping
 from hpc_train.errors import ConfigError
 
 GUIDE = "docs/how-to/plan.md has an example"
-DEVICES, LINKS = ("cpu", "cuda"), ("inside", "across")
+DEVICES, LINKS = ("cpu", "cuda", "xpu"), ("inside", "across")
 MAY_BE_ZERO = ("alpha", "beta", "processor", "layer")  # these may be 0
 UNLIMITED = ("node", "job", "node_gib", "rank_gib", "ranks_per_node")  # these may be null
 
@@ -70,7 +70,7 @@ class Machine:
         across: messages between nodes; None: not known.
         node_gib: memory of a node, for all its ranks; None: not limited.
         rank_gib: memory of a rank, such as its GPU's; None: not limited.
-        device: cpu or cuda; on cpu the ranks of a node average gradients in shared memory.
+        device: cpu, cuda or xpu; on cpu the ranks of a node average gradients in shared memory.
         ranks_per_node: ranks on each node when it was measured; None: it was written by hand.
     """
 

@@ -152,7 +152,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     if config.run.deterministic:
         make_deterministic()
     use_cores(runtime)
-    device = choose_device()
+    device = choose_device(runtime.node.rank)
     choose_matmul(group, config.precision.matmul, device)
 
     # The engine that averages gradients, and whether ranks share parameters. The model must still

@@ -19,9 +19,23 @@ from hpc_train.mpi.runtime import Runtime
 logger = logging.getLogger(__name__)
 
 
-def choose_device() -> torch.device:
-    """The GPU that `start_runtime` left visible to this rank, or the CPU if there is none."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def choose_device(local_rank: int = 0) -> torch.device:
+    """The GPU that this rank computes on, else the CPU.
+
+    `start_runtime` has left one GPU visible to each rank. Where it found no driver's file to count
+    GPUs by, torch may see several; then the local rank chooses.
+
+    Args:
+        local_rank: this rank's number on its node, as MPI has it.
+    """
+    for kind in ("cuda", "xpu"):  # "cuda" is AMD's GPUs, too
+        module = getattr(torch, kind)
+        if module.is_available():
+            device = torch.device(kind, local_rank % module.device_count())
+            if device.index:
+                module.set_device(device)
+            return device
+    return torch.device("cpu")
 
 
 def use_cores(runtime: Runtime) -> None:
@@ -104,5 +118,5 @@ def seed(device: torch.device, number: int) -> None:
     """
     torch.default_generator.manual_seed(number)
     seed_beside_torch(number)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(number)
+    if device.type != "cpu":
+        getattr(torch, device.type).manual_seed(number)

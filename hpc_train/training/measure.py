@@ -80,7 +80,7 @@ class Found:
 def measure(config: RunConfig, runtime: Runtime) -> Machine:
     """Measure on all ranks of a job. All get the same description. Collective."""
     use_cores(runtime)
-    world, device = runtime.world, choose_device()
+    world, device = runtime.world, choose_device(runtime.node.rank)
     shape = measured_shape(shape_of(config.model, vocab=1), device)  # a block has no vocabulary
     choose_matmul(world, config.precision.matmul, device)
     node = discover(world, runtime.node).node[world.rank]
@@ -107,7 +107,7 @@ def measure(config: RunConfig, runtime: Runtime) -> Machine:
 
 def measured_shape(shape: Shape, device: torch.device) -> Shape:
     """The shape of the layer that is measured. On processors a large one is made smaller."""
-    return shape if device.type == "cuda" else shape.at_most(TOKENS, HIDDEN)
+    return shape.at_most(TOKENS, HIDDEN) if device.type == "cpu" else shape
 
 
 def layer_pass(shape: Shape, dtype: str, device: torch.device, samples: int) -> Callable[[], None]:
@@ -125,8 +125,8 @@ def layer_pass(shape: Shape, dtype: str, device: torch.device, samples: int) -> 
         with torch.autocast(device.type, getattr(torch, dtype)) if short else nullcontext():
             y = layer(x)
         y.backward(gradient)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            getattr(torch, device.type).synchronize()
 
     return once
 
@@ -137,8 +137,8 @@ def stream(device: torch.device) -> Callable[[], None]:
 
     def once() -> None:
         torch.add(one, other, out=total)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            getattr(torch, device.type).synchronize()
 
     return once
 
@@ -159,10 +159,10 @@ def message_seconds(group: Group, nbytes: int, device: torch.device) -> MessageC
     As in a pipeline, tensors on a GPU go through host memory unless MPI can read GPU memory.
     """
     # Not at the top, because this module loads MPI. A group of several ranks has loaded it.
-    from hpc_train.collectives.mpi import reads_gpu_memory
+    from hpc_train.collectives.mpi import through_host
 
     mine, arrived = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    staged = device.type == "cuda" and not reads_gpu_memory()
+    staged = through_host(device)
     polite = ranks_yield(os.environ)
     into = torch.empty_like(arrived, device="cpu" if staged else device)
     begin = spent = 0.0
@@ -226,8 +226,9 @@ def meet(group: Group) -> None:
 
 def free_bytes(device: torch.device) -> int:
     """Bytes of free memory. Called at the end, when all libraries are loaded."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info()[0]
+    if device.type != "cpu":
+        free: int = getattr(torch, device.type).mem_get_info()[0]
+        return free
     return psutil.virtual_memory().available
 
 
@@ -238,7 +239,7 @@ def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> 
         found: the numbers of all ranks, in their order.
         flops: number of operations in a layer's pass of one sample.
         dtype: the number format, as in `precision.dtype`.
-        device: cpu or cuda.
+        device: cpu, cuda or xpu.
     """
     first = found[0]
     ranks = sum(one.node == 0 for one in found)
@@ -259,7 +260,7 @@ def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> 
         _link([one.inside for one in found if one.inside[1].seconds], sharing=1),
         _link([one.across for one in found if one.across[1].seconds], sharing=ranks),
         node_gib=short(free) if device == "cpu" else None,
-        rank_gib=short(free) if device == "cuda" else None,
+        rank_gib=short(free) if device != "cpu" else None,
         device=device,
         ranks_per_node=ranks,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,10 +89,78 @@ def test_a_missing_horovod_is_a_warning_that_says_how_to_build_it(tmp_path):
     assert runtime.BUILD_HOROVOD in finding["remedy"]
 
 
-def test_no_launcher_on_the_path(tmp_path):
-    done = run(sys.executable, "-m", "hpc_train", "doctor", environ={"PATH": str(tmp_path)})
-    assert done.returncode == 1
-    assert "no mpirun, mpiexec or srun on the PATH" in done.stdout
+@pytest.fixture
+def nothing_beside_python(monkeypatch):
+    """As in a virtual environment without an MPI of its own."""
+    monkeypatch.setattr(sys, "executable", "/none/python")
+
+
+def test_without_a_launcher_it_says_what_launch_would_say(
+    monkeypatch, tmp_path, nothing_beside_python
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = doctor.launchers()
+    assert finding.status == doctor.ERROR
+    assert "no launcher is here: tried mpiexec, mpirun" in finding.text
+
+
+def test_a_launcher_beside_this_python_is_found_as_launch_finds_it():
+    """The environment need not be activated."""
+    path = "/usr/bin:/bin"
+    if not Path(sys.executable).with_name("mpirun").exists() or shutil.which("mpirun", path=path):
+        pytest.skip("this environment has no MPI of its own, or the system has one")
+    done = run(sys.executable, "-m", "hpc_train", "doctor", environ={"PATH": path})
+    assert done.returncode == 0, done.stdout
+    assert str(Path(sys.executable).with_name("mpirun")) in done.stdout
+    assert "the main job runs here" in done.stdout
+
+
+def put(folder, name, script):
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_inside_a_slurm_job_it_starts_its_rank_by_srun(
+    monkeypatch, tmp_path, nothing_beside_python
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4")
+    answer = """[{"rank": 0}]"""
+    mpis = 'case "$1" in --mpi=list) echo "none pmix pmi2";; --version) echo slurm 24.05;; *)'
+    put(tmp_path, "srun", f"{mpis} echo \"$@\" > {tmp_path}/line; echo '{answer}';; esac")
+    assert doctor.probe_in_a_rank() == [{"rank": 0}]
+    words = (tmp_path / "line").read_text().split()
+    assert words[:2] == ["--mpi=pmix", "--ntasks=1"]
+    assert "srun (slurm 24.05)" in doctor.launchers()[0].text
+
+
+def test_it_tells_why_mpi_does_not_start_and_not_the_last_line(
+    monkeypatch, tmp_path, nothing_beside_python
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lines = ["----" * 15, "There are not enough slots available in the system.", "----" * 15]
+    says = "; ".join(f"echo '{line}' >&2" for line in [*lines, "", "mpirun: exiting"])
+    version = "echo 'mpirun (Open MPI) 4.1.8'"
+    put(tmp_path, "mpirun", f'[ "$1" = --version ] && {version} && exit; {says}; exit 1')
+    (failed,) = doctor.probe_in_a_rank()
+    assert "not enough slots" in failed["error"]
+    put(tmp_path, "mpirun", f'[ "$1" = --version ] && {version} && exit; echo no 1 >&2; echo 2 >&2')
+    (failed,) = doctor.probe_in_a_rank()
+    assert failed["error"] == "MPI does not start here: no 1"
+
+
+@pytest.mark.parametrize(
+    ("devices", "gpus", "status"),
+    [([], None, "ok"), ([], [4, "AMD", "ROCm"], "warning"), (["MI250X"], [1, "AMD", "ROCm"], "ok")],
+)
+def test_gpus_that_torch_does_not_see_are_warned_of(devices, gpus, status):
+    finding = doctor.devices([{"host": "n1", "devices": devices, "gpus": gpus}])
+    assert finding.status == status
+    if status != "ok":
+        assert finding.text == "n1 has 4 AMD GPUs, and torch finds none"
+        assert "install torch for ROCm" in finding.remedy
 
 
 def test_two_mpi_libraries_in_one_process_are_an_error():

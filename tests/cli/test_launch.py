@@ -167,6 +167,30 @@ def test_a_dry_run_prints_a_line_that_runs(tmp_path):
     assert again.stdout.split() == ["1", "1"]
 
 
+def test_a_sites_own_line_is_restarted_too(tmp_path):
+    script = "import os, sys; sys.exit(0 if 'HPC_TRAIN_RESTARTS' in os.environ else 3)"
+    words = ["-np", "2", "--line", "mpirun -np {ranks} --bind-to none", "--max_restarts", "1"]
+    done = run(*hpc_train("launch", *words, "--", sys.executable, "-c", script))
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 1 with 2 ranks" in done.stderr
+    assert "not bound" not in done.stderr, "the line says how they are bound"
+
+
+@pytest.mark.parametrize(
+    ("cores", "environ", "told"),
+    [
+        ("8", {}, ""),
+        ("2", {}, "4 ranks of 2 threads need 8 cores, and this host has 2"),
+        ("2", {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4"}, "--threads-per-core=1"),
+    ],
+)
+def test_it_says_that_ranks_are_not_bound(cores, environ, told):
+    words = ["-np", "4", "--cores", cores, "--dry_run", "--", sys.executable, "-c", "pass"]
+    done = run(*hpc_train("launch", *words), environ={"OMP_NUM_THREADS": "2", **environ})
+    assert told in done.stderr
+    assert ("ranks are not bound to cores" in done.stderr) == bool(told)
+
+
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
@@ -213,6 +237,8 @@ def test_the_training_is_known_however_it_is_written(program):
         (["--hostfile", "/none", "--", "train"], "/none"),
         (["-np", "2", "--launcher", "ssh", "--", "train"], "--launcher"),
         (["-np", "2", "--", "hpc-train", "submit"], "does not run on ranks"),
+        (["-np", "2", "--line", "mpirun {n}", "--", "true"], "--line has {n}"),
+        (["-np", "2", "--line", "x", "--launcher", "mpirun", "--", "true"], "both given"),
         (["-np", "2", "--", "train", "--run.stepps", "3"], "did you mean run.steps"),
     ],
 )

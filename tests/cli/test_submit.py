@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpc_train.launch.sites import filled, load_site
 from tests.cli.desk import QSTAT, Desk
 from tests.programs import ENVIRON, hpc_train, only_line, run
 
@@ -50,6 +51,31 @@ def test_a_dry_run_queues_and_writes_nothing(desk):
 def test_a_time_limit_has_several_forms(desk, time):
     done = desk.run("submit", "my.yaml", "--scheduler", "slurm", "--time", time, "--dry_run")
     assert "#SBATCH --time=36:00:00\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "there"),
+    [
+        ([], True),
+        (["--site", "frontier", "--account", "me"], False),  # its profile counts as the site does
+        (["--directive=--hint=multithread"], False),  # SLURM takes only one of the two
+        (["--directive=--threads-per-core=2"], False),
+    ],
+)
+def test_cores_of_a_slurm_job_are_cores_on_hyperthreaded_nodes_too(desk, words, there):
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", *words, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    assert ("#SBATCH --threads-per-core=1\n" in done.stdout) == there
+
+
+def test_mpirun_gives_each_rank_its_cores(desk):
+    path = desk.folder / "bin/mpirun"
+    path.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.6'\n")
+    path.chmod(0o755)
+    words = ["--launcher", "mpirun", "--nodes", "2", "--ranks_per_node", "2", "--threads", "8"]
+    done = desk.run("submit", "my.yaml", "--scheduler", "pbs", *words, "--dry_run")
+    line = "launcher=(mpirun -np 4 --map-by ppr:2:node:PE=8 --bind-to core)"
+    assert f"{line}\n" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -116,6 +142,35 @@ def test_a_run_directory_is_expanded_and_data_of_the_job_need_not_be_here(desk):
     assert done.returncode == 0, done.stderr
     assert (desk.folder / "runs/my/job.sh").exists()
     assert "HERE is not set" in only_line(desk.run("submit", "my.yaml").stderr)
+
+
+@pytest.mark.parametrize("site", ["frontier", "polaris", "lumi", "gadi"])
+def test_a_sites_line_is_restarted_if_launch_starts_it(desk, site):
+    words = ["submit", "my.yaml", "--site", site, "--account", "me", "--dry_run"]
+    words += ["--queue", "q", "--nodes", "2"]
+    alone = launcher_of_script(desk.run(*words).stdout)
+    started = launcher_of_script(desk.run(*words, "--launcher", "launch").stdout)
+    assert started[1:5] == ["-m", "hpc_train", "launch", "--line"]
+    profile = load_site(site)
+    numbers = {"ranks_per_node": profile.ranks_per_node, "threads": profile.threads}
+    kept = {"nodes": "{nodes}", "ranks": "{ranks}"}  # a restart may have fewer
+    assert shlex.split(started[5]) == filled(profile.launcher, numbers | kept)
+    ranks = 2 * profile.ranks_per_node
+    assert alone == filled(profile.launcher, {**numbers, "nodes": 2, "ranks": ranks})
+    each = ["--ranks_per_node", str(profile.ranks_per_node)]  # PBS may tell one slot for each node
+    assert started[6:] == [*each, "--max_restarts", "3", "--"]
+    fewer = desk.run(*words, "--launcher", "launch", "--max_restarts", "5")
+    assert launcher_of_script(fewer.stdout)[8:10] == ["--max_restarts", "5"]
+
+
+def test_without_a_sites_line_launch_is_the_default(desk):
+    words = ["submit", "my.yaml", "--scheduler", "slurm", "--dry_run"]
+    assert desk.run(*words).stdout == desk.run(*words, "--launcher", "launch").stdout
+
+
+def launcher_of_script(text):
+    line = next(line for line in text.splitlines() if line.startswith("launcher="))
+    return shlex.split(line.removeprefix("launcher=(").removesuffix(")"))
 
 
 def test_a_chain_waits_for_the_job_before(desk):

@@ -230,3 +230,22 @@ def test_ranks_with_unlike_cores_agree_on_a_thread(group):
         over.close()
     total = sum(range(1, group.size + 1))
     assert found == [(False, total), (True, total)]
+
+
+@pytest.mark.parametrize(
+    ("device", "reads", "through"),
+    [
+        ("cpu", False, False),
+        ("cuda", False, True),
+        ("cuda", True, False),
+        ("xpu", False, True),
+        ("xpu", True, True),  # the library was asked about CUDA
+    ],
+)
+def test_tensors_of_gpus_go_through_host_memory_unless_mpi_reads_them(
+    monkeypatch, device, reads, through
+):
+    from hpc_train.collectives import mpi
+
+    monkeypatch.setattr(mpi, "reads_gpu_memory", lambda: reads)
+    assert mpi.through_host(torch.device(device)) == through

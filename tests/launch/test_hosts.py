@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
-from hpc_train.launch.hosts import Host, allocated, expand, parse_hosts, read_file, take_hosts
+from hpc_train.launch.hosts import (
+    Host,
+    allocated,
+    compress,
+    expand,
+    parse_hosts,
+    read_file,
+    take_hosts,
+)
 
 NAMES = ["node1", "node2", "gpu-03", "x.example.org"]
 
@@ -45,6 +53,26 @@ def test_what_is_no_host_file_is_refused(tmp_path, text):
 def test_a_host_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"host file .*none"):
         read_file(tmp_path / "none")
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.from_regex(r"(n|nid0|gpu-|r1n)[0-9]{1,3}(-ib|\.x2\.org|)", fullmatch=True),
+            st.sampled_from(["login", "a-b", "n08", "n09", "n10", "n9", "n099", "n100"]),
+        ),
+        min_size=1,
+        unique=True,
+    )
+)
+def test_host_lists_are_made_and_read_alike(names):
+    assert expand(compress(names)) == names
+
+
+def test_host_lists_are_short():
+    assert compress(["n1", "n2", "n3", "n07", "login"]) == "n[1-3,07],login"
+    assert compress(f"n{number}" for number in range(1, 9001)) == "n[1-9000]"
+    assert compress(f"gpu{number:02}-ib" for number in range(8, 12)) == "gpu[08-11]-ib"
 
 
 def test_host_lists_of_slurm():

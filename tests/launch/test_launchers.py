@@ -18,7 +18,7 @@ VERSIONS = {
     "open_mpi 5": "mpirun (Open MPI) 5.0.6\n",
     "hydra": "HYDRA build details:\n    Version:                                 5.0.2\n",
     "intel_mpi": "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024\n",
-    "pals": "PALS mpiexec 1.4.0\n",
+    "pals": "mpiexec version 1.8.0 revision 7d1b8a5 (built Mar  4 2025)\n",
 }
 TWO = [Host("n1", 4), Host("n2", 4)]
 
@@ -57,7 +57,7 @@ def test_ranks_are_bound_to_as_many_cores_as_they_have_threads():
     assert "-n 8 --ppn 4 --hosts n1,n2 --depth 2 --cpu-bind depth" in str(line("pals"))
     text = str(line("srun"))
     assert "--mpi=pmix --ntasks=8 " in text
-    assert " --nodes=2 --nodelist=n1,n2 " in text
+    assert " --nodes=2 '--nodelist=n[1-2]' " in text
     assert "--ntasks-per-node=4 --cpus-per-task=2 --cpu-bind=cores train" in text
     assert str(line("horovodrun")).endswith("horovodrun -np 8 -H n1:4,n2:4 train")
 
@@ -121,23 +121,112 @@ def test_horovodrun_is_used_where_it_works(programs):
     assert launchers.find_launcher("horovodrun", None).kind == "horovodrun"
 
 
-def test_a_launcher_beside_this_python_is_found(programs, monkeypatch, tmp_path):
-    """What PATH has may be another program of this name."""
-    beside = tmp_path / "environment"
-    beside.mkdir()
-    programs(mpirun=VERSIONS["open_mpi"])
-    (tmp_path / "mpirun").rename(beside / "mpirun")
-    programs(mpirun="mpirun of somebody else")
-    monkeypatch.setattr(sys, "executable", str(beside / "python"))
+@pytest.fixture
+def beside(programs, monkeypatch, tmp_path):
+    """Put Open MPI's programs beside this Python, in a folder that PATH does not have."""
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    programs(mpirun=VERSIONS["open_mpi"], mpiexec=VERSIONS["open_mpi"])
+    for name in ("mpirun", "mpiexec"):
+        (tmp_path / name).rename(folder / name)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    return folder
+
+
+def test_a_launcher_beside_this_python_is_found(beside):
     found = launchers.find_launcher(None, None)
-    assert found.kind == "open_mpi"
     assert found.make(Job(["train"], 2)).words[0] == str(beside / "mpirun")
+    assert not found.note
+
+
+def test_an_unknown_launcher_on_the_path_is_never_replaced_silently(
+    beside, programs, tmp_path, monkeypatch
+):
+    programs(mpiexec="mpiexec of somebody else", mpirun="mpirun of somebody else")
+    monkeypatch.setattr(sys, "executable", str(beside / "python"))
+    found = launchers.find_launcher(None, "pbs")
+    assert found.make(Job(["train"], 2)).words[0] == str(beside / "mpirun")
+    assert f"{tmp_path}/mpirun is no launcher that is known" in found.note
+    assert str(beside / "mpirun") in found.note
+    with pytest.raises(SetupError, match=f"{tmp_path}/mpiexec is no launcher that is known") as no:
+        launchers.find_launcher("mpiexec", "pbs")
+    assert "'mpiexec of somebody else'" in str(no.value)
+
+
+def test_pals_is_known_by_its_folder_too(programs, tmp_path):
+    (tmp_path / "opt/cray/pals/1.8/bin").mkdir(parents=True)
+    programs(mpiexec="words of a later version")
+    target = tmp_path / "opt/cray/pals/1.8/bin/mpiexec"
+    (tmp_path / "mpiexec").rename(target)
+    (tmp_path / "mpiexec").symlink_to(target)
+    assert launchers.find_launcher(None, "pbs").kind == "pals"
+
+
+@pytest.mark.parametrize("wanted", [None, "mpirun", "mpiexec"])
+def test_intel_mpis_mpiexec_is_started_and_not_its_script(programs, tmp_path, wanted):
+    """mpirun is a shell script, which a signal ends before mpiexec.hydra can pass it on."""
+    intel = dict.fromkeys(("mpirun", "mpiexec", "mpiexec.hydra"), VERSIONS["intel_mpi"])
+    programs(**intel)
+    found = launchers.find_launcher(wanted, None)
+    assert found.kind == "intel_mpi"
+    assert found.make(Job(["train"], 2)).words[0] == str(tmp_path / "mpiexec.hydra")
+
+
+def test_srun_starts_intel_mpi_only_with_slurms_library(programs, monkeypatch):
+    """Without it, each rank is alone."""
+    programs(mpirun=VERSIONS["intel_mpi"], srun="none\npmi2\npmix")
+    monkeypatch.delenv("I_MPI_PMI_LIBRARY", raising=False)
+    assert launchers.find_launcher(None, "slurm").kind == "intel_mpi"
+    with pytest.raises(SetupError, match="I_MPI_PMI_LIBRARY is not set"):
+        launchers.find_launcher("srun", "slurm")
+    monkeypatch.setenv("I_MPI_PMI_LIBRARY", "/usr/lib64/libpmi2.so")
+    found = launchers.find_launcher(None, "slurm")
+    assert "--mpi=pmi2" in str(found.make(Job(["train"], 2)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("open_mpi", "mpirun -np 8 --map-by ppr:4:node:PE=2 --bind-to core"),
+        ("open_mpi 5", "mpirun -np 8 --map-by ppr:4:node:PE=2 --bind-to core"),
+        ("hydra", "mpirun -n 8 -ppn 4 -bind-to core:2"),
+        (None, "mpirun -np 8"),
+    ],
+)
+def test_mpirun_in_a_batch_script_gives_each_rank_its_cores(programs, kind, words):
+    """Of its own, Open MPI binds a rank to one core, with all its threads."""
+    programs(**({"mpirun": VERSIONS[kind]} if kind else {}))
+    assert " ".join(launchers.mpirun_of_batch(8, per_node=4, threads=2)) == words
+
+
+def test_a_long_list_of_nodes_is_one_argument(programs):
+    """Linux takes arguments of at most 128 KiB."""
+    hosts = [Host(f"nid{number:06}", 8) for number in range(1, 12001)]
+    words = line("srun", hosts=hosts, ranks=96000).words
+    assert "--nodelist=nid[000001-012000]" in words
 
 
 def test_without_any_launcher_the_error_says_what_was_tried(programs):
     programs()
     with pytest.raises(SetupError, match="mpiexec, mpirun"):
         launchers.find_launcher(None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, ""),
+        (
+            {"cores": 6},
+            "4 ranks of 2 threads need 8 cores, and this host has 6 for the job",
+        ),
+        ({"hosts": [Host("n1", 5), Host("n2", 3)]}, "not all hosts have the same number of ranks"),
+    ],
+)
+def test_ranks_that_are_not_bound_are_told_so(fields, told):
+    job = Job(["train"], **{"ranks": 8, "hosts": TWO, "cores": 8, "threads": 2, **fields})
+    assert told in job.why_not_bound
+    assert bool(job.why_not_bound) != job.binds
 
 
 def test_threads_are_what_the_user_says_or_a_share_of_the_cores():

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sys
 
 import pytest
 
 from hpc_train.config import DataSection, ParallelSection, RunConfig
+from hpc_train.launch import supervise
 from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.command import shrinking
-from hpc_train.launch.launchers import Line
+from hpc_train.launch.hosts import Host
+from hpc_train.launch.launchers import FoundLauncher, Job, Line
 from hpc_train.launch.protocol import JobProgress
-from hpc_train.launch.supervise import cause_of
+from hpc_train.launch.supervise import Supervisor, cause_of
 
 NOTICED = "mpirun noticed that process rank 3 with PID 0 on node {} exited on signal 9 (Killed)."
 
@@ -67,3 +70,73 @@ def test_a_job_that_never_begins_is_given_up(tmp_path):
 
 def test_any_other_program_takes_what_is_left():
     assert shrinking(None)(7) == (7, [])
+
+
+class Site:
+    """A launcher that takes notes: hosts in `dead` start nothing, and hosts in `slow` late."""
+
+    def __init__(self, folder, dead=(), slow=()):
+        self.calls = folder / "calls"
+        self.calls.touch()
+        self.dead, self.slow = set(dead), set(slow)
+
+    def make(self, job):
+        names = [host.name for host in job.hosts]
+        assert job.ranks == len(names), "a rank on each host"
+        seconds = 3 if self.slow & set(names) else 0
+        end = "exit 1" if self.dead & set(names) else shlex.join(job.command)
+        script = f"echo {' '.join(names)} >> {self.calls}; sleep {seconds}; {end}"
+        return Line(["sh", "-c", script], {})
+
+    def steps(self):
+        return sorted(self.calls.read_text().splitlines())
+
+
+def answering(site, names, tmp_path, cause="rank 0 exited with code 1"):
+    """Names of the hosts that the supervisor finds alive after a failure."""
+    hosts = [Host(name, 8) for name in names]
+    supervisor = Supervisor(
+        FoundLauncher("srun", site.make), Job(["train"], 8, hosts), hosts, 3, tmp_path / "progress",
+        None, 0.0, lambda slots: (slots, []), print,
+    )  # fmt: skip
+    outcome = Outcome(1, [], 0.0, JobProgress(-1, 0.0))
+    return [host.name for host in supervisor._alive(cause, outcome)]
+
+
+NODES = [f"none{number}" for number in range(40)]
+
+
+def test_sound_hosts_are_probed_by_one_step(tmp_path):
+    site = Site(tmp_path)
+    assert answering(site, NODES, tmp_path) == NODES
+    assert site.steps() == [" ".join(NODES)]
+
+
+def test_a_probe_is_patient_with_slow_hosts(tmp_path, monkeypatch):
+    assert supervise.HOST_PROBE_SECONDS == 60
+    monkeypatch.setattr(supervise, "HOST_PROBE_SECONDS", 1.0)
+    site = Site(tmp_path, slow=["none3"])
+    assert answering(site, NODES[:4], tmp_path) == NODES[:3]
+
+
+def test_a_dead_host_is_found_among_sound_ones(tmp_path):
+    site = Site(tmp_path, dead=["none7"])
+    assert answering(site, NODES, tmp_path) == [name for name in NODES if name != "none7"]
+    assert len(site.steps()) < 20, "halves of the hosts, not a step for each"
+
+
+def test_a_host_that_is_named_as_the_cause_is_probed_by_itself(tmp_path):
+    """So it does not spoil the step of the others."""
+    site = Site(tmp_path, dead=["none7"])
+    sound = [name for name in NODES if name != "none7"]
+    assert answering(site, NODES, tmp_path, "host none7 was lost") == sound
+    assert site.steps() == [" ".join(sound), "none7"]
+
+
+def test_a_probe_imports_nothing_from_the_network_file_system(tmp_path):
+    commands = []
+    site = Site(tmp_path)
+    make = site.make
+    site.make = lambda job: commands.append(job.command) or make(job)
+    answering(site, NODES[:2], tmp_path)
+    assert commands == [["true"]]

@@ -3,16 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.errors import SetupError
-from hpc_train.mpi import runtime
-from hpc_train.mpi.environment import (
-    AMD,
-    NVIDIA,
-    Gpus,
-    Launch,
-    for_launcher,
-    read_launch,
-    visible_device,
-)
+from hpc_train.mpi.environment import Launch, for_launcher, read_launch
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -112,63 +103,6 @@ def test_what_one_launcher_does_not_tell_another_one_does():
 def test_variables_inherited_from_another_process_are_ignored(inherited):
     launch = read_launch({"PMI_RANK": "3", "PMI_SIZE": "4", **inherited})
     assert launch == Launch("Hydra", 3, 4, None, None)
-
-
-def nvidia(count):
-    return Gpus(count, NVIDIA)
-
-
-def amd(count):
-    return Gpus(count, AMD)
-
-
-@pytest.mark.parametrize(
-    ("environ", "local_rank", "gpus", "expected"),
-    [
-        ({}, 2, nvidia(4), {"CUDA_VISIBLE_DEVICES": "2"}),
-        ({}, 5, nvidia(4), {"CUDA_VISIBLE_DEVICES": "1"}),
-        ({}, 1, nvidia(1), {}),
-        ({}, 1, nvidia(0), {}),
-        ({"CUDA_VISIBLE_DEVICES": "4,7"}, 1, nvidia(8), {"CUDA_VISIBLE_DEVICES": "7"}),
-        ({"CUDA_VISIBLE_DEVICES": "4"}, 1, nvidia(8), {}),
-        ({"CUDA_VISIBLE_DEVICES": ""}, 1, nvidia(8), {}),
-        ({}, 2, amd(8), {"HIP_VISIBLE_DEVICES": "2"}),
-        ({"ROCR_VISIBLE_DEVICES": "4,7"}, 1, amd(8), {"ROCR_VISIBLE_DEVICES": "7"}),
-        ({"CUDA_VISIBLE_DEVICES": "4,7"}, 1, amd(8), {"CUDA_VISIBLE_DEVICES": "7"}),
-        (
-            {"ROCR_VISIBLE_DEVICES": "4,7", "HIP_VISIBLE_DEVICES": "1,0"},
-            1,
-            amd(8),
-            {"HIP_VISIBLE_DEVICES": "0"},  # of the two that ROCr leaves
-        ),
-        ({"ROCR_VISIBLE_DEVICES": "4,7", "HIP_VISIBLE_DEVICES": "1"}, 1, amd(8), {}),
-    ],
-)
-def test_local_ranks_share_out_the_devices(environ, local_rank, gpus, expected):
-    launch = Launch("Slurm", local_rank, 16, local_rank, 16)
-    assert visible_device(environ, launch, gpus) == expected
-
-
-def test_ranks_never_take_the_first_gpu_because_nothing_tells_their_place():
-    launch = read_launch({"PMI_RANK": "3", "PMI_SIZE": "4"})
-    with pytest.raises(SetupError, match=r"^rank 3 of 4 sees 4 GPUs, and Hydra does not tell"):
-        visible_device({}, launch, nvidia(4))
-    assert visible_device({}, launch, nvidia(1)) == {}
-    assert visible_device({"CUDA_VISIBLE_DEVICES": "2"}, launch, nvidia(4)) == {}
-    assert visible_device({"CUDA_VISIBLE_DEVICES": "0,1"}, launch, nvidia(0)) == {}
-
-
-def test_gpus_are_counted_without_their_drivers(tmp_path):
-    assert runtime._gpus(tmp_path) == amd(0)
-    for number, gpu_id in enumerate(["0", "51212", "51213", "unreadable"]):
-        node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
-        node.mkdir(parents=True)
-        (node / "gpu_id").write_text(f"{gpu_id}\n")
-    assert runtime._gpus(tmp_path) == amd(2)
-    (tmp_path / "dev").mkdir()
-    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / "dev" / name).touch()
-    assert runtime._gpus(tmp_path) == nvidia(3)
 
 
 def test_only_root_gets_the_variables_that_let_mpi_run_as_root():

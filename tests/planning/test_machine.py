@@ -68,7 +68,7 @@ def test_the_least_that_a_description_has(tmp_path):
         ),
         (
             "compute: {float32: {rank: 1}}\nmemory_bandwidth: 1\ndevice: tpu",
-            "device is 'tpu': it is one of cpu, cuda",
+            "device is 'tpu': it is one of cpu, cuda, xpu",
         ),
     ],
 )

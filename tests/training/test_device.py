@@ -10,7 +10,7 @@ from hpc_train.models import linear
 from hpc_train.models.linear import MatmulChoice
 from hpc_train.mpi.group import Group
 from hpc_train.training import device
-from hpc_train.training.device import choose_matmul
+from hpc_train.training.device import choose_device, choose_matmul
 
 several = pytest.mark.mpi(min_size=2)
 CPU = torch.device("cpu")
@@ -99,3 +99,26 @@ def test_on_a_gpu_onednn_is_refused_and_auto_logs_nothing(table, caplog):
 def test_many_hosts_of_a_kind_are_counted():
     given = [(FAST.why, f"n{number}") for number in range(4)] + [(SLOW.why, "old")]
     assert device._reasons(given) == f"n0 and 3 more: {FAST.why}; old: {SLOW.why}"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "xpu", "local_rank", "expected"),
+    [
+        (0, 0, 0, "cpu"),
+        (1, 0, 3, "cuda:0"),  # what `start_runtime` left visible
+        (4, 0, 2, "cuda:2"),  # nothing was dealt out, because no driver's file was found
+        (4, 0, 5, "cuda:1"),
+        (0, 1, 3, "xpu:0"),
+        (0, 12, 7, "xpu:7"),
+    ],
+)
+def test_each_rank_has_a_device_of_its_own(monkeypatch, cuda, xpu, local_rank, expected):
+    used = []
+    for name, count in (("cuda", cuda), ("xpu", xpu)):
+        module = getattr(torch, name)
+        monkeypatch.setattr(module, "is_available", lambda count=count: count > 0)
+        monkeypatch.setattr(module, "device_count", lambda count=count: count)
+        monkeypatch.setattr(module, "set_device", used.append)
+    device = choose_device(local_rank)
+    assert str(device) == expected
+    assert used == ([] if device.index in (None, 0) else [device])
