@@ -17,7 +17,7 @@ from hpc_train.config.durations import TIME_FORMS, parse_duration
 from hpc_train.config.keys import check_key
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch import Scheduler, sites
-from hpc_train.launch.batch import BatchJob, text
+from hpc_train.launch.batch import BatchJob, find_commands, text
 from hpc_train.launch.launchers import srun_plugin
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.sites import Site
@@ -185,6 +185,7 @@ def make(request: SubmitRequest) -> BatchJob:
         setup=[*(site.setup if site else []), *(request.setup or _activation())],
         sweep=sweep,
         image=request.image,
+        commands=find_commands(scheduler),
     )
 
 
