@@ -10,8 +10,11 @@ Sources: sbatch(1) of Slurm 22.05, qsub(1B) of OpenPBS 23, Torque's manual, mpi-
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +28,11 @@ from hpc_train.errors import UserError
 from hpc_train.launch import Scheduler
 
 TEMPLATES = Path(__file__).parents[1] / "jobscripts"
+USED = {  # the scheduler's commands that the scripts call
+    "slurm": ("sbatch", "scontrol", "squeue"),
+    "pbs": ("qsub", "qstat"),
+    "torque": ("qsub", "qstat"),
+}
 SHORT = 600  # seconds; SLURM sends a signal up to 60 s early, in shorter jobs perhaps at the start
 
 
@@ -53,10 +61,12 @@ class BatchJob:
         of_each_node: what the usual resources of PBS also have for each node, such as ":ngpus=4".
         directives: further directives, as the scheduler spells them.
         environ: variables for the job.
-        setup: shell lines that load modules. They are not quoted, because the user wrote them.
+        setup: shell lines that load modules, each a command by itself. They are not quoted, because
+            the user wrote them. The job ends if one of them fails.
         sweep: for each task of an array, the arguments that it adds to the command. Each task has a
             run directory of its own.
         image: container image, for mpijob.
+        commands: paths of the scheduler's commands, by name, as `find_commands` gives them.
     """
 
     scheduler: Scheduler
@@ -82,11 +92,24 @@ class BatchJob:
     setup: Sequence[str] = ()
     sweep: Sequence[Sequence[str]] = ()
     image: str = ""
+    commands: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
         """Ranks of all nodes."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def survives(self) -> bool:
+        """Whether the job goes on without a node that fails: `hpc-train launch` starts it."""
+        words = {Path(word).name for word in self.launcher}
+        return "launch" in words and not words.isdisjoint(("hpc-train", "hpc_train"))
+
+
+def find_commands(scheduler: Scheduler) -> dict[str, str]:
+    """Paths here of the commands that a job's script calls. A job's PATH may lack them."""
+    found = {name: shutil.which(name) for name in USED.get(scheduler, ())}
+    return {name: path for name, path in found.items() if path}
 
 
 def text(batch: BatchJob) -> str:
@@ -154,8 +177,9 @@ def _slurm(batch: BatchJob) -> list[str]:
         f"--output={_word('run.dir', output)}",
         "--open-mode=append",
         "--requeue",
-        "--no-kill",  # `hpc-train launch` continues without a node that fails
     ]
+    if batch.survives:
+        lines.append("--no-kill")
     if batch.seconds >= SHORT:
         lines.append(f"--signal=B:USR1@{min(300, batch.seconds // 10)}")
     if batch.account:
@@ -201,14 +225,50 @@ def _settings(batch: BatchJob) -> str:
         f"max_requeues={batch.max_requeues}",
         f"script={shlex.quote(batch.script)}",
     ]
-    if batch.scheduler != "slurm":
+    for name in USED[batch.scheduler]:
+        path = shlex.quote(batch.commands.get(name, name))
+        lines.append(f"{name}={path}" if "'" in path else f"{name}='{path}'")
+    if batch.scheduler == "slurm":
+        lines.append(f"no_kill={'yes' if batch.survives else ''}")
+    else:
         lines.append(f"walltime={batch.seconds}")
     lines += [f"export {_name(key)}={shlex.quote(value)}" for key, value in batch.environ.items()]
     if "OMP_NUM_THREADS" not in batch.environ and batch.scheduler != "slurm":
         lines.append(f"export OMP_NUM_THREADS={batch.threads}")
-    lines += ["setup() {", *(f"    {line}" for line in batch.setup or [":"]), "}"]
+    lines += ["setup() {", *_checked_setup(tuple(batch.setup)), "}"]
     lines += _tasks(batch) if batch.sweep else ["task="]
     return "\n".join(lines)
+
+
+def _is_comment(line: str) -> bool:
+    return not line.strip() or line.lstrip().startswith("#")
+
+
+@functools.cache
+def _checked_setup(setup: tuple[str, ...]) -> list[str]:
+    """The lines of the function `setup`, which returns when one of them fails.
+
+    Raises:
+        UserError: a line is no command by itself.
+    """
+    lines = []
+    for line in setup:
+        if _is_comment(line):
+            lines.append(f"    {line}")
+            continue
+        plain = f"    {line} || return"
+        # A comment would hide `|| return`, and & or ; cannot stand before it.
+        braces = f"    {{\n        {line}\n    }} || return"
+        form = braces if re.search(r"#|[&;]\s*$", line) else plain
+        if subprocess.run(
+            ["/bin/bash", "-n", "-c", form], capture_output=True, check=False
+        ).returncode:
+            raise UserError(
+                f"the setup line {line!r} is no command by itself",
+                "write a command of several lines as one, such as `if a; then b; fi`",
+            )
+        lines.append(form)
+    return [*lines, "    :"] if all(map(_is_comment, setup)) else lines
 
 
 def _array(words: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from hpc_train.config.durations import TIME_FORMS, parse_duration
 from hpc_train.config.keys import check_key
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch import Scheduler, resources, sites
-from hpc_train.launch.batch import BatchJob, text
+from hpc_train.launch.batch import BatchJob, find_commands, text
 from hpc_train.launch.launchers import mpirun_of_batch, srun_plugin
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.queued import one_submission, record_queued
@@ -157,6 +157,7 @@ def make(request: SubmitRequest) -> BatchJob:
         setup=[*site.setup, *(request.setup or _activation())],
         sweep=sweep,
         image=request.image,
+        commands=find_commands(scheduler),
     )
 
 

@@ -17,25 +17,39 @@ launcher=(hpc-train launch --max_restarts 3 --)
 requeue_by=submit
 max_requeues=50
 script=/home/me/runs/my/job.sh
+qsub='qsub'
+qstat='qstat'
 walltime=7200
 export OMP_NUM_THREADS=3
 setup() {
-    module load python openmpi
+    module load python openmpi || return
 }
 task=
 
 # The rest need not be changed.
 export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
 cd "${PBS_O_WORKDIR:-.}" || exit 2
-# At the job's end, or after qdel, PBS sends SIGTERM and soon SIGKILL. `qsig -s USR1` stops it earlier.
+for name in qsub qstat; do
+    [ -x "${!name}" ] || printf -v "$name" %s "$name"
+done
+job=$PBS_JOBID
+# After qdel or qrerun, and at the walltime, PBS sends SIGTERM and soon SIGKILL. The walltime is known by the
+# clock, and PBS is asked for the job's state once the ranks have saved. `qsig -s USR1` stops the job earlier,
+# and it is submitted again.
 signalled=
+terminated= # when SIGTERM came, in seconds since 1970
 child=
-pass_on() {
+pass_on() { # SIGNAL
+    if [ "$1" = TERM ] && [ -z "$terminated" ]; then
+        printf -v terminated '%(%s)T' -1
+    fi
     signalled=1
     waiting=1
     [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
 }
-trap pass_on USR1 TERM
+trap 'pass_on USR1' USR1
+trap 'pass_on TERM' TERM
+mkdir -p "$run_dir"
 if ! setup; then
     echo "the setup failed: nothing is started"
     exit 1
@@ -54,12 +68,17 @@ if stopped; then
 fi
 echo "job $PBS_JOBID, start $count, on $(sort -u "$PBS_NODEFILE" | wc -l) nodes"
 
+newest() { # the newest checkpoint: its name has the step; the files of other programs have their time
+    find "$run_dir/checkpoints" -type f ! -name '.*' ! -name LATEST \
+        \( -name 'step-*' -printf '%f\n' -o -printf '%T@ %f\n' \) 2>/dev/null | LC_ALL=C sort | tail -n 1
+}
+before=$(newest)
 code=75
 if [ -z "$signalled" ]; then
     "${launcher[@]}" "${command[@]}" &
     sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
     child=$!
-    [ -z "$signalled" ] || pass_on # the signal came before there was a child
+    [ -z "$signalled" ] || pass_on USR1 # the signal came before there was a child
     waiting=1
     while [ -n "$waiting" ]; do # a signal ends `wait`, not the job
         waiting=
@@ -71,15 +90,71 @@ if [ -z "$signalled" ]; then
     fi
 fi
 
-if [ "$code" -eq 75 ] && ! stopped; then
+stalled=0
+if [ "$(newest)" = "$before" ]; then
+    [ "$count" -eq 0 ] || stalled=$(tail -qn 1 "$run_dir/jobs.jsonl" 2>/dev/null | sed -n 's/.*"stalled": \([0-9]*\),.*/\1/p')
+    stalled=$((stalled + 1))
+fi
+if [ -n "$task" ]; then # a task of an array is submitted again by itself
+    grep -v '^#PBS -[Jt] ' "$script" >"$run_dir/job.sh"
+    script=$run_dir/job.sh
+fi
+line="cd $(printf %q "$PWD") &&$(printf ' %q' "$qsub" ${task:+-v "HPC_TRAIN_TASK=$task"} "$script")"
+next=
+why=
+resume_by=
+end() { # note how the job ends, and end it
+    if [ -n "$resume_by" ]; then
+        echo "$why: it is not queued again. To continue: $resume_by"
+    fi
+    local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//\\/\\\\}")
+    text=("${text[@]//\"/\\\"}")
+    printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
+        "$(date +%s)" "${text[0]}" "$code" "$stalled" "${text[@]:1}" >>"$run_dir/jobs.jsonl"
+    exit "$code"
+}
+if [ "$code" -eq 0 ]; then
+    end
+fi
+
+answer=
+[ -z "$terminated" ] || answer=$(timeout -s KILL 5 "$qstat" -f "$job" 2>/dev/null)
+trap '' USR1 TERM # the next commands are not interrupted
+field() {
+    sed -n "s/^[[:space:]]*$1 = //p" <<<"$answer" | head -n 1
+}
+time_limit() { # whether SIGTERM came at the walltime; a job that is deleted may stay in state R
+    local substate
+    substate=$(field substate)
+    [ "$terminated" -ge $((HPC_TRAIN_DEADLINE - 15)) ] && [ "$(field job_state) ${substate:-42}" = "R 42" ]
+}
+if [ "$code" -ne 75 ]; then
+    why="exit code $code"
+elif stopped; then
+    why="$stop is there"
+elif [ "$requeue_by" = never ]; then
+    why="requeue_by is never"
+else
+    resume_by=$line
     if [ "$count" -ge "$max_requeues" ]; then
-        echo "submitted again $count times, the maximum: it is not submitted again"
-    elif [ "$requeue_by" != never ]; then
-        if [ -n "$task" ]; then # a task of an array is submitted again by itself
-            grep -v '^#PBS -[Jt] ' "$script" > "$run_dir/job.sh"
-            script=$run_dir/job.sh
-        fi
-        qsub -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script"
+        why="submitted again $count times, the maximum"
+    elif [ "$stalled" -ge 3 ]; then
+        why="$stalled jobs have ended without a newer checkpoint"
+    elif [ -n "$terminated" ] && [ -z "$(field job_state)" ]; then
+        why="SIGTERM came, and PBS does not say why"
+    elif [ -n "$terminated" ] && ! time_limit; then
+        why="the job was deleted, or PBS queues it again by itself, as qstat tells"
     fi
 fi
-exit "$code"
+[ -z "$why" ] || end
+
+why="qsub failed"
+next=$(timeout -s KILL 60 "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script") || next=
+if [ -n "$next" ]; then
+    why=
+    resume_by=
+    code=0
+    echo "submitted again: job $next"
+fi
+end

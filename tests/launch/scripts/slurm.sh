@@ -20,21 +20,38 @@ launcher=(hpc-train launch --max_restarts 3 --)
 requeue_by=requeue
 max_requeues=50
 script=/home/me/runs/my/job.sh
+sbatch='sbatch'
+scontrol='scontrol'
+squeue='squeue'
+no_kill=yes
 setup() {
-    module load python openmpi
+    module load python openmpi || return
 }
 task=
 
 # The rest need not be changed.
+for name in sbatch scontrol squeue; do
+    [ -x "${!name}" ] || printf -v "$name" %s "$name"
+done
+job=$SLURM_JOB_ID
+if [ -n "$task" ] && [ -n "$SLURM_ARRAY_JOB_ID" ]; then
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one task's SLURM_JOB_ID stands for the whole array
+fi
 # SLURM signals this shell. The launcher passes the signal on to the ranks, which save and exit with 75.
+# USR1 comes before the time limit. SIGTERM comes when the job is cancelled, preempted or requeued, and
+# at the time limit. Only SLURM knows which: it is asked once the ranks have saved.
 signalled=
+terminated=
 child=
-pass_on() {
+pass_on() { # SIGNAL
+    [ "$1" = USR1 ] || terminated=1
     signalled=1
     waiting=1
     [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
 }
-trap pass_on USR1 TERM
+trap 'pass_on USR1' USR1
+trap 'pass_on TERM' TERM
+mkdir -p "$run_dir"
 if ! setup; then
     echo "the setup failed: nothing is started"
     exit 1
@@ -59,8 +76,8 @@ echo "job $SLURM_JOB_ID, start $count, on $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB
 # If SLURM loses that node, too, the last one of the others takes its place.
 watch() {
     while kill -0 $$; do # as long as this script lives
-        nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N) || nodes=$SLURM_JOB_NODELIST
-        watcher=$(scontrol show hostnames "$nodes" | tail -n 1)
+        nodes=$("$squeue" -h -j "$job" -o %N) || nodes=$SLURM_JOB_NODELIST
+        watcher=$("$scontrol" show hostnames "$nodes" | tail -n 1)
         if [ -z "$watcher" ] || [ "$watcher" = "$SLURMD_NODENAME" ]; then
             return
         fi
@@ -68,25 +85,31 @@ watch() {
         srun --overlap --mpi=none --mem=0 --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$watcher" \
             --output=none --error=none bash -c '
                 while sleep "$(($2 / 2))"; do
-                    nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N)
-                    if [ -n "$nodes" ] && ! scontrol show hostnames "$nodes" | grep -qxF "$1" &&
-                        [ -z "$(find "$3" -name .claim -prune -o -newermt "-$2 seconds" -print -quit)" ]; then
-                        scontrol requeue "$SLURM_JOB_ID"
+                    # SLURM is asked only if the directory is silent.
+                    if [ -z "$(find "$3" -name .claim -prune -o -newermt "-$2 seconds" -print -quit)" ] &&
+                        nodes=$("$4" -h -j "$6" -o %N) && [ -n "$nodes" ] &&
+                        ! "$5" show hostnames "$nodes" | grep -qxF "$1"; then
+                        "$5" requeue "$6"
                     fi
-                done' watch "$SLURMD_NODENAME" "${HPC_TRAIN_SILENCE:-120}" "$run_dir"
+                done' watch "$SLURMD_NODENAME" "${HPC_TRAIN_SILENCE:-120}" "$run_dir" "$squeue" "$scontrol" "$job"
         sleep 5
     done
 }
-if [ "$requeue_by" != never ] && [ "$count" -lt "$max_requeues" ]; then
+if [ -n "$no_kill" ] && [ "$requeue_by" != never ] && [ "$count" -lt "$max_requeues" ]; then
     watch >/dev/null 2>&1 &
 fi
 
+newest() { # the newest checkpoint: its name has the step; the files of other programs have their time
+    find "$run_dir/checkpoints" -type f ! -name '.*' ! -name LATEST \
+        \( -name 'step-*' -printf '%f\n' -o -printf '%T@ %f\n' \) 2>/dev/null | LC_ALL=C sort | tail -n 1
+}
+before=$(newest)
 code=75
 if [ -z "$signalled" ]; then
     "${launcher[@]}" "${command[@]}" &
     sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
     child=$!
-    [ -z "$signalled" ] || pass_on # the signal came before there was a child
+    [ -z "$signalled" ] || pass_on USR1 # the signal came before there was a child
     waiting=1
     while [ -n "$waiting" ]; do # a signal ends `wait`, not the job
         waiting=
@@ -98,14 +121,91 @@ if [ -z "$signalled" ]; then
     fi
 fi
 
-if [ "$code" -eq 75 ] && ! stopped; then
+stalled=0
+if [ "$(newest)" = "$before" ]; then
+    [ "$count" -eq 0 ] || stalled=$(tail -qn 1 "$run_dir/jobs.jsonl" 2>/dev/null | sed -n 's/.*"stalled": \([0-9]*\),.*/\1/p')
+    stalled=$((stalled + 1))
+fi
+again_by=("$sbatch" --export=ALL ${task:+--array="$task"} "$script")
+line="cd $(printf %q "$PWD") &&$(printf ' %q' "${again_by[@]}")"
+next=
+why=
+resume_by=
+end() { # note how the job ends, and end it
+    if [ -n "$resume_by" ]; then
+        echo "$why: it is not queued again. To continue: $resume_by"
+    fi
+    local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//\\/\\\\}")
+    text=("${text[@]//\"/\\\"}")
+    printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
+        "$(date +%s)" "${text[0]}" "$code" "$stalled" "${text[@]:1}" >>"$run_dir/jobs.jsonl"
+    exit "$code"
+}
+if [ "$code" -eq 0 ]; then
+    end
+fi
+
+# SLURM's answer says whether the job is being cancelled, or comes back without this script.
+answer=$(timeout -s KILL 5 "$scontrol" show job --oneliner "$job" 2>/dev/null)
+trap '' USR1 TERM # the next commands are not interrupted
+field() {
+    local rest=" $answer"
+    case $rest in *" $1="*)
+        rest=${rest#*" $1="}
+        echo "${rest%% *}"
+        ;;
+    esac
+}
+state=$(field JobState)
+restarts=$(field Restarts)
+preempted=$(field PreemptTime)
+if [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then
+    why="SLURM has queued the job again"
+    end
+elif [ "$state" = RUNNING ] && [ "${preempted:-None}" != None ]; then
+    # The grace time of a preemption: SLURM brings back only a job that has not ended by itself.
+    why="the job is preempted, and SLURM queues it again"
+    trap 'kill $!; end' TERM
+    sleep infinity &
+    wait $!
+    end
+elif [ "$code" -ne 75 ]; then
+    why="exit code $code"
+elif stopped; then
+    why="$stop is there"
+elif [ "$requeue_by" = never ]; then
+    why="requeue_by is never"
+else
+    resume_by=$line
     if [ "$count" -ge "$max_requeues" ]; then
-        echo "queued again $count times, the maximum: it is not queued again"
-    elif [ "$requeue_by" = requeue ] && scontrol requeue "$SLURM_JOB_ID"; then
-        sleep 60 # SLURM ends this script meanwhile
-    elif [ "$requeue_by" != never ]; then
-        unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
-        HPC_TRAIN_QUEUED=$((count + 1)) sbatch --export=ALL ${task:+--array="$task"} "$script"
+        why="queued again $count times, the maximum"
+    elif [ "$stalled" -ge 3 ]; then
+        why="$stalled jobs have ended without a newer checkpoint"
+    elif [ -z "$state" ] && [ -n "$terminated" ]; then
+        why="SIGTERM came, and SLURM does not say why"
+    elif [ -n "$state" ] && [ "$state" != RUNNING ] && [ "$(field Reason)" != TimeLimit ]; then
+        why="the job was cancelled"
+    elif [ "$state" = RUNNING ] && [ -n "$terminated" ]; then
+        why="SIGTERM came, but not from SLURM"
     fi
 fi
-exit "$code"
+[ -z "$why" ] || end
+
+# A job that SLURM may queue again by itself is queued again by SLURM alone: a new one could be a second.
+if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
+    why="\`scontrol requeue\` failed"
+    ! timeout -s KILL 60 "$scontrol" requeue "$job" || next=$job
+else
+    why="sbatch failed"
+    unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
+    next=$(HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}") || next=
+    next=${next%%;*} # without the cluster's name
+fi
+if [ -n "$next" ]; then
+    why=
+    resume_by=
+    code=0
+    echo "queued again: job $next"
+fi
+end

@@ -1,0 +1,351 @@
+"""When a job's script queues the job again, and when it leaves that to others."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launch.batch import find_commands
+from tests.launch.job_shell import ANSWER, RUNNING, SAVES, Shell
+
+SCHEDULERS = ["slurm", "pbs"]
+SAVES_SOON = SAVES.format(seconds=0.1)
+COMPLETING = RUNNING.replace("RUNNING", "COMPLETING")
+CANCELLED = {"slurm": COMPLETING, "pbs": ANSWER["pbs"]}  # PBS keeps state R until the job has ended
+TIME_LIMIT = COMPLETING.replace("Reason=None", "Reason=TimeLimit")
+REQUEUED = COMPLETING.replace("Restarts=0", "Restarts=1")
+PREEMPTED = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-24T02:42:40")
+
+
+@pytest.fixture(params=SCHEDULERS)
+def shell(request, tmp_path):
+    return Shell(tmp_path, request.param)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    return Shell(tmp_path, "slurm")
+
+
+@pytest.fixture
+def pbs(tmp_path):
+    return Shell(tmp_path, "pbs")
+
+
+def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> str:
+    """Signal a script; returns what it prints until it ends."""
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=30)
+    return text
+
+
+def default_mode(shell: Shell) -> str:
+    return "requeue" if shell.scheduler == "slurm" else "submit"
+
+
+def test_a_cancelled_job_saves_and_does_not_come_back(shell):
+    process = shell.start(SAVES_SOON, requeue_by=default_mode(shell))
+    shell.answer(CANCELLED[shell.scheduler])
+    text = end(process)
+    assert process.returncode == 75
+    assert "saved" in text
+    assert not shell.calls
+    record = shell.records[-1]
+    assert record["next"] == ""
+    assert "deleted" in record["why"] or "cancelled" in record["why"]
+    assert record["continue"] in text, "the log tells how to continue"
+
+
+def test_the_command_that_continues_does(shell):
+    process = shell.start(SAVES_SOON)
+    shell.answer(CANCELLED[shell.scheduler])
+    end(process)
+    subprocess.run(["bash", "-c", shell.records[-1]["continue"]], env=shell.environ, check=True)
+    assert len(shell.calls) == 1
+    assert str(shell.folder / "job.sh") in shell.calls[0]
+
+
+@pytest.mark.parametrize("mode", ["requeue", "submit"])
+def test_a_job_that_slurm_has_requeued_is_left_to_slurm(slurm, mode):
+    process = slurm.start(SAVES_SOON, requeue_by=mode)
+    slurm.answer(REQUEUED)
+    assert "saved" in end(process)
+    assert not slurm.calls
+    assert slurm.records[-1]["continue"] == ""
+
+
+@pytest.mark.parametrize("mode", ["requeue", "submit"])
+@pytest.mark.parametrize("code", [75, 1])
+def test_a_job_in_the_grace_time_of_a_preemption_stays_until_slurm_ends_it(slurm, mode, code):
+    """SLURM signals the steps alone, and requeues only a job that has not ended by itself."""
+    slurm.answer(PREEMPTED)
+    process = slurm.start(f"echo ready; exit {code}", requeue_by=mode)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    assert end(process) == ""
+    assert process.returncode == code
+    assert not slurm.calls
+    assert "preempted" in slurm.records[-1]["why"]
+
+
+@pytest.mark.parametrize("mode", ["requeue", "submit"])
+def test_sigterm_at_slurms_time_limit_queues_again(slurm, mode):
+    process = slurm.start(SAVES_SOON, requeue_by=mode)
+    slurm.answer(TIME_LIMIT)
+    end(process)
+    assert len(slurm.calls) == 1
+    assert process.returncode == 0
+    assert slurm.records[-1]["next"] == {"requeue": "7", "submit": "8"}[mode]
+
+
+def test_sigterm_at_the_walltime_queues_again(pbs):
+    process = pbs.start(SAVES_SOON, seconds=1)
+    time.sleep(1)
+    end(process)
+    assert process.returncode == 0
+    assert pbs.calls == [f"qsub -v HPC_TRAIN_QUEUED=1,HPC_TRAIN_TASK= {pbs.folder}/job.sh queued="]
+
+
+@pytest.mark.parametrize("change", ["job_state = R>job_state = E", "substate = 42>substate = 43"])
+def test_a_job_that_pbs_ends_or_runs_again_at_its_walltime_is_left_to_pbs(pbs, change):
+    process = pbs.start(SAVES_SOON, seconds=1)
+    pbs.answer(ANSWER["pbs"].replace(*change.split(">")))
+    end(process)
+    assert process.returncode == 75
+    assert not pbs.calls
+
+
+def test_sigterm_from_elsewhere_does_not_queue_again(slurm):
+    process = slurm.start(SAVES_SOON)
+    assert "not from SLURM" in end(process)
+    assert not slurm.calls
+    assert slurm.records[-1]["continue"]
+
+
+@pytest.mark.parametrize("how", ["absent", "failing", "hanging", "late"])
+def test_without_an_answer_a_job_that_got_sigterm_does_not_come_back(shell, how):
+    fields = {"seconds": 1} if shell.scheduler == "pbs" else {"requeue_by": "requeue"}
+    process = shell.start(SAVES_SOON, patience="1", **fields)
+    if shell.scheduler == "slurm":
+        shell.answer(TIME_LIMIT)  # told too late
+    shell.how(how)
+    begin = time.monotonic()
+    text = end(process)
+    assert time.monotonic() - begin < 2.5
+    assert process.returncode == 75
+    assert not shell.calls
+    assert "does not say why" in text
+    assert shell.records[-1]["continue"] in text
+    asked = shell.folder / "asked"
+    assert not asked.exists() or len(asked.read_text().splitlines()) == 1, "once"
+
+
+def test_the_scheduler_has_five_seconds(shell):
+    process = shell.start(SAVES_SOON)
+    shell.how("late")  # 3 seconds
+    shell.answer(CANCELLED[shell.scheduler])
+    begin = time.monotonic()
+    text = end(process)
+    assert time.monotonic() - begin < 5
+    assert "does not say why" not in text
+    assert "timeout -s KILL 5 " in (shell.folder / "job.sh").read_text()
+
+
+@pytest.mark.parametrize("how", ["well", "late", "failing", "hanging"])
+def test_usr1_queues_again_whether_or_not_the_scheduler_says_why(shell, how):
+    mode = default_mode(shell)
+    process = shell.start(SAVES_SOON, patience="1", requeue_by=mode)
+    shell.how(how)
+    text = end(process, signal.SIGUSR1)
+    assert len(shell.calls) == 1, "one attempt"
+    assert shell.calls[0].startswith(
+        {"slurm": "scontrol requeue 7", "pbs": "qsub"}[shell.scheduler]
+    )
+    if how in ("well", "late"):
+        assert process.returncode == 0
+        assert shell.records[-1]["next"] == {"slurm": "7", "pbs": "8"}[shell.scheduler]
+    else:
+        assert process.returncode == 75
+        assert "failed: it is not queued again" in text
+        assert shell.records[-1]["continue"] in text
+
+
+def test_a_requeue_that_fails_is_no_reason_for_a_second_job(slurm):
+    """The job may be pending already."""
+    (slurm.folder / "pending").mkdir()
+    done = slurm.run("exit 75", requeue_by="requeue")
+    assert done.returncode == 75
+    assert slurm.calls == ["scontrol requeue 7 queued="]
+
+
+def test_a_job_that_slurm_may_not_requeue_is_submitted_again(slurm):
+    slurm.answer(RUNNING.replace("Requeue=1", "Requeue=0"))
+    done = slurm.run("exit 75", requeue_by="requeue")
+    assert done.returncode == 0
+    assert slurm.calls == [f"sbatch --parsable --export=ALL {slurm.folder}/job.sh queued=1"]
+
+
+def test_a_task_of_an_array_requeues_itself_alone(slurm):
+    """The SLURM_JOB_ID of an array's last task is the array's own number."""
+    names = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    done = slurm.run("exit 75", names, requeue_by="requeue", sweep=[["--run.seed", "1"]] * 2)
+    assert done.returncode == 0
+    assert slurm.calls == ["scontrol requeue 7_1 queued="]
+    assert "show job --oneliner 7_1" in (slurm.folder / "asked").read_text()
+
+
+def test_a_task_that_is_signalled_before_it_has_a_folder_goes_on(shell):
+    variable = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}[shell.scheduler]
+    sweep = [["--run.seed", "1"], ["--run.seed", "2"]]
+    done = shell.run("echo never", {variable: "1"}, sweep=sweep, setup=["kill -USR1 $$"])
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert len(shell.calls) == 1
+    if shell.scheduler == "pbs":
+        assert shell.calls[0].split()[-2] == "run/task-1/job.sh"
+        assert "setup()" in (shell.folder / "again.sh").read_text()
+
+
+def chain(shell: Shell, program: str, jobs: int = 10) -> int:
+    """Run a script until it is not queued again; returns how many jobs there were."""
+    for count in range(jobs):
+        shutil.rmtree(shell.folder / "new", ignore_errors=True)
+        if shell.run(program, {"HPC_TRAIN_QUEUED": str(count)}).returncode:
+            return count + 1
+    return jobs
+
+
+def test_a_chain_stops_after_three_jobs_without_a_newer_checkpoint(shell):
+    assert chain(shell, "exit 75") == 3
+    assert [record["stalled"] for record in shell.records] == [1, 2, 3]
+    assert "3 jobs have ended without a newer checkpoint" in shell.records[-1]["why"]
+    assert shell.records[-1]["continue"]
+    assert chain(shell, "exit 75") == 3, "who continues it by hand has three more"
+
+
+@pytest.mark.parametrize("name", ["step-00000000$HPC_TRAIN_QUEUED.safetensors", "last.pt"])
+def test_a_chain_with_newer_checkpoints_goes_on(shell, name):
+    save = f"mkdir -p run/checkpoints; echo > run/checkpoints/{name}"
+    assert chain(shell, f"{save}; exit 75", 5) == 5
+    assert {record["stalled"] for record in shell.records} == {0}
+
+
+def test_a_job_that_saves_the_same_step_again_makes_no_progress(shell):
+    save = "mkdir -p run/checkpoints; echo > run/checkpoints/step-000000005.safetensors"
+    assert chain(shell, f"{save}; echo x > run/checkpoints/LATEST; exit 75") == 4
+
+
+def test_the_commands_of_the_submission_are_used(shell, monkeypatch):
+    """In the job's PATH they may be missing, or others."""
+    monkeypatch.setenv("PATH", shell.environ["PATH"])
+    commands = find_commands(shell.scheduler)
+    assert set(commands) == set(shell.names)
+    (shell.folder / "other").mkdir()
+    for name in shell.names:
+        other = shell.folder / "other" / name
+        other.write_text("#!/bin/sh\nexit 1\n")
+        other.chmod(0o755)
+    shell.environ["PATH"] = shell.environ["PATH"].replace("/bin:", "/other:", 1)
+    assert shell.run("exit 75", commands=commands).returncode == 0
+    assert len(shell.calls) == 1
+
+
+def test_a_path_that_nodes_do_not_have_is_looked_for_by_name(shell):
+    commands = {name: f"/no/such/{name}" for name in shell.names}
+    assert shell.run("exit 75", commands=commands).returncode == 0
+    assert len(shell.calls) == 1
+
+
+def test_records_are_json_whatever_the_path(shell):
+    path = shell.folder / 'a "b" \\c'
+    path.mkdir()
+    shell.folder, before = path, shell.folder
+    for name in ("bin", "answer", "nodes"):
+        (before / name).rename(path / name)
+    for name in shell.names:  # the stand-ins stay in the folder before
+        command = path / "bin" / name
+        command.write_text("#!/bin/sh\nexit 1\n")
+    shell.environ["PATH"] = f"{path}/bin:/usr/bin:/bin"
+    assert shell.run("exit 75").returncode == 75
+    line = shell.records[-1]["continue"]
+    assert shlex.split(line)[1] == str(path)
+
+
+# A small model of SLURM. Events come while the ranks save; each changes the job and may signal it.
+EVENTS = ("usr1", "cancel", "requeue", "limit", "term")
+
+
+class Model:
+    """A job as SLURM keeps it, and how many there should be of it in the end."""
+
+    def __init__(self, shell: Shell, works: bool) -> None:
+        self.shell, self.works = shell, works
+        self.state, self.known, self.term = "RUNNING", False, False
+
+    def happen(self, event: str, process: subprocess.Popen[str]) -> None:
+        """Change the job, then signal its script, as SLURM does."""
+        running = self.state == "RUNNING"
+        if event == "cancel" and self.state == "REQUEUED":
+            self.state = "CANCELLED"
+            (self.shell.folder / "pending").rmdir()
+        elif event == "cancel" and running:
+            self.state = "CANCELLED"
+            self.shell.answer(COMPLETING)
+        elif event == "requeue" and running:
+            self.state = "REQUEUED"
+            self.shell.answer(REQUEUED)
+            (self.shell.folder / "pending").mkdir()
+        elif event == "limit" and running:
+            self.state = "LIMIT"
+            self.shell.answer(TIME_LIMIT)
+        elif event not in ("usr1", "term"):
+            return
+        self.term |= event != "usr1"
+        self.known |= event == "usr1"
+        process.send_signal(signal.SIGUSR1 if event == "usr1" else signal.SIGTERM)
+
+    @property
+    def jobs(self) -> int:
+        """How many jobs there should be."""
+        if self.state in ("CANCELLED", "REQUEUED"):
+            return int(self.state == "REQUEUED")
+        if not self.works:
+            return 0
+        return int(self.state == "LIMIT" or (self.known and not self.term))
+
+
+def mixture(folder: Path, seed: int) -> str:
+    """Let events happen to a job; returns "" if the right number of jobs is left."""
+    choose = random.Random(seed)
+    events = choose.choices(EVENTS, k=choose.randint(1, 3))
+    how = choose.choice(["well", "well", "failing", "absent"])
+    mode = choose.choice(["requeue", "submit"])
+    folder.mkdir()
+    shell = Shell(folder, "slurm")
+    process = shell.start(SAVES.format(seconds=0.8), patience="1", requeue_by=mode)
+    shell.how(how)
+    model = Model(shell, how == "well")
+    for event in events:
+        model.happen(event, process)
+        time.sleep(choose.uniform(0.1, 0.2))
+    text, _ = process.communicate(timeout=30)
+    jobs = sum((folder / name).exists() for name in ("pending", "new"))
+    saved = "saved" in text and bool(shell.records)
+    told = jobs or model.state == "CANCELLED" or shell.records[-1]["continue"]
+    if jobs == model.jobs and saved and told:
+        return ""
+    return f"{seed}: {events} {how} {mode}: {jobs} jobs, not {model.jobs}\n{text}"
+
+
+def test_after_any_mixture_of_events_there_is_one_job_or_none(tmp_path):
+    with ThreadPoolExecutor(6) as pool:
+        wrong = pool.map(lambda seed: mixture(tmp_path / str(seed), seed), range(30))
+        assert not "\n".join(filter(None, wrong))
