@@ -28,6 +28,8 @@ VERBS = {
     "train": "train CONFIG.yaml: train a model, alone or under horovodrun, mpirun, srun or mpiexec",
     "launch": "start a job's ranks with the launcher found here, and restart them when they fail",
     "submit": "submit CONFIG.yaml: write a batch script, and queue it",
+    "status": "status [RUN]: show the jobs of runs in the queue, and how far they are",
+    "logs": "logs RUN: print what the jobs of a run print",
     "cancel": "stop a run for good, with a checkpoint",
     "plan": "plan CONFIG.yaml: predict which layouts fit in memory, and how fast they are",
     "topology": "draw nodes and sockets, and show where each rank and group of a layout runs",

@@ -15,6 +15,12 @@ def options() -> Parser:
     """The options of the verb."""
     made = Parser("hpc-train cancel", description="Stop a run for good, with a checkpoint.")
     made.add_argument("run", metavar="RUN", help="a run directory")
+    made.add_argument(
+        "--now",
+        action="store_true",
+        help="also remove its jobs from the queue, and end those that run (scancel, qdel): they "
+        "save only if their scheduler leaves them the time",
+    )
     return made
 
 
@@ -23,5 +29,5 @@ def run(arguments: Sequence[str]) -> int:
     given = options().parse_args(arguments)
     from hpc_train.launch.cancel import cancel
 
-    print(cancel(Path(given.run)))
+    print(cancel(Path(given.run), now=given.now))
     return 0

@@ -5,7 +5,10 @@ hosts.py      the hosts of a job and their slots: -H, host files, SLURM, PBS, LS
 launchers.py  lines for mpirun, mpiexec, srun and horovodrun, with the ranks bound to cores
 site_line.py  lines that a site gives, with the numbers and hosts of each attempt
 supervise.py  restarts a job when it fails; attempt.py, cause.py and contact.py serve it
-submit.py     `hpc-train submit`: batch.py writes the script, sites.py reads the site's profile
+submit.py     `hpc-train submit`: request.py checks its options, resources.py makes directives of
+              them, batch.py writes the script, sites.py reads the site's profile
+queued.py     the jobs of a run: records them, asks the scheduler about them, removes them;
+              status.py shows them and their logs
 protocol.py   the files and variables by which launcher, script and job talk
 
 The values of options are defined here, so that a verb's help loads none of these modules.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 STOP = "STOP"  # a file of this name in a run directory ends the run for good
+QUEUED = "jobs.jsonl"  # in a run directory: the jobs that were queued, see `queued.py`
 DEADLINE = "HPC_TRAIN_DEADLINE"  # the job's end, in seconds since 1970
 PROGRESS = "HPC_TRAIN_PROGRESS"  # the file of `write_progress`
 LAUNCH = "HPC_TRAIN_LAUNCH"  # a random name, the same in all attempts of one launcher

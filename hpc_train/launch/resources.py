@@ -15,7 +15,7 @@ from hpc_train.launch import Scheduler
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.sites import NUMBERS, Site, filled
 
-PATIENCE = 10.0  # seconds to wait for the scheduler's answer
+SINFO_SECONDS = 10.0  # seconds to wait for the scheduler's answer
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def slurm_node(partition: str) -> NodeCores | None:
     Returns:
         The fewest cores of its nodes; None if SLURM does not answer.
     """
-    told = programs.output("sinfo", "-h", "-o", "%P %X %Y %Z", timeout=PATIENCE, needs_success=True)
+    told = programs.output(
+        "sinfo", "-h", "-o", "%P %X %Y %Z", timeout=SINFO_SECONDS, needs_success=True
+    )
     fewest = math.inf
     found = None
     for line in told.splitlines():
@@ -120,7 +122,7 @@ def of_each_node(scheduler: Scheduler, size: JobSize) -> str:
     return words + (f":mem={size.memory_gb}gb" if scheduler == "pbs" and size.memory_gb else "")
 
 
-def resources(request: SubmitRequest, site: Site, size: JobSize) -> str:
+def pbs_resources(request: SubmitRequest, site: Site, size: JobSize) -> str:
     """The resources that the user or the site gives for PBS, in place of the usual ones; or "".
 
     Raises:

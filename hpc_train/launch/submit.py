@@ -18,6 +18,7 @@ from hpc_train.launch import Scheduler, resources, sites
 from hpc_train.launch.batch import BatchJob, text
 from hpc_train.launch.launchers import mpirun_of_batch, srun_plugin
 from hpc_train.launch.protocol import STOP
+from hpc_train.launch.queued import one_submission, record_queued
 from hpc_train.launch.request import SubmitRequest, check_request, requeue_by
 from hpc_train.launch.resources import JobSize, slurm_node
 from hpc_train.launch.sites import Site
@@ -28,6 +29,7 @@ COMMANDS = {
     "torque": ("qsub",),
     "mpijob": ("kubectl", "create", "-o", "name", "-f"),
 }
+COPY = "job.yaml"  # in the run directory: the configuration as it was submitted
 HOUR = 3600
 LATER = {*config_file.PATH_KEYS} - {"run.dir"}  # the job may set variables for them
 RESTARTS, REQUEUES = 3, 50
@@ -36,10 +38,11 @@ RESTARTS, REQUEUES = 3, 50
 def submit(request: SubmitRequest) -> list[str]:
     """Write a job's script and queue it; returns the ids of the queued jobs.
 
-    The script stays in the run directory, as job.sh or job.yaml.
+    The script stays in the run directory, as job.sh or mpijob.yaml. So does a copy of the
+    configuration, job.yaml, which the job reads: later changes of the original do not matter.
 
     Raises:
-        UserError: the request cannot be met.
+        UserError: the request cannot be met, or a job of the run is queued or runs already.
         HpcTrainError: the scheduler refuses the job.
     """
     batch = make(request)
@@ -57,13 +60,19 @@ def submit(request: SubmitRequest) -> list[str]:
     if (run_dir / STOP).exists():
         raise UserError(f"{run_dir / STOP} is there", "remove it to resume the run")
     run_dir.mkdir(parents=True, exist_ok=True)
-    path = Path(batch.script)
-    path.write_text(script)
-    path.chmod(0o755)
     ids: list[str] = []
-    for _ in range(request.chain):
-        waits = [f"--dependency=afternotok:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
-        ids.append(_queue([*program, *waits, str(path)]))
+    with one_submission(run_dir):
+        if request.config and batch.scheduler != "mpijob":
+            (run_dir / COPY).write_bytes(Path(request.config).read_bytes())
+        path = Path(batch.script)
+        path.write_text(script)
+        path.chmod(0o755)
+        for _ in range(request.chain):
+            waits = []
+            if ids:
+                waits = [f"--dependency=afternotok:{ids[-1]}", "--kill-on-invalid-dep=yes"]
+            ids.append(_queue([*program, *waits, str(path)]))
+            record_queued(run_dir, batch.scheduler, ids[-1])
     return ids
 
 
@@ -109,7 +118,11 @@ def make(request: SubmitRequest) -> BatchJob:
     if request.threads:
         environ["OMP_NUM_THREADS"] = str(request.threads)
     program = ["hpc-train"] if scheduler == "mpijob" else [sys.executable, "-m", "hpc_train"]
-    script = Path(run_dir, "job.yaml" if scheduler == "mpijob" else "job.sh")
+    script = Path(run_dir, "mpijob.yaml" if scheduler == "mpijob" else "job.sh")
+    config = request.config or ""
+    # An MPIJob's pods may not see this run directory, and a dry run writes none.
+    if scheduler != "mpijob" and not request.dry_run:
+        config = str(Path(run_dir, COPY))
     placed = [
         line
         for line in site.directives
@@ -122,7 +135,7 @@ def make(request: SubmitRequest) -> BatchJob:
         ranks_per_node=ranks_per_node,
         threads=threads,
         seconds=_time_limit(request.time),
-        command=request.command or [*program, "train", str(request.config), *request.options],
+        command=request.command or [*program, "train", config, *request.options],
         run_dir=run_dir,
         launcher=_launcher(request, site, scheduler, program, size.numbers),
         script=str(script.absolute()),
@@ -132,7 +145,7 @@ def make(request: SubmitRequest) -> BatchJob:
         account_option=site.account_option,
         queue=queue,
         queue_option=site.queue_option,
-        resources=resources.resources(request, site, size),
+        resources=resources.pbs_resources(request, site, size),
         of_each_node=resources.of_each_node(scheduler, size),
         directives=[
             *resources.directives(request, site, size, scheduler),

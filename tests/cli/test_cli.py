@@ -64,6 +64,8 @@ def modules_of(*arguments: object) -> tuple[str, set[str]]:
         ("submit --help", "--ranks_per_node"),
         ("submit", "--ranks_per_node"),
         ("cancel --help", "RUN"),
+        ("status --help", "RUN"),
+        ("logs --help", "--follow"),
         ("plan --help", "--measure"),
         ("topology --help", "--dp"),
         ("generate --help", "--prompt"),

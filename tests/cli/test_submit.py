@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,34 +13,8 @@ import pytest
 import yaml
 
 from hpc_train.launch.sites import filled, load_site
-from tests.programs import hpc_train, only_line, run
-
-
-class Desk:
-    """A folder with a configuration, and schedulers' commands in PATH."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "my.yaml").write_text("run: {dir: 'runs/my', steps: 5}\n")
-        (folder / "bin").mkdir()
-
-    def scheduler(self, name: str, code: int = 0, says: str | None = None) -> None:
-        """Make a command that writes down how it is called, and prints a text or a new job's id."""
-        path = self.folder / "bin" / name
-        calls = f"{self.folder}/{name}.calls"
-        prints = f"/usr/bin/wc -l < {calls}" if says is None else f"echo {shlex.quote(says)}"
-        path.write_text(
-            f'#!/bin/sh\necho "$*" >> {calls}\n'
-            f"if [ {code} != 0 ]; then echo 'invalid account' >&2; exit {code}; fi\n{prints}\n"
-        )
-        path.chmod(0o755)
-
-    def run(self, *words: str, **environ: str):
-        environ = {"PATH": f"{self.folder}/bin", **environ}
-        return run(*hpc_train(*words), cwd=self.folder, environ=environ)
-
-    def calls(self, name: str) -> list[str]:
-        return (self.folder / f"{name}.calls").read_text().splitlines()
+from tests.cli.desk import QSTAT, Desk
+from tests.programs import ENVIRON, hpc_train, only_line, run
 
 
 @pytest.fixture
@@ -58,7 +34,7 @@ def test_a_job_is_queued_with_its_script_beside_its_outputs(desk):
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" in text
     command = next(line for line in text.splitlines() if line.startswith("command="))
     words = shlex.split(command.removeprefix("command=(").removesuffix(")"))
-    assert words[-4:] == ["train", "my.yaml", "--run.seed", "3"]
+    assert words[-4:] == ["train", "runs/my/job.yaml", "--run.seed", "3"]
     assert os.access(script, os.X_OK)
     if sys.prefix != sys.base_prefix:
         assert f". {sys.prefix}/bin/activate\n" in text, "whether or not it is activated here"
@@ -431,6 +407,165 @@ def test_mistakes_in_what_is_asked_for_are_one_line(desk, words, message):
     done = desk.run("submit", *scheduler, *words)
     assert done.returncode == 2, done.stderr
     assert message in only_line(done.stderr)
+
+
+def test_a_job_has_its_own_copy_of_the_configuration(desk):
+    desk.scheduler("sbatch")
+    desk.scheduler("squeue", says="")
+    text = (desk.folder / "my.yaml").read_text()
+    assert "train my.yaml" in desk.run("submit", "my.yaml", "--dry_run").stdout, "none is written"
+    assert desk.run("submit", "my.yaml").returncode == 0
+    (desk.folder / "my.yaml").write_text("an edit for the next run\n")
+    script = (desk.folder / "runs/my/job.sh").read_text()
+    copy = desk.folder / "runs/my/job.yaml"
+    assert "train runs/my/job.yaml)" in script
+    assert copy.read_text() == text
+    done = desk.run("submit", "runs/my/job.yaml")  # the copy itself
+    assert done.returncode == 0, done.stderr
+    assert copy.read_text() == text
+
+
+SQUEUE_FORGOT = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "there"),
+    [
+        ("slurm", "echo '1|1|1|PENDING|Priority|0:00|'"),
+        ("slurm", "echo '1_[0-3]|1|1|PENDING|Priority|0:00|'"),
+        ("slurm", "echo '1_2|5|1|RUNNING|None|3:00|n1'"),
+        ("pbs", f"echo {shlex.quote(QSTAT.format(id='1', state='R'))}"),
+        ("pbs", f"echo {shlex.quote(QSTAT.format(id='1', state='Q'))}"),
+    ],
+)
+def test_a_run_has_one_job_in_the_queue(desk, scheduler, there):
+    submit, ask = {"slurm": ("sbatch", "squeue"), "pbs": ("qsub", "qstat")}[scheduler]
+    desk.scheduler(submit)
+    desk.command(ask, there)
+    assert desk.run("submit", "my.yaml").returncode == 0, "nothing is recorded yet"
+    script = (desk.folder / "runs/my/job.sh").read_text()
+    done = desk.run("submit", "my.yaml", "--nodes", "7")
+    assert done.returncode == 2
+    assert "runs/my has a job already: 1" in only_line(done.stderr)
+    assert "hpc-train cancel --now runs/my" in only_line(done.stderr)
+    assert len(desk.calls(submit)) == 1
+    assert (desk.folder / "runs/my/job.sh").read_text() == script, "the job may read it yet"
+    done = desk.run("submit", "my.yaml", "--run.dir", "runs/other")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "gone"),
+    [
+        ("slurm", SQUEUE_FORGOT),
+        ("slurm", "echo '11|11|11|PENDING|Priority|0:00|'"),
+        ("pbs", "echo 'qstat: Unknown Job Id 1.pbs' >&2; exit 153"),
+        ("pbs", "echo 'qstat: 1.pbs Job has finished, use -x or -H' >&2; exit 35"),
+        ("torque", f"echo {shlex.quote(QSTAT.format(id='1', state='C'))}"),
+    ],
+)
+def test_a_run_whose_job_is_over_can_be_submitted_again(desk, scheduler, gone):
+    submit, ask = ("sbatch", "squeue") if scheduler == "slurm" else ("qsub", "qstat")
+    desk.scheduler(submit)
+    desk.command(ask, gone)
+    for number in ("1", "2"):
+        done = desk.run("submit", "my.yaml", "--scheduler", scheduler)
+        assert done.stdout.strip() == number, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "silent"),
+    [
+        ("slurm", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"),
+        ("pbs", "echo 'Connection refused' >&2; exit 111"),
+        ("pbs", None),
+    ],
+)
+def test_without_the_schedulers_answer_a_run_is_not_submitted_twice(desk, scheduler, silent):
+    submit, ask = {"slurm": ("sbatch", "squeue"), "pbs": ("qsub", "qstat")}[scheduler]
+    desk.scheduler(submit)
+    if silent:
+        desk.command(ask, silent)
+    assert desk.run("submit", "my.yaml").returncode == 0
+    done = desk.run("submit", "my.yaml")
+    assert done.returncode == 1
+    assert "does not say" in only_line(done.stderr)
+    assert len(desk.calls(submit)) == 1
+
+
+def test_the_job_that_follows_one_counts_and_so_do_tasks(desk):
+    """A job's script records the job that it submits."""
+    desk.scheduler("sbatch")
+    desk.command("squeue", "echo '9|9|9|PENDING|Priority|0:00|'")
+    assert desk.run("submit", "my.yaml").returncode == 0
+    record = desk.folder / "runs/my/jobs.jsonl"
+    line = json.loads(record.read_text())
+    assert (line["event"], line["job"], line["scheduler"]) == ("queued", "1", "slurm")
+    with record.open("a") as file:
+        file.write('{"time": 1, "event": "ended", "job": "1", "code": 75, "next": "9"}\n{"half')
+    assert "has a job already: 9 (PENDING)" in only_line(desk.run("submit", "my.yaml").stderr)
+    record.write_text(json.dumps(line))
+    task = desk.folder / "runs/my/task-3/jobs.jsonl"
+    task.parent.mkdir()
+    task.write_text('{"event": "ended", "job": "1_3", "next": "9"}\n')
+    assert "has a job already: 9 (PENDING)" in only_line(desk.run("submit", "my.yaml").stderr)
+
+
+def test_of_two_submissions_at_once_one_is_refused(desk):
+    desk.command("sbatch", "/bin/sleep 0.7; echo 1")
+    desk.command("squeue", "echo '1|1|1|PENDING|Priority|0:00|'")
+    words = hpc_train("submit", "my.yaml")
+    environ = ENVIRON | {"PATH": f"{desk.folder}/bin"}
+    started = [
+        subprocess.Popen(words, cwd=desk.folder, env=environ, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = [process.communicate(timeout=60)[1] for process in started]
+    assert sorted(process.returncode for process in started) == [0, 2], told
+    assert len(desk.calls("sbatch")) == 1
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_cancel_now_ends_the_jobs_that_are_left(desk, scheduler):
+    submit, ask, end = {
+        "slurm": ("sbatch", "squeue", "scancel"),
+        "pbs": ("qsub", "qstat", "qdel"),
+    }[scheduler]
+    desk.scheduler(submit)
+    desk.command(
+        ask,
+        "echo '1|1|1|RUNNING|None|1:00|n1'"
+        if scheduler == "slurm"
+        else f"echo {shlex.quote(QSTAT.format(id='1', state='R'))}",
+    )
+    desk.scheduler(end, says="")
+    assert desk.run("submit", "my.yaml").returncode == 0
+    done = desk.run("cancel", "runs/my")
+    assert done.returncode == 0
+    assert not (desk.folder / f"{end}.calls").exists(), "a plain cancel lets the job save"
+    done = desk.run("cancel", "--now", "runs/my")
+    assert done.returncode == 0, done.stderr
+    assert desk.calls(end) == ["1"]
+    assert "ended or removed from the queue: 1" in done.stdout
+    assert (desk.folder / "runs/my/STOP").exists(), "so no script queues it again"
+    desk.command(ask, SQUEUE_FORGOT if scheduler == "slurm" else "exit 0")
+    assert "no job of the run is in the queue" in desk.run("cancel", "--now", "runs/my").stdout
+    assert len(desk.calls(end)) == 1
+
+
+def test_cancel_now_says_what_it_cannot_do(desk):
+    (desk.folder / "runs/my/checkpoints").mkdir(parents=True)
+    done = desk.run("cancel", "--now", "runs/my")
+    assert done.returncode == 2
+    assert "names no job to end now" in only_line(done.stderr)
+    desk.scheduler("sbatch")
+    (desk.folder / "runs/my/STOP").unlink()
+    assert desk.run("submit", "my.yaml").returncode == 0
+    desk.command("squeue", "echo '1|1|1|RUNNING|None|1:00|n1'")
+    desk.scheduler("scancel", code=1)
+    done = desk.run("cancel", "--now", "runs/my")
+    assert done.returncode == 1
+    assert "scancel 1: invalid account" in only_line(done.stderr)
 
 
 def test_what_a_user_gives_wins_over_the_site(desk):

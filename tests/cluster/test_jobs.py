@@ -95,6 +95,28 @@ def test_cancel_ends_a_job_for_good(up, program):
     assert "STOP is there" in again
 
 
+def test_a_run_has_one_job_which_cancel_now_ends(up, program):
+    endless = ["--run.steps", "1000000", "--checkpoint.every", "0"]
+    folder = str(program.root / "one")
+    job = submit(up, program, "one", *endless)
+    wait_until(lambda: "RUNNING" in up.run(hpc_train("status", folder)).stdout, 60)
+    again = hpc_train("submit", str(program.config), "--run.dir", folder, *endless)
+    done = up.run(again, cwd=program.root)
+    assert done.returncode == 2
+    assert f"has a job already: {job} (RUNNING)" in done.stderr
+    done = up.run(hpc_train("cancel", "--now", folder))
+    assert done.returncode == 0, done.stderr
+    assert f"ended or removed from the queue: {job}" in done.stdout
+    told = "no job in the queue"
+    wait_until(lambda: told in up.run(hpc_train("status", folder)).stdout, 90)
+    (program.root / "one/STOP").unlink()
+    done = up.run([*again, "--nodes", "1"], cwd=program.root)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > job
+    assert up.run(hpc_train("cancel", "--now", folder)).returncode == 0
+    wait_until(lambda: told in up.run(hpc_train("status", folder)).stdout, 90)
+
+
 def submit_fails(up: Slurm, program: Program) -> str:
     """The error of a second submission of the run `endless`."""
     run_dir = ["--run.dir", str(program.root / "endless")]

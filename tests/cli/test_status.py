@@ -1,0 +1,118 @@
+"""`hpc-train status` and `logs` as a user calls them, with a scheduler that takes notes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import time
+
+import pytest
+
+from tests.cli.desk import QSTAT, Desk
+from tests.programs import ENVIRON, hpc_train, only_line
+
+ENDED = {"event": "ended", "job": "1", "code": 75, "next": "", "why": "the job was cancelled"}
+
+
+@pytest.fixture
+def desk(tmp_path):
+    made = Desk(tmp_path)
+    made.scheduler("sbatch")
+    made.command("squeue", "echo '1|1|1|RUNNING|None|3:07|node[1-2]'")
+    assert made.run("submit", "my.yaml").returncode == 0
+    run = made.folder / "runs/my"
+    (run / "logs").mkdir()
+    (run / "checkpoints").mkdir()
+    return made
+
+
+def test_the_status_of_a_run(desk):
+    run = desk.folder / "runs/my"
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "loss": 3.25}\n')
+    (run / "checkpoints/LATEST").write_text("step-000000002.safetensors\n")
+    for words in (["runs/my"], []):
+        done = desk.run("status", *words)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert lines[:2] == ["runs/my", "    job 1 RUNNING 3:07 node[1-2]"]
+        assert lines[2].startswith("    step 2, loss 3.25, recorded ")
+        assert lines[3:] == ["    newest checkpoint: step-000000002.safetensors"]
+
+
+def test_the_status_of_a_run_whose_job_has_ended(desk):
+    run = desk.folder / "runs/my"
+    with (run / "jobs.jsonl").open("a") as file:
+        file.write(json.dumps(ENDED | {"continue": "cd /home/me && sbatch runs/my/job.sh"}) + "\n")
+    desk.command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    desk.run("cancel", "runs/my")
+    lines = desk.run("status", "runs/my").stdout.splitlines()
+    assert lines[1:] == [
+        "    no job in the queue",
+        "    job 1 ended with exit code 75, the job was cancelled",
+        "    to continue: cd /home/me && sbatch runs/my/job.sh",
+        "    runs/my/STOP is there, which ends the run: remove it to resume",
+    ]
+    desk.command("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    lines = desk.run("status", "runs/my").stdout.splitlines()
+    assert lines[1].startswith("    the scheduler does not say whether")
+    assert len(lines) == 5
+
+
+def test_pbs_tells_state_time_hosts_and_why_a_job_waits(desk):
+    desk.scheduler("qsub")
+    assert desk.run("submit", "my.yaml", "--scheduler", "pbs", "--run.dir", "p").returncode == 0
+    for state, told in (
+        ("R", "job 1 RUNNING 00:10:00 node1/0*2+node2/0*2"),
+        ("Q", "Not Running: Insufficient amount of resource"),
+    ):
+        desk.command("qstat", f"echo {shlex.quote(QSTAT.format(id='1', state=state))}")
+        assert told in desk.run("status", "p").stdout
+
+
+def test_a_folder_that_is_no_run_has_no_status(desk):
+    for verb in ("status", "logs"):
+        done = desk.run(verb, "bin")
+        assert done.returncode == 2
+        assert "bin is not a run directory" in only_line(done.stderr)
+    (desk.folder / "runs/my/jobs.jsonl").unlink()
+    assert "no run of `hpc-train submit`" in desk.run("status").stdout
+    assert "no job is recorded" in desk.run("status", "runs/my").stdout
+
+
+def test_logs_are_the_newest_output_or_those_of_a_rank(desk):
+    run = desk.folder / "runs/my"
+    assert "no job of the run has begun yet" in only_line(desk.run("logs", "runs/my").stderr)
+    for rank in range(2):
+        (run / f"logs/rank-{rank:03d}.log").write_text(f"rank {rank}\n")
+    assert desk.run("logs", "runs/my").stdout == "rank 0\n", "PBS has none before a job's end"
+    for number, name in enumerate(("my-1.out", "7.pbs.OU", "my.o8")):
+        (run / name).write_text(f"job {number}\n")
+        assert desk.run("logs", "runs/my").stdout == f"job {number}\n"
+    assert desk.run("logs", "runs/my", "--rank", "1").stdout == "rank 1\n"
+    done = desk.run("logs", "runs/my", "--rank", "2")
+    assert "there are rank-000.log to rank-001.log" in only_line(done.stderr)
+
+
+def test_followed_logs_go_on_with_the_next_job_and_end_with_the_last(desk):
+    run = desk.folder / "runs/my"
+    (run / "my-1.out").write_text("first\n")
+    program = (
+        "import sys; from hpc_train.launch import status; status.ASK_SECONDS = 0.1\n"
+        "from hpc_train.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = [hpc_train()[0], "-c", program, "logs", "--follow", "runs/my"]
+    environ = ENVIRON | {"PATH": f"{desk.folder}/bin"}
+    with subprocess.Popen(
+        words, cwd=desk.folder, env=environ, stdout=subprocess.PIPE, text=True
+    ) as following:
+        assert following.stdout.readline() == "first\n"
+        with (run / "my-1.out").open("a") as file:
+            file.write("more\n")
+        assert following.stdout.readline() == "more\n"
+        time.sleep(0.05)
+        (run / "my-2.out").write_text("second\n")
+        assert following.stdout.readline() == "second\n"
+        desk.command("squeue", "exit 0")
+        assert following.communicate(timeout=30)[0] == ""
+    assert following.returncode == 0
