@@ -104,7 +104,7 @@ if [ -n "$task" ]; then # a task of an array is submitted again by itself
     grep -v '^#PBS -[Jt] ' "$script" >"$run_dir/job.sh"
     script=$run_dir/job.sh
 fi
-line="cd $(printf %q "$PWD") && $(printf '%q ' "$qsub" ${task:+-v "HPC_TRAIN_TASK=$task"} "$script")"
+line="cd $(printf %q "$PWD") &&$(printf ' %q' "$qsub" ${task:+-v "HPC_TRAIN_TASK=$task"} "$script")"
 next=
 why=
 resume_by=
@@ -146,7 +146,7 @@ else
         why="submitted again $count times, the maximum"
     elif [ "$stalled" -ge 3 ]; then
         why="$stalled jobs have ended without a newer checkpoint"
-    elif [ -n "$terminated" ] && [ -z "$answer" ]; then
+    elif [ -n "$terminated" ] && [ -z "$(field job_state)" ]; then
         why="SIGTERM came, and PBS does not say why"
     elif [ -n "$terminated" ] && ! time_limit; then
         why="the job was deleted, or PBS queues it again by itself, as qstat tells"
@@ -155,7 +155,7 @@ fi
 [ -z "$why" ] || end
 
 why="qsub failed"
-next=$(timeout -s KILL 60 "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script")
+next=$(timeout -s KILL 60 "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script") || next=
 if [ -n "$next" ]; then
     why=
     resume_by=

@@ -34,7 +34,7 @@ for name in sbatch scontrol squeue; do
     [ -x "${!name}" ] || printf -v "$name" %s "$name"
 done
 job=$SLURM_JOB_ID
-if [ -n "$SLURM_ARRAY_JOB_ID" ]; then
+if [ -n "$task" ] && [ -n "$SLURM_ARRAY_JOB_ID" ]; then
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one task's SLURM_JOB_ID stands for the whole array
 fi
 # SLURM signals this shell. The launcher passes the signal on to the ranks, which save and exit with 75.
@@ -127,7 +127,7 @@ if [ "$(newest)" = "$before" ]; then
     stalled=$((stalled + 1))
 fi
 again_by=("$sbatch" --export=ALL ${task:+--array="$task"} "$script")
-line="cd $(printf %q "$PWD") && $(printf '%q ' "${again_by[@]}")"
+line="cd $(printf %q "$PWD") &&$(printf ' %q' "${again_by[@]}")"
 next=
 why=
 resume_by=
@@ -182,9 +182,9 @@ else
         why="queued again $count times, the maximum"
     elif [ "$stalled" -ge 3 ]; then
         why="$stalled jobs have ended without a newer checkpoint"
-    elif [ -z "$answer" ] && [ -n "$terminated" ]; then
+    elif [ -z "$state" ] && [ -n "$terminated" ]; then
         why="SIGTERM came, and SLURM does not say why"
-    elif [ -n "$answer" ] && [ "$state" != RUNNING ] && [ "$(field Reason)" != TimeLimit ]; then
+    elif [ -n "$state" ] && [ "$state" != RUNNING ] && [ "$(field Reason)" != TimeLimit ]; then
         why="the job was cancelled"
     elif [ "$state" = RUNNING ] && [ -n "$terminated" ]; then
         why="SIGTERM came, but not from SLURM"
@@ -199,7 +199,7 @@ if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
 else
     why="sbatch failed"
     unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
-    next=$(HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}")
+    next=$(HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}") || next=
     next=${next%%;*} # without the cluster's name
 fi
 if [ -n "$next" ]; then
