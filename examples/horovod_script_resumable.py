@@ -37,7 +37,7 @@ def main(runtime):
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    loop = hpc_train.Loop(runtime, "runs/digits", model, optimizer, hpc_train.LoopOptions(every=20))
+    loop = hpc_train.Loop(runtime, "runs/hvd", model, optimizer, hpc_train.LoopOptions(every=20))
 
     for epoch, loader in loop.epochs(training, batch=60, epochs=EPOCHS):
         for batch, targets in loader:

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import hpc_train
 
-# You can set all keys of `hpc-train train --help` except data.path and those of model. Options on
+# All keys of `hpc-train train --help` apply except data.path and those of section model. Options on
 # the command line override these.
 DEFAULTS = [
     *("--run.dir", "runs/wines", "--run.epochs", "30"),

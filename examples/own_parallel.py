@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import hpc_train
 
 DEFAULTS = [
-    *("--run.dir", "runs/digits", "--run.epochs", "6"),
+    *("--run.dir", "runs/layers", "--run.epochs", "6"),
     *("--data.batch", "64", "--data.micro_batch", "8"),
     *("--optimizer.lr", "0.003", "--precision.dtype", "float64"),
 ]

@@ -29,17 +29,26 @@ def run_directory(group: Group, config: RunConfig) -> Iterator[tuple[Path, Claim
         ConfigError: the directory cannot be written, or a file STOP in it ends the run.
     """
     directory = Path(config.run.dir)
+    check_not_ended(group, directory)
+    with (
+        claimed_by_job(group, directory, config.run.hang_timeout) as claim,
+        _written(group, directory, config),
+    ):
+        yield directory, claim
+
+
+def check_not_ended(group: Group, directory: Path) -> None:
+    """Check that no file STOP in a directory ends the run. Collective.
+
+    Raises:
+        ConfigError: there is such a file.
+    """
     with agreed(group):
         if group.rank == 0 and (directory / STOP).exists():
             raise ConfigError(
                 f"{directory / STOP} is there, which ends the run",
                 "remove it to resume the run",
             )
-    with (
-        claimed_by_job(group, directory, config.run.hang_timeout) as claim,
-        _written(group, directory, config),
-    ):
-        yield directory, claim
 
 
 def claimed_by_job(group: Group, directory: Path, timeout: float) -> AbstractContextManager[Claim]:

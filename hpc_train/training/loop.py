@@ -26,7 +26,7 @@ from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import LossScaler, average_gradients
 from hpc_train.job.heartbeat import Heartbeat
 from hpc_train.job.leaving import Held, leave_together
-from hpc_train.job.run_directory import claimed_by_job
+from hpc_train.job.run_directory import check_not_ended, claimed_by_job
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel import batch_norm as batch_norms
@@ -150,11 +150,12 @@ class Loop(Stepping):
             collate_fn: puts a list of samples together, as `collate_fn` of torch's DataLoader.
 
         Raises:
-            ConfigError: the batch does not fit the ranks or the data.
+            ConfigError: the batch does not fit the ranks or the data, or a file STOP was in the
+                directory before the start.
             UserError: the ranks passed different arguments, an epoch was not run to its end, or
                 some ranks have left the loop and others have not.
             ClaimError: another job writes to the directory.
-            Stopped: SIGTERM, SIGUSR1, SIGUSR2, the stop file or the time limit stopped the loop,
+            Stopped: SIGTERM, SIGUSR1, SIGUSR2, a file STOP or the time limit stopped the loop,
                 with a checkpoint.
         """
         self._check_open()
@@ -193,6 +194,7 @@ class Loop(Stepping):
         what = "what the loop was given (size of the data set, batch, epochs, seed ...)"
         given = repr((samples, batch, epochs, seed, shuffle, accumulate))
         same(self.group, what, given, "give all ranks the same")
+        check_not_ended(self.group, self.checkpoints.directory)
         self.accumulate = accumulate
         last = epochs * order.steps_per_epoch
         with (

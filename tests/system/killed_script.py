@@ -27,7 +27,7 @@ from hpc_train.errors import EXIT_STOPPED
 from tests.programs import ENVIRON, hpc_train, python, ranks_of
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "horovod_script_resumable.py")
-LAST = "runs/digits/step-000000200.safetensors"
+LAST = "runs/hvd/step-000000200.safetensors"
 SECONDS = 180.0  # after which a run hangs
 
 

@@ -53,7 +53,7 @@ def test_a_script_for_horovod_goes_on_where_it_was_stopped(tmp_path):
     accuracy = float(whole.split("accuracy on held-out digits: ")[1])
     assert accuracy > 0.85
     # What is left of a job that was killed after step 160.
-    folder = tmp_path / "runs/digits"
+    folder = tmp_path / "runs/hvd"
     expected = (folder / "step-000000200.safetensors").read_bytes()
     for name in ("step-000000180", "step-000000200"):
         (folder / f"{name}.safetensors").unlink()

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hpc_train import run
-from hpc_train.errors import CheckpointMismatch, Stopped, UserError
+from hpc_train.errors import CheckpointMismatch, ConfigError, Stopped, UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
@@ -63,6 +63,15 @@ def test_a_stop_that_the_program_catches_still_exits_with_75(tmp_path):
 
     assert run(program) == 75
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000000001.safetensors"]
+
+
+def test_a_start_with_a_stop_file_takes_no_step_and_asks_to_remove_it(tmp_path):
+    (tmp_path / "STOP").touch()
+    with pytest.raises(ConfigError, match="remove it to resume"):
+        train(*make(tmp_path))
+    (tmp_path / "STOP").unlink()
+    train(*make(tmp_path))
+    assert list(tmp_path.glob("*.safetensors"))
 
 
 def test_steps_of_another_optimizer_are_told(tmp_path):
