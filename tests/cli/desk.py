@@ -35,9 +35,10 @@ class Desk:
 
     def command(self, name: str, does: str) -> None:
         """Make a command that writes down how it is called, and does something in the shell."""
-        path = self.folder / "bin" / name
-        path.write_text(f'#!/bin/sh\necho "$*" >> {self.folder}/{name}.calls\n{does}\n')
-        path.chmod(0o755)
+        made = self.folder / name
+        made.write_text(f'#!/bin/sh\necho "$*" >> {self.folder}/{name}.calls\n{does}\n')
+        made.chmod(0o755)
+        made.replace(self.folder / "bin" / name)  # which a program may be running now
 
     def run(self, *words: str, **environ: str):
         environ = {"PATH": f"{self.folder}/bin", **environ}

@@ -103,9 +103,10 @@ def test_followed_logs_go_on_with_the_next_job_and_end_with_the_last(desk):
     )
     words = [hpc_train()[0], "-c", program, "logs", "--follow", "runs/my"]
     environ = ENVIRON | {"PATH": f"{desk.folder}/bin"}
-    with subprocess.Popen(
+    following = subprocess.Popen(
         words, cwd=desk.folder, env=environ, stdout=subprocess.PIPE, text=True
-    ) as following:
+    )
+    try:
         assert following.stdout.readline() == "first\n"
         with (run / "my-1.out").open("a") as file:
             file.write("more\n")
@@ -115,4 +116,8 @@ def test_followed_logs_go_on_with_the_next_job_and_end_with_the_last(desk):
         assert following.stdout.readline() == "second\n"
         desk.command("squeue", "exit 0")
         assert following.communicate(timeout=30)[0] == ""
+    finally:
+        following.kill()
+        following.stdout.close()
+        following.wait()
     assert following.returncode == 0
