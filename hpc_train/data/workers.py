@@ -13,6 +13,7 @@ import pickle
 import queue
 import signal
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,6 +57,9 @@ class _Micro(Dataset[bytes]):
             traceback.print_exc()
             what = f"{self.reader.place} of step {number}: {type(error).__name__}: {error}"
             return pickle.dumps(RankError(what, "its log has the worker's traceback"))
+
+
+CODE_SECONDS = 2.0  # seconds to wait for the exit code of the worker that ended first
 
 
 class Processes:
@@ -102,8 +106,13 @@ class Processes:
         """
         if not connection.wait([one.sentinel for one in self._workers], timeout):
             return ""
-        codes = [one.exitcode for one in self._workers if one.exitcode is not None]
-        code = min(codes, default=1)  # killed ones have negative codes; others may end after them
+        # When a worker is killed, DataLoader ends the others, whose exit code 0 may come first.
+        codes: list[int] = []
+        until = time.monotonic() + CODE_SECONDS
+        while not any(codes) and time.monotonic() < until:
+            codes = [code for one in self._workers if (code := one.exitcode) is not None]
+            time.sleep(0.0 if any(codes) else 0.01)
+        code = min(filter(None, codes), default=0)  # killed ones have negative codes
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def end(self) -> None:

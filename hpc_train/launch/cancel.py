@@ -24,7 +24,9 @@ def cancel(run: Path, *, now: bool = False) -> str:
         HpcTrainError: the scheduler does not say which jobs there are, or does not end them.
     """
     tasks = [path for path in run.glob("task-*") if path.is_dir()]
-    made = [run / name for name in ("config.yaml", "job.sh", "mpijob.yaml", "checkpoints")]
+    # The last two are those of a `Loop`, whose checkpoints lie in the directory itself.
+    signs = ("config.yaml", "job.sh", "mpijob.yaml", "checkpoints", "LATEST", ".claim")
+    made = [run / name for name in signs]
     if not tasks and not any(path.exists() for path in made):
         raise UserError(f"{run} is not a run directory", "give the run.dir of a job")
     for directory in (run, *tasks):

@@ -108,7 +108,10 @@ def test_setup_lines_and_axes_of_a_sweep_add_up(desk):
     words += ["--sweep", "optimizer.lr=1e-3,1e-4", "--scheduler", "slurm", "--dry_run"]
     done = desk.run("submit", "my.yaml", *words)
     assert done.returncode == 0, done.stderr
-    assert "    -x\n    module load a || return\n    module load b || return\n" in done.stdout
+    assert (
+        "    -x || return\n    module load a || return\n    module load b || return\n"
+        in done.stdout
+    )
     assert "#SBATCH --array=0-3\n" in done.stdout
 
 

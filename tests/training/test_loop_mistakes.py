@@ -15,6 +15,7 @@ from hpc_train import run
 from hpc_train.errors import CheckpointMismatch, ConfigError, Stopped, UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
+from hpc_train.launch.cancel import cancel
 from hpc_train.mpi import runtime
 from hpc_train.training.loop import Loop
 from hpc_train.training.options import LoopOptions
@@ -72,6 +73,13 @@ def test_a_start_with_a_stop_file_takes_no_step_and_asks_to_remove_it(tmp_path):
     (tmp_path / "STOP").unlink()
     train(*make(tmp_path))
     assert list(tmp_path.glob("*.safetensors"))
+
+
+def test_cancel_takes_the_directory_of_a_loop(tmp_path):
+    train(*make(tmp_path))
+    cancel(tmp_path)
+    with pytest.raises(ConfigError, match="remove it to resume"):
+        train(*make(tmp_path), epochs=4)
 
 
 def test_steps_of_another_optimizer_are_told(tmp_path):
