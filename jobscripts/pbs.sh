@@ -1,66 +1,69 @@
 #!/bin/bash -l
-#% if by_hand
 #PBS -N hpc_train
 #PBS -l select=2:ncpus=32:mpiprocs=4:ompthreads=8
 #PBS -l walltime=02:00:00
 #PBS -j oe
 #PBS -r y
-#% endif
-#= directives =#
 # A PBS Pro or OpenPBS job that trains until it is done: it stops with a checkpoint before its time is
-# over, and submits itself again. For Torque replace the line with select by `-l nodes=2:ppn=4`.
+# over, and submits itself again. For Torque replace the line with select by `-l nodes=2:ppn=32`.
 # Copy and edit it, or have `hpc-train submit --scheduler pbs` (or torque) write it.
-#% if by_hand
 
 # Change these.
-run_dir=runs/my             # a file STOP in it ends the job for good, after a checkpoint
-command=(hpc-train train my.yaml --run.dir "$run_dir")
-launcher=(hpc-train launch --max_restarts 3 --)    # or the mpiexec line of your site
-walltime=7200               # seconds, as above; PBS sends no early signal and does not say how much time is left
-requeue_by=submit           # or never
-max_requeues=50             # maximum number of requeues
-all=$run_dir                # in an array, the run directory of all tasks
-script=job.sh               # this file
-qsub=qsub qstat=qstat       # or their paths, if PATH lacks them in jobs
-task=${HPC_TRAIN_TASK:-${PBS_ARRAY_INDEX:-}}    # in an array, this task's number; each task has its own run directory
+# The run directory of the configuration. A file STOP in it ends the job for good.
+run_dir=runs/my
+all=$run_dir
+# What runs on each rank, and the launcher's words before it.
+command=(hpc-train train my.yaml)
+launcher=(hpc-train launch --max_restarts 3 --)
+# How the job is queued again when it has stopped early: submit or never.
+requeue_by=submit
+# The maximum number of requeues.
+max_requeues=50
+# This file.
+script=job.sh
+# The scheduler's commands; a job's PATH may lack them.
+qsub='qsub'
+qstat='qstat'
+# Seconds, as in the directive. PBS sends no early signal.
+walltime=7200
+export OMP_NUM_THREADS=8
 setup() {
     module load python openmpi || return
     # shellcheck source=/dev/null
     . ~/hpc/bin/activate || return
 }
-#% endif
-#= settings =#
+task=
 
 # The rest need not be changed.
-export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
-cd "${PBS_O_WORKDIR:-.}" || exit 2
 for name in qsub qstat; do
     [ -x "${!name}" ] || printf -v "$name" %s "$name"
 done
+export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+cd "${PBS_O_WORKDIR:-.}" || exit 2
 job=$PBS_JOBID
 # After qdel or qrerun, and at the walltime, PBS sends SIGTERM and soon SIGKILL. The walltime is known by the
 # clock, and PBS is asked for the job's state once the ranks have saved. `qsig -s USR1` stops the job earlier,
 # and it is submitted again.
 signalled=
-terminated= # when SIGTERM came, in seconds since 1970
+terminated= # when a signal came that may end the job for good, in seconds since 1970
 child=
 pass_on() { # SIGNAL
-    if [ "$1" = TERM ] && [ -z "$terminated" ]; then
-        printf -v terminated '%(%s)T' -1
-    fi
+    case $1 in USR1) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
     signalled=1
     waiting=1
     [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
 }
-trap 'pass_on USR1' USR1
-trap 'pass_on TERM' TERM
+for name in USR1 TERM; do
+    # shellcheck disable=SC2064
+    trap "pass_on $name" "$name"
+done
 mkdir -p "$run_dir"
 if ! setup; then
     echo "the setup failed: nothing is started"
     exit 1
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-count=${HPC_TRAIN_QUEUED:-0}
+count=${HPC_TRAIN_QUEUED:-0} # how often the job was queued again
 stopped() {
     for stop in "$run_dir/STOP" "$all/STOP"; do
         [ ! -e "$stop" ] || return 0
@@ -100,11 +103,15 @@ if [ "$(newest)" = "$before" ]; then
     [ "$count" -eq 0 ] || stalled=$(tail -qn 1 "$run_dir/jobs.jsonl" 2>/dev/null | sed -n 's/.*"stalled": \([0-9]*\),.*/\1/p')
     stalled=$((stalled + 1))
 fi
+line= # the command that continues
+spell() { # COMMAND
+    line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
+}
 if [ -n "$task" ]; then # a task of an array is submitted again by itself
     grep -v '^#PBS -[Jt] ' "$script" >"$run_dir/job.sh"
     script=$run_dir/job.sh
 fi
-line="cd $(printf %q "$PWD") &&$(printf ' %q' "$qsub" ${task:+-v "HPC_TRAIN_TASK=$task"} "$script")"
+spell "$qsub" ${task:+-v "HPC_TRAIN_TASK=$task"} "$script"
 next=
 why=
 resume_by=
@@ -143,7 +150,7 @@ elif [ "$requeue_by" = never ]; then
 else
     resume_by=$line
     if [ "$count" -ge "$max_requeues" ]; then
-        why="submitted again $count times, the maximum"
+        why="queued again $count times, the maximum"
     elif [ "$stalled" -ge 3 ]; then
         why="$stalled jobs have ended without a newer checkpoint"
     elif [ -n "$terminated" ] && [ -z "$(field job_state)" ]; then
@@ -160,6 +167,6 @@ if [ -n "$next" ]; then
     why=
     resume_by=
     code=0
-    echo "submitted again: job $next"
+    echo "queued again: job $next"
 fi
 end

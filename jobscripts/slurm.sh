@@ -1,40 +1,43 @@
 #!/bin/bash -l
-#% if by_hand
 #SBATCH --job-name=hpc_train
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
 #SBATCH --cpus-per-task=8
-#SBATCH --threads-per-core=1
 #SBATCH --time=02:00:00
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --no-kill
-#% endif
-#= directives =#
+#SBATCH --signal=B:USR1@300
 # A SLURM job that trains until it is done: it stops with a checkpoint before its time is over, and
 # queues itself again. Copy and edit it, or have `hpc-train submit --scheduler slurm` write it.
-#% if by_hand
+# With srun or mpirun as the launcher, leave out --no-kill and set no_kill to nothing.
 
 # Change these.
-run_dir=runs/my             # a file STOP in it ends the job for good, after a checkpoint
-command=(hpc-train train my.yaml --run.dir "$run_dir")
-launcher=(hpc-train launch --max_restarts 3 --)    # or (srun --mpi=pmix --kill-on-bad-exit=1), (mpirun)
-no_kill=yes                 # the directive --no-kill is given; leave out both for srun and mpirun
-requeue_by=requeue          # or submit: a new job; or never
-max_requeues=50             # maximum number of requeues
-all=$run_dir                # in an array, the run directory of all tasks
-script=job.sh               # this file
-sbatch=sbatch scontrol=scontrol squeue=squeue    # or their paths, if PATH lacks them in jobs
-task=${SLURM_ARRAY_TASK_ID:-}   # in an array, this task's number; each task has its own run directory
+# The run directory of the configuration. A file STOP in it ends the job for good.
+run_dir=runs/my
+all=$run_dir
+# What runs on each rank, and the launcher's words before it.
+command=(hpc-train train my.yaml)
+launcher=(hpc-train launch --max_restarts 3 --)
+# How the job is queued again when it has stopped early: requeue, submit or never.
+requeue_by=requeue
+# The maximum number of requeues.
+max_requeues=50
+# This file.
+script=job.sh
+# The scheduler's commands; a job's PATH may lack them.
+sbatch='sbatch'
+scontrol='scontrol'
+squeue='squeue'
+# Whether the directive --no-kill is given: yes, or nothing.
+no_kill=yes
 setup() {
     module load python openmpi || return
     # shellcheck source=/dev/null
     . ~/hpc/bin/activate || return
 }
-#% endif
-#= settings =#
+task=
 
 # The rest need not be changed.
 for name in sbatch scontrol squeue; do
@@ -48,16 +51,18 @@ fi
 # USR1 comes before the time limit. SIGTERM comes when the job is cancelled, preempted or requeued, and
 # at the time limit. Only SLURM knows which: it is asked once the ranks have saved.
 signalled=
-terminated=
+terminated= # when a signal came that may end the job for good, in seconds since 1970
 child=
 pass_on() { # SIGNAL
-    [ "$1" = USR1 ] || terminated=1
+    case $1 in USR1) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
     signalled=1
     waiting=1
     [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
 }
-trap 'pass_on USR1' USR1
-trap 'pass_on TERM' TERM
+for name in USR1 TERM; do
+    # shellcheck disable=SC2064
+    trap "pass_on $name" "$name"
+done
 mkdir -p "$run_dir"
 if ! setup; then
     echo "the setup failed: nothing is started"
@@ -65,7 +70,7 @@ if ! setup; then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
-count=$((${HPC_TRAIN_QUEUED:-0} + ${SLURM_RESTART_COUNT:-0}))
+count=$((${HPC_TRAIN_QUEUED:-0} + ${SLURM_RESTART_COUNT:-0})) # how often the job was queued again
 stopped() {
     for stop in "$run_dir/STOP" "$all/STOP"; do
         [ ! -e "$stop" ] || return 0
@@ -133,8 +138,12 @@ if [ "$(newest)" = "$before" ]; then
     [ "$count" -eq 0 ] || stalled=$(tail -qn 1 "$run_dir/jobs.jsonl" 2>/dev/null | sed -n 's/.*"stalled": \([0-9]*\),.*/\1/p')
     stalled=$((stalled + 1))
 fi
+line= # the command that continues
+spell() { # COMMAND
+    line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
+}
 again_by=("$sbatch" --export=ALL ${task:+--array="$task"} "$script")
-line="cd $(printf %q "$PWD") &&$(printf ' %q' "${again_by[@]}")"
+spell "${again_by[@]}"
 next=
 why=
 resume_by=
@@ -177,7 +186,8 @@ elif [ "$state" = RUNNING ] && [ "${preempted:-None}" != None ]; then
     sleep infinity &
     wait $!
     end
-elif [ "$code" -ne 75 ]; then
+fi
+if [ "$code" -ne 75 ]; then
     why="exit code $code"
 elif stopped; then
     why="$stop is there"

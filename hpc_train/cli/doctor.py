@@ -120,7 +120,7 @@ def hdf5() -> Finding:
 
 def launchers() -> list[Finding]:
     """Find the launcher that `hpc-train launch` uses here, or the one that started this process."""
-    from hpc_train.launch.launchers import Job
+    from hpc_train.launch.lines import Job
 
     launch = environment.read_launch(os.environ)
     if launch:
@@ -259,7 +259,7 @@ def _products() -> dict[str, Any] | None:
 
 def probe_in_a_rank() -> list[dict[str, Any]]:
     """Start one rank that runs `probe` and prints the result."""
-    from hpc_train.launch.launchers import Job, Line
+    from hpc_train.launch.lines import Job, Line
 
     program = [sys.executable, "-m", "hpc_train.cli.doctor"]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 from hpc_train.cli.verb import COUNT, Parser, gigabytes, not_negative, show_help, wants_help
-from hpc_train.launch import Scheduler
+from hpc_train.launch import SchedulerName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ def options() -> Parser:
     )
     made.add_argument(
         "--scheduler",
-        choices=get_args(Scheduler),
+        choices=get_args(SchedulerName),
         help="the scheduler (default: the one found here)",
     )
     made.add_argument("--site", help="site profile of the machine: its name, or a .yaml file")

@@ -2,11 +2,13 @@
 
 command.py    `hpc-train launch`: from its options to a launcher line, or a supervised job
 hosts.py      the hosts of a job and their slots: -H, host files, SLURM, PBS, LSF
-launchers.py  lines for mpirun, mpiexec, srun and horovodrun, with the ranks bound to cores
+lines.py      the line of each launcher, with the ranks bound to cores; launchers.py finds one
 site_line.py  lines that a site gives, with the numbers and hosts of each attempt
 supervise.py  restarts a job when it fails; attempt.py, cause.py and contact.py serve it
-submit.py     `hpc-train submit`: request.py checks its options, resources.py makes directives of
-              them, batch.py writes the script, sites.py reads the site's profile
+submit.py     `hpc-train submit`: request.py checks its options, sites.py reads the site's profile,
+              compose.py makes a batch job of both (batch.py, resources.py), templates.py writes
+              its script
+schedulers/   what differs between schedulers, a module for each
 queued.py     the jobs of a run: records them, asks the scheduler about them, removes them;
               status.py shows them and their logs
 protocol.py   the files and variables by which launcher, script and job talk
@@ -16,7 +18,9 @@ The values of options are defined here, so that a verb's help loads none of thes
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-PROGRAMS = ("srun", "mpiexec", "mpirun", "horovodrun")
-Scheduler = Literal["slurm", "pbs", "torque", "mpijob"]
+PROGRAMS = ("srun", "mpiexec", "mpirun", "flux", "jsrun", "horovodrun")
+SchedulerName = Literal["slurm", "pbs", "torque", "lsf", "flux", "mpijob", "local"]
+TEMPLATES = Path(__file__).parents[1] / "jobscripts"

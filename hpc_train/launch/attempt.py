@@ -18,8 +18,8 @@ from typing import IO
 
 import psutil
 
-from hpc_train.launch.launchers import Line
 from hpc_train.launch.left_behind import LeftBehind
+from hpc_train.launch.lines import Line
 from hpc_train.launch.protocol import JobProgress, read_progress
 
 LINES_KEPT = 400  # last lines of output that are searched for the cause of a failure

@@ -52,5 +52,5 @@ def _ended(run: Path) -> str:
     if not jobs:
         return "no job of the run is in the queue"
     ids = [job.id for job in jobs]
-    queued.delete(scheduler, ids)
+    scheduler.delete(ids)
     return f"ended or removed from the queue: {', '.join(ids)}"

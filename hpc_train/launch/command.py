@@ -16,14 +16,8 @@ from hpc_train.config import file as config_file
 from hpc_train.errors import UserError
 from hpc_train.launch import warm_start
 from hpc_train.launch.hosts import Allocation, Host, allocated, parse_hosts, read_file, take_hosts
-from hpc_train.launch.launchers import (
-    FoundLauncher,
-    Job,
-    Line,
-    cores_here,
-    find_launcher,
-    threads_of,
-)
+from hpc_train.launch.launchers import FoundLauncher, cores_here, find_launcher, threads_of
+from hpc_train.launch.lines import Job, Line
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.site_line import launcher_of
 from hpc_train.launch.supervise import START, Supervisor

@@ -12,6 +12,9 @@ from itertools import groupby
 from pathlib import Path
 
 from hpc_train.errors import UserError
+from hpc_train.host.programs import output
+
+FLUX_SECONDS = 30.0  # seconds to wait for Flux's answer
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Allocation:
     """The hosts that a scheduler has given to this job.
 
     Args:
-        scheduler: slurm, pbs, lsf or mpijob.
-        hosts: in the scheduler's order.
+        scheduler: slurm, pbs, lsf, flux or mpijob.
+        hosts: in the scheduler's order. Flux does not say how many ranks a host takes: one.
     """
 
     scheduler: str
@@ -102,6 +105,9 @@ def allocated(environ: Mapping[str, str]) -> Allocation | None:
             raise UserError(f"LSB_MCPU_HOSTS is {' '.join(words)!r}", "give the hosts by -H")
         found = [Host(*pair) for pair in zip(words[::2], map(int, words[1::2]), strict=True)]
         return Allocation("lsf", _without_launch_host(found))
+    if "FLUX_ENCLOSING_ID" in environ and "FLUX_TASK_RANK" not in environ:
+        names = output("flux", "hostlist", "-le", "instance", timeout=FLUX_SECONDS).split()
+        return Allocation("flux", [Host(name, 1) for name in dict.fromkeys(names)])
     if environ.get("K_MPI_JOB_ROLE") == "launcher":
         # mpi-operator v2beta1 puts the workers into this file.
         return Allocation("mpijob", read_file(Path("/etc/mpi/hostfile")))

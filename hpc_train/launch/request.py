@@ -7,32 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpc_train.errors import UserError
-from hpc_train.launch import Scheduler
+from hpc_train.launch import SchedulerName
+from hpc_train.launch.schedulers import scheduler_of
 from hpc_train.launch.sites import Site
-
-LEAVE = "leave it out"
-_PBS = {
-    "image": LEAVE,
-    "chain": LEAVE,
-    "qos": LEAVE,
-    "constraint": "give --resources",
-    "reservation": "give the reservation's queue by --queue",
-}
-# Options that a scheduler cannot use, with what to do instead. They are refused, because ignoring
-# them would mislead.
-NOT_FOR: dict[str, dict[str, str]] = {
-    "slurm": {"image": LEAVE, "resources": "give --gpus, --memory, --constraint or --directive"},
-    "pbs": _PBS,
-    "torque": _PBS | {"exclusive": "give --directive as your site describes it"},
-    "mpijob": dict.fromkeys(
-        (
-            *("time", "account", "queue", "directive", "setup", "requeue_by", "chain", "sweep"),
-            *("gpus", "memory", "qos", "constraint", "mail", "exclusive", "reservation"),
-            "resources",
-        ),
-        LEAVE,
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -43,7 +20,7 @@ class SubmitRequest:
         config: path of CONFIG.yaml; None if `command` is given.
         options: --section.key VALUE ..., for the training.
         command: another program to run on all ranks, with its arguments.
-        scheduler: slurm, pbs, torque or mpijob.
+        scheduler: slurm, pbs, torque, lsf, flux, mpijob or local.
         site: name or file of a site profile.
         nodes, ranks_per_node, threads: number of nodes, ranks on each node, cores of each rank.
         gpus, memory: GPUs and GB of memory of each node.
@@ -70,7 +47,7 @@ class SubmitRequest:
     config: str | None = None
     options: Sequence[str] = ()
     command: Sequence[str] = ()
-    scheduler: Scheduler | None = None
+    scheduler: SchedulerName | None = None
     site: str | None = None
     nodes: int = 1
     ranks_per_node: int | None = None
@@ -99,18 +76,19 @@ class SubmitRequest:
     dry_run: bool = False
 
 
-def check_request(request: SubmitRequest, site: Site, scheduler: Scheduler) -> None:
+def check_request(request: SubmitRequest, site: Site, scheduler: SchedulerName) -> None:
     """Refuse options that would be accepted and ignored.
 
     Raises:
         UserError: options that do not go together, or not with this site or scheduler.
     """
     _check_site(request, site, scheduler)
-    for option, remedy in NOT_FOR[scheduler].items():
+    for option, remedy in scheduler_of(scheduler).refused.items():
         given = getattr(request, option)
         if given and given != getattr(SubmitRequest, option):
             raise UserError(f"--{option} means nothing to {scheduler}", remedy)
-    torque_cores = scheduler == "torque" and (request.threads or 1) > 1
+    kind = scheduler_of(scheduler)
+    slots_are_cores = kind.slots_are_cores and (request.threads or 1) > 1
     starts_itself = request.launcher in ("srun", "mpirun") or bool(
         not request.launcher and site.launcher
     )
@@ -121,8 +99,8 @@ def check_request(request: SubmitRequest, site: Site, scheduler: Scheduler) -> N
             "give --image NAME with hpc_train in it",
         ),
         (
-            request.requeue_by == "requeue" and scheduler != "slurm",
-            f"--requeue_by requeue is for SLURM, and the scheduler is {scheduler}",
+            request.requeue_by == "requeue" and not kind.requeues,
+            f"{scheduler} cannot queue the same job again",
             "give --requeue_by submit",
         ),
         (
@@ -141,8 +119,8 @@ def check_request(request: SubmitRequest, site: Site, scheduler: Scheduler) -> N
             "leave out --launcher",
         ),
         (
-            starts_itself and torque_cores,
-            "Torque's slots are cores: --launcher and --threads cannot be combined",
+            starts_itself and slots_are_cores,
+            f"the slots of {scheduler} are cores: --launcher and --threads cannot be combined",
             "leave one out",
         ),
         (
@@ -155,7 +133,7 @@ def check_request(request: SubmitRequest, site: Site, scheduler: Scheduler) -> N
             raise UserError(why, remedy)
 
 
-def _check_site(request: SubmitRequest, site: Site, scheduler: Scheduler) -> None:
+def _check_site(request: SubmitRequest, site: Site, scheduler: SchedulerName) -> None:
     if site.scheduler != scheduler:
         raise UserError(
             f"site {request.site} has {site.scheduler}, not {scheduler}",
@@ -175,9 +153,9 @@ def _check_site(request: SubmitRequest, site: Site, scheduler: Scheduler) -> Non
 
 
 def requeue_by(
-    request: SubmitRequest, scheduler: Scheduler
+    request: SubmitRequest, scheduler: SchedulerName
 ) -> Literal["requeue", "submit", "never"]:
     """How the job is queued again when it has stopped early."""
     if request.chain > 1:
         return "never"  # the next job of the chain is in the queue
-    return request.requeue_by or ("requeue" if scheduler == "slurm" else "submit")
+    return request.requeue_by or ("requeue" if scheduler_of(scheduler).requeues else "submit")

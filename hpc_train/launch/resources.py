@@ -1,151 +1,91 @@
-"""What a job asks of the scheduler besides nodes and time: cores, GPUs, memory, mail and the like.
-
-Sources: sbatch(1) and sinfo(1) of Slurm 22.05, qsub(1B) of OpenPBS 23, Torque's manual.
-"""
+"""What a job asks its scheduler for: nodes, ranks, time, GPUs, memory and the like."""
 
 from __future__ import annotations
 
-import math
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hpc_train.errors import UserError
-from hpc_train.host import programs
-from hpc_train.launch import Scheduler
-from hpc_train.launch.request import SubmitRequest
-from hpc_train.launch.sites import NUMBERS, Site, filled
 
-SINFO_SECONDS = 10.0  # seconds to wait for the scheduler's answer
+NUMBERS = ("nodes", "ranks", "ranks_per_node", "threads", "cores", "gpus", "memory_gb")
 
 
 @dataclass(frozen=True)
-class JobSize:
-    """The size of a job.
+class Resources:
+    """What a job asks for. 0 and "" leave a choice to the scheduler.
 
     Args:
         nodes: number of nodes.
         ranks_per_node: ranks on each node.
         threads: cores of each rank.
-        gpus: GPUs of each node; 0 asks for none.
-        memory_gb: memory of each node; 0 leaves it to the scheduler.
+        seconds: time limit; an MPIJob has none.
+        gpus, memory_gb: GPUs and memory of each node.
+        account, queue, qos, constraint, reservation: as the scheduler knows them.
+        exclusive: ask for nodes that no other job uses.
+        mail: address that is told of the job's end.
+        text: what PBS is asked for, in place of the usual nodes and ranks.
+        directives: further directives, as the scheduler spells them.
+        account_option: the option by which PBS is given the account.
+        queue_option, gpu_option: the options by which SLURM is given the queue and the GPUs.
     """
 
     nodes: int
     ranks_per_node: int
-    threads: int
+    threads: int = 1
+    seconds: int = 3600
     gpus: int = 0
     memory_gb: int = 0
+    account: str = ""
+    queue: str = ""
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    exclusive: bool = False
+    mail: str = ""
+    text: str = ""
+    directives: Sequence[str] = ()
+    account_option: str = "-A"
+    queue_option: str = "--partition"
+    gpu_option: str = "--gpus-per-node="
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes * self.ranks_per_node
 
     @property
     def numbers(self) -> dict[str, int]:
         """The numbers that a site's lines may contain, as {nodes} and the like."""
-        ranks = self.nodes * self.ranks_per_node
+        ranks = self.ranks
         values = (self.nodes, ranks, self.ranks_per_node, self.threads, ranks * self.threads)
-        return dict(
-            zip(
-                NUMBERS, (*values, self.nodes * self.gpus, self.nodes * self.memory_gb), strict=True
-            )
-        )
+        whole = (self.nodes * self.gpus, self.nodes * self.memory_gb)
+        return dict(zip(NUMBERS, (*values, *whole), strict=True))
 
 
-@dataclass(frozen=True)
-class NodeCores:
-    """The cores of a node.
-
-    Args:
-        cores: physical cores, of the smallest node of a partition.
-        hardware_threads: hardware threads of each core.
-    """
-
-    cores: int
-    hardware_threads: int
+def filled(words: Sequence[str], numbers: Mapping[str, int | str]) -> list[str]:
+    """Words with the numbers of a job in place of {nodes} and the like."""
+    return [word.format(**numbers) for word in words]
 
 
-def slurm_node(partition: str) -> NodeCores | None:
-    """Ask SLURM for the cores of a partition's nodes.
+def with_numbers(asked: Resources, options: Mapping[str, object]) -> Resources:
+    """Put the job's numbers into the text of its resources.
 
     Args:
-        partition: its name; "" is the default partition.
-
-    Returns:
-        The fewest cores of its nodes; None if SLURM does not answer.
-    """
-    told = programs.output(
-        "sinfo", "-h", "-o", "%P %X %Y %Z", timeout=SINFO_SECONDS, needs_success=True
-    )
-    fewest = math.inf
-    found = None
-    for line in told.splitlines():
-        name, *numbers = line.split()
-        counts = [int(number.rstrip("+")) for number in numbers if re.fullmatch(r"\d+\+?", number)]
-        chosen = name.rstrip("*") == partition if partition else name.endswith("*")
-        if chosen and len(counts) == 3 and counts[0] * counts[1] < fewest:
-            fewest = counts[0] * counts[1]
-            found = NodeCores(counts[0] * counts[1], counts[2])
-    return found
-
-
-def directives(
-    request: SubmitRequest, site: Site, size: JobSize, scheduler: Scheduler
-) -> list[str]:
-    """Directives for GPUs, memory, QOS, constraint, reservation, exclusive nodes and mail.
+        asked: what the job asks for.
+        options: values of --gpus and --memory, by name. They have to have a place in the text.
 
     Raises:
-        UserError: a value cannot be a word of a directive.
+        UserError: it contains an unknown number, or has no place for a number that was given.
     """
-    if scheduler == "slurm":
-        values = {
-            site.gpu_option: size.gpus or "",
-            "--mem=": f"{size.memory_gb}G" if size.memory_gb else "",
-            "--qos=": "" if site.queue_option == "--qos" else request.qos,
-            "--constraint=": request.constraint or site.constraint,
-            "--reservation=": request.reservation,
-            "--mail-user=": request.mail,
-            "--mail-type=": "END,FAIL" if request.mail else "",
-        }
-        lines = [f"{option}{_word(option, value)}" for option, value in values.items() if value]
-        return [*lines, *["--exclusive"] * (request.exclusive or site.exclusive)]
-    # Torque counts memory for the whole job, PBS for each node: see `of_each_node`.
-    counted = scheduler == "torque" and size.memory_gb
-    lines = [f"-l mem={size.nodes * size.memory_gb}gb"] if counted else []
-    if request.exclusive:
-        lines.append("-l place=scatter:excl")
-    if request.mail:
-        lines += ["-m ae", f"-M {_word('--mail', request.mail)}"]
-    return lines
-
-
-def of_each_node(scheduler: Scheduler, size: JobSize) -> str:
-    """GPUs and memory for the usual line of PBS, which lists what each node has to have."""
-    gpus = {"pbs": "ngpus", "torque": "gpus"}.get(scheduler, "")
-    words = f":{gpus}={size.gpus}" if gpus and size.gpus else ""
-    return words + (f":mem={size.memory_gb}gb" if scheduler == "pbs" and size.memory_gb else "")
-
-
-def pbs_resources(request: SubmitRequest, site: Site, size: JobSize) -> str:
-    """The resources that the user or the site gives for PBS, in place of the usual ones; or "".
-
-    Raises:
-        UserError: they contain an unknown number, or have no place for a number that was given.
-    """
-    given = request.resources or site.resources
-    if not given:
-        return ""
+    text = asked.text
     for option, number in (("gpus", "{gpus}"), ("memory", "{memory_gb}")):
-        if getattr(request, option) and number not in given:
+        if options[option] and number not in text:
             raise UserError(
-                f"--{option} is given, but the resources are {given!r}",
+                f"--{option} is given, but the resources are {text!r}",
                 f"give --resources with {number} in it, or leave out --{option}",
             )
     try:
-        return filled([given], size.numbers)[0]
+        return replace(asked, text=filled([text], asked.numbers)[0])
     except (KeyError, IndexError, ValueError):
         known = ", ".join(f"{{{number}}}" for number in NUMBERS)
-        raise UserError(f"--resources is {given!r}", f"it may contain {known}") from None
-
-
-def _word(option: str, value: object) -> str:
-    """Return a value that is a single word. `batch.text` checks the characters of directives."""
-    if len(str(value).split()) != 1:
-        raise UserError(f"{option.rstrip('=')} is {str(value)!r}", "give one word, without spaces")
-    return str(value)
+        raise UserError(f"--resources is {text!r}", f"it may contain {known}") from None

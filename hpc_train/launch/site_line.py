@@ -13,8 +13,9 @@ from pathlib import Path
 
 from hpc_train.errors import SetupError, UserError
 from hpc_train.launch.hosts import compress
-from hpc_train.launch.launchers import KEEPALIVE, FoundLauncher, Job, Line, identify
+from hpc_train.launch.launchers import FoundLauncher, identify
 from hpc_train.launch.left_behind import step_name
+from hpc_train.launch.lines import KEEPALIVE, Job, Line
 from hpc_train.mpi.environment import for_launcher
 
 LINE_NUMBERS = ("nodes", "ranks", "ranks_per_node", "threads", "cores")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -13,13 +12,18 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from hpc_train.config.keys import check_fields, read_mapping
 from hpc_train.errors import UserError
-from hpc_train.launch import Scheduler
-from hpc_train.launch.batch import TEMPLATES
+from hpc_train.launch import TEMPLATES, SchedulerName
+from hpc_train.launch.resources import NUMBERS, filled
 
 SITES = TEMPLATES / "sites"
-OF_PBS = ("resources", "account_option")
-OF_SLURM = ("queue_option", "constraint", "exclusive", "gpu_option")
-NUMBERS = ("nodes", "ranks", "ranks_per_node", "threads", "cores", "gpus", "memory_gb")
+KEYS_OF = {  # keys that only some schedulers can use
+    "resources": ("pbs", "torque"),
+    "account_option": ("pbs", "torque"),
+    "queue_option": ("slurm",),
+    "constraint": ("slurm", "flux"),
+    "exclusive": ("slurm", "pbs", "lsf", "flux"),
+    "gpu_option": ("slurm", "mpijob"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Site:
         queue_option: whether SLURM is given the queue as a partition or as a QOS.
         constraint, exclusive: as SLURM's --constraint and --exclusive.
         gpus_per_node, memory_gb_per_node: GPUs and memory that a job asks for on each node.
-        gpu_option: the option by which SLURM is given the number of GPUs.
+        gpu_option: the option by which SLURM, or the resource by which Kubernetes, is given the
+            number of GPUs.
         resources: resources for PBS, instead of the usual select.
         directives: further directives, without #SBATCH or #PBS.
         launcher: the launcher's line; [] leaves it to `hpc-train launch`.
@@ -48,7 +53,7 @@ class Site:
         environ: variables for the job; --threads overrides OMP_NUM_THREADS.
     """
 
-    scheduler: Scheduler
+    scheduler: SchedulerName
     needs: list[Literal["account", "queue"]] = field(default_factory=list)
     account_option: Literal["-A", "-P"] = "-A"
     ranks_per_node: PositiveInt = 1
@@ -60,7 +65,7 @@ class Site:
     exclusive: bool = False
     gpus_per_node: NonNegativeInt = 0
     memory_gb_per_node: NonNegativeInt = 0
-    gpu_option: Literal["--gpus-per-node=", "--gres=gpu:"] = "--gpus-per-node="
+    gpu_option: Literal["", "--gpus-per-node=", "--gres=gpu:", "nvidia.com/gpu", "amd.com/gpu"] = ""
     resources: str = ""
     directives: list[str] = field(default_factory=list)
     launcher: list[str] = field(default_factory=list)
@@ -96,14 +101,9 @@ def load_site(name: str) -> Site:
     except (ArgumentError, KeyError, IndexError, ValueError) as error:
         told = " ".join(str(error).split())
         raise UserError(f"{path}: {told}", "hpc_train/launch/sites.py describes the keys") from None
-    slurm = site.scheduler == "slurm"
-    for key in OF_PBS if slurm else OF_SLURM:
-        if key in tree:
-            whose = "PBS" if slurm else "SLURM"
-            raise UserError(f"{path}: {key} is a key for {whose} only", "use directives instead")
+    for key, whose in KEYS_OF.items():
+        if key in tree and site.scheduler not in whose:
+            raise UserError(
+                f"{path}: {key} is a key for {', '.join(whose)} only", "use directives instead"
+            )
     return site
-
-
-def filled(words: Sequence[str], numbers: Mapping[str, int | str]) -> list[str]:
-    """Words with the numbers of a job in place of {nodes} and the like."""
-    return [word.format(**numbers) for word in words]

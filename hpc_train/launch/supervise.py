@@ -27,7 +27,8 @@ from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
 from hpc_train.launch.contact import Contact
 from hpc_train.launch.hosts import Host, take_hosts
-from hpc_train.launch.launchers import FoundLauncher, Job
+from hpc_train.launch.launchers import FoundLauncher
+from hpc_train.launch.lines import Job
 from hpc_train.launch.protocol import LAUNCH, PROGRESS, REACHED, RESTARTS, STOP, STOP_SIGNALS
 
 HOST_PROBE_SECONDS = 60.0  # seconds in which hosts must start and end a process

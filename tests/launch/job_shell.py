@@ -9,29 +9,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.launch.batch import BatchJob, text
+from hpc_train.launch.resources import Resources
 
 PLAIN = BatchJob(
     scheduler="slurm",
     name="my",
-    nodes=4,
-    ranks_per_node=2,
-    threads=3,
-    seconds=7200,
+    resources=Resources(4, 2, 3, 7200, account="project1", queue="long"),
     command=["hpc-train", "train", "my.yaml", "--run.steps", "100"],
     run_dir="runs/my",
     launcher=["hpc-train", "launch", "--max_restarts", "3", "--"],
     script="/home/me/runs/my/job.sh",
-    account="project1",
-    queue="long",
     setup=["module load python openmpi"],
 )
-# `show` and `qstat` answer with a file, as a job's state changes. A first word of the file `how`
-# says how they do so: at once, or as a scheduler in trouble does.
+# Questions are answered with a file, as a job's state changes. A word in the file `how` says how
+# commands behave: well, or as those of a scheduler in trouble do.
 COMMAND = """#!/bin/bash
 cd {folder}
-if [ "$1" = show ] && [ "$2" = hostnames ]; then exit; fi
-kind=queue
-[ {name} = qstat ] || [ "$1" = show ] && kind=ask
+case "{name} $*" in
+    "scontrol show hostnames"* | *getattr* | *timeleft*) exit ;;
+    *"job id"*) echo "${{@: -1}}"; exit ;;
+    "scontrol show"* | qstat* | bjobs* | *eventlog*) kind=ask ;;
+    *) kind=queue ;;
+esac
 [ $kind = ask ] || echo "{name} $* queued=$HPC_TRAIN_QUEUED" >> told
 [ $kind = queue ] || echo "{name} $*" >> asked
 case "$kind $(cat how 2>/dev/null)" in
@@ -43,13 +42,27 @@ if [ $kind = ask ]; then cat answer; exit; fi
 if [ {name} = scontrol ]; then mkdir pending; exit; fi
 for last; do :; done
 [ {name} != qsub ] || cp "$last" again.sh
-mkdir new && echo 8
+[ {name} != bsub ] || cat >again.sh
+mkdir new || exit
+case {name} in
+    bsub) echo "Job <8> is submitted to queue <q>." ;;
+    *) echo 8 ;;
+esac
 """
 RUNNING = "JobId=7 JobName=my JobState=RUNNING Reason=None Requeue=1 Restarts=0 PreemptTime=None"
 ANSWER = {
     "slurm": RUNNING,
     "pbs": "Job Id: 7.x\n    Job_Name = my\n    job_state = R\n    substate = 42",
+    "lsf": "RUN",
+    "flux": "[Mar16 08:09] submit userid=1001\n[  +0.1] start",
 }
+NAMES = {
+    "slurm": ("sbatch", "scontrol", "squeue"),
+    "pbs": ("qsub", "qstat"),
+    "lsf": ("bsub", "bjobs"),
+    "flux": ("flux",),
+}
+ARRAYS = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX", "lsf": "LSB_JOBINDEX"}
 # What a training does: it takes the signal, saves, and stops.
 SAVES = (
     "trap 'sleep {seconds}; mkdir -p run/checkpoints; touch run/checkpoints/step-1.safetensors;"
@@ -63,7 +76,7 @@ class Shell:
     def __init__(self, folder: Path, scheduler: str) -> None:
         self.folder, self.scheduler = folder, scheduler
         (folder / "bin").mkdir()
-        self.names = ("sbatch", "scontrol", "squeue") if scheduler == "slurm" else ("qsub", "qstat")
+        self.names = NAMES[scheduler]
         for name in self.names:
             path = folder / "bin" / name
             path.write_text(COMMAND.format(folder=folder, name=name))
@@ -77,6 +90,9 @@ class Shell:
             "SLURM_JOB_NODELIST": "node[1-2]",
             "PBS_JOBID": "7.x",
             "PBS_NODEFILE": f"{folder}/nodes",
+            "LSB_JOBID": "7",
+            "LSB_MCPU_HOSTS": "node1 2 node2 2",
+            "FLUX_ENCLOSING_ID": "7",
         }
 
     def answer(self, text: str) -> None:
@@ -93,11 +109,15 @@ class Shell:
 
     def script(self, start: str, patience: str = "5", **fields) -> Path:
         """The script of a job whose launcher is a line of bash."""
+        asked = PLAIN.resources
+        if "seconds" in fields:
+            asked = replace(asked, seconds=fields.pop("seconds"))
         values = {
             "run_dir": "run",
             "setup": [],
             "command": ["it"],
             "requeue_by": "submit",
+            "resources": asked,
             **fields,
         }
         path = self.folder / "job.sh"

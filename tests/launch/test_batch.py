@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
-from hpc_train.launch import sites
-from hpc_train.launch.batch import TEMPLATES, text
-from tests.launch.job_shell import PLAIN, SAVES, Shell
+from hpc_train.launch import TEMPLATES, sites
+from hpc_train.launch.batch import BatchJob, text
+from hpc_train.launch.resources import Resources
+from hpc_train.launch.schedulers import scheduler_of
+from tests.launch.job_shell import ARRAYS, PLAIN, SAVES, Shell
 from tests.programs import run
 
 SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
@@ -27,7 +29,9 @@ RECORDED = Path(__file__).parent / "scripts"
 BATCHES = {
     "slurm.sh": PLAIN,
     "slurm-array.sh": replace(
-        PLAIN, sweep=[["--optimizer.lr", "1e-3"], ["--optimizer.lr", "1e-4"]], seconds=60
+        PLAIN,
+        sweep=[["--optimizer.lr", "1e-3"], ["--optimizer.lr", "1e-4"]],
+        resources=replace(PLAIN.resources, seconds=60),
     ),
     "slurm-srun.sh": replace(PLAIN, launcher=["srun", "--kill-on-bad-exit=1"], requeue_by="submit"),
     "pbs.sh": replace(PLAIN, scheduler="pbs", requeue_by="submit"),
@@ -38,15 +42,71 @@ BATCHES = {
         sweep=[["--run.seed", "1"], ["--run.seed", "2"]],
     ),
     "torque.sh": replace(PLAIN, scheduler="torque", requeue_by="submit"),
-    "mpijob.yaml": replace(PLAIN, scheduler="mpijob", image="registry.example.org/it:1"),
+    "lsf.sh": replace(PLAIN, scheduler="lsf", requeue_by="submit"),
+    "lsf-array.sh": replace(
+        PLAIN,
+        scheduler="lsf",
+        requeue_by="submit",
+        sweep=[["--run.seed", "1"], ["--run.seed", "2"]],
+    ),
+    "flux.sh": replace(PLAIN, scheduler="flux", requeue_by="submit"),
+    "local.sh": replace(
+        PLAIN, scheduler="local", requeue_by="submit", resources=Resources(1, 2, 1, 60)
+    ),
+    "mpijob.yaml": replace(
+        PLAIN,
+        scheduler="mpijob",
+        image="registry.example.org/it:1",
+        configuration="run: {steps: 5}\n",
+        resources=Resources(4, 2, 3, gpus=2, memory_gb=64, gpu_option="nvidia.com/gpu"),
+    ),
 }
-SCHEDULERS = ["slurm", "pbs"]
+# The scripts in jobscripts/, which are ready to be copied.
+COPIES = {
+    f"{scheduler}.sh": BatchJob(
+        scheduler=scheduler,
+        name="hpc_train",
+        resources=Resources(2, 4, 8, 7200),
+        command=["hpc-train", "train", "my.yaml"],
+        run_dir="runs/my",
+        launcher=[
+            *("hpc-train", "launch", "--max_restarts", "3"),
+            *scheduler_of(scheduler).launch_words(Resources(2, 4, 8)),
+            "--",
+        ],
+        script="job.sh",
+        requeue_by="requeue" if scheduler == "slurm" else "submit",
+        setup=[
+            "module load python openmpi",
+            "# shellcheck source=/dev/null",
+            ". ~/hpc/bin/activate",
+        ],
+        here=True,
+    )
+    for scheduler in ("slurm", "pbs", "lsf", "flux")
+}
+SCHEDULERS = ["slurm", "pbs", "lsf", "flux"]
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_scripts_are_the_recorded_ones(name):
+def of(scheduler, **fields):
+    """The plain job, for another scheduler."""
+    return replace(PLAIN, scheduler=scheduler, **fields)
+
+
+def with_resources(batch, **fields):
+    return replace(batch, resources=replace(batch.resources, **fields))
+
+
+def files():
+    """The path and the batch of each recorded script."""
+    yield from ((RECORDED / name, batch) for name, batch in BATCHES.items())
+    yield from ((TEMPLATES / name, batch) for name, batch in COPIES.items())
+
+
+@pytest.mark.parametrize(("path", "batch"), list(files()), ids=str)
+def test_scripts_are_the_recorded_ones(path, batch):
     """To record them anew after a change: python -m tests.launch.test_batch."""
-    assert text(BATCHES[name]) == (RECORDED / name).read_text()
+    assert text(batch) == path.read_text()
 
 
 @pytest.mark.parametrize("path", [*TEMPLATES.glob("*.sh"), *RECORDED.glob("*.sh")], ids=str)
@@ -80,7 +140,7 @@ ANY_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_si
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_shell_words_arrive_as_they_are(scheduler, words, run_dir, value):
     """Up to the launcher's line the script is run, with a program in its place that tells them."""
-    batch = replace(PLAIN, scheduler=scheduler, command=words, environ={"SOME": value})
+    batch = of(scheduler, command=words, environ={"SOME": value})
     batch = replace(batch, script=run_dir, setup=[], launcher=["printf", "%s\\0"])
     script = text(batch).partition("# The rest need not be changed.")[0]
     script += '"${launcher[@]}" "${command[@]}" "$script" "$SOME"'
@@ -92,14 +152,17 @@ def test_shell_words_arrive_as_they_are(scheduler, words, run_dir, value):
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("field", ["name", "account", "queue", "run_dir"])
 def test_directives_take_plain_words_only(scheduler, field, value):
+    own, sign = {field: value}, scheduler_of(scheduler).sign
     try:
-        script = text(replace(PLAIN, scheduler=scheduler, **{field: value}))
+        batch = of(scheduler)
+        made = replace(batch, **own) if hasattr(batch, field) else with_resources(batch, **own)
+        script = text(made)
     except UserError as error:
         assert "cannot be used" in str(error)
         return
-    directives = [line for line in script.splitlines() if line.startswith(("#SBATCH", "#PBS"))]
-    usual = text(replace(PLAIN, scheduler=scheduler)).splitlines()
-    assert len(directives) == sum(line.startswith(("#SBATCH", "#PBS")) for line in usual)
+    directives = [line for line in script.splitlines() if line.startswith(sign)]
+    usual = text(of(scheduler)).splitlines()
+    assert len(directives) == sum(line.startswith(sign) for line in usual)
     assert any(value in line for line in directives)
     assert not set(value) & set(" \t\n\r;&$`'\"\\<>(){}!#\x0b\x0c\x85\u2028")
 
@@ -107,7 +170,7 @@ def test_directives_take_plain_words_only(scheduler, field, value):
 @pytest.mark.parametrize("directive", ["--wrap=`id`", "-q a\n#PBS -q b", "$(id)", "a;b'", ""])
 def test_strange_directives_are_refused(directive):
     with pytest.raises(UserError, match="cannot be a directive"):
-        text(replace(PLAIN, directives=[directive]))
+        text(with_resources(PLAIN, directives=[directive]))
 
 
 SCHEMA = yaml.safe_load(Path(__file__).with_name("mpijob-schema.yaml").read_text())
@@ -126,7 +189,16 @@ def test_an_mpijob_has_what_was_asked_for():
     assert spec["slotsPerWorker"] * worker["replicas"] == 8
     container = launcher["template"]["spec"]["containers"][0]
     assert container["command"] + container["args"] == [*PLAIN.launcher, *PLAIN.command]
-    assert worker["template"]["spec"]["containers"][0]["image"] == "registry.example.org/it:1"
+    pods = [launcher["template"]["spec"], worker["template"]["spec"]]
+    for pod in pods:
+        assert pod["containers"][0]["image"] == "registry.example.org/it:1"
+        mounts = {
+            mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]
+        }
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert "configMap" in volumes[mounts["/etc/hpc_train/job.yaml"]], "ranks read it"
+    limits = pods[1]["containers"][0]["resources"]["limits"]
+    assert limits == {"cpu": 6, "memory": "64G", "nvidia.com/gpu": 2}
     for wrong in ("My_run", "a b", "-a"):
         with pytest.raises(UserError, match="Kubernetes"):
             text(replace(BATCHES["mpijob.yaml"], name=wrong))
@@ -142,10 +214,16 @@ def test_a_job_is_queued_again_only_if_it_stopped_early(shell, code):
     done = shell.run(f"exit {code}")
     assert done.returncode == (0 if code == 75 else code), done.stderr
     assert len(shell.calls) == (code == 75)
-    if code == 75 and shell.scheduler == "slurm":
-        assert shell.calls == [f"sbatch --parsable --export=ALL {shell.folder}/job.sh queued=1"]
-    elif code == 75:
-        assert shell.calls[0].startswith("qsub -v HPC_TRAIN_QUEUED=1,HPC_TRAIN_TASK=")
+    if code == 75:
+        script = f"{shell.folder}/job.sh"
+        words = {
+            "slurm": f"sbatch --parsable --export=ALL {script} queued=1",
+            "pbs": f"qsub -v HPC_TRAIN_QUEUED=1,HPC_TRAIN_TASK= {script} queued=",
+            "lsf": "bsub  queued=1",
+            "flux": f"flux --parent batch {script} queued=1",
+        }
+        assert shell.calls == [words[shell.scheduler]]
+    if code == 75 and shell.scheduler in ("pbs", "lsf"):
         assert (shell.folder / "again.sh").read_text() == (shell.folder / "job.sh").read_text()
 
 
@@ -248,7 +326,7 @@ def test_slurms_restarts_and_ours_are_added_up(tmp_path):
 
 
 def test_a_file_stop_ends_all_tasks_of_an_array(shell):
-    variable = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}[shell.scheduler]
+    variable = ARRAYS.get(shell.scheduler, "HPC_TRAIN_TASK")
     (shell.folder / "run").mkdir()
     (shell.folder / "run/STOP").touch()
     done = shell.run("echo never", {variable: "0"}, sweep=[["--run.seed", "1"]])
@@ -258,16 +336,21 @@ def test_a_file_stop_ends_all_tasks_of_an_array(shell):
 
 
 def test_tasks_of_an_array_have_directories_of_their_own_and_go_on_alone(shell):
-    variable = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}[shell.scheduler]
-    sweep = [["--run.seed", "1"], ["--run.seed", "2"]]
+    variable = ARRAYS.get(shell.scheduler, "HPC_TRAIN_TASK")
+    first = scheduler_of(shell.scheduler).first_task
+    sweep = [["--run.seed", str(task + 1)] for task in (first, first + 1)]
     (shell.folder / "run/task-1").mkdir(parents=True)  # as the training does
     done = shell.run('echo "$@"; exit 75', {variable: "1"}, sweep=sweep)
     assert "--run.seed 2 --run.dir run/task-1" in done.stdout.splitlines()
     if shell.scheduler == "slurm":
         assert "--array=1" in shell.calls[0]
+    if shell.scheduler not in ("pbs", "lsf"):
         return
-    assert "HPC_TRAIN_TASK=1" in shell.calls[0]
-    assert "#PBS -J" not in (shell.folder / "again.sh").read_text()
+    script = (shell.folder / "again.sh").read_text()
+    assert "#PBS -J" not in script
+    assert "[1-2]" not in script
+    if shell.scheduler == "pbs":
+        assert "HPC_TRAIN_TASK=1" in shell.calls[0]
     again = subprocess.run(
         ["bash", str(shell.folder / "again.sh")],
         env=shell.environ | {"HPC_TRAIN_TASK": "1"},
@@ -282,33 +365,30 @@ def test_tasks_of_an_array_have_directories_of_their_own_and_go_on_alone(shell):
 def test_pbs_tells_the_program_its_deadline(tmp_path):
     begin = int(time.time())
     done = Shell(tmp_path, "pbs").run("echo $HPC_TRAIN_DEADLINE")
-    assert 0 <= int(done.stdout.splitlines()[-1]) - begin - PLAIN.seconds < 30
+    assert 0 <= int(done.stdout.splitlines()[-1]) - begin - PLAIN.resources.seconds < 30
 
 
-def test_the_templates_run_as_they_are(tmp_path):
+@pytest.mark.parametrize("name", ["slurm", "pbs", "lsf", "flux"])
+def test_the_scripts_run_as_they_are(tmp_path, name):
     """A user's copy, with nothing edited but the launcher."""
-    for name in SCHEDULERS:
-        folder = tmp_path / name
-        folder.mkdir()
-        shell = Shell(folder, name)
-        raw = (TEMPLATES / f"{name}.sh").read_text()
-        lines = [line for line in raw.splitlines() if not line.startswith("launcher=")]
-        at = next(i for i, line in enumerate(lines) if line.startswith("requeue_by="))
-        lines.insert(at, f"launcher=({shlex.join(['echo', 'started'])}); module() {{ :; }}")
-        script = "\n".join(lines).replace(". ~/hpc/bin/activate", ":")
-        done = subprocess.run(
-            ["bash", "-c", script],
-            cwd=folder,
-            env=shell.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == "started hpc-train train my.yaml --run.dir runs/my"
+    shell = Shell(tmp_path, name)
+    raw = (TEMPLATES / f"{name}.sh").read_text()
+    lines = [line for line in raw.splitlines() if not line.startswith("launcher=")]
+    at = next(i for i, line in enumerate(lines) if line.startswith("requeue_by="))
+    lines.insert(at, f"launcher=({shlex.join(['echo', 'started'])}); module() {{ :; }}")
+    script = "\n".join(lines).replace(". ~/hpc/bin/activate", ":")
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=shell.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "started hpc-train train my.yaml"
 
 
 if __name__ == "__main__":
-    RECORDED.mkdir(exist_ok=True)
-    for name, batch in BATCHES.items():
-        (RECORDED / name).write_text(text(batch))
+    for path, batch in files():
+        path.write_text(text(batch))

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from hpc_train.errors import SetupError
-from hpc_train.launch import launchers
+from hpc_train.errors import SetupError, UserError
+from hpc_train.launch import launchers, lines
 from hpc_train.launch.hosts import Host
-from hpc_train.launch.launchers import Job
+from hpc_train.launch.lines import Job
 
 # What the programs print for --version, and what each of them is.
 VERSIONS = {
@@ -41,12 +41,14 @@ def programs(tmp_path, monkeypatch):
 def line(kind, **fields):
     job = Job(["train"], **{"ranks": 8, "hosts": TWO, "cores": 8, "threads": 2, **fields})
     return {
-        "open_mpi": lambda: launchers.open_mpi("mpirun", job),
-        "hydra": lambda: launchers.hydra("mpiexec", job),
-        "intel_mpi": lambda: launchers.intel_mpi("mpiexec", job),
-        "pals": lambda: launchers.pals("mpiexec", job),
-        "srun": lambda: launchers.srun("srun", "pmix", job),
-        "horovodrun": lambda: launchers.horovodrun("horovodrun", job),
+        "open_mpi": lambda: lines.open_mpi("mpirun", job),
+        "hydra": lambda: lines.hydra("mpiexec", job),
+        "intel_mpi": lambda: lines.intel_mpi("mpiexec", job),
+        "pals": lambda: lines.pals("mpiexec", job),
+        "srun": lambda: lines.srun("srun", "pmix", job),
+        "flux": lambda: lines.flux_run(["-o", "pmi=pmix"], job),
+        "jsrun": lambda: lines.jsrun(job),
+        "horovodrun": lambda: lines.horovodrun("horovodrun", job),
     }[kind]()
 
 
@@ -60,6 +62,11 @@ def test_ranks_are_bound_to_as_many_cores_as_they_have_threads():
     assert " --nodes=2 '--nodelist=n[1-2]' " in text
     assert "--ntasks-per-node=4 --cpus-per-task=2 --cpu-bind=cores train" in text
     assert str(line("horovodrun")).endswith("horovodrun -np 8 -H n1:4,n2:4 train")
+    text = str(line("flux"))
+    assert text.startswith("flux run --tasks-per-node=4 --nodes=2 -o pmi=pmix --requires=host:n1,")
+    assert text.endswith("--exclusive -o cpu-affinity=per-task train")
+    resources = "-n 2 -r 1 -a 4 -c ALL_CPUS -g ALL_GPUS"
+    assert str(line("jsrun")) == f"jsrun {resources} -b packed:2 -d packed train"
 
 
 @pytest.mark.parametrize("fields", [{"cores": 2}, {"hosts": [Host("n1", 5), Host("n2", 3)]}])
@@ -68,6 +75,13 @@ def test_ranks_are_not_bound_where_cores_are_too_few_or_hosts_uneven(fields):
     assert "-bind-to none" in str(line("hydra", **fields))
     assert "--cpu-bind none" in str(line("pals", **fields))
     assert "--cpu-bind=none" in str(line("srun", **fields))
+    if "cores" in fields:
+        assert "cpu-affinity=off" in str(line("flux", **fields))
+        assert "-b none" in str(line("jsrun", **fields))
+    else:
+        assert "--ntasks=8 --nodes=2" in str(line("flux", **fields))
+        with pytest.raises(UserError, match="unequal numbers of ranks"):
+            line("jsrun", **fields)
 
 
 def test_ranks_on_other_hosts_get_the_variables(monkeypatch):
@@ -105,6 +119,35 @@ def test_srun_is_taken_in_a_job_where_it_can_start_this_mpi(programs, mpi, plugi
     programs(mpirun=VERSIONS[mpi], srun=plugins)
     found = launchers.find_launcher(None, "slurm")
     assert taken in str(found.make(Job(["train"], 2)))
+
+
+@pytest.mark.parametrize(
+    ("mpi", "components", "taken"),
+    [
+        ("open_mpi", "mca:pmix:flux:version", []),
+        ("open_mpi", "mca:pmix:isolated:version", ["-o", "pmi=pmix"]),
+        ("open_mpi 5", "", ["-o", "pmi=pmix"]),
+        ("hydra", "", []),
+    ],
+)
+def test_flux_is_told_how_ranks_of_this_mpi_find_each_other(programs, mpi, components, taken):
+    programs(flux="commands: 0.88.0", ompi_info=components, mpirun=VERSIONS[mpi])
+    found = launchers.find_launcher(None, "flux")
+    words = found.make(Job(["train"], 2, cores=2)).words
+    assert words[:4] == ["flux", "run", "--tasks-per-node=2", "--nodes=1"]
+    assert words[4:] == [*taken, "--exclusive", "-o", "cpu-affinity=per-task", "train"]
+
+
+def test_jsrun_is_taken_in_an_lsf_job_that_has_it(programs):
+    programs(mpirun=VERSIONS["open_mpi"])
+    assert launchers.find_launcher(None, "lsf").kind == "open_mpi"
+    with pytest.raises(SetupError, match="jsrun is not here"):
+        launchers.find_launcher("jsrun", "lsf")
+    programs(mpirun=VERSIONS["open_mpi"], jsrun="")
+    found = launchers.find_launcher(None, "lsf")
+    assert found.kind == "jsrun"
+    assert "cannot leave one out" in found.note
+    assert launchers.find_launcher(None, "slurm").kind == "open_mpi"
 
 
 @pytest.mark.parametrize("kind", ["open_mpi 5", "hydra"])

@@ -14,12 +14,17 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launch.batch import find_commands
-from tests.launch.job_shell import ANSWER, RUNNING, SAVES, Shell
+from tests.launch.job_shell import ANSWER, ARRAYS, RUNNING, SAVES, Shell
 
-SCHEDULERS = ["slurm", "pbs"]
+SCHEDULERS = ["slurm", "pbs", "lsf", "flux"]
 SAVES_SOON = SAVES.format(seconds=0.1)
 COMPLETING = RUNNING.replace("RUNNING", "COMPLETING")
-CANCELLED = {"slurm": COMPLETING, "pbs": ANSWER["pbs"]}  # PBS keeps state R until the job has ended
+CANCELLED = {
+    "slurm": COMPLETING,
+    "pbs": ANSWER["pbs"],  # PBS and LSF keep the state until the job has ended
+    "lsf": ANSWER["lsf"],
+    "flux": ANSWER["flux"] + '\n[  +9.2] exception type="cancel" severity=0 userid=1001',
+}
 TIME_LIMIT = COMPLETING.replace("Reason=None", "Reason=TimeLimit")
 REQUEUED = COMPLETING.replace("Restarts=0", "Restarts=1")
 PREEMPTED = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-24T02:42:40")
@@ -60,7 +65,7 @@ def test_a_cancelled_job_saves_and_does_not_come_back(shell):
     assert not shell.calls
     record = shell.records[-1]
     assert record["next"] == ""
-    assert "deleted" in record["why"] or "cancelled" in record["why"]
+    assert any(word in record["why"] for word in ("deleted", "cancelled", "bkill"))
     assert record["continue"] in text, "the log tells how to continue"
 
 
@@ -70,7 +75,10 @@ def test_the_command_that_continues_does(shell):
     end(process)
     subprocess.run(["bash", "-c", shell.records[-1]["continue"]], env=shell.environ, check=True)
     assert len(shell.calls) == 1
-    assert str(shell.folder / "job.sh") in shell.calls[0]
+    if shell.scheduler == "lsf":
+        assert (shell.folder / "again.sh").read_text() == (shell.folder / "job.sh").read_text()
+    else:
+        assert str(shell.folder / "job.sh") in shell.calls[0]
 
 
 @pytest.mark.parametrize("mode", ["requeue", "submit"])
@@ -106,6 +114,28 @@ def test_sigterm_at_slurms_time_limit_queues_again(slurm, mode):
     assert slurm.records[-1]["next"] == {"requeue": "7", "submit": "8"}[mode]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_the_run_limit_of_lsf_queues_again(tmp_path, number):
+    shell = Shell(tmp_path, "lsf")
+    process = shell.start(SAVES_SOON, seconds=1)
+    time.sleep(1 if number == signal.SIGTERM else 0)
+    end(process, number)
+    assert process.returncode == 0
+    assert shell.calls == ["bsub  queued=1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGHUP])
+def test_the_time_limit_of_flux_queues_again(tmp_path, number):
+    """Before version 0.73 only SIGHUP reaches a script."""
+    shell = Shell(tmp_path, "flux")
+    process = shell.start(SAVES_SOON)
+    limit = '[  +9.2] exception type="timeout" severity=0 note="resource allocation expired"'
+    shell.answer(f"{ANSWER['flux']}\n{limit}")
+    end(process, number)
+    assert process.returncode == 0
+    assert len(shell.calls) == 1
+
+
 def test_sigterm_at_the_walltime_queues_again(pbs):
     process = pbs.start(SAVES_SOON, seconds=1)
     time.sleep(1)
@@ -132,7 +162,9 @@ def test_sigterm_from_elsewhere_does_not_queue_again(slurm):
 
 @pytest.mark.parametrize("how", ["absent", "failing", "hanging", "late"])
 def test_without_an_answer_a_job_that_got_sigterm_does_not_come_back(shell, how):
-    fields = {"seconds": 1} if shell.scheduler == "pbs" else {"requeue_by": "requeue"}
+    fields = {"requeue_by": "requeue"} if shell.scheduler == "slurm" else {}
+    if shell.scheduler in ("pbs", "lsf"):
+        fields = {"seconds": 1}
     process = shell.start(SAVES_SOON, patience="1", **fields)
     if shell.scheduler == "slurm":
         shell.answer(TIME_LIMIT)  # told too late
@@ -167,11 +199,16 @@ def test_usr1_queues_again_whether_or_not_the_scheduler_says_why(shell, how):
     text = end(process, signal.SIGUSR1)
     assert len(shell.calls) == 1, "one attempt"
     assert shell.calls[0].startswith(
-        {"slurm": "scontrol requeue 7", "pbs": "qsub"}[shell.scheduler]
+        {
+            "slurm": "scontrol requeue 7",
+            "pbs": "qsub",
+            "lsf": "bsub",
+            "flux": "flux --parent batch",
+        }[shell.scheduler]
     )
     if how in ("well", "late"):
         assert process.returncode == 0
-        assert shell.records[-1]["next"] == {"slurm": "7", "pbs": "8"}[shell.scheduler]
+        assert shell.records[-1]["next"] == ("7" if shell.scheduler == "slurm" else "8")
     else:
         assert process.returncode == 75
         assert "failed: it is not queued again" in text
@@ -203,7 +240,7 @@ def test_a_task_of_an_array_requeues_itself_alone(slurm):
 
 
 def test_a_task_that_is_signalled_before_it_has_a_folder_goes_on(shell):
-    variable = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}[shell.scheduler]
+    variable = ARRAYS.get(shell.scheduler, "HPC_TRAIN_TASK")
     sweep = [["--run.seed", "1"], ["--run.seed", "2"]]
     done = shell.run("echo never", {variable: "1"}, sweep=sweep, setup=["kill -USR1 $$"])
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import pytest
 from hpc_train.errors import SetupError, UserError
 from hpc_train.launch import site_line
 from hpc_train.launch.hosts import Host
-from hpc_train.launch.launchers import Job
+from hpc_train.launch.lines import Job
 
 HOSTS = [Host("n1", 8), Host("n2", 8), Host("n4", 8)]
 SAYS = {

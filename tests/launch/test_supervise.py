@@ -14,7 +14,8 @@ from hpc_train.launch import supervise
 from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.command import shrinking
 from hpc_train.launch.hosts import Host
-from hpc_train.launch.launchers import FoundLauncher, Job, Line
+from hpc_train.launch.launchers import FoundLauncher
+from hpc_train.launch.lines import Job, Line
 from hpc_train.launch.protocol import JobProgress
 from hpc_train.launch.supervise import Supervisor, cause_of
 

@@ -12,16 +12,26 @@
 #SBATCH --partition=long
 # A SLURM job that trains until it is done: it stops with a checkpoint before its time is over, and
 # queues itself again. Copy and edit it, or have `hpc-train submit --scheduler slurm` write it.
+# With srun or mpirun as the launcher, leave out --no-kill and set no_kill to nothing.
+
+# Change these.
+# The run directory of the configuration. A file STOP in it ends the job for good.
 run_dir=runs/my
 all=$run_dir
+# What runs on each rank, and the launcher's words before it.
 command=(hpc-train train my.yaml --run.steps 100)
 launcher=(srun --kill-on-bad-exit=1)
+# How the job is queued again when it has stopped early: requeue, submit or never.
 requeue_by=submit
+# The maximum number of requeues.
 max_requeues=50
+# This file.
 script=/home/me/runs/my/job.sh
+# The scheduler's commands; a job's PATH may lack them.
 sbatch='sbatch'
 scontrol='scontrol'
 squeue='squeue'
+# Whether the directive --no-kill is given: yes, or nothing.
 no_kill=
 setup() {
     module load python openmpi || return
@@ -40,16 +50,18 @@ fi
 # USR1 comes before the time limit. SIGTERM comes when the job is cancelled, preempted or requeued, and
 # at the time limit. Only SLURM knows which: it is asked once the ranks have saved.
 signalled=
-terminated=
+terminated= # when a signal came that may end the job for good, in seconds since 1970
 child=
 pass_on() { # SIGNAL
-    [ "$1" = USR1 ] || terminated=1
+    case $1 in USR1) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
     signalled=1
     waiting=1
     [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
 }
-trap 'pass_on USR1' USR1
-trap 'pass_on TERM' TERM
+for name in USR1 TERM; do
+    # shellcheck disable=SC2064
+    trap "pass_on $name" "$name"
+done
 mkdir -p "$run_dir"
 if ! setup; then
     echo "the setup failed: nothing is started"
@@ -57,7 +69,7 @@ if ! setup; then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
-count=$((${HPC_TRAIN_QUEUED:-0} + ${SLURM_RESTART_COUNT:-0}))
+count=$((${HPC_TRAIN_QUEUED:-0} + ${SLURM_RESTART_COUNT:-0})) # how often the job was queued again
 stopped() {
     for stop in "$run_dir/STOP" "$all/STOP"; do
         [ ! -e "$stop" ] || return 0
@@ -125,8 +137,12 @@ if [ "$(newest)" = "$before" ]; then
     [ "$count" -eq 0 ] || stalled=$(tail -qn 1 "$run_dir/jobs.jsonl" 2>/dev/null | sed -n 's/.*"stalled": \([0-9]*\),.*/\1/p')
     stalled=$((stalled + 1))
 fi
+line= # the command that continues
+spell() { # COMMAND
+    line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
+}
 again_by=("$sbatch" --export=ALL ${task:+--array="$task"} "$script")
-line="cd $(printf %q "$PWD") &&$(printf ' %q' "${again_by[@]}")"
+spell "${again_by[@]}"
 next=
 why=
 resume_by=
@@ -169,7 +185,8 @@ elif [ "$state" = RUNNING ] && [ "${preempted:-None}" != None ]; then
     sleep infinity &
     wait $!
     end
-elif [ "$code" -ne 75 ]; then
+fi
+if [ "$code" -ne 75 ]; then
     why="exit code $code"
 elif stopped; then
     why="$stop is there"

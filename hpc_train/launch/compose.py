@@ -1,0 +1,263 @@
+"""Make the batch job of a request: it is completed by the site's profile and by defaults."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc_train.config import file as config_file
+from hpc_train.config.durations import TIME_FORMS, parse_duration
+from hpc_train.config.keys import check_key
+from hpc_train.errors import UserError
+from hpc_train.launch import SchedulerName, resources, sites
+from hpc_train.launch.batch import BatchJob, find_commands
+from hpc_train.launch.launchers import mpirun_of_batch, srun_plugin
+from hpc_train.launch.request import SubmitRequest, check_request, requeue_by
+from hpc_train.launch.resources import Resources
+from hpc_train.launch.schedulers import scheduler_here, scheduler_of
+from hpc_train.launch.schedulers.kubernetes import CONFIG, on_volume
+from hpc_train.launch.sites import Site
+
+COPY = "job.yaml"  # in the run directory: the configuration as it was submitted
+HOUR = 3600
+LATER = {*config_file.PATH_KEYS} - {"run.dir"}  # the job may set variables for them
+RESTARTS, REQUEUES = 3, 50
+
+
+def make(request: SubmitRequest) -> BatchJob:
+    """Make the batch job of a request.
+
+    Raises:
+        UserError: its configuration is wrong, or the options do not fit together.
+    """
+    run_dir = _run_dir(request)
+    profile = sites.load_site(request.site) if request.site else None
+    scheduler = request.scheduler or (profile.scheduler if profile else scheduler_here())
+    site = profile or Site(scheduler)
+    if request.site in sites.names():
+        _say(f"the profile {request.site} was never run at that site: check what --dry_run prints")
+    check_request(request, site, scheduler)
+    sweep = _sweep(request.sweep)
+    if len(sweep) == 1 and scheduler in ("pbs", "torque"):
+        raise UserError(
+            "--sweep has a single task, and PBS makes no array of one", "give more values"
+        )
+    for words in sweep:
+        config_file.load(request.config, [*request.options, *words], LATER)
+    asked = _resources(request, site, scheduler)
+    environ = dict(site.environ)
+    if request.threads:
+        environ["OMP_NUM_THREADS"] = str(request.threads)
+    in_pods = scheduler == "mpijob"
+    program = ["hpc-train"] if in_pods else [sys.executable, "-m", "hpc_train"]
+    script = Path(run_dir, "mpijob.yaml" if in_pods else "job.sh")
+    command = list(request.command)
+    if not command:
+        command = [*program, "train", _config(request, run_dir, scheduler), *request.options]
+    if in_pods and request.config:
+        command += ["--run.dir", on_volume(run_dir)]
+    return BatchJob(
+        scheduler=scheduler,
+        name=request.name or Path(run_dir).name,
+        resources=asked,
+        command=command,
+        run_dir=run_dir,
+        launcher=_launcher(request, site, scheduler, program, asked),
+        script=str(script.absolute()),
+        requeue_by=requeue_by(request, scheduler),
+        max_requeues=REQUEUES if request.max_requeues is None else request.max_requeues,
+        environ=environ,
+        setup=[*site.setup, *(request.setup or _activation(os.environ, loaded=not site.setup))],
+        sweep=sweep,
+        image=request.image,
+        configuration=Path(request.config).read_text() if in_pods and request.config else "",
+        commands=find_commands(scheduler),
+    )
+
+
+def _run_dir(request: SubmitRequest) -> str:
+    """The run directory that the configuration or --run.dir names.
+
+    Raises:
+        UserError: the configuration is wrong, or does not go with a command.
+    """
+    if bool(request.config) == bool(request.command):
+        raise UserError(
+            "give CONFIG.yaml, or a command after --, and not both",
+            "hpc-train submit my.yaml, or hpc-train submit --run.dir runs/my -- python my_loop.py",
+        )
+    if request.command:
+        if request.command[0] == "train":
+            raise UserError("train is submitted by its configuration", "hpc-train submit my.yaml")
+        keys = [word.partition("=")[0] for word in request.options if word.startswith("--")]
+        if set(keys) != {"--run.dir"} or request.sweep:
+            raise UserError(
+                "a command takes --run.dir, and no other key of a configuration",
+                "give --run.dir DIR, the folder of the job's script and output: the one that your "
+                "program passes to Loop or Trainer",
+            )
+    return config_file.load(request.config, request.options, LATER).run.dir
+
+
+def _config(request: SubmitRequest, run_dir: str, scheduler: SchedulerName) -> str:
+    """The path of the configuration that the job reads."""
+    if scheduler == "mpijob":
+        return CONFIG
+    # A dry run writes no copy.
+    return (request.config or "") if request.dry_run else str(Path(run_dir, COPY))
+
+
+def _resources(request: SubmitRequest, site: Site, scheduler: SchedulerName) -> Resources:
+    queue = request.queue or (request.qos if site.queue_option == "--qos" else "") or site.queue
+    ranks_per_node = request.ranks_per_node or site.ranks_per_node
+    threads, whole = _threads(request, site, scheduler, ranks_per_node, queue)
+    placed = [
+        line
+        for line in site.directives
+        if not (request.exclusive and line.startswith("-l place="))  # PBS takes one place only
+    ]
+    asked = Resources(
+        nodes=request.nodes,
+        ranks_per_node=ranks_per_node,
+        threads=threads,
+        seconds=_time_limit(request.time),
+        gpus=request.gpus or site.gpus_per_node,
+        memory_gb=request.memory or site.memory_gb_per_node,
+        account=request.account or "",
+        queue=queue,
+        qos="" if site.queue_option == "--qos" else request.qos,
+        constraint=request.constraint or site.constraint,
+        reservation=request.reservation,
+        exclusive=request.exclusive or site.exclusive,
+        mail=request.mail,
+        text=request.resources or site.resources,
+        directives=[*whole, *placed, *request.directive],
+        account_option=site.account_option,
+        queue_option=site.queue_option,
+        gpu_option=site.gpu_option or scheduler_of(scheduler).gpu_option,
+    )
+    if not asked.text:
+        return asked
+    return resources.with_numbers(asked, {"gpus": request.gpus, "memory": request.memory})
+
+
+def _threads(
+    request: SubmitRequest, site: Site, scheduler: SchedulerName, ranks_per_node: int, queue: str
+) -> tuple[int, list[str]]:
+    """Cores of each rank, and the directives by which SLURM counts cores and no hardware threads.
+
+    By default the ranks of a node share all its cores. Only SLURM says how many these are.
+    """
+    # Sites count in their own way. SLURM takes --hint or this directive, not both.
+    said = any(word.startswith(("--hint", "--threads-per-core")) for word in request.directive)
+    by_core = [] if scheduler != "slurm" or said else ["--threads-per-core=1"]
+    if given := request.threads or site.threads:
+        return given, [] if request.site else by_core
+    node = scheduler_of(scheduler).node_cores(queue if site.queue_option == "--partition" else "")
+    threads = node.cores // ranks_per_node if node else 0
+    if node and threads:
+        _say(f"each rank has {threads} of a node's {node.cores} cores: --threads changes it")
+        return threads, by_core if node.hardware_threads > 1 else []
+    if scheduler != "mpijob":
+        _say("each rank has 1 core: --threads N gives it more")
+    return 1, [] if request.site else by_core
+
+
+def _say(text: str) -> None:
+    print(f"hpc-train submit: {text}", file=sys.stderr, flush=True)
+
+
+def _time_limit(text: str | None) -> int:
+    """Seconds of --time.
+
+    Raises:
+        UserError: it is not a time span, or has no unit: 30 is minutes to SLURM, seconds to PBS.
+    """
+    if text is None:
+        return HOUR
+    seconds = None if text.isdecimal() else parse_duration(text)
+    if not seconds:
+        raise UserError(f"--time is {text!r}", f"give {TIME_FORMS}, such as 02:00:00")
+    return seconds
+
+
+def _launcher(
+    request: SubmitRequest,
+    site: Site,
+    scheduler: SchedulerName,
+    program: Sequence[str],
+    asked: Resources,
+) -> list[str]:
+    """The launcher's line in front of the command."""
+    numbers = asked.numbers
+    if request.launcher == "srun":
+        plugin = srun_plugin()
+        return ["srun", *([f"--mpi={plugin}"] if plugin else []), "--kill-on-bad-exit=1"]
+    if request.launcher == "mpirun":
+        if scheduler == "mpijob":  # the image's mpirun is another one
+            return ["mpirun", "-np", str(asked.ranks)]
+        return mpirun_of_batch(asked.ranks, per_node=asked.ranks_per_node, threads=asked.threads)
+    if site.launcher and not request.launcher:
+        return resources.filled(site.launcher, numbers)
+    words = [*program, "launch"]
+    if request.launcher == "launch" and site.launcher:
+        kept = dict[str, int | str](numbers) | {"nodes": "{nodes}", "ranks": "{ranks}"}
+        line = shlex.join(resources.filled(site.launcher, kept))  # restarts may have fewer nodes
+        words += ["--line", line, "--ranks_per_node", str(asked.ranks_per_node)]
+    else:
+        words += scheduler_of(scheduler).launch_words(asked)
+    if request.launcher == "horovodrun":
+        words += ["--launcher", "horovodrun"]
+    restarts = RESTARTS if request.max_restarts is None else request.max_restarts
+    return [*words, "--max_restarts", str(restarts), "--"]
+
+
+def _activation(environ: Mapping[str, str], *, loaded: bool) -> list[str]:
+    """Shell lines that give a job the modules and the Python environment of this shell.
+
+    Args:
+        environ: the variables of this shell.
+        loaded: load its modules; a site's profile loads its own.
+    """
+    lines = []
+    if loaded and environ.get("LOADEDMODULES"):
+        lines.append(f"export MODULEPATH={shlex.quote(environ.get('MODULEPATH', ''))}")
+        modules = map(shlex.quote, environ["LOADEDMODULES"].split(":"))
+        lines.append(f"module load {' '.join(modules)}")
+    conda = environ.get("CONDA_PREFIX", "")
+    if conda and Path(conda) == Path(sys.prefix):
+        hook = Path(environ.get("CONDA_EXE", "")).parents[1] / "etc/profile.d/conda.sh"
+        if hook.exists():
+            lines += ["# shellcheck source=/dev/null", f". {shlex.quote(str(hook))}"]
+            return [*lines, f"conda activate {shlex.quote(conda)}"]
+        return [*lines, f"export PATH={shlex.quote(conda)}/bin:$PATH"]
+    if sys.prefix == sys.base_prefix:
+        return lines
+    activate = shlex.quote(str(Path(sys.prefix, "bin", "activate")))
+    return [*lines, "# shellcheck source=/dev/null", f". {activate}"]
+
+
+def _sweep(axes: Sequence[str]) -> list[list[str]]:
+    """The options of each task, one task for each combination of section.key=V1,V2.
+
+    Raises:
+        UserError: an axis has another form, or its key is unknown.
+    """
+    if not axes:
+        return []
+    choices = []
+    for axis in axes:
+        key, _, values = axis.partition("=")
+        if not all(values.split(",")):
+            raise UserError(f"--sweep has {axis!r}", "write section.key=VALUE,VALUE")
+        if key == "run.dir":
+            raise UserError("--sweep has run.dir", "each task has a directory of its own")
+        if [other.partition("=")[0] for other in axes].count(key) > 1:
+            raise UserError(f"--sweep has {key} twice", f"write {key}=VALUE,VALUE once")
+        check_key(key, config_file.KEYS)
+        choices.append([(f"--{key}", value) for value in values.split(",")])
+    return [list(itertools.chain(*combination)) for combination in itertools.product(*choices)]

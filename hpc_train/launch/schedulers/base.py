@@ -1,0 +1,272 @@
+"""What all schedulers share: the words that a job asks with, and questions about queued jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.launch import SchedulerName
+from hpc_train.launch.protocol import QUEUED
+
+if TYPE_CHECKING:
+    from hpc_train.launch.batch import BatchJob
+    from hpc_train.launch.resources import Resources
+
+ANSWER_SECONDS = 30.0  # seconds to wait for the scheduler's answer
+LEAVE = "leave it out"
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job that waits in the queue or runs.
+
+    Args:
+        id: the scheduler's id.
+        state: such as PENDING or RUNNING.
+        why: why it waits, as the scheduler says it.
+        elapsed: how long it has run; "" if that is not known.
+        hosts: where it runs.
+    """
+
+    id: str
+    state: str
+    why: str = ""
+    elapsed: str = ""
+    hosts: str = ""
+
+
+@dataclass(frozen=True)
+class NodeCores:
+    """The cores of a node.
+
+    Args:
+        cores: physical cores, of the smallest node of a partition.
+        hardware_threads: hardware threads of each core.
+    """
+
+    cores: int
+    hardware_threads: int
+
+
+class Scheduler:
+    """How a scheduler is asked for a job, and later about it. There is a subclass for each.
+
+    Attributes:
+        name: as --scheduler has it.
+        template: the script's template in jobscripts/templates.
+        sign: begins a directive.
+        commands: the scheduler's commands that the script calls.
+        early, late: signals that reach the script. After an early one the job is queued again. A
+            late one may mean that somebody has cancelled the job.
+        submits, deletes: the words that queue a script, and that end jobs.
+        chains: whether several jobs can be queued at once, each waiting for the one before it.
+        requeues: whether it can queue the same job again.
+        arrays: the variable that has a task's number; "" if there are no arrays. Then each task is
+            a job of its own, with the number in HPC_TRAIN_TASK.
+        first_task: number of the first task.
+        slots_are_cores: whether a host's slots are its cores, and not the ranks.
+        tells_hosts: whether a job can find out its hosts; else it has this machine alone.
+        gpu_option: the option by which it is given the number of GPUs, unless a site has another.
+        refused: options of `submit` that it cannot use, with what to do instead. They are refused,
+            because ignoring them would mislead.
+    """
+
+    name: SchedulerName
+    template: ClassVar[str]
+    sign: ClassVar[str] = ""
+    commands: ClassVar[Sequence[str]] = ()
+    early: ClassVar[Sequence[str]] = ("USR1",)
+    late: ClassVar[Sequence[str]] = ("TERM",)
+    submits: ClassVar[Sequence[str]]
+    deletes: ClassVar[Sequence[str]] = ()
+    chains: ClassVar[bool] = False
+    requeues: ClassVar[bool] = False
+    arrays: ClassVar[str] = ""
+    first_task: ClassVar[int] = 0
+    slots_are_cores: ClassVar[bool] = False
+    tells_hosts: ClassVar[bool] = True
+    gpu_option: ClassVar[str] = ""
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    def directives(self, batch: BatchJob) -> list[str]:
+        """What the job asks for, without the sign.
+
+        Raises:
+            UserError: a value has characters that a directive cannot have.
+        """
+        raise NotImplementedError
+
+    def settings(self, batch: BatchJob) -> list[str]:
+        """Lines of shell that set what this scheduler's template has besides the others."""
+        return [f"walltime={batch.resources.seconds}"]
+
+    def line(self, directive: str) -> str:
+        """A directive as a line of the script."""
+        return f"{self.sign} {directive}"
+
+    def launch_words(self, asked: Resources) -> list[str]:
+        """What `hpc-train launch` has to be told of the ranks, because the scheduler does not."""
+        return [] if self.tells_hosts else ["-np", str(asked.ranks)]
+
+    def text(self, batch: BatchJob) -> str:
+        """The script of a job.
+
+        Raises:
+            UserError: a value has characters that a directive cannot have.
+        """
+        from hpc_train.launch import templates  # here, because questions need no template library
+
+        own = [self.line(directive) for directive in self.directives(batch)]
+        further = [self.line(checked(text)) for text in batch.resources.directives]
+        return templates.script(self, [*own, *further], batch)
+
+    def queue(self, batch: BatchJob, after: str = "") -> list[str]:
+        """Queue the script of a job; returns the ids of the queued jobs.
+
+        Args:
+            batch: the job. Its script is written.
+            after: the id of a job. The queued one starts if that one ends without finishing.
+
+        Raises:
+            HpcTrainError: the scheduler refuses it.
+        """
+        words = [*self.submits, *(self.chained(after) if after else ()), batch.script]
+        return [self.id_of(submitted(words))]
+
+    def chained(self, after: str) -> list[str]:
+        """The words for a job that waits for another one."""
+        raise NotImplementedError
+
+    def id_of(self, answer: str) -> str:
+        """The id of the job that was queued, from what the scheduler has answered."""
+        return answer.strip().partition(";")[0]
+
+    def queued(self, ids: Sequence[str]) -> list[QueuedJob]:
+        """The jobs of these that wait in the queue or run.
+
+        Raises:
+            HpcTrainError: the scheduler does not say.
+        """
+        raise NotImplementedError
+
+    def delete(self, ids: Sequence[str]) -> None:
+        """Remove jobs from the queue, and end those that run.
+
+        Raises:
+            HpcTrainError: the scheduler does not do it.
+        """
+        words = [*self.deletes, *ids]
+        done = ask(words)
+        if done.returncode:
+            raise HpcTrainError(f"{shlex.join(words)}: {said(done)}", "try again")
+
+    def node_cores(self, queue: str) -> NodeCores | None:
+        """The fewest cores of a queue's nodes; None if the scheduler does not say."""
+        return None
+
+
+def checked(line: str) -> str:
+    """Return a directive whose characters mean nothing to a shell or a scheduler; refuse others.
+
+    % stands for numbers in names of output files, @ for a time, [ ] in arrays and node lists.
+    """
+    if not re.fullmatch(r"[\w .,:;=@%+/~^&|*\[\]()-]+", line, re.ASCII):
+        raise UserError(
+            f"{line!r} cannot be a directive of a batch script",
+            "use letters, digits and . , : = @ % + / - _ only",
+        )
+    return line
+
+
+def word(what: str, value: str) -> str:
+    """Return a value of a directive if it is a single word; refuse others."""
+    if not re.fullmatch(r"[\w.,:=@%+/~^|*\[\]-]+", value, re.ASCII):
+        raise UserError(
+            f"{what} {value!r} cannot be used in a batch script",
+            "use letters, digits and . , : = @ % + / - _ only, without spaces",
+        )
+    return value
+
+
+def expression(what: str, value: str) -> str:
+    """Return a value that is a single word, and may have & and brackets, such as a100&nvme."""
+    if len(value.split()) != 1:
+        raise UserError(f"{what} is {value!r}", "give one word, without spaces")
+    return checked(value)
+
+
+def given(words: Mapping[str, str]) -> list[str]:
+    """The directives of those options that have a value: {"-q ": "long", "-P ": ""} is -q long."""
+    return [f"{option}{value}" for option, value in words.items() if value]
+
+
+def ranks_of_each_host(asked: Resources) -> list[str]:
+    """The words by which `hpc-train launch` is told the ranks of each host."""
+    return ["--ranks_per_node", str(asked.ranks_per_node)]
+
+
+def submitted(
+    words: Sequence[str], stdin: Path | None = None, environ: Mapping[str, str] | None = None
+) -> str:
+    """Run the command that queues a job; returns its answer.
+
+    Args:
+        words: the command.
+        stdin: a file that it reads.
+        environ: variables for it.
+
+    Raises:
+        HpcTrainError: it fails.
+    """
+    done = subprocess.run(
+        words,
+        input=stdin.read_text() if stdin else None,
+        stdin=None if stdin else subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **(environ or {})},
+    )
+    if done.returncode:
+        raise HpcTrainError(
+            f"{shlex.join(words)}: {said(done)}", "change the option that it refuses"
+        )
+    return done.stdout
+
+
+def ask(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command that asks the scheduler. It counts as failed if it is not here or is silent."""
+    try:
+        return subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_SECONDS,
+            check=False,
+            env=dict(os.environ) | {"LC_ALL": "C", "FLUX_F58_FORCE_ASCII": "1"},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = f"no answer within {ANSWER_SECONDS:.0f} s"
+        if isinstance(error, OSError):
+            why = error.strerror or type(error).__name__
+        return subprocess.CompletedProcess(words, 1, "", f"{words[0]}: {why}")
+
+
+def silent(done: subprocess.CompletedProcess[str]) -> HpcTrainError:
+    """The error that a scheduler does not say which jobs there are."""
+    return HpcTrainError(
+        f"the scheduler does not say whether a job of this run is queued: {said(done)}",
+        f"try again, or remove {QUEUED} of the run directory if no job is left",
+    )
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command has printed, in one line."""
+    return " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"

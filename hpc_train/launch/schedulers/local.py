@@ -1,0 +1,123 @@
+"""This machine alone, without a scheduler: the same script, for trying out and for tests."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import psutil
+
+from hpc_train.config.durations import format_duration
+from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.launch import SchedulerName
+from hpc_train.launch.schedulers.base import LEAVE, QueuedJob, Scheduler
+
+if TYPE_CHECKING:
+    from hpc_train.launch.batch import BatchJob
+
+KILL_AFTER = 30  # seconds between SIGTERM and SIGKILL at the time limit
+
+
+class Local(Scheduler):
+    """Runs the script on this machine at once, below `timeout`, which ends it at its time limit.
+
+    A job's id has its process, the time of the process's start in ticks of the kernel, and the
+    host, as in 4711-123456@node1. So an id never stands for a later process.
+    """
+
+    name: SchedulerName = "local"
+    template = "local.sh"
+    submits = ("timeout",)
+    tells_hosts = False
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            *("account", "queue", "qos", "constraint", "reservation", "exclusive", "mail"),
+            *("resources", "directive", "gpus", "memory", "chain"),
+        ),
+        LEAVE,
+    )
+
+    def directives(self, batch: BatchJob) -> list[str]:
+        """None: nobody would read them.
+
+        Raises:
+            UserError: the job has several nodes.
+        """
+        if batch.resources.nodes > 1:
+            raise UserError("--nodes is above 1, and this machine is one node", "leave it out")
+        return []
+
+    def settings(self, batch: BatchJob) -> list[str]:
+        """The lines that set the time limit in seconds, and the file of the output."""
+        return [*super().settings(batch), f"output={shlex.quote(_output(batch))}"]
+
+    def queue(self, batch: BatchJob, after: str = "") -> list[str]:
+        """Start the script of a job, once for each task of a sweep; returns the ids."""
+        words = ["timeout", "--signal=TERM", f"--kill-after={KILL_AFTER}"]
+        words += [str(batch.resources.seconds), "bash", batch.script]
+        ids = []
+        for task in range(len(batch.sweep)) if batch.sweep else [""]:
+            environ = {**os.environ, "HPC_TRAIN_TASK": str(task)}
+            with Path(_output(batch)).open("ab") as output:
+                process = subprocess.Popen(
+                    words,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            ids.append(f"{process.pid}-{_ticks(process.pid)}@{socket.gethostname()}")
+        return ids
+
+    def queued(self, ids: Sequence[str]) -> list[QueuedJob]:
+        """The jobs of these that run.
+
+        Raises:
+            HpcTrainError: one of them was started on another host.
+        """
+        here, found = socket.gethostname(), []
+        for job in ids:
+            process, ticks, host = _parts(job)
+            if host != here:
+                raise HpcTrainError(
+                    f"job {job} was started on {host}, and this is {here}", f"ask on {host}"
+                )
+            with suppress(psutil.NoSuchProcess):
+                if ticks and _ticks(process) == ticks:
+                    elapsed = int(time.time() - psutil.Process(process).create_time())
+                    found.append(QueuedJob(job, "RUNNING", "", format_duration(elapsed), host))
+        return found
+
+    def delete(self, ids: Sequence[str]) -> None:
+        """Send SIGTERM to jobs; `timeout` sends SIGKILL after KILL_AFTER seconds."""
+        for job in self.queued(ids):
+            with suppress(ProcessLookupError):
+                os.kill(_parts(job.id)[0], signal.SIGTERM)
+
+
+def _output(batch: BatchJob) -> str:
+    return f"{batch.outputs}{batch.name}.out"
+
+
+def _ticks(process: int) -> str:
+    """When a process was started, in ticks of the kernel; "" if it has ended."""
+    with suppress(OSError):
+        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return after_name[19] if after_name[0] != "Z" else ""  # proc_pid_stat(5)
+    return ""
+
+
+def _parts(job: str) -> tuple[int, str, str]:
+    """The process, the ticks and the host of an id."""
+    process, _, rest = job.partition("-")
+    ticks, _, host = rest.partition("@")
+    return int(process), ticks, host

@@ -1,0 +1,141 @@
+"""IBM Spectrum LSF. Sources: the manual's pages on bsub, bjobs and bkill of LSF 10.1."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from hpc_train.errors import HpcTrainError
+from hpc_train.launch import SchedulerName
+from hpc_train.launch.schedulers.base import (
+    LEAVE,
+    QueuedJob,
+    Scheduler,
+    ask,
+    expression,
+    given,
+    ranks_of_each_host,
+    said,
+    silent,
+    submitted,
+    word,
+)
+
+if TYPE_CHECKING:
+    from hpc_train.launch.batch import BatchJob
+    from hpc_train.launch.resources import Resources
+
+_STATES = {
+    "PEND": "PENDING",
+    "PROV": "PENDING",
+    "WAIT": "PENDING",
+    "PSUSP": "HELD",
+    "RUN": "RUNNING",
+    "USUSP": "SUSPENDED",
+    "SSUSP": "SUSPENDED",
+    "UNKWN": "UNKNOWN",
+}
+_OVER = ("DONE", "EXIT", "ZOMBI")
+NOTICE = 5  # minutes before the run limit, at which SIGUSR1 comes
+_FIELDS = "jobid jobindex stat pend_reason run_time exec_host delimiter='^'"
+
+
+class Lsf(Scheduler):
+    """LSF, whose slots are cores. `bsub` reads the script from its standard input."""
+
+    name: SchedulerName = "lsf"
+    slots_are_cores = True
+    template = "lsf.sh"
+    sign = "#BSUB"
+    commands = ("bsub", "bjobs")
+    # The run limit is reached: USR2. bkill: INT, TERM and KILL.
+    early = ("USR1", "USR2")
+    late = ("INT", "TERM")
+    submits = ("bsub",)
+    deletes = ("bkill",)
+    arrays = "LSB_JOBINDEX"
+    first_task = 1
+    refused: ClassVar[Mapping[str, str]] = {
+        "chain": LEAVE,
+        "qos": LEAVE,
+        "constraint": "give --directive '-R select[...]'",
+        "resources": "give --directive '-R ...'",
+        "memory": "give --directive '-M ...': each site counts it in its own unit",
+    }
+
+    def directives(self, batch: BatchJob) -> list[str]:
+        """The directives of bsub."""
+        asked = batch.resources
+        minutes = -(-asked.seconds // 60)
+        array = f"[1-{len(batch.sweep)}]" if batch.sweep else ""
+        number = "%J-%I" if batch.sweep else "%J"
+        lines = [
+            f"-J {word('the name', batch.name)}{array}",
+            f"-n {asked.ranks * asked.threads}",
+            f"-R span[ptile={asked.ranks_per_node * asked.threads}]",
+            f"-W {minutes // 60}:{minutes % 60:02}",
+            f"-o {word('run.dir', f'{batch.outputs}{batch.name}-{number}.out')}",
+            "-r",
+        ]
+        if minutes > 2 * NOTICE:
+            lines += ["-wa USR1", f"-wt {NOTICE}"]
+        if asked.gpus:
+            lines.append(f"-gpu num={asked.gpus}/host")
+        lines += given(
+            {
+                "-P ": asked.account and word("--account", asked.account),
+                "-q ": asked.queue and word("--queue", asked.queue),
+                "-U ": asked.reservation and word("--reservation", asked.reservation),
+                "-u ": asked.mail and expression("--mail", asked.mail),
+            }
+        )
+        return [*lines, *["-N"] * bool(asked.mail), *["-x"] * asked.exclusive]
+
+    def line(self, directive: str) -> str:
+        """A directive as a line of the script; bsub reads such a line as a shell does."""
+        return re.sub(r" ([^ ]*[\[(=][^ ]*)", r' "\1"', super().line(directive))
+
+    def settings(self, batch: BatchJob) -> list[str]:
+        """The line that sets the run limit, which LSF tells in minutes only."""
+        return [
+            "# Seconds, as in the directive -W.",
+            *super().settings(batch),
+        ]
+
+    def launch_words(self, asked: Resources) -> list[str]:
+        """The ranks of a host, which are fewer than its slots."""
+        return ranks_of_each_host(asked) if asked.threads > 1 else []
+
+    def queue(self, batch: BatchJob, after: str = "") -> list[str]:
+        """Queue the script of a job; returns its id."""
+        return [self.id_of(submitted(self.submits, Path(batch.script)))]
+
+    def id_of(self, answer: str) -> str:
+        """The id of the job that was queued."""
+        found = re.search(r"Job <(\d+)> is submitted to .*queue", answer)
+        if not found:
+            raise HpcTrainError(f"bsub says no job id: {' '.join(answer.split())!r}", "try again")
+        return found[1]
+
+    def queued(self, ids: Sequence[str]) -> list[QueuedJob]:
+        """The jobs of these that wait in the queue or run."""
+        done = ask(["bjobs", "-noheader", "-o", _FIELDS, *ids])
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        if any("is not found" not in line for line in lines) or (done.returncode and not lines):
+            raise silent(done)
+        found = []
+        for line in done.stdout.splitlines():
+            job, index, state, why, elapsed, hosts = (*line.split("^"), *[""] * 6)[:6]
+            if state and state not in _OVER:
+                name = job if index in ("", "-", "0") else f"{job}[{index}]"
+                plain = ["" if value == "-" else value for value in (why, elapsed, hosts)]
+                found.append(QueuedJob(name, _STATES.get(state, state), *plain))
+        return found
+
+    def delete(self, ids: Sequence[str]) -> None:
+        """End jobs. LSF calls it an error if one of them has ended already."""
+        done = ask([*self.deletes, *ids])
+        if done.returncode and "already finished" not in said(done):
+            raise HpcTrainError(f"bkill {' '.join(ids)}: {said(done)}", "try again")

@@ -1,0 +1,150 @@
+"""PBS Pro, OpenPBS and Torque. Sources: the manuals of qsub, qstat, qdel of OpenPBS 23, Torque."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from hpc_train.config.durations import format_duration
+from hpc_train.launch import SchedulerName
+from hpc_train.launch.schedulers.base import (
+    LEAVE,
+    QueuedJob,
+    Scheduler,
+    ask,
+    expression,
+    given,
+    ranks_of_each_host,
+    silent,
+    word,
+)
+
+if TYPE_CHECKING:
+    from hpc_train.launch.batch import BatchJob
+    from hpc_train.launch.resources import Resources
+
+_STATES = {
+    "B": "RUNNING",  # an array of which a task has started
+    "E": "EXITING",
+    "H": "HELD",
+    "Q": "PENDING",
+    "R": "RUNNING",
+    "S": "SUSPENDED",
+    "T": "MOVING",
+    "W": "WAITING",
+}
+_OVER = ("C", "F", "X")
+
+
+class Pbs(Scheduler):
+    """PBS Pro and OpenPBS. PBS sends no signal before the walltime."""
+
+    name: SchedulerName = "pbs"
+    template = "pbs.sh"
+    sign = "#PBS"
+    commands = ("qsub", "qstat")
+    submits = ("qsub",)
+    deletes = ("qdel",)
+    arrays = "PBS_ARRAY_INDEX"
+    refused: ClassVar[Mapping[str, str]] = {
+        "chain": LEAVE,
+        "qos": LEAVE,
+        "constraint": "give --resources",
+        "reservation": "give the reservation's queue by --queue",
+    }
+
+    def directives(self, batch: BatchJob) -> list[str]:
+        """The directives of qsub."""
+        asked = batch.resources
+        lines = [
+            f"-N {word('the name', batch.name)}",
+            f"-l {asked.text or self._select(batch)}",
+            f"-l walltime={format_duration(asked.seconds)}",
+            *given({"-o ": batch.outputs and word("run.dir", batch.outputs)}),
+            "-j oe",
+            "-r y",
+        ]
+        if asked.account:
+            lines.append(f"{asked.account_option} {word('--account', asked.account)}")
+        if asked.queue:
+            lines.append(f"-q {word('--queue', asked.queue)}")
+        if batch.sweep:
+            lines.append(f"{self._array_option()} 0-{len(batch.sweep) - 1}")
+        lines += self._memory(batch)
+        if asked.exclusive:
+            lines.append("-l place=scatter:excl")
+        if asked.mail:
+            lines += ["-m ae", f"-M {expression('--mail', asked.mail)}"]
+        return lines
+
+    def settings(self, batch: BatchJob) -> list[str]:
+        """The line that sets the walltime, which PBS does not tell."""
+        return [
+            "# Seconds, as in the directive. PBS sends no early signal.",
+            *super().settings(batch),
+        ]
+
+    def queued(self, ids: Sequence[str]) -> list[QueuedJob]:
+        """The jobs of these that wait in the queue or run."""
+        done = ask(["qstat", "-f", *ids])
+        over = ("Unknown Job", "has finished")
+        if any(not any(word in line for word in over) for line in done.stderr.splitlines()):
+            raise silent(done)
+        found = []
+        for text in done.stdout.split("Job Id:")[1:]:
+            pairs: list[tuple[str, str]] = re.findall(r"^\s+([\w.]+) = (.*)$", text, re.MULTILINE)
+            values = dict(pairs)
+            state = values.get("job_state", "")
+            if state not in _OVER:
+                found.append(
+                    QueuedJob(
+                        text.split()[0],
+                        _STATES.get(state, state),
+                        values.get("comment", "") if state == "Q" else "",
+                        values.get("resources_used.walltime", ""),
+                        values.get("exec_host", ""),
+                    )
+                )
+        return found
+
+    def _select(self, batch: BatchJob) -> str:
+        asked = batch.resources
+        cores, ranks = asked.ranks_per_node * asked.threads, asked.ranks_per_node
+        usual = f"select={asked.nodes}:ncpus={cores}:mpiprocs={ranks}:ompthreads={asked.threads}"
+        gpus = f":ngpus={asked.gpus}" if asked.gpus else ""
+        return usual + gpus + (f":mem={asked.memory_gb}gb" if asked.memory_gb else "")
+
+    def _array_option(self) -> str:
+        return "-J"
+
+    def _memory(self, batch: BatchJob) -> list[str]:
+        return []
+
+
+class Torque(Pbs):
+    """Torque, whose slots are cores."""
+
+    name: SchedulerName = "torque"
+    slots_are_cores = True
+    arrays = "PBS_ARRAYID"
+    refused: ClassVar[Mapping[str, str]] = {
+        **Pbs.refused,
+        "exclusive": "give --directive as your site describes it",
+    }
+
+    def launch_words(self, asked: Resources) -> list[str]:
+        """The ranks of a host, which are fewer than its slots."""
+        return ranks_of_each_host(asked) if asked.threads > 1 else []
+
+    def _select(self, batch: BatchJob) -> str:
+        asked = batch.resources
+        gpus = f":gpus={asked.gpus}" if asked.gpus else ""
+        return f"nodes={asked.nodes}:ppn={asked.ranks_per_node * asked.threads}{gpus}"
+
+    def _array_option(self) -> str:
+        return "-t"
+
+    def _memory(self, batch: BatchJob) -> list[str]:
+        asked = batch.resources  # memory of the whole job
+        return [f"-l mem={asked.nodes * asked.memory_gb}gb"] if asked.memory_gb else []

@@ -1,0 +1,130 @@
+"""SLURM. Sources: sbatch(1), squeue(1), scancel(1) and sinfo(1) of Slurm 22.05."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from hpc_train.config.durations import format_duration
+from hpc_train.host import programs
+from hpc_train.launch import SchedulerName
+from hpc_train.launch.schedulers.base import (
+    NodeCores,
+    QueuedJob,
+    Scheduler,
+    ask,
+    expression,
+    given,
+    silent,
+    word,
+)
+
+if TYPE_CHECKING:
+    from hpc_train.launch.batch import BatchJob
+
+SINFO_SECONDS = 10.0  # seconds to wait for the scheduler's answer
+_SHORT = 600  # seconds; SLURM sends a signal up to 60 s early, in shorter jobs perhaps at the start
+
+
+class Slurm(Scheduler):
+    """SLURM: `requeue` queues the same job again, and a job may go on without a lost node."""
+
+    name: SchedulerName = "slurm"
+    template = "slurm.sh"
+    sign = "#SBATCH"
+    commands = ("sbatch", "scontrol", "squeue")
+    submits = ("sbatch", "--parsable")
+    deletes = ("scancel",)
+    chains = True
+    requeues = True
+    arrays = "SLURM_ARRAY_TASK_ID"
+    gpu_option = "--gpus-per-node="
+    refused: ClassVar[Mapping[str, str]] = {
+        "resources": "give --gpus, --memory, --constraint or --directive"
+    }
+
+    def directives(self, batch: BatchJob) -> list[str]:
+        """The directives of sbatch."""
+        asked = batch.resources
+        number = "%A_%a" if batch.sweep else "%j"
+        lines = [
+            f"--job-name={word('the name', batch.name)}",
+            f"--nodes={asked.nodes}",
+            f"--ntasks-per-node={asked.ranks_per_node}",
+            f"--cpus-per-task={asked.threads}",
+            f"--time={format_duration(asked.seconds)}",
+            f"--output={word('run.dir', f'{batch.outputs}%x-{number}.out')}",
+            "--open-mode=append",
+            "--requeue",
+        ]
+        if batch.survives:
+            lines.append("--no-kill")
+        if asked.seconds >= _SHORT:
+            lines.append(f"--signal=B:USR1@{min(300, asked.seconds // 10)}")
+        if asked.account:
+            lines.append(f"--account={word('--account', asked.account)}")
+        if asked.queue:
+            lines.append(f"{asked.queue_option}={word('--queue', asked.queue)}")
+        if batch.sweep:
+            lines.append(f"--array=0-{len(batch.sweep) - 1}")
+        lines += given(
+            {
+                asked.gpu_option: str(asked.gpus or ""),
+                "--mem=": f"{asked.memory_gb}G" if asked.memory_gb else "",
+                "--qos=": _expression("--qos", asked.qos),
+                "--constraint=": _expression("--constraint", asked.constraint),
+                "--reservation=": _expression("--reservation", asked.reservation),
+                "--mail-user=": _expression("--mail-user", asked.mail),
+                "--mail-type=": "END,FAIL" if asked.mail else "",
+            }
+        )
+        return [*lines, *["--exclusive"] * asked.exclusive]
+
+    def settings(self, batch: BatchJob) -> list[str]:
+        """The lines that set whether the job goes on without a lost node."""
+        return [
+            "# Whether the directive --no-kill is given: yes, or nothing.",
+            f"no_kill={'yes' if batch.survives else ''}",
+        ]
+
+    def chained(self, after: str) -> list[str]:
+        """The words for a job that waits for another one."""
+        return [f"--dependency=afternotok:{after}", "--kill-on-invalid-dep=yes"]
+
+    def queued(self, ids: Sequence[str]) -> list[QueuedJob]:
+        """The jobs of these that wait in the queue or run."""
+        # %i is 7_3 for task 3 of array 7, %A that task's own id, and %F 7.
+        done = ask(["squeue", "-h", "-j", ",".join(ids), "-o", "%i|%A|%F|%T|%r|%M|%N"])
+        if done.returncode and "Invalid job id" not in done.stderr:  # it has forgotten the only one
+            raise silent(done)
+        found = []
+        for line in done.stdout.splitlines():
+            name, task, array, state, why, elapsed, hosts = (*line.strip().split("|"), *[""] * 7)[
+                :7
+            ]
+            if {name, task, array} & {*ids}:
+                reason = "" if why == "None" else why
+                found.append(QueuedJob(name, state, reason, elapsed, hosts))
+        return found
+
+    def node_cores(self, queue: str) -> NodeCores | None:
+        """The fewest cores of a partition's nodes; "" is the default partition."""
+        told = programs.output(
+            "sinfo", "-h", "-o", "%P %X %Y %Z", timeout=SINFO_SECONDS, needs_success=True
+        )
+        fewest = math.inf
+        found = None
+        for line in told.splitlines():
+            name, *numbers = line.split()
+            counts = [int(n.rstrip("+")) for n in numbers if re.fullmatch(r"\d+\+?", n)]
+            chosen = name.rstrip("*") == queue if queue else name.endswith("*")
+            if chosen and len(counts) == 3 and counts[0] * counts[1] < fewest:
+                fewest = counts[0] * counts[1]
+                found = NodeCores(counts[0] * counts[1], counts[2])
+        return found
+
+
+def _expression(option: str, value: str) -> str:
+    return expression(option, value) if value else ""

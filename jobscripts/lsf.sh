@@ -1,0 +1,168 @@
+#!/bin/bash -l
+#BSUB -J hpc_train
+#BSUB -n 64
+#BSUB -R "span[ptile=32]"
+#BSUB -W 2:00
+#BSUB -o hpc_train-%J.out
+#BSUB -r
+#BSUB -wa USR1
+#BSUB -wt 5
+# An LSF job that trains until it is done: it stops with a checkpoint before its time is over, and
+# submits itself again. Copy and edit it, and queue it by `bsub < job.sh`. Or have
+# `hpc-train submit --scheduler lsf` write it.
+
+# Change these.
+# The run directory of the configuration. A file STOP in it ends the job for good.
+run_dir=runs/my
+all=$run_dir
+# What runs on each rank, and the launcher's words before it.
+command=(hpc-train train my.yaml)
+launcher=(hpc-train launch --max_restarts 3 --ranks_per_node 4 --)
+# How the job is queued again when it has stopped early: submit or never.
+requeue_by=submit
+# The maximum number of requeues.
+max_requeues=50
+# This file.
+script=job.sh
+# The scheduler's commands; a job's PATH may lack them.
+bsub='bsub'
+bjobs='bjobs'
+# Seconds, as in the directive -W.
+walltime=7200
+export OMP_NUM_THREADS=8
+setup() {
+    module load python openmpi || return
+    # shellcheck source=/dev/null
+    . ~/hpc/bin/activate || return
+}
+task=
+
+# The rest need not be changed.
+for name in bsub bjobs; do
+    [ -x "${!name}" ] || printf -v "$name" %s "$name"
+done
+export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+job=$LSB_JOBID
+[ "${LSB_JOBINDEX:-0}" -eq 0 ] || job="${LSB_JOBID}[$LSB_JOBINDEX]" # 0 stands for a job without tasks
+# LSF sends USR1 before the run limit (-wa) and USR2 at it. bkill sends SIGINT, SIGTERM and SIGKILL. The run
+# limit is known by the clock, and LSF is asked for the job's state once the ranks have saved.
+signalled=
+terminated= # when a signal came that may end the job for good, in seconds since 1970
+child=
+pass_on() { # SIGNAL
+    case $1 in USR1 | USR2) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
+    signalled=1
+    waiting=1
+    [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
+}
+for name in USR1 USR2 INT TERM; do
+    # shellcheck disable=SC2064
+    trap "pass_on $name" "$name"
+done
+mkdir -p "$run_dir"
+if ! setup; then
+    echo "the setup failed: nothing is started"
+    exit 1
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+count=${HPC_TRAIN_QUEUED:-0} # how often the job was queued again
+stopped() {
+    for stop in "$run_dir/STOP" "$all/STOP"; do
+        [ ! -e "$stop" ] || return 0
+    done
+    return 1
+}
+if stopped; then
+    echo "$stop is there: nothing is started"
+    exit 0
+fi
+echo "job $job, start $count, on $LSB_MCPU_HOSTS"
+
+newest() { # the newest checkpoint: its name has the step; the files of other programs have their time
+    find "$run_dir/checkpoints" -type f ! -name '.*' ! -name LATEST \
+        \( -name 'step-*' -printf '%f\n' -o -printf '%T@ %f\n' \) 2>/dev/null | LC_ALL=C sort | tail -n 1
+}
+before=$(newest)
+code=75
+if [ -z "$signalled" ]; then
+    "${launcher[@]}" "${command[@]}" &
+    sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
+    child=$!
+    [ -z "$signalled" ] || pass_on USR1 # the signal came before there was a child
+    waiting=1
+    while [ -n "$waiting" ]; do # a signal ends `wait`, not the job
+        waiting=
+        wait "$child"
+        code=$?
+    done
+    if [ -n "$signalled" ] && [ "$code" -eq 138 ]; then
+        code=75 # the signal ended a program that was not listening yet
+    fi
+fi
+
+stalled=0
+if [ "$(newest)" = "$before" ]; then
+    [ "$count" -eq 0 ] || stalled=$(tail -qn 1 "$run_dir/jobs.jsonl" 2>/dev/null | sed -n 's/.*"stalled": \([0-9]*\),.*/\1/p')
+    stalled=$((stalled + 1))
+fi
+line= # the command that continues
+spell() { # COMMAND
+    line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
+}
+if [ -n "$task" ]; then # a task of an array is submitted again by itself
+    sed '/^#BSUB -J /s/\[[^]]*\]//' "$script" >"$run_dir/job.sh"
+    script=$run_dir/job.sh
+fi
+spell env "HPC_TRAIN_TASK=$task" "$bsub"
+line+=" < $(printf %q "$script")"
+next=
+why=
+resume_by=
+end() { # note how the job ends, and end it
+    if [ -n "$resume_by" ]; then
+        echo "$why: it is not queued again. To continue: $resume_by"
+    fi
+    local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//\\/\\\\}")
+    text=("${text[@]//\"/\\\"}")
+    printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
+        "$(date +%s)" "${text[0]}" "$code" "$stalled" "${text[@]:1}" >>"$run_dir/jobs.jsonl"
+    exit "$code"
+}
+if [ "$code" -eq 0 ]; then
+    end
+fi
+
+state=
+[ -z "$terminated" ] || state=$(timeout -s KILL 5 "$bjobs" -noheader -o stat "$job" 2>/dev/null) || state=
+trap '' USR1 USR2 INT TERM # the next commands are not interrupted
+if [ "$code" -ne 75 ]; then
+    why="exit code $code"
+elif stopped; then
+    why="$stop is there"
+elif [ "$requeue_by" = never ]; then
+    why="requeue_by is never"
+else
+    resume_by=$line
+    if [ "$count" -ge "$max_requeues" ]; then
+        why="queued again $count times, the maximum"
+    elif [ "$stalled" -ge 3 ]; then
+        why="$stalled jobs have ended without a newer checkpoint"
+    elif [ -n "$terminated" ] && [ -z "$state" ]; then
+        why="SIGINT or SIGTERM came, and LSF does not say why"
+    elif [ -n "$terminated" ] && { [ "$terminated" -lt $((HPC_TRAIN_DEADLINE - 15)) ] || [ "$state" != RUN ]; }; then
+        why="the job was ended by bkill, or LSF runs it again by itself"
+    fi
+fi
+[ -z "$why" ] || end
+
+why="bsub failed"
+next=$(HPC_TRAIN_QUEUED=$((count + 1)) HPC_TRAIN_TASK=$task timeout -s KILL 60 "$bsub" <"$script") || next=
+next=$(sed -n 's/.*Job <\([0-9]*\)> is submitted to .*queue.*/\1/p' <<<"$next")
+if [ -n "$next" ]; then
+    why=
+    resume_by=
+    code=0
+    echo "queued again: job $next"
+fi
+end

@@ -1,0 +1,141 @@
+#!/bin/bash -l
+#= directives =#
+#% block about %#
+#% endblock %#
+
+# Change these.
+#= settings =#
+
+# The rest need not be changed.
+#% if commands %#
+#% if commands|length == 1 %#
+# shellcheck disable=SC2043
+#% endif %#
+for name in #= commands|join(" ") =#; do
+    [ -x "${!name}" ] || printf -v "$name" %s "$name"
+done
+#% endif %#
+#% block begin %#
+#% endblock %#
+#% block signals %#
+#% endblock %#
+signalled=
+terminated= # when a signal came that may end the job for good, in seconds since 1970
+child=
+pass_on() { # SIGNAL
+    case $1 in #= early|join(" | ") =#) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
+    signalled=1
+    waiting=1
+    [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
+}
+for name in #= (early + late)|join(" ") =#; do
+    # shellcheck disable=SC2064
+    trap "pass_on $name" "$name"
+done
+mkdir -p "$run_dir"
+if ! setup; then
+    echo "the setup failed: nothing is started"
+    exit 1
+fi
+#% block threads %#
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+#% endblock %#
+#% block count %#
+count=${HPC_TRAIN_QUEUED:-0} # how often the job was queued again
+#% endblock %#
+stopped() {
+    for stop in "$run_dir/STOP" "$all/STOP"; do
+        [ ! -e "$stop" ] || return 0
+    done
+    return 1
+}
+if stopped; then
+    echo "$stop is there: nothing is started"
+    exit 0
+fi
+#% block watch %#
+#% endblock %#
+
+newest() { # the newest checkpoint: its name has the step; the files of other programs have their time
+    find "$run_dir/checkpoints" -type f ! -name '.*' ! -name LATEST \
+        \( -name 'step-*' -printf '%f\n' -o -printf '%T@ %f\n' \) 2>/dev/null | LC_ALL=C sort | tail -n 1
+}
+before=$(newest)
+code=75
+if [ -z "$signalled" ]; then
+    "${launcher[@]}" "${command[@]}" &
+    sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
+    child=$!
+    [ -z "$signalled" ] || pass_on USR1 # the signal came before there was a child
+    waiting=1
+    while [ -n "$waiting" ]; do # a signal ends `wait`, not the job
+        waiting=
+        wait "$child"
+        code=$?
+    done
+    if [ -n "$signalled" ] && [ "$code" -eq 138 ]; then
+        code=75 # the signal ended a program that was not listening yet
+    fi
+fi
+#% block after %#
+#% endblock %#
+
+stalled=0
+if [ "$(newest)" = "$before" ]; then
+    [ "$count" -eq 0 ] || stalled=$(tail -qn 1 "$run_dir/jobs.jsonl" 2>/dev/null | sed -n 's/.*"stalled": \([0-9]*\),.*/\1/p')
+    stalled=$((stalled + 1))
+fi
+line= # the command that continues
+spell() { # COMMAND
+    line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
+}
+#% block again %#
+#% endblock %#
+next=
+why=
+resume_by=
+end() { # note how the job ends, and end it
+    if [ -n "$resume_by" ]; then
+        echo "$why: it is not queued again. To continue: $resume_by"
+    fi
+    local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//\\/\\\\}")
+    text=("${text[@]//\"/\\\"}")
+    printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
+        "$(date +%s)" "${text[0]}" "$code" "$stalled" "${text[@]:1}" >>"$run_dir/jobs.jsonl"
+    exit "$code"
+}
+if [ "$code" -eq 0 ]; then
+    end
+fi
+
+#% block ask %#
+trap '' #= (early + late)|join(" ") =# # the next commands are not interrupted
+#% endblock %#
+if [ "$code" -ne 75 ]; then
+    why="exit code $code"
+elif stopped; then
+    why="$stop is there"
+elif [ "$requeue_by" = never ]; then
+    why="requeue_by is never"
+else
+    resume_by=$line
+    if [ "$count" -ge "$max_requeues" ]; then
+        why="queued again $count times, the maximum"
+    elif [ "$stalled" -ge 3 ]; then
+        why="$stalled jobs have ended without a newer checkpoint"
+#% block reasons %#
+#% endblock %#
+    fi
+fi
+[ -z "$why" ] || end
+
+#% block queue %#
+#% endblock %#
+if [ -n "$next" ]; then
+    why=
+    resume_by=
+    code=0
+    echo "queued again: job $next"
+fi
+end

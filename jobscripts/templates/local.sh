@@ -1,0 +1,33 @@
+#% extends "job.sh" %#
+#% block about %#
+# A job on this machine, without a scheduler, that trains until it is done: it stops with a checkpoint
+# before its time is over, and starts again. `hpc-train submit --scheduler local` starts it.
+#% endblock %#
+#% block begin %#
+export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+name_of() { # PROCESS: its id, the time of its start in the kernel's ticks, and this host
+    local fields
+    read -ra fields <"/proc/$1/stat" && echo "$1-${fields[21]}@$HOSTNAME"
+}
+job=$(name_of $PPID) # `timeout`, which ends this script at its time limit
+#% endblock %#
+#% block signals %#
+# `timeout` sends SIGTERM at the time limit, and `hpc-train cancel --now` sends it at any time. SIGKILL follows
+# after 30 seconds. The time limit is known by the clock.
+#% endblock %#
+#% block watch %#
+echo "job $job, start $count"
+#% endblock %#
+#% block again %#
+spell env "HPC_TRAIN_TASK=$task" bash "$script"
+#% endblock %#
+#% block reasons %#
+    elif [ -n "$terminated" ] && [ "$terminated" -lt $((HPC_TRAIN_DEADLINE - 1)) ]; then
+        why="the job was cancelled"
+#% endblock %#
+#% block queue %#
+why="the job could not start again"
+HPC_TRAIN_QUEUED=$((count + 1)) HPC_TRAIN_TASK=$task \
+    setsid timeout --signal=TERM --kill-after=30 "$walltime" bash "$script" >>"$output" 2>&1 </dev/null &
+next=$(name_of $!)
+#% endblock %#

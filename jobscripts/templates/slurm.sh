@@ -1,0 +1,106 @@
+#% extends "job.sh" %#
+#% block about %#
+# A SLURM job that trains until it is done: it stops with a checkpoint before its time is over, and
+# queues itself again. Copy and edit it, or have `hpc-train submit --scheduler slurm` write it.
+# With srun or mpirun as the launcher, leave out --no-kill and set no_kill to nothing.
+#% endblock %#
+#% block begin %#
+job=$SLURM_JOB_ID
+if [ -n "$task" ] && [ -n "$SLURM_ARRAY_JOB_ID" ]; then
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one task's SLURM_JOB_ID stands for the whole array
+fi
+#% endblock %#
+#% block signals %#
+# SLURM signals this shell. The launcher passes the signal on to the ranks, which save and exit with 75.
+# USR1 comes before the time limit. SIGTERM comes when the job is cancelled, preempted or requeued, and
+# at the time limit. Only SLURM knows which: it is asked once the ranks have saved.
+#% endblock %#
+#% block threads %#
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+#% endblock %#
+#% block count %#
+count=$((${HPC_TRAIN_QUEUED:-0} + ${SLURM_RESTART_COUNT:-0})) # how often the job was queued again
+#% endblock %#
+#% block watch %#
+echo "job $SLURM_JOB_ID, start $count, on $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
+
+# With --no-kill a job goes on when SLURM has lost this script's node, and with it the script. The
+# job's last node watches: if nothing changes in the run directory any more, it queues the job again.
+# If SLURM loses that node, too, the last one of the others takes its place.
+watch() {
+    while kill -0 $$; do # as long as this script lives
+        nodes=$("$squeue" -h -j "$job" -o %N) || nodes=$SLURM_JOB_NODELIST
+        watcher=$("$scontrol" show hostnames "$nodes" | tail -n 1)
+        if [ -z "$watcher" ] || [ "$watcher" = "$SLURMD_NODENAME" ]; then
+            return
+        fi
+        # shellcheck disable=SC2016
+        srun --overlap --mpi=none --mem=0 --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$watcher" \
+            --output=none --error=none bash -c '
+                while sleep "$(($2 / 2))"; do
+                    # SLURM is asked only if the directory is silent.
+                    if [ -z "$(find "$3" -name .claim -prune -o -newermt "-$2 seconds" -print -quit)" ] &&
+                        nodes=$("$4" -h -j "$6" -o %N) && [ -n "$nodes" ] &&
+                        ! "$5" show hostnames "$nodes" | grep -qxF "$1"; then
+                        "$5" requeue "$6"
+                    fi
+                done' watch "$SLURMD_NODENAME" "${HPC_TRAIN_SILENCE:-120}" "$run_dir" "$squeue" "$scontrol" "$job"
+        sleep 5
+    done
+}
+if [ -n "$no_kill" ] && [ "$requeue_by" != never ] && [ "$count" -lt "$max_requeues" ]; then
+    watch >/dev/null 2>&1 &
+fi
+#% endblock %#
+#% block again %#
+again_by=("$sbatch" --export=ALL ${task:+--array="$task"} "$script")
+spell "${again_by[@]}"
+#% endblock %#
+#% block ask %#
+# SLURM's answer says whether the job is being cancelled, or comes back without this script.
+answer=$(timeout -s KILL 5 "$scontrol" show job --oneliner "$job" 2>/dev/null)
+#= super()|trim =#
+field() {
+    local rest=" $answer"
+    case $rest in *" $1="*)
+        rest=${rest#*" $1="}
+        echo "${rest%% *}"
+        ;;
+    esac
+}
+state=$(field JobState)
+restarts=$(field Restarts)
+preempted=$(field PreemptTime)
+if [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then
+    why="SLURM has queued the job again"
+    end
+elif [ "$state" = RUNNING ] && [ "${preempted:-None}" != None ]; then
+    # The grace time of a preemption: SLURM brings back only a job that has not ended by itself.
+    why="the job is preempted, and SLURM queues it again"
+    trap 'kill $!; end' TERM
+    sleep infinity &
+    wait $!
+    end
+fi
+#% endblock %#
+#% block reasons %#
+    elif [ -z "$state" ] && [ -n "$terminated" ]; then
+        why="SIGTERM came, and SLURM does not say why"
+    elif [ -n "$state" ] && [ "$state" != RUNNING ] && [ "$(field Reason)" != TimeLimit ]; then
+        why="the job was cancelled"
+    elif [ "$state" = RUNNING ] && [ -n "$terminated" ]; then
+        why="SIGTERM came, but not from SLURM"
+#% endblock %#
+#% block queue %#
+# A job that SLURM may queue again by itself is queued again by SLURM alone: a new one could be a second.
+if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
+    why="\`scontrol requeue\` failed"
+    ! timeout -s KILL 60 "$scontrol" requeue "$job" || next=$job
+else
+    why="sbatch failed"
+    unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
+    next=$(HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}") || next=
+    next=${next%%;*} # without the cluster's name
+fi
+#% endblock %#

@@ -1,0 +1,196 @@
+"""What schedulers answer, as their manuals and tests record it; and jobs without a scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import time
+
+import pytest
+
+from hpc_train.errors import HpcTrainError
+from hpc_train.launch.schedulers import QueuedJob, scheduler_of
+from tests.programs import ENVIRON, hpc_train, only_line, run
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    """Put a command into the PATH that answers in a certain way; returns the arguments it got."""
+
+    def put(name, text="", errors="", code=0):
+        path, calls = tmp_path / name, tmp_path / f"{name}.calls"
+        path.write_text(
+            f'#!/bin/sh\necho "$*" >> {calls}\nprintf %s {shlex.quote(text)}\n'
+            f"printf %s {shlex.quote(errors)} >&2\nexit {code}\n"
+        )
+        path.chmod(0o755)
+        return calls
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return put
+
+
+LSF_ROWS = (
+    "764220165^0^PEND^New job is waiting for scheduling^-^-\n"
+    "764254593^2^RUN^-^120 second(s)^lxbsu2710:lxbsu2711\n"
+    "764213236^0^EXIT^-^61 second(s)^b681e480bd\n"
+    "764213237^0^DONE^-^61 second(s)^b681e480bd\n"
+    "764213238^0^SSUSP^-^61 second(s)^b681e480bd\n"
+)
+
+
+def test_lsf_says_which_jobs_there_are(answers):
+    calls = answers("bjobs", LSF_ROWS, "Job <5> is not found\n", 255)
+    ids = ["764220165", "764254593", "764213236", "764213237", "764213238", "5"]
+    assert scheduler_of("lsf").queued(ids) == [
+        QueuedJob("764220165", "PENDING", "New job is waiting for scheduling", "", ""),
+        QueuedJob("764254593[2]", "RUNNING", "", "120 second(s)", "lxbsu2710:lxbsu2711"),
+        QueuedJob("764213238", "SUSPENDED", "", "61 second(s)", "b681e480bd"),
+    ]
+    assert calls.read_text().split()[-6:] == ids
+
+
+def test_flux_says_which_jobs_there_are(answers):
+    rows = "fA|SCHED|eta:3.2m|0.0s|\nfB|RUN||2.1m|node[1-2]\nfC|TIMEOUT||1.0m|node1\n"
+    answers("flux", rows, "JobID fD unknown\n")
+    assert scheduler_of("flux").queued(["fA", "fB", "fC", "fD"]) == [
+        QueuedJob("fA", "PENDING", "eta:3.2m", "0.0s", ""),
+        QueuedJob("fB", "RUNNING", "", "2.1m", "node[1-2]"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "errors"),
+    [
+        ("lsf", "bjobs", "Cannot connect to LSF. Please wait ...\n"),
+        ("flux", "flux", "flux-jobs: ERROR: Unable to connect to Flux\n"),
+    ],
+)
+def test_a_scheduler_that_is_away_says_nothing(answers, name, command, errors):
+    answers(command, "", errors, 1)
+    with pytest.raises(HpcTrainError, match="does not say"):
+        scheduler_of(name).queued(["1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "answer", "job"),
+    [
+        (
+            "lsf",
+            "bsub",
+            "Job is submitted to <cpp> project.\nJob <77> is submitted to queue <q>.",
+            "77",
+        ),
+        ("lsf", "bsub", "Job <78> is submitted to default queue <batch>.", "78"),
+        ("flux", "flux", "fM7Zq9AKHno\n", "fM7Zq9AKHno"),
+    ],
+)
+def test_the_id_of_a_new_job_is_recorded(answers, tmp_path, name, command, answer, job):
+    answers(command, answer)
+    words = ["submit", "--scheduler", name, "--run.dir", "r", "--account", "p1", "--", "python"]
+    done = run(*hpc_train(*words), cwd=tmp_path, environ={"PATH": os.environ["PATH"]})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == job
+    record = json.loads((tmp_path / "r/jobs.jsonl").read_text())
+    assert (record["job"], record["scheduler"]) == (job, name)
+
+
+def test_each_task_of_a_sweep_is_a_job_where_there_are_no_arrays(answers, tmp_path):
+    calls = answers("flux", "fA\n")
+    (tmp_path / "my.yaml").write_text("run: {dir: r}\n")
+    words = ["submit", "my.yaml", "--scheduler", "flux", "--sweep", "run.seed=1,2,3"]
+    done = run(*hpc_train(*words), cwd=tmp_path, environ={"PATH": os.environ["PATH"]})
+    assert done.returncode == 0, done.stderr
+    assert calls.read_text().splitlines() == [f"batch {tmp_path}/r/job.sh"] * 3
+
+
+def test_a_job_that_has_ended_already_is_no_error_to_lsf(answers):
+    answers("bkill", "Job <13298296>: Job has already finished\n", "", 255)
+    scheduler_of("lsf").delete(["13298296"])
+    answers("bkill", "", "Job <1>: User permission denied\n", 255)
+    with pytest.raises(HpcTrainError, match="permission denied"):
+        scheduler_of("lsf").delete(["1"])
+
+
+# A program that stops early until its third start. It saves something new each time.
+STOPS = """
+import os, pathlib, sys, time
+folder = pathlib.Path('r/checkpoints')
+folder.mkdir(exist_ok=True)
+number = len(list(folder.iterdir()))
+(folder / f'step-{number:09}.safetensors').write_text('')
+print('start', number, flush=True)
+if 'wait' in sys.argv: time.sleep(60)
+sys.exit(75 if number < 2 else 0)
+"""
+
+
+@pytest.fixture
+def local(tmp_path):
+    """Submit a program to this machine; returns what `submit` has done."""
+    (tmp_path / "it.py").write_text(STOPS)
+
+    def submit(*words, options=()):
+        command = ["--", "python", "it.py", *words]
+        done = run(
+            *hpc_train("submit", "--scheduler", "local", "--run.dir", "r", *options, *command),
+            cwd=tmp_path,
+            environ=ENVIRON,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    return submit
+
+
+def wait_for(sign, seconds=40):
+    end = time.monotonic() + seconds
+    while not sign():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def events(folder):
+    path = folder / "r/jobs.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_job_without_a_scheduler_starts_again_until_it_is_done(local, tmp_path):
+    (job,) = local()
+    wait_for(
+        lambda: any(event.get("code") == 0 and not event["next"] for event in events(tmp_path))
+    )
+    record = events(tmp_path)
+    assert [event["event"] for event in record] == ["queued", "ended", "ended", "ended"]
+    assert [event["job"] for event in record[1:]] == [job, record[1]["next"], record[2]["next"]]
+    output = (tmp_path / "r/r.out").read_text()
+    assert [line for line in output.splitlines() if line.startswith("start")] == [
+        "start 0",
+        "start 1",
+        "start 2",
+    ]
+    done = run(*hpc_train("status", "r"), cwd=tmp_path)
+    assert "no job in the queue" in done.stdout
+    assert "start 2" in run(*hpc_train("logs", "r"), cwd=tmp_path).stdout
+
+
+def test_a_job_without_a_scheduler_can_be_watched_and_cancelled(local, tmp_path):
+    (job,) = local("wait")
+    wait_for(lambda: "start 0" in (tmp_path / "r/r.out").read_text())
+    done = run(*hpc_train("status", "r"), cwd=tmp_path)
+    assert f"job {job} RUNNING" in done.stdout
+    again = hpc_train("submit", "--scheduler", "local", "--run.dir", "r", "--", "python", "it.py")
+    assert "has a job already" in only_line(run(*again, cwd=tmp_path).stderr)
+    assert run(*hpc_train("cancel", "--now", "r"), cwd=tmp_path).returncode == 0
+    wait_for(lambda: events(tmp_path)[-1]["event"] == "ended")
+    assert not events(tmp_path)[-1]["next"]
+    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert str(tmp_path) not in processes.stdout
+
+
+def test_a_job_without_a_scheduler_ends_at_its_time_limit(local, tmp_path):
+    local("wait", options=["--time", "4s", "--requeue_by", "never"])
+    wait_for(lambda: events(tmp_path)[-1]["event"] == "ended")
+    assert not events(tmp_path)[-1]["next"]
