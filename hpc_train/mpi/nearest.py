@@ -15,6 +15,9 @@ def nearest(distances: Sequence[Sequence[int]]) -> list[int]:
         distances: for each rank, its distances to all GPUs.
     """
     ranks, gpus = len(distances), len(distances[0])
+    in_turn = [rank % gpus for rank in range(ranks)]
+    if all(row[gpu] == min(row) for row, gpu in zip(distances, in_turn, strict=True)):
+        return in_turn
     seats = range(max(ranks, gpus))  # a seat s is a place on GPU s % gpus
     heavy = len(seats) ** 3  # more than any sum of the squares below
     cost = [
@@ -26,14 +29,16 @@ def nearest(distances: Sequence[Sequence[int]]) -> list[int]:
         # A rank may take the seat of another one, which takes that of a third one, until one finds
         # a free seat. Bellman and Ford's method finds the cheapest of these chains.
         price, before = list(cost[rank]), dict[int, int]()
-        better = True
-        while better:
-            better = False
-            for seat, other in sitting.items():
-                for to in seats:
-                    offer = price[seat] - cost[other][seat] + cost[other][to]
-                    if offer < price[to]:
-                        price[to], before[to], better = offer, seat, True
+        changed = set(sitting)
+        while changed:
+            seat = changed.pop()
+            other = sitting[seat]
+            for to in seats:
+                offer = price[seat] - cost[other][seat] + cost[other][to]
+                if offer < price[to]:
+                    price[to], before[to] = offer, seat
+                    if to in sitting:
+                        changed.add(to)
         free = min((seat for seat in seats if seat not in sitting), key=price.__getitem__)
         while free in before:
             sitting[free] = sitting[before[free]]
