@@ -134,7 +134,7 @@ def _far(ranks: Sequence[RankDevice]) -> str:
     now = [row[place] for place, row in enumerate(distances)]
     if sum(best) == sum(now):
         return ""
-    far = [rank.rank for rank, is_, to in zip(known, now, best, strict=True) if to < is_]
+    far = [rank.rank for rank, old, new in zip(known, now, best, strict=True) if new < old]
     variable = known[0].gpus.vendor.variables[0]
     return (
         f"rank{'s' * (len(far) > 1)} {_listed(far)} would be nearer to GPUs of other ranks: list "
