@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_train.cli.verb import Parser
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError
 from hpc_train.host.programs import output
-from hpc_train.mpi import environment, gpus, runtime
+from hpc_train.mpi import environment, gpus, runtime, visible
 
 if TYPE_CHECKING:
     from hpc_train.launch.launchers import FoundLauncher
@@ -241,7 +241,7 @@ def _devices() -> list[str]:
 
 def _gpus() -> tuple[int, str, str] | None:
     """Number, vendor and torch's build of the GPUs that this process may use; None: it has none."""
-    found = gpus.offered(os.environ, gpus.count_gpus(Path("/"), os.environ))
+    found = visible.offered(os.environ, gpus.count_gpus(Path("/"), os.environ))
     return (found.count, found.vendor.name, found.vendor.build) if found.count else None
 
 

@@ -23,8 +23,8 @@ import torch
 
 from hpc_train import files
 from hpc_train.errors import UserError
+from hpc_train.job.devices import used_devices
 from hpc_train.mpi.agreement import agreed, same
-from hpc_train.mpi.gpus import Gpus
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, import_mpi, library_version
 from hpc_train.planning.schedules import size as size_text
@@ -70,7 +70,7 @@ def preflight(runtime: Runtime, directory: Path, device: torch.device, needed: i
     found = [same_versions(world), clocks(world)]
     found.append(shared_directory(world, leaders if leads else None, directory, needed))
     found.append(free_memory(world))
-    found.append(used_devices(runtime, device))
+    found.append(PreflightFinding("devices", *used_devices(runtime, device)))
     found.append(computing(world, device))
     found += links(runtime, leaders if leads else None)
     leaders.close()
@@ -177,85 +177,6 @@ def free_memory(world: Group) -> PreflightFinding:
     return PreflightFinding(
         "memory", f"{size_text(free)} free at the least ({host})", free > LITTLE
     )
-
-
-class RankDevice(NamedTuple):
-    """The device of a rank.
-
-    Args:
-        rank: world rank.
-        host: its host.
-        kind: cpu, cuda or xpu.
-        name: what tells this device from others of its host; "" if nothing does.
-        gpus: the GPUs that the rank was given one of.
-    """
-
-    rank: int
-    host: str
-    kind: str
-    name: str
-    gpus: Gpus
-
-
-def used_devices(runtime: Runtime, device: torch.device) -> PreflightFinding:
-    """The devices that ranks compute on, those that ranks share, and those that idle. Collective.
-
-    Args:
-        runtime: the job's runtime.
-        device: the device that this rank computes on.
-    """
-    world = runtime.world
-    mine = RankDevice(world.rank, world.host, device.type, device_name(device), runtime.gpus)
-    return device_finding(world.gathered(mine, "the devices of all ranks"))
-
-
-def device_name(device: torch.device) -> str:
-    """The UUID of a GPU; "" for a processor, and where torch does not tell it."""
-    if device.type == "cpu":
-        return ""
-    return str(getattr(getattr(torch, device.type).get_device_properties(device), "uuid", ""))
-
-
-def device_finding(ranks: Sequence[RankDevice]) -> PreflightFinding:
-    """The finding from all ranks' devices, which names hosts with shared or idle GPUs."""
-    hosts: dict[str, list[RankDevice]] = {}
-    for rank in ranks:
-        hosts.setdefault(rank.host, []).append(rank)
-    wrong = [f"on {host} {text}" for host, on in hosts.items() if (text := _wrong_devices(on))]
-    vendors = {rank.gpus.vendor.name for rank in ranks if rank.kind != "cpu" and rank.gpus.count}
-    kind = f"{vendors.pop()} GPUs" if len(vendors) == 1 else "GPUs"
-    number = sum(rank.kind != "cpu" for rank in ranks)
-    processors = "processors" if number < len(ranks) else ""
-    text = " and ".join(filter(None, [f"{number} {kind}" if number else "", processors]))
-    if not wrong:
-        return PreflightFinding("devices", text)
-    more = [f"and {len(wrong) - SLOW_SHOWN} hosts more"] if len(wrong) > SLOW_SHOWN else []
-    return PreflightFinding("devices", "; ".join([*wrong[:SLOW_SHOWN], *more]), False)
-
-
-def _wrong_devices(ranks: Sequence[RankDevice]) -> str:
-    """What is wrong with the devices of a host's ranks; "" if nothing is."""
-    users: dict[str, list[int]] = {}
-    for rank in ranks:
-        if rank.kind != "cpu":
-            users.setdefault(rank.name or f"rank {rank.rank}", []).append(rank.rank)
-    found = [
-        f"ranks {', '.join(map(str, on[:-1]))} and {on[-1]} share a GPU"
-        for on in users.values()
-        if len(on) > 1
-    ]
-    gpus = max((rank.gpus for rank in ranks), key=lambda gpus: gpus.count)
-    idle, maker = gpus.count - len(users), gpus.vendor
-    if idle > 0 and users:
-        found.append(
-            f"{idle} of {gpus.count} {maker.name} GPUs are idle: start a rank for each GPU"
-        )
-    elif idle > 0:
-        found.append(
-            f"{idle} {maker.name} GPUs are idle, because torch finds none: install torch for "
-            f"{maker.build}, or set {maker.variables[0]} to nothing to compute on processors"
-        )
-    return ", ".join(found)
 
 
 def computing(world: Group, device: torch.device) -> PreflightFinding:

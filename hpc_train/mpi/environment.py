@@ -54,6 +54,7 @@ LAUNCHERS = (
     Names("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
     Names("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ""),
 )
+SRUN = next(names for names in LAUNCHERS if names.launcher == "Slurm")
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 # Launchers that start ranks without MPI: each rank would train alone, in the same run directory.
 WITHOUT_MPI = {
@@ -104,6 +105,11 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
                 "use mpirun, srun, or horovodrun with its default controller, MPI",
             )
     return None
+
+
+def started_by_srun(environ: Mapping[str, str], launch: Launch) -> bool:
+    """Whether srun started this process as a rank, and not a daemon that has started the rank."""
+    return _gives(environ, SRUN, launch.rank, launch.size)
 
 
 def for_launcher(environ: Mapping[str, str], uid: int) -> dict[str, str]:

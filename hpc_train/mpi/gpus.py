@@ -1,4 +1,4 @@
-"""The GPUs of a node, counted by their drivers' files, and dealt out to its ranks before MPI_Init.
+"""The GPUs of a node, by their drivers' files.
 
 No driver is loaded, because a driver has to see the choice of a GPU before it starts.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from hpc_train.errors import SetupError
-from hpc_train.mpi.environment import Launch
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -24,11 +22,28 @@ class Vendor:
         build: the build of torch that computes on its GPUs.
         variables: variables that choose the GPUs which a process sees. The first one numbers the
             GPUs that the others have left.
+        driver: the file name of the library that reads these variables when it starts.
+        by_pci: a variable and its value, with which the driver numbers GPUs in the order of their
+            PCI addresses; nothing if it needs none.
     """
 
     name: str
     build: str
     variables: tuple[str, ...]
+    driver: str
+    by_pci: tuple[str, str] | None = None
+
+
+class Gpu(NamedTuple):
+    """A GPU of a node.
+
+    Args:
+        numa: the NUMA node that it hangs on; -1 if Linux does not tell.
+        uuid: what variables may call it instead of its number; "" if its files do not tell.
+    """
+
+    numa: int
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,18 +53,40 @@ class Gpus:
     Args:
         count: number of GPUs.
         vendor: their maker.
+        each: the GPUs in the order of their numbers; nothing if the files of their driver do not
+            tell this order, or the NUMA node of one of them.
     """
 
     count: int
     vendor: Vendor
+    each: tuple[Gpu, ...] = ()
 
 
-NVIDIA = Vendor("NVIDIA", "CUDA", ("CUDA_VISIBLE_DEVICES",))
+# SLURM and nvidia-smi number GPUs by their PCI addresses. If CUDA is not told to, it takes the
+# fastest first ("CUDA Environment Variables" in its programming guide).
+NVIDIA = Vendor(
+    "NVIDIA",
+    "CUDA",
+    ("CUDA_VISIBLE_DEVICES",),
+    "libcuda.so",
+    ("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+)
 # HIP numbers the GPUs that ROCr has left, and reads CUDA's variable if its own is not set. So only
 # one of them may be changed: a second one would choose from the one GPU that the first has left.
-AMD = Vendor("AMD", "ROCm", ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
-# Level Zero's variable: oneapi-src.github.io/level-zero-spec, "Environment Variables".
-INTEL = Vendor("Intel", "XPU", ("ZE_AFFINITY_MASK",))
+AMD = Vendor(
+    "AMD",
+    "ROCm",
+    ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "libhsa-runtime64.so",
+)
+# Level Zero's variables: oneapi-src.github.io/level-zero-spec, "Environment Variables".
+INTEL = Vendor(
+    "Intel",
+    "XPU",
+    ("ZE_AFFINITY_MASK",),
+    "libze_loader.so",
+    ("ZE_ENABLE_PCI_ID_DEVICE_ORDER", "1"),
+)
 NONE = Gpus(0, NVIDIA)
 INTEL_PCI = 0x8086
 OPEN = os.R_OK | os.W_OK
@@ -65,14 +102,78 @@ def count_gpus(root: Path, environ: Mapping[str, str]) -> Gpus:
     files = (path for path in (root / "dev").glob("nvidia*") if path.name[6:].isdigit())
     # A cgroup leaves the files of other jobs' GPUs there, and refuses to open them.
     if nvidia := sum(os.access(path, OPEN) for path in files):
-        return Gpus(nvidia, NVIDIA)
-    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
-    if amd := sum(_number(gpu_id, 10) != 0 for gpu_id in nodes):  # processors have the id 0
-        return Gpus(amd, AMD)
+        return Gpus(nvidia, NVIDIA, _in_order(_nvidia(root, environ), nvidia, NVIDIA, environ))
+    if amd := list(_amd(root)):
+        return Gpus(len(amd), AMD, _in_order(amd, len(amd), AMD, environ))
+    if intel := list(_intel(root, environ)):
+        return Gpus(len(intel), INTEL, _in_order(intel, len(intel), INTEL, environ))
+    return NONE
+
+
+def _in_order(
+    found: Sequence[Gpu], count: int, vendor: Vendor, environ: Mapping[str, str]
+) -> tuple[Gpu, ...]:
+    """The GPUs that were found; nothing if one is missing, or the user wants another order."""
+    name, value = vendor.by_pci or ("", "")
+    known = len(found) == count and all(gpu.numa >= 0 for gpu in found)
+    return tuple(found) if known and environ.get(name, value) == value else ()
+
+
+def _nvidia(root: Path, environ: Mapping[str, str]) -> list[Gpu]:
+    """NVIDIA's GPUs by their PCI addresses; nothing if CUDA would not number them so."""
+    found, models = [], set()
+    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*"), key=_address):
+        told = _lines(folder / "information", ":")
+        # The number of the file in /dev need not be the place in this order.
+        if os.access(root / f"dev/nvidia{told.get('Device Minor', '')}", OPEN):
+            found.append(Gpu(_numa_node(root, folder.name), told.get("GPU UUID", "")))
+            models.add(told.get("Model"))
+    return found if len(models) == 1 or "CUDA_DEVICE_ORDER" in environ else []
+
+
+def _amd(root: Path) -> Iterator[Gpu]:
+    """AMD's GPUs in the order of ROCr's numbers."""
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("[0-9]*")
+    for node in sorted(nodes, key=lambda node: int(node.name)):
+        if _number(node / "gpu_id", 10) == 0:  # a processor
+            continue
+        told = _lines(node / "properties", None)
+        place, unique = int(told.get("location_id", "-1")), int(told.get("unique_id", "0"))
+        # Eight bits for the bus, five for the device. The others tell parts of a GPU apart.
+        address = f"{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.0" if place >= 0 else "unknown"
+        domain = f"{int(told.get('domain', '0')):04x}"
+        yield Gpu(_numa_node(root, f"{domain}:{address}"), f"GPU-{unique:016x}")
+
+
+def _intel(root: Path, environ: Mapping[str, str]) -> Iterator[Gpu]:
+    """Intel's GPUs in the order of their PCI addresses, by the card or the tile."""
     cards = [path for path in (root / "sys/class/drm").glob("card*") if path.name[4:].isdigit()]
     by_card = environ.get("ZE_FLAT_DEVICE_HIERARCHY") == "COMPOSITE"
-    intel = sum(1 if by_card else _tiles(path) for path in cards if _is_intel(path))
-    return Gpus(intel, INTEL) if intel else NONE
+    devices = {card: (card / "device").resolve() for card in cards if _is_intel(card)}
+    for card in sorted(devices, key=lambda card: _address(devices[card])):
+        gpu = Gpu(_numa_node(root, devices[card].name))
+        yield from [gpu] * (1 if by_card else _tiles(card))
+
+
+def _address(device: Path) -> list[int]:
+    """The numbers of a PCI address, such as 0000:18:00.0, by which addresses are sorted."""
+    return [int(part, 16) for part in re.findall(r"[0-9a-f]+", device.name)]
+
+
+def _numa_node(root: Path, address: str) -> int:
+    try:
+        return int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def _lines(path: Path, separator: str | None) -> dict[str, str]:
+    """Names and values in a file that has a pair of them on each line."""
+    try:
+        pairs = [line.split(separator, 1) for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}
 
 
 def _number(path: Path, base: int) -> int:
@@ -93,65 +194,3 @@ def _is_intel(card: Path) -> bool:
 def _tiles(card: Path) -> int:
     """Number of a card's tiles; the drivers i915 and xe list them in different folders."""
     return max(1, len(list(card.glob("gt/gt*"))), len(list(card.glob("device/tile*"))))
-
-
-def choices(environ: Mapping[str, str], gpus: Gpus) -> list[str]:
-    """The GPUs that a job may use, as its environment names them.
-
-    They are what the scheduler or the user has put into a variable, else all GPUs of the node.
-    """
-    name = _variable(environ, gpus)
-    if name not in environ:
-        return [str(number) for number in range(gpus.count)]
-    found = list[str]()
-    for entry in environ[name].split(","):
-        # CUDA stops at the first entry that is no GPU. Slurm writes NoDevFiles for none.
-        if entry.strip() in ("", "-1", "NoDevFiles"):
-            break
-        found.append(entry.strip())
-    return found
-
-
-def offered(environ: Mapping[str, str], gpus: Gpus) -> Gpus:
-    """The GPUs of a node that a job may use.
-
-    A variable alone counts for nothing: a site's modules may set it on nodes without GPUs, too.
-    """
-    return Gpus(len(choices(environ, gpus)) if gpus.count else 0, gpus.vendor)
-
-
-def _variable(environ: Mapping[str, str], gpus: Gpus) -> str:
-    """The variable that chooses last among those that are set, else the vendor's own."""
-    variables = gpus.vendor.variables
-    return next((name for name in variables if name in environ), variables[0])
-
-
-def visible_device(environ: Mapping[str, str], launch: Launch, gpus: Gpus) -> dict[str, str]:
-    """The variable to set so that each local rank sees a GPU of its own.
-
-    Args:
-        environ: the environment. If it has the scheduler's choice of GPUs, these are dealt out.
-        launch: this rank's place.
-        gpus: the node's GPUs.
-
-    Returns:
-        The variable and its value; nothing if the rank sees no more than one GPU.
-
-    Raises:
-        SetupError: the rank sees several GPUs, and no launcher tells its local rank.
-    """
-    visible = choices(environ, gpus)
-    # SYCL's variable numbers what Level Zero's has left, and may have been set for each rank.
-    chosen = gpus.vendor == INTEL and re.search(r":\d", environ.get("ONEAPI_DEVICE_SELECTOR", ""))
-    if len(visible) <= 1 or chosen:
-        return {}
-    if launch.local_rank is None:
-        if not gpus.count:  # a site's modules may set the variable even on nodes without GPUs
-            return {}
-        raise SetupError(
-            f"rank {launch.rank} of {launch.size} sees {len(visible)} GPUs, and {launch.launcher} "
-            "does not tell its local rank on the node",
-            "let the launcher show each rank one GPU, for instance by srun --gpus-per-task=1, or "
-            "set MPI_LOCALRANKID",
-        )
-    return {_variable(environ, gpus): visible[launch.local_rank % len(visible)]}

@@ -14,10 +14,13 @@ from typing import Any
 
 from hpc_train.errors import SetupError
 from hpc_train.host.cores import physical_cores
+from hpc_train.host.numa import read_numa
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import agreed
-from hpc_train.mpi.gpus import NONE, Gpus, count_gpus, offered, visible_device
+from hpc_train.mpi.binding import expected_reach
+from hpc_train.mpi.gpus import NONE, Gpus, count_gpus
 from hpc_train.mpi.group import Group
+from hpc_train.mpi.visible import nearer_device, offered, own_numa, visible_device
 
 BUILD_HOROVOD = "python -m hpc_train.build.horovod"
 THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
@@ -35,6 +38,7 @@ class Runtime:
         node: the ranks that share this rank's memory; its `rank` is the local rank.
         launcher: name of the launcher that started the job; "" for a process alone.
         gpus: the GPUs of which this rank was given one; none for a process alone.
+        gpu_numa: the NUMA node of the one that it was given; -1 if it is not known.
         at_end: functions to call at the end of the program, when all ranks have come to it. Their
             argument is whether the program has failed.
     """
@@ -43,6 +47,7 @@ class Runtime:
     node: Group
     launcher: str = ""
     gpus: Gpus = NONE
+    gpu_numa: int = -1
     at_end: list[Callable[[bool], None]] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -80,7 +85,7 @@ class Runtime:
 def start_runtime() -> Runtime:
     """Initialise MPI if a launcher started this process as one of several ranks.
 
-    Each local rank gets a GPU of its own if there are any. Collective.
+    Each local rank gets a GPU of its own if there are any, the nearest to its cores. Collective.
 
     Raises:
         SetupError: mpi4py finds no MPI; or the MPI library is another one than the launcher's; or
@@ -93,8 +98,10 @@ def start_runtime() -> Runtime:
         return Runtime(Group(), Group())
     # Drivers have to see the choice of a GPU before MPI starts.
     counted = count_gpus(Path("/"), os.environ)
-    job_gpus = offered(os.environ, counted)
-    os.environ |= visible_device(os.environ, launch, counted)
+    job_gpus, given = offered(os.environ, counted), dict(os.environ)
+    numa, cores = read_numa(), os.sched_getaffinity(0)
+    expected = expected_reach(given, launch, numa, cores)
+    os.environ |= visible_device(given, launch, counted, expected)
     if (launch.local_size or 1) > (os.cpu_count() or 1):
         # Waiting ranks would hold the cores of the ranks they wait for. Open MPI notices this only
         # if the launcher was told fewer slots than ranks; horovodrun -H tells it as many as ranks.
@@ -117,7 +124,8 @@ def start_runtime() -> Runtime:
     world = Group.of(MPI.COMM_WORLD)
     shared = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     node = Group(shared.rank, shared.size, shared, world.waiting)
-    return Runtime(world, node, launch.launcher, job_gpus)
+    os.environ |= nearer_device(node, given, counted, numa.reach(cores))
+    return Runtime(world, node, launch.launcher, job_gpus, own_numa(os.environ, counted))
 
 
 def import_mpi() -> Any:

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.host.numa import SYSTEM, read_numa
 from hpc_train.mpi.group import Group
-
-SYSTEM = Path("/sys/devices/system")  # Linux: Documentation/ABI/stable/sysfs-devices-system-cpu
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def machine(root: Path = SYSTEM) -> NodeHardware:
     cpus = [path / "topology" for path in root.glob("cpu/cpu[0-9]*")]
     sockets = {_text(cpu / "physical_package_id") for cpu in cpus} - {""}
     cores = {_text(cpu / "thread_siblings_list") for cpu in cpus} - {""}
-    return NodeHardware(len(sockets), len(_numa(root)), len(cores))
+    return NodeHardware(len(sockets), len(read_numa(root).cpus), len(cores))
 
 
 def socket_of(cores: Iterable[int], root: Path = SYSTEM) -> int:
@@ -106,7 +105,7 @@ def socket_of(cores: Iterable[int], root: Path = SYSTEM) -> int:
         cores: as the operating system numbers them.
         root: takes the place of /sys/devices/system.
     """
-    mine, domains = set(cores), _numa(root)
+    mine, domains = set(cores), read_numa(root).cpus
     for number, domain in domains.items():
         if mine <= domain:
             return number
@@ -114,18 +113,6 @@ def socket_of(cores: Iterable[int], root: Path = SYSTEM) -> int:
     sockets = {_text(cpu / "topology/physical_package_id") for cpu in cpus}
     only = sockets.pop() if len(sockets) == 1 else ""
     return max(domains, default=-1) + 1 + int(only) if only.isdigit() else -1
-
-
-def _numa(root: Path) -> dict[int, set[int]]:
-    """The cores of each NUMA domain that has any; some domains only have memory."""
-    lists = {int(path.name[4:]): _text(path / "cpulist") for path in root.glob("node/node[0-9]*")}
-    return {number: _cores(lists[number]) for number in sorted(lists) if lists[number]}
-
-
-def _cores(text: str) -> set[int]:
-    """Read the kernel's notation of a list, such as 0-3,8,10-11."""
-    ends = [part.split("-") for part in text.split(",")]
-    return {core for end in ends for core in range(int(end[0]), int(end[-1]) + 1)}
 
 
 def _text(path: Path) -> str:

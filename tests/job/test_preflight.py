@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
 from hpc_train.job import preflight as checks
-from hpc_train.job.preflight import RankDevice, device_finding, exchange, preflight, rounds
-from hpc_train.mpi.gpus import AMD, INTEL, NONE, NVIDIA, Gpus
+from hpc_train.job.preflight import exchange, preflight, rounds
+from hpc_train.mpi.gpus import NVIDIA, Gpus
 from hpc_train.mpi.runtime import Runtime
 
 CPU = torch.device("cpu")
@@ -141,51 +141,6 @@ def test_hosts_exchange_with_their_neighbours(group):
 def test_a_process_alone_has_nothing_to_compare(job, tmp_path, caplog):
     preflight(job, tmp_path, CPU, 0)
     assert not caplog.text
-
-
-def on_host(host, devices, gpus, kind="cuda"):
-    """Ranks of a host, each on one of these devices."""
-    return [RankDevice(rank, host, kind, device, gpus) for rank, device in enumerate(devices)]
-
-
-def test_two_ranks_of_a_node_on_one_device_are_named():
-    ranks = on_host("n1", ["a", "b", "a", "b"], Gpus(2, AMD)) + on_host("n2", "ab", Gpus(2, AMD))
-    found = device_finding(ranks)
-    assert not found.fine
-    assert "on n1 ranks 0 and 2 share a GPU, ranks 1 and 3 share a GPU" in found.found
-    assert "n2" not in found.found, "its ranks have names of devices that n1 has, too"
-
-
-def test_a_node_whose_gpus_idle_is_named():
-    found = device_finding(on_host("n1", [""] * 12, Gpus(12, INTEL), kind="cpu"))
-    assert not found.fine
-    assert "on n1 12 Intel GPUs are idle" in found.found
-    assert "torch for XPU" in found.found
-    found = device_finding(on_host("n1", "ab", Gpus(4, NVIDIA)))
-    assert not found.fine
-    assert "on n1 2 of 4 NVIDIA GPUs are idle" in found.found
-
-
-@pytest.mark.parametrize(
-    ("ranks", "told"),
-    [
-        (on_host("n1", ["", ""], NONE, kind="cpu"), "processors"),
-        (on_host("n1", "ab", Gpus(2, NVIDIA)), "2 NVIDIA GPUs"),
-        # The launcher showed each rank one GPU: of others nothing is known.
-        (on_host("n1", "ab", Gpus(1, NVIDIA)) + on_host("n2", "ab", Gpus(1, AMD)), "GPUs"),
-        # A GPU that does not tell which one it is counts for a GPU of its own.
-        (on_host("n1", ["", ""], Gpus(2, AMD)), "2 AMD GPUs"),
-    ],
-)
-def test_a_device_for_each_rank_is_no_warning(ranks, told):
-    found = device_finding(ranks)
-    assert found.fine
-    assert told in found.found
-
-
-def test_of_many_hosts_with_idle_gpus_a_few_are_named():
-    ranks = [one for n in range(9) for one in on_host(f"n{n}", [""], Gpus(4, NVIDIA), kind="cpu")]
-    assert "and 5 hosts more" in device_finding(ranks).found
 
 
 @pytest.mark.mpi(min_size=2)
