@@ -18,6 +18,7 @@ SHARED = {
     "main": "what `python -m` or an entry point runs",
     "options": "of a verb's module",
     "run": "of a verb's module; `hpc_train.run`",
+    "submit": "`hpc-train submit`, and the same from Python",
     "PR_SET_PDEATHSIG": "a constant of Linux",
 }
 ROOT_FILES = 8

@@ -120,7 +120,7 @@ def hdf5() -> Finding:
 
 def launchers() -> list[Finding]:
     """Find the launcher that `hpc-train launch` uses here, or the one that started this process."""
-    from hpc_train.launch.lines import Job
+    from hpc_train.launch.lines import LaunchedJob
 
     launch = environment.read_launch(os.environ)
     if launch:
@@ -130,7 +130,10 @@ def launchers() -> list[Finding]:
         chosen = _launcher()
     except HpcTrainError as error:
         return [Finding("launcher", ERROR, error.cause, error.remedy)]
-    program, on_path = chosen.make(Job([], 1)).words[0], filter(shutil.which, LAUNCHER_NAMES)
+    program, on_path = (
+        chosen.make(LaunchedJob([], 1)).words[0],
+        filter(shutil.which, LAUNCHER_NAMES),
+    )
     others = [name for name in on_path if name != program]
     text = f"{program} ({chosen.version})" + (f"; also {', '.join(others)}" if others else "")
     findings = [Finding("launcher", OK, text)]
@@ -259,11 +262,11 @@ def _products() -> dict[str, Any] | None:
 
 def probe_in_a_rank() -> list[dict[str, Any]]:
     """Start one rank that runs `probe` and prints the result."""
-    from hpc_train.launch.lines import Job, Line
+    from hpc_train.launch.lines import LaunchedJob, Line
 
     program = [sys.executable, "-m", "hpc_train.cli.doctor"]
     try:
-        line = _launcher().make(Job(program, 1))
+        line = _launcher().make(LaunchedJob(program, 1))
     except HpcTrainError:  # `launchers` reports it; the process alone may still tell something
         line = Line(program, {})
     said = "nothing"

@@ -10,6 +10,8 @@ from hpc_train.launch import SchedulerName
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpc_train.launch.request import SubmitRequest
+
 
 def options() -> Parser:
     """The options of the verb."""
@@ -137,16 +139,26 @@ def run(arguments: Sequence[str]) -> int:
     cut = list(arguments).index("--") if "--" in arguments else len(arguments)
     if not arguments or wants_help(["--", *arguments[:cut]]):
         return show_help(options(), arguments)
-    from hpc_train.config import file
-
-    own, keys = file.separate(_joined(arguments[:cut]))
-    given = options().parse_args(own)
-    from hpc_train.launch.request import SubmitRequest
     from hpc_train.launch.submit import submit
 
-    for job in submit(SubmitRequest(**vars(given), options=keys, command=arguments[cut + 1 :])):
+    for job in submit(read_request(arguments)).ids:
         print(job)
     return 0
+
+
+def read_request(arguments: Sequence[str]) -> SubmitRequest:
+    """What the arguments of the verb ask for.
+
+    Raises:
+        UserError: an option is unknown, or has a value that it cannot have.
+    """
+    from hpc_train.config import file
+    from hpc_train.launch.request import SubmitRequest
+
+    cut = list(arguments).index("--") if "--" in arguments else len(arguments)
+    own, keys = file.separate(_joined(arguments[:cut]))
+    given = options().parse_args(own)
+    return SubmitRequest(**vars(given), options=keys, command=arguments[cut + 1 :])
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:

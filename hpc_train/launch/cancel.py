@@ -29,10 +29,17 @@ def cancel(run: Path, *, now: bool = False) -> str:
     made = [run / name for name in signs]
     if not tasks and not any(path.exists() for path in made):
         raise UserError(f"{run} is not a run directory", "give the run.dir of a job")
-    for directory in (run, *tasks):
-        files.write_text(directory / STOP, "")
+    for directory in tasks:
+        write_stop(directory)
+    stopped = write_stop(run)
     if now:
         return f"{run / STOP} written; {_ended(run)}; remove the file to resume"
+    return stopped
+
+
+def write_stop(run: Path) -> str:
+    """Write the file that stops a run or a task for good; returns a line that says what happens."""
+    files.write_text(run / STOP, "")
     return (
         f"{run / STOP} written: the run stops with a checkpoint after its step, and is not queued "
         "again; a job that waits in the queue ends when it starts; remove the file to resume"

@@ -17,7 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch import warm_start
 from hpc_train.launch.hosts import Allocation, Host, allocated, parse_hosts, read_file, take_hosts
 from hpc_train.launch.launchers import FoundLauncher, cores_here, find_launcher, threads_of
-from hpc_train.launch.lines import Job, Line
+from hpc_train.launch.lines import LaunchedJob, Line
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.site_line import launcher_of
 from hpc_train.launch.supervise import START, Supervisor
@@ -85,7 +85,7 @@ def launch(request: LaunchRequest) -> int:
     warm = warm_start.variables(full, request.restarts, cold=cold)
     command = warm_start.warm_command(command, warm)
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **warm}
-    job = Job(command, ranks, used, cores, threads, variables)
+    job = LaunchedJob(command, ranks, used, cores, threads, variables)
     # Kubernetes restarts a launcher that exits with any other code than 0.
     again = allocation is not None and allocation.scheduler == "mpijob"
     if config and again and (stop := Path(config.run.dir, STOP)).exists():
@@ -129,7 +129,7 @@ def _launcher(request: LaunchRequest, allocation: Allocation | None) -> FoundLau
     return launcher_of(request.line)
 
 
-def _say_unbound(job: Job, kind: str, allocation: Allocation | None) -> None:
+def _say_unbound(job: LaunchedJob, kind: str, allocation: Allocation | None) -> None:
     """Say so if ranks will not be bound to cores, because they may then move and share cores."""
     why = "horovodrun binds none" if kind == "horovodrun" else job.why_not_bound
     if why and allocation and allocation.scheduler == "slurm":

@@ -41,10 +41,10 @@ def make(request: SubmitRequest) -> BatchJob:
     if request.site in sites.names():
         _say(f"the profile {request.site} was never run at that site: check what --dry_run prints")
     check_request(request, site, scheduler)
-    sweep = _sweep(request.sweep)
+    sweep = [*request.tasks] or _sweep(request.sweep)
     if len(sweep) == 1 and scheduler in ("pbs", "torque"):
         raise UserError(
-            "--sweep has a single task, and PBS makes no array of one", "give more values"
+            "a sweep has a single task, and PBS makes no array of one", "give more values"
         )
     for words in sweep:
         config_file.load(request.config, [*request.options, *words], LATER)

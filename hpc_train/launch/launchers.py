@@ -15,7 +15,7 @@ from hpc_train.errors import SetupError
 from hpc_train.host.cores import physical_cores
 from hpc_train.host.programs import output
 from hpc_train.launch.lines import (
-    Job,
+    LaunchedJob,
     Line,
     flux_run,
     horovodrun,
@@ -67,7 +67,7 @@ class FoundLauncher:
     """
 
     kind: str
-    make: Callable[[Job], Line]
+    make: Callable[[LaunchedJob], Line]
     version: str = ""
     note: str = ""
 

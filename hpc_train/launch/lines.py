@@ -29,7 +29,7 @@ KEEPALIVE = {
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchedJob:
     """The job that a launcher starts.
 
     Args:
@@ -124,7 +124,7 @@ class Line:
         return " ".join([*settings, shlex.join(self.words)])
 
 
-def open_mpi(program: str, job: Job) -> Line:
+def open_mpi(program: str, job: LaunchedJob) -> Line:
     """Open MPI's mpirun, version 4 and 5."""
     words = [program, "-np", str(job.ranks)]
     environ: dict[str, str] = {}
@@ -144,7 +144,7 @@ def open_mpi(program: str, job: Job) -> Line:
     return Line([*words, *job.command], {**for_launcher({}, os.geteuid()), **environ})
 
 
-def hydra(program: str, job: Job) -> Line:
+def hydra(program: str, job: LaunchedJob) -> Line:
     """MPICH's mpiexec. It passes its environment to the ranks by itself."""
     words = [program, "-n", str(job.ranks)]
     if job.hosts:
@@ -153,7 +153,7 @@ def hydra(program: str, job: Job) -> Line:
     return Line([*words, *job.command], {})
 
 
-def intel_mpi(program: str, job: Job) -> Line:
+def intel_mpi(program: str, job: LaunchedJob) -> Line:
     """Intel MPI's mpiexec. It gives each rank as many cores as OpenMP has threads."""
     words = [program, "-n", str(job.ranks)]
     if job.hosts:
@@ -162,7 +162,7 @@ def intel_mpi(program: str, job: Job) -> Line:
     return Line([*words, *job.command], pin)
 
 
-def pals(program: str, job: Job) -> Line:
+def pals(program: str, job: LaunchedJob) -> Line:
     """HPE's mpiexec (PALS). It passes its environment to the ranks by itself."""
     words = [program, "-n", str(job.ranks), "--ppn", str(job.per_host)]
     if job.hosts:
@@ -174,7 +174,7 @@ def pals(program: str, job: Job) -> Line:
     return Line([*words, *job.command], {})
 
 
-def srun(program: str, plugin: str, job: Job) -> Line:
+def srun(program: str, plugin: str, job: LaunchedJob) -> Line:
     """Slurm's srun, inside an allocation. Since Slurm 22.05 its own line must give the cores."""
     words = [program, f"--mpi={plugin}", f"--ntasks={job.ranks}", f"--job-name={step_name()}"]
     words.append("--kill-on-bad-exit=0")  # `LeftBehind` kills the other ranks, without KillWait
@@ -194,13 +194,13 @@ def srun(program: str, plugin: str, job: Job) -> Line:
     return Line([*words, *job.command], environ)
 
 
-def horovodrun(program: str, job: Job) -> Line:
+def horovodrun(program: str, job: LaunchedJob) -> Line:
     """Horovod's launcher. It starts the mpirun of Open MPI up to version 4, and binds no ranks."""
     words = [program, "-np", str(job.ranks), "-H", job.listed() or f"localhost:{job.ranks}"]
     return Line([*words, *job.command], for_launcher({}, os.geteuid()))
 
 
-def flux_run(options: Sequence[str], job: Job) -> Line:
+def flux_run(options: Sequence[str], job: LaunchedJob) -> Line:
     """Flux's launcher, inside a Flux job. Each step has whole nodes of that job.
 
     Args:
@@ -216,7 +216,7 @@ def flux_run(options: Sequence[str], job: Job) -> Line:
     return Line([*words, *job.command], {})
 
 
-def jsrun(job: Job) -> Line:
+def jsrun(job: LaunchedJob) -> Line:
     """IBM's launcher, inside an LSF job. It chooses the hosts; each has one resource set.
 
     Raises:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -20,10 +21,14 @@ from hpc_train.launch import SchedulerName
 from hpc_train.launch.protocol import QUEUED
 from hpc_train.launch.schedulers import QueuedJob, Scheduler, scheduler_of
 
+TASKS = "tasks.json"  # in the run directory of a sweep: the options of each task
 
-def record_queued(run: Path, scheduler: SchedulerName, job: str) -> None:
-    """Record that a job of the run was queued."""
+
+def record_queued(run: Path, scheduler: SchedulerName, job: str, task: int | None = None) -> None:
+    """Record that a job of the run was queued, or one of a task alone."""
     line = {"time": int(time.time()), "event": "queued", "job": job, "scheduler": scheduler}
+    if task is not None:
+        line["task"] = task
     with (run / QUEUED).open("a") as file:
         file.write(f"{json.dumps(line)}\n")
 
@@ -64,6 +69,31 @@ def still_queued(run: Path) -> tuple[Scheduler | None, list[QueuedJob]]:
     ids = [job for job in dict.fromkeys(ids) if job not in of_others]
     scheduler = scheduler_of(names[-1])
     return scheduler, scheduler.queued(ids) if ids else []
+
+
+def tasks_of(job: str) -> list[int]:
+    """The tasks that an id of an array stands for: 7_3, 7_[0-2,5%2] or 7[3].server; else none."""
+    found = re.search(r"_(\d+)$|\[([\d,-]+)", job)
+    if not found:
+        return []
+    parts = [part.partition("-") for part in (found[1] or found[2]).split(",") if part]
+    return [task for a, _, b in parts for task in range(int(a), int(b or a) + 1)]
+
+
+def write_tasks(run: Path, tasks: Mapping[int, Sequence[str]]) -> None:
+    """Record the options of each task of a sweep, or that the run has none."""
+    path = run / TASKS
+    if tasks:
+        path.write_text(json.dumps({str(number): list(words) for number, words in tasks.items()}))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def read_tasks(run: Path) -> dict[str, list[str]]:
+    """The options of each task of a sweep, by its number."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads((run / TASKS).read_text()))
+    return {}
 
 
 @contextmanager

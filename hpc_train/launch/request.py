@@ -40,6 +40,7 @@ class SubmitRequest:
         max_requeues: maximum number of requeues; None: REQUEUES.
         chain: number of jobs to queue at once; each waits for the one before it.
         sweep: section.key=V1,V2,...: an array with a task for each combination.
+        tasks: the options of each task of an array, in place of `sweep`.
         image: container image, for mpijob.
         dry_run: print the script, and queue nothing.
     """
@@ -72,6 +73,7 @@ class SubmitRequest:
     max_requeues: int | None = None
     chain: int = 1
     sweep: Sequence[str] = ()
+    tasks: Sequence[Sequence[str]] = ()
     image: str = ""
     dry_run: bool = False
 

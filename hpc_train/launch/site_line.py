@@ -15,7 +15,7 @@ from hpc_train.errors import SetupError, UserError
 from hpc_train.launch.hosts import compress
 from hpc_train.launch.launchers import FoundLauncher, identify
 from hpc_train.launch.left_behind import step_name
-from hpc_train.launch.lines import KEEPALIVE, Job, Line
+from hpc_train.launch.lines import KEEPALIVE, LaunchedJob, Line
 from hpc_train.mpi.environment import for_launcher
 
 LINE_NUMBERS = ("nodes", "ranks", "ranks_per_node", "threads", "cores")
@@ -34,7 +34,7 @@ def launcher_of(text: str) -> FoundLauncher:
     """
     try:
         words = shlex.split(text)
-        _filled(words, Job([], 1))
+        _filled(words, LaunchedJob([], 1))
     except ValueError as error:
         raise UserError(f"--line {text!r} cannot be read: {error}", "close its quotes") from None
     except (KeyError, IndexError) as error:
@@ -52,11 +52,11 @@ def launcher_of(text: str) -> FoundLauncher:
             f"{words[0]} is no launcher that is known", "give a line of srun, mpiexec or mpirun"
         )
     if found.kind == "intel_mpi":  # not its script, which does not pass signals on
-        words[0] = found.make(Job([], 1)).words[0]
+        words[0] = found.make(LaunchedJob([], 1)).words[0]
     return FoundLauncher(found.kind, partial(_mpiexec, words, found.kind), found.version)
 
 
-def _filled(words: list[str], job: Job) -> list[str]:
+def _filled(words: list[str], job: LaunchedJob) -> list[str]:
     numbers = {
         "nodes": max(1, len(job.hosts)),
         "ranks": job.ranks,
@@ -67,7 +67,7 @@ def _filled(words: list[str], job: Job) -> list[str]:
     return [word.format(**numbers) for word in words]
 
 
-def _srun(words: list[str], job: Job) -> Line:
+def _srun(words: list[str], job: LaunchedJob) -> Line:
     added = [f"--ntasks={job.ranks}", f"--job-name={step_name()}"]
     if job.hosts:
         nodes = compress(host.name for host in job.hosts)
@@ -78,7 +78,7 @@ def _srun(words: list[str], job: Job) -> Line:
     return Line([*_filled(words, job), *added, *job.command], environ)
 
 
-def _mpiexec(words: list[str], kind: str, job: Job) -> Line:
+def _mpiexec(words: list[str], kind: str, job: LaunchedJob) -> Line:
     filled, environ, hosts = _filled(words, job), dict[str, str](), list[str]()
     if kind == "open_mpi":
         environ = for_launcher({}, os.geteuid())

@@ -65,9 +65,11 @@ def _jobs(run: Path) -> list[str]:
 
 
 def _progress(run: Path) -> list[str]:
-    lines = []
-    for directory in (run, *sorted(run.glob("task-*"))):
-        before = f"{directory.name}: " if directory != run else ""
+    lines, options = [], queued.read_tasks(run)
+    folders = sorted(run.glob("task-*"), key=lambda path: (len(path.name), path.name))
+    for directory in (run, *folders):
+        words = options.get(directory.name.removeprefix("task-"), [])
+        before = f"{' '.join([directory.name, *words])}: " if directory != run else ""
         record = _last_record(directory / "metrics.jsonl")
         if record:
             loss = f", loss {record['loss']:.6g}" if isinstance(record.get("loss"), float) else ""
@@ -114,7 +116,7 @@ def show_log(run: Path, rank: int | None, *, follow: bool) -> None:
         UserError: there is no such run, or no such log.
     """
     check_run(run)
-    path = _log(run, rank)
+    path = log_of(run, rank)
     position, asked = 0, time.monotonic()
     with suppress(KeyboardInterrupt):
         while True:
@@ -122,7 +124,7 @@ def show_log(run: Path, rank: int | None, *, follow: bool) -> None:
             over = not follow
             if follow and time.monotonic() - asked > ASK_SECONDS:
                 over, asked = _over(run), time.monotonic()
-            newer = _log(run, rank)
+            newer = log_of(run, rank)
             if newer != path:
                 _print_from(path, position)
                 path, position = newer, 0
@@ -149,7 +151,12 @@ def _print_from(path: Path, position: int) -> int:
         return file.tell()
 
 
-def _log(run: Path, rank: int | None) -> Path:
+def log_of(run: Path, rank: int | None) -> Path:
+    """The file of the newest output of a run's jobs, or of the log of a rank.
+
+    Raises:
+        UserError: there is none yet.
+    """
     if rank is None:
         outputs = [path for pattern in OUTPUTS for path in run.glob(pattern)]
         if outputs:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.errors import SetupError, UserError
 from hpc_train.launch.batch import text
 from hpc_train.launch.compose import COPY, make
 from hpc_train.launch.protocol import STOP
-from hpc_train.launch.queued import one_submission, record_queued
+from hpc_train.launch.queued import one_submission, record_queued, write_tasks
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.schedulers import scheduler_of
 
 
-def submit(request: SubmitRequest) -> list[str]:
-    """Write a job's script and queue it; returns the ids of the queued jobs.
+@dataclass(frozen=True)
+class Submission:
+    """What was submitted.
+
+    Args:
+        run_dir: its run directory.
+        ids: the scheduler's ids of the queued jobs.
+        first_task: the number of a sweep's first task.
+    """
+
+    run_dir: Path
+    ids: list[str]
+    first_task: int
+
+
+def submit(request: SubmitRequest) -> Submission:
+    """Write a job's script and queue it, or only print it.
 
     The script stays in the run directory, as job.sh or mpijob.yaml. So does a copy of the
     configuration, job.yaml, which the job reads: later changes of the original do not matter.
@@ -26,16 +42,16 @@ def submit(request: SubmitRequest) -> list[str]:
     """
     batch = make(request)
     script = text(batch)
+    scheduler = scheduler_of(batch.scheduler)
+    run_dir = Path(batch.run_dir)
     if request.dry_run:
         print(script, end="")
-        return []
-    scheduler = scheduler_of(batch.scheduler)
+        return Submission(run_dir, [], scheduler.first_task)
     if not shutil.which(scheduler.submits[0]):
         raise SetupError(
             f"{scheduler.submits[0]} is not here",
             "submit from a login node, or look at the script with --dry_run",
         )
-    run_dir = Path(batch.run_dir)
     if (run_dir / STOP).exists():
         raise UserError(f"{run_dir / STOP} is there", "remove it to resume the run")
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -46,8 +62,10 @@ def submit(request: SubmitRequest) -> list[str]:
         path = Path(batch.script)
         path.write_text(script)
         path.chmod(0o755)
+        write_tasks(run_dir, dict(enumerate(batch.sweep, scheduler.first_task)))
         for _ in range(request.chain):
-            for job in scheduler.queue(batch, after=ids[-1] if ids else ""):
-                ids.append(job)
-                record_queued(run_dir, batch.scheduler, job)
-    return ids
+            queued = scheduler.queue(batch, after=ids[-1] if ids else "")
+            for task, job in enumerate(queued, scheduler.first_task):
+                record_queued(run_dir, batch.scheduler, job, task if len(queued) > 1 else None)
+            ids += queued
+    return Submission(run_dir, ids, scheduler.first_task)

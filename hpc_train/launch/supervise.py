@@ -28,7 +28,7 @@ from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
 from hpc_train.launch.contact import Contact
 from hpc_train.launch.hosts import Host, take_hosts
 from hpc_train.launch.launchers import FoundLauncher
-from hpc_train.launch.lines import Job
+from hpc_train.launch.lines import LaunchedJob
 from hpc_train.launch.protocol import LAUNCH, PROGRESS, REACHED, RESTARTS, STOP, STOP_SIGNALS
 
 HOST_PROBE_SECONDS = 60.0  # seconds in which hosts must start and end a process
@@ -57,7 +57,7 @@ class Supervisor:
     """
 
     launcher: FoundLauncher
-    job: Job
+    job: LaunchedJob
     hosts: Sequence[Host]
     restarts: int
     progress: Path
@@ -118,7 +118,7 @@ class Supervisor:
         if restart >= self.restarts:
             raise HpcTrainError(f"{cause} after {restart} restarts" if restart else cause, again)
 
-    def _once(self, job: Job, restart: int, lost_after: int) -> Outcome:
+    def _once(self, job: LaunchedJob, restart: int, lost_after: int) -> Outcome:
         told = {PROGRESS: str(self.progress.absolute()), LAUNCH: self._name}
         if restart:
             told |= {RESTARTS: str(restart), REACHED: str(lost_after)}
@@ -146,7 +146,7 @@ class Supervisor:
         unfinished = outcome.code == 0 and self.run_dir and not outcome.progress.done
         return outcome.code in FINAL_CODES and not unfinished
 
-    def _next(self, cause: str, outcome: Outcome) -> Job:
+    def _next(self, cause: str, outcome: Outcome) -> LaunchedJob:
         """The job on the hosts that are left."""
         if not self.hosts:
             return replace(self.job, again=True)
@@ -207,7 +207,7 @@ class Supervisor:
         if not hosts:
             return True
         one_each = [Host(host.name, 1) for host in hosts]
-        line = self.launcher.make(Job([PROBE], len(hosts), one_each, again=True))
+        line = self.launcher.make(LaunchedJob([PROBE], len(hosts), one_each, again=True))
         try:
             done = subprocess.run(
                 line.words,

@@ -10,7 +10,7 @@ import pytest
 from hpc_train.errors import SetupError, UserError
 from hpc_train.launch import launchers, lines
 from hpc_train.launch.hosts import Host
-from hpc_train.launch.lines import Job
+from hpc_train.launch.lines import LaunchedJob
 
 # What the programs print for --version, and what each of them is.
 VERSIONS = {
@@ -39,7 +39,7 @@ def programs(tmp_path, monkeypatch):
 
 
 def line(kind, **fields):
-    job = Job(["train"], **{"ranks": 8, "hosts": TWO, "cores": 8, "threads": 2, **fields})
+    job = LaunchedJob(["train"], **{"ranks": 8, "hosts": TWO, "cores": 8, "threads": 2, **fields})
     return {
         "open_mpi": lambda: lines.open_mpi("mpirun", job),
         "hydra": lambda: lines.hydra("mpiexec", job),
@@ -118,7 +118,7 @@ def test_the_launcher_of_the_machine_is_taken_unless_another_is_named(programs):
 def test_srun_is_taken_in_a_job_where_it_can_start_this_mpi(programs, mpi, plugins, taken):
     programs(mpirun=VERSIONS[mpi], srun=plugins)
     found = launchers.find_launcher(None, "slurm")
-    assert taken in str(found.make(Job(["train"], 2)))
+    assert taken in str(found.make(LaunchedJob(["train"], 2)))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_srun_is_taken_in_a_job_where_it_can_start_this_mpi(programs, mpi, plugi
 def test_flux_is_told_how_ranks_of_this_mpi_find_each_other(programs, mpi, components, taken):
     programs(flux="commands: 0.88.0", ompi_info=components, mpirun=VERSIONS[mpi])
     found = launchers.find_launcher(None, "flux")
-    words = found.make(Job(["train"], 2, cores=2)).words
+    words = found.make(LaunchedJob(["train"], 2, cores=2)).words
     assert words[:4] == ["flux", "run", "--tasks-per-node=2", "--nodes=1"]
     assert words[4:] == [*taken, "--exclusive", "-o", "cpu-affinity=per-task", "train"]
 
@@ -178,7 +178,7 @@ def beside(programs, monkeypatch, tmp_path):
 
 def test_a_launcher_beside_this_python_is_found(beside):
     found = launchers.find_launcher(None, None)
-    assert found.make(Job(["train"], 2)).words[0] == str(beside / "mpirun")
+    assert found.make(LaunchedJob(["train"], 2)).words[0] == str(beside / "mpirun")
     assert not found.note
 
 
@@ -188,7 +188,7 @@ def test_an_unknown_launcher_on_the_path_is_never_replaced_silently(
     programs(mpiexec="mpiexec of somebody else", mpirun="mpirun of somebody else")
     monkeypatch.setattr(sys, "executable", str(beside / "python"))
     found = launchers.find_launcher(None, "pbs")
-    assert found.make(Job(["train"], 2)).words[0] == str(beside / "mpirun")
+    assert found.make(LaunchedJob(["train"], 2)).words[0] == str(beside / "mpirun")
     assert f"{tmp_path}/mpirun is no launcher that is known" in found.note
     assert str(beside / "mpirun") in found.note
     with pytest.raises(SetupError, match=f"{tmp_path}/mpiexec is no launcher that is known") as no:
@@ -212,7 +212,7 @@ def test_intel_mpis_mpiexec_is_started_and_not_its_script(programs, tmp_path, wa
     programs(**intel)
     found = launchers.find_launcher(wanted, None)
     assert found.kind == "intel_mpi"
-    assert found.make(Job(["train"], 2)).words[0] == str(tmp_path / "mpiexec.hydra")
+    assert found.make(LaunchedJob(["train"], 2)).words[0] == str(tmp_path / "mpiexec.hydra")
 
 
 def test_srun_starts_intel_mpi_only_with_slurms_library(programs, monkeypatch):
@@ -224,7 +224,7 @@ def test_srun_starts_intel_mpi_only_with_slurms_library(programs, monkeypatch):
         launchers.find_launcher("srun", "slurm")
     monkeypatch.setenv("I_MPI_PMI_LIBRARY", "/usr/lib64/libpmi2.so")
     found = launchers.find_launcher(None, "slurm")
-    assert "--mpi=pmi2" in str(found.make(Job(["train"], 2)))
+    assert "--mpi=pmi2" in str(found.make(LaunchedJob(["train"], 2)))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_without_any_launcher_the_error_says_what_was_tried(programs):
     ],
 )
 def test_ranks_that_are_not_bound_are_told_so(fields, told):
-    job = Job(["train"], **{"ranks": 8, "hosts": TWO, "cores": 8, "threads": 2, **fields})
+    job = LaunchedJob(["train"], **{"ranks": 8, "hosts": TWO, "cores": 8, "threads": 2, **fields})
     assert told in job.why_not_bound
     assert bool(job.why_not_bound) != job.binds
 

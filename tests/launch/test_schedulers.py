@@ -107,7 +107,7 @@ def test_each_task_of_a_sweep_is_a_job_where_there_are_no_arrays(answers, tmp_pa
 
 
 def test_a_job_that_has_ended_already_is_no_error_to_lsf(answers):
-    answers("bkill", "Job <13298296>: Job has already finished\n", "", 255)
+    answers("bkill", "Job <13298296>: LaunchedJob has already finished\n", "", 255)
     scheduler_of("lsf").delete(["13298296"])
     answers("bkill", "", "Job <1>: User permission denied\n", 255)
     with pytest.raises(HpcTrainError, match="permission denied"):

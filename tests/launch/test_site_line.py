@@ -7,7 +7,7 @@ import pytest
 from hpc_train.errors import SetupError, UserError
 from hpc_train.launch import site_line
 from hpc_train.launch.hosts import Host
-from hpc_train.launch.lines import Job
+from hpc_train.launch.lines import LaunchedJob
 
 HOSTS = [Host("n1", 8), Host("n2", 8), Host("n4", 8)]
 SAYS = {
@@ -30,7 +30,7 @@ def path(tmp_path, monkeypatch):
 
 def words(text, **fields):
     """What is added to a site's line for a job, as one text."""
-    job = Job(["train"], **{"ranks": 24, "hosts": HOSTS, "threads": 7, **fields})
+    job = LaunchedJob(["train"], **{"ranks": 24, "hosts": HOSTS, "threads": 7, **fields})
     return str(site_line.launcher_of(text).make(job))
 
 

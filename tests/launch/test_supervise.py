@@ -15,7 +15,7 @@ from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.command import shrinking
 from hpc_train.launch.hosts import Host
 from hpc_train.launch.launchers import FoundLauncher
-from hpc_train.launch.lines import Job, Line
+from hpc_train.launch.lines import LaunchedJob, Line
 from hpc_train.launch.protocol import JobProgress
 from hpc_train.launch.supervise import Supervisor, cause_of
 
@@ -97,8 +97,8 @@ def answering(site, names, tmp_path, cause="rank 0 exited with code 1"):
     """Names of the hosts that the supervisor finds alive after a failure."""
     hosts = [Host(name, 8) for name in names]
     supervisor = Supervisor(
-        FoundLauncher("srun", site.make), Job(["train"], 8, hosts), hosts, 3, tmp_path / "progress",
-        None, 0.0, lambda slots: (slots, []), print,
+        FoundLauncher("srun", site.make), LaunchedJob(["train"], 8, hosts), hosts, 3,
+        tmp_path / "progress", None, 0.0, lambda slots: (slots, []), print,
     )  # fmt: skip
     outcome = Outcome(1, [], 0.0, JobProgress(-1, 0.0))
     return [host.name for host in supervisor._alive(cause, outcome)]

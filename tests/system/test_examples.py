@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.mpi.runtime import horovod_built
-from tests.programs import python, run
+from tests.programs import hpc_train, python, run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -109,6 +109,19 @@ def test_an_own_model_learns_the_same_under_any_layout(tmp_path):
         losses.append(float(text.split("loss on held-out digits: ")[1]))
     assert losses[0] < 1.0
     assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-9)
+
+
+@pytest.mark.slow("three batch jobs that train side by side")
+def test_runs_are_submitted_from_python(tmp_path):
+    (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text() * 3)
+    words = ["prepare", "text", "text.txt", "--out", "data"]
+    assert run(*hpc_train(*words), cwd=tmp_path).returncode == 0
+    text = example("submit_many.py", tmp_path, "--scheduler", "local")
+    lines = text.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["rate 0.0001", "rate 0.001", "rate 0.01"]
+    assert all(line.endswith("(finished)") for line in lines)
+    losses = [float(line.split()[3]) for line in lines]
+    assert losses[0] > losses[1], "the smallest rate learns least in so few steps"
 
 
 @pytest.mark.slow("the whole demo, of four ranks that start three times")
