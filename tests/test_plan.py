@@ -1,4 +1,4 @@
-"""What the pages tell of the code: the picture of the plan, and the walks."""
+"""What the pages tell of the code: the picture of the plan, the walks, the sites."""
 
 import re
 from pathlib import Path
@@ -15,6 +15,15 @@ def test_the_picture_of_the_plan_shows_the_imports_as_they_are():
 
     if plan.PICTURE.read_text() != plan.draw():
         pytest.fail("docs/plan.svg is out of date: run `python -m docs.plan`", pytrace=False)
+
+
+def test_the_page_of_the_sites_shows_what_submit_writes():
+    from docs import sites
+
+    if sites.PAGE.read_text() != sites.page():
+        pytest.fail(
+            "docs/reference/sites.md is out of date: run `python -m docs.sites`", pytrace=False
+        )
 
 
 def test_the_walks_name_what_their_files_have():

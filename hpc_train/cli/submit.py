@@ -129,6 +129,9 @@ def options() -> Parser:
         help="submit an array job with a task for each combination of values, such as "
         "optimizer.lr=1e-3,1e-4",
     )
+    made.add_argument(
+        "--tasks_at_once", help="most tasks of a sweep that run at the same time", **COUNT
+    )
     made.add_argument("--image", default="", help="container image, for mpijob")
     made.add_argument("--dry_run", action="store_true", help="print the script, and queue nothing")
     return made

@@ -35,6 +35,7 @@ class BatchJob:
             fails.
         sweep: for each task of a sweep, the arguments that it adds to the command. Each task has a
             run directory of its own.
+        tasks_at_once: most tasks of a sweep that run at the same time; 0 sets no limit.
         image: container image, for mpijob.
         configuration: text of the configuration, for mpijob.
         commands: paths of the scheduler's commands, by name, as `find_commands` gives them.
@@ -54,6 +55,7 @@ class BatchJob:
     environ: Mapping[str, str] = field(default_factory=dict)
     setup: Sequence[str] = ()
     sweep: Sequence[Sequence[str]] = ()
+    tasks_at_once: int = 0
     image: str = ""
     configuration: str = ""
     commands: Mapping[str, str] = field(default_factory=dict)
@@ -63,6 +65,11 @@ class BatchJob:
     def outputs(self) -> str:
         """The folder of the job's output, with a slash behind it; "" is the working directory."""
         return "" if self.here else f"{self.run_dir}/"
+
+    @property
+    def limit(self) -> str:
+        """The end of an array's range that limits the tasks at the same time."""
+        return f"%{self.tasks_at_once}" if self.tasks_at_once else ""
 
     @property
     def survives(self) -> bool:

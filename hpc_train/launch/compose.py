@@ -36,6 +36,13 @@ def make(request: SubmitRequest) -> BatchJob:
     """
     run_dir = _run_dir(request)
     profile = sites.load_site(request.site) if request.site else None
+    for folder in profile.unseen if profile else ():
+        for path in (Path(run_dir).absolute(), Path(sys.prefix)):
+            if Path(folder) in path.parents:
+                raise UserError(
+                    f"{path} is below {folder}, which compute nodes of {request.site} do not see",
+                    "put run.dir and the Python environment on another file system",
+                )
     scheduler = request.scheduler or (profile.scheduler if profile else scheduler_here())
     site = profile or Site(scheduler)
     if request.site in sites.names():
@@ -73,6 +80,7 @@ def make(request: SubmitRequest) -> BatchJob:
         environ=environ,
         setup=[*site.setup, *(request.setup or _activation(os.environ, loaded=not site.setup))],
         sweep=sweep,
+        tasks_at_once=request.tasks_at_once or 0,
         image=request.image,
         configuration=Path(request.config).read_text() if in_pods and request.config else "",
         commands=find_commands(scheduler),
@@ -112,7 +120,9 @@ def _config(request: SubmitRequest, run_dir: str, scheduler: SchedulerName) -> s
 
 
 def _resources(request: SubmitRequest, site: Site, scheduler: SchedulerName) -> Resources:
-    queue = request.queue or (request.qos if site.queue_option == "--qos" else "") or site.queue
+    seconds = _time_limit(request.time)
+    named = request.queue or (request.qos if site.queue_option == "--qos" else "")
+    queue = sites.queue_for(site, request.site or "", named, request.nodes, seconds)
     ranks_per_node = request.ranks_per_node or site.ranks_per_node
     threads, whole = _threads(request, site, scheduler, ranks_per_node, queue)
     placed = [
@@ -124,9 +134,10 @@ def _resources(request: SubmitRequest, site: Site, scheduler: SchedulerName) -> 
         nodes=request.nodes,
         ranks_per_node=ranks_per_node,
         threads=threads,
-        seconds=_time_limit(request.time),
+        seconds=seconds,
         gpus=request.gpus or site.gpus_per_node,
         memory_gb=request.memory or site.memory_gb_per_node,
+        cores_per_gpu=site.cores_per_gpu,
         account=request.account or "",
         queue=queue,
         qos="" if site.queue_option == "--qos" else request.qos,
@@ -140,9 +151,21 @@ def _resources(request: SubmitRequest, site: Site, scheduler: SchedulerName) -> 
         queue_option=site.queue_option,
         gpu_option=site.gpu_option or scheduler_of(scheduler).gpu_option,
     )
+    _check_cores(asked)
     if not asked.text:
         return asked
     return resources.with_numbers(asked, {"gpus": request.gpus, "memory": request.memory})
+
+
+def _check_cores(asked: Resources) -> None:
+    """Refuse ranks that need more cores than come with the GPUs, where a site counts so."""
+    ranks, gpus = asked.ranks_per_node * asked.threads, asked.gpus * asked.cores_per_gpu
+    if asked.cores_per_gpu and ranks > gpus:
+        raise UserError(
+            f"{asked.gpus} GPUs come with {gpus} cores, and {asked.ranks_per_node} ranks of "
+            f"{asked.threads} cores need {ranks}",
+            "give fewer --threads, or more --gpus",
+        )
 
 
 def _threads(

@@ -41,6 +41,7 @@ class SubmitRequest:
         chain: number of jobs to queue at once; each waits for the one before it.
         sweep: section.key=V1,V2,...: an array with a task for each combination.
         tasks: the options of each task of an array, in place of `sweep`.
+        tasks_at_once: most tasks of an array that run at the same time.
         image: container image, for mpijob.
         dry_run: print the script, and queue nothing.
     """
@@ -74,6 +75,7 @@ class SubmitRequest:
     chain: int = 1
     sweep: Sequence[str] = ()
     tasks: Sequence[Sequence[str]] = ()
+    tasks_at_once: int | None = None
     image: str = ""
     dry_run: bool = False
 
@@ -111,6 +113,11 @@ def check_request(request: SubmitRequest, site: Site, scheduler: SchedulerName) 
             "leave one out: all jobs of a chain are in the queue already",
         ),
         (
+            request.tasks_at_once is not None and not (request.sweep or request.tasks),
+            "--tasks_at_once is for a sweep",
+            "leave it out, or give --sweep",
+        ),
+        (
             request.max_requeues is not None and requeue_by(request, scheduler) == "never",
             "--max_requeues is given, but this job is never queued again",
             "leave it out",
@@ -146,6 +153,12 @@ def _check_site(request: SubmitRequest, site: Site, scheduler: SchedulerName) ->
     for need in site.needs:
         if not getattr(request, need):
             raise UserError(f"site {request.site} requires --{need}", f"give --{need}")
+    for begin in site.needs_directives:
+        if not any(text.startswith(begin) for text in request.directive):
+            raise UserError(
+                f"site {request.site} requires a directive {begin}...",
+                f"give --directive '{begin}...', as the site's documentation describes it",
+            )
     for option in ("threads", "ranks_per_node"):
         if site.bound and getattr(request, option):
             raise UserError(

@@ -20,6 +20,7 @@ class Resources:
         threads: cores of each rank.
         seconds: time limit; an MPIJob has none.
         gpus, memory_gb: GPUs and memory of each node.
+        cores_per_gpu: cores that have to be asked for with each GPU.
         account, queue, qos, constraint, reservation: as the scheduler knows them.
         exclusive: ask for nodes that no other job uses.
         mail: address that is told of the job's end.
@@ -35,6 +36,7 @@ class Resources:
     seconds: int = 3600
     gpus: int = 0
     memory_gb: int = 0
+    cores_per_gpu: int = 0
     account: str = ""
     queue: str = ""
     qos: str = ""
@@ -56,9 +58,10 @@ class Resources:
     @property
     def numbers(self) -> dict[str, int]:
         """The numbers that a site's lines may contain, as {nodes} and the like."""
-        ranks = self.ranks
-        values = (self.nodes, ranks, self.ranks_per_node, self.threads, ranks * self.threads)
-        whole = (self.nodes * self.gpus, self.nodes * self.memory_gb)
+        gpus = self.nodes * self.gpus
+        cores = max(self.ranks * self.threads, gpus * self.cores_per_gpu)
+        values = (self.nodes, self.ranks, self.ranks_per_node, self.threads, cores)
+        whole = (gpus, self.nodes * self.memory_gb)
         return dict(zip(NUMBERS, (*values, *whole), strict=True))
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from jsonargparse import ArgumentParser
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from hpc_train.config.durations import format_duration
 from hpc_train.config.keys import check_fields, read_mapping
 from hpc_train.errors import UserError
 from hpc_train.launch import TEMPLATES, SchedulerName
@@ -27,6 +28,32 @@ KEYS_OF = {  # keys that only some schedulers can use
 
 
 @dataclass(frozen=True)
+class Queue:
+    """A queue of a site, or a part of it with limits of its own. 0 stands for no limit.
+
+    Args:
+        name: queue, partition or QOS, as `queue` of the site.
+        min_nodes, max_nodes: the nodes that a job can have.
+        hours: the longest time of a job.
+    """
+
+    name: str
+    min_nodes: PositiveInt = 1
+    max_nodes: NonNegativeInt = 0
+    hours: NonNegativeFloat = 0.0
+
+    def takes(self, nodes: int, seconds: int) -> bool:
+        """Whether a job can be queued here."""
+        fits = self.min_nodes <= nodes <= (self.max_nodes or nodes)
+        return fits and (not self.hours or seconds <= 3600 * self.hours)
+
+    def __str__(self) -> str:
+        most = f" to {self.max_nodes}" if self.max_nodes else " or more"
+        nodes = f"{self.min_nodes}{most if self.max_nodes != self.min_nodes else ''}"
+        return f"{self.name} ({nodes} nodes{f', {self.hours:g} h' if self.hours else ''})"
+
+
+@dataclass(frozen=True)
 class Site:
     """The profile of a machine. Options of the command line override it.
 
@@ -36,14 +63,19 @@ class Site:
     Args:
         scheduler: the machine's scheduler.
         needs: options of `submit` that every job of the site must give.
+        needs_directives: beginnings of directives that every job must give by --directive.
         account_option: the option by which PBS is given the account.
         ranks_per_node: ranks on each node, such as one per GPU.
         threads: cores that each rank asks for; None: an equal part of the node's.
         bound: whether `launcher` lists cores. Then the user cannot change the ranks or threads.
         queue: queue or partition.
+        queues: queues with their limits, in place of `queue`. The first one that takes the job is
+            used.
         queue_option: whether SLURM is given the queue as a partition or as a QOS.
         constraint, exclusive: as SLURM's --constraint and --exclusive.
         gpus_per_node, memory_gb_per_node: GPUs and memory that a job asks for on each node.
+        cores_per_gpu: cores that have to be asked for with each GPU; {cores} has at least these.
+        unseen: folders that compute nodes do not see.
         gpu_option: the option by which SLURM, or the resource by which Kubernetes, is given the
             number of GPUs.
         resources: resources for PBS, instead of the usual select.
@@ -55,16 +87,20 @@ class Site:
 
     scheduler: SchedulerName
     needs: list[Literal["account", "queue"]] = field(default_factory=list)
+    needs_directives: list[str] = field(default_factory=list)
     account_option: Literal["-A", "-P"] = "-A"
     ranks_per_node: PositiveInt = 1
     threads: PositiveInt | None = None
     bound: bool = False
     queue: str = ""
+    queues: list[Queue] = field(default_factory=list)
     queue_option: Literal["--partition", "--qos"] = "--partition"
     constraint: str = ""
     exclusive: bool = False
     gpus_per_node: NonNegativeInt = 0
     memory_gb_per_node: NonNegativeInt = 0
+    cores_per_gpu: NonNegativeInt = 0
+    unseen: list[str] = field(default_factory=list)
     gpu_option: Literal["", "--gpus-per-node=", "--gres=gpu:", "nvidia.com/gpu", "amd.com/gpu"] = ""
     resources: str = ""
     directives: list[str] = field(default_factory=list)
@@ -95,7 +131,9 @@ def load_site(name: str) -> Site:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Site)
     try:
-        site = Site(**parser.parse_object(tree).as_dict())
+        values = parser.parse_object(tree).as_dict()
+        queues = [Queue(**queue) for queue in values.pop("queues")]
+        site = Site(**values, queues=queues)
         for words in (site.launcher, [site.resources]):
             filled(words, dict.fromkeys(NUMBERS, 1))
     except (ArgumentError, KeyError, IndexError, ValueError) as error:
@@ -107,3 +145,29 @@ def load_site(name: str) -> Site:
                 f"{path}: {key} is a key for {', '.join(whose)} only", "use directives instead"
             )
     return site
+
+
+def queue_for(site: Site, name: str, asked: str, nodes: int, seconds: int) -> str:
+    """The queue of a job, within the limits that the site's profile knows.
+
+    Args:
+        site: the site.
+        name: its name, for the message.
+        asked: the queue that the user has named, or "".
+        nodes: nodes of the job.
+        seconds: its time limit.
+
+    Raises:
+        UserError: the queue, or every queue, has other limits.
+    """
+    known = [queue for queue in site.queues if asked in ("", queue.name)]
+    if not known:
+        return asked or site.queue
+    for queue in known:
+        if queue.takes(nodes, seconds):
+            return queue.name
+    raise UserError(
+        f"{nodes} nodes for {format_duration(seconds)} do not fit "
+        f"{f'the queue {asked}' if asked else 'any queue'} of {name}",
+        f"the profile knows {', '.join(map(str, site.queues))}; change --nodes, --time or --queue",
+    )

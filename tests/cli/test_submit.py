@@ -135,6 +135,7 @@ ROWS = [line.split("`")[1] for line in PAGE.read_text().splitlines() if line.sta
 def test_options_of_the_documentation_can_be_given_as_they_stand_there(desk, row):
     words = ["2" if word == "N" else word for word in shlex.split(row)]
     scheduler = "pbs" if words[0] == "--resources" else "slurm"
+    words += ["--sweep", "run.seed=1,2"] if words[0] == "--tasks_at_once" else []
     done = desk.run("submit", "my.yaml", *words, "--scheduler", scheduler, "--dry_run")
     assert done.returncode == 0, done.stderr
 
@@ -152,7 +153,7 @@ def test_a_run_directory_is_expanded_and_data_of_the_job_need_not_be_here(desk):
 @pytest.mark.parametrize("site", ["frontier", "polaris", "lumi", "gadi"])
 def test_a_sites_line_is_restarted_if_launch_starts_it(desk, site):
     words = ["submit", "my.yaml", "--site", site, "--account", "me", "--dry_run"]
-    words += ["--queue", "q", "--nodes", "2"]
+    words += ["--queue", "q", "--nodes", "2", "--directive", "-l storage=x"]
     alone = launcher_of_script(desk.run(*words).stdout)
     started = launcher_of_script(desk.run(*words, "--launcher", "launch").stdout)
     assert started[1:5] == ["-m", "hpc_train", "launch", "--line"]
@@ -203,6 +204,9 @@ def test_a_sweep_is_an_array(desk):
         (["--scheduler", "slurm"], "sbatch is not here"),
         (["--scheduler", "lsf"], "bsub is not here"),
         (["--scheduler", "sge"], "--scheduler"),
+        (["--scheduler", "torque", "--name", "1st"], "of which the first is a letter"),
+        (["--scheduler", "slurm", "--tasks_at_once", "2"], "--tasks_at_once is for a sweep"),
+        (["--scheduler", "slurm", "--directive", '--comment="a'], "pairs of double quotes"),
         (["--scheduler", "local", "--nodes", "2"], "this machine is one node"),
         (["--scheduler", "local", "--queue", "x"], "--queue means nothing to local"),
         (["--scheduler", "lsf", "--memory", "64GB"], "in its own unit"),
@@ -243,7 +247,7 @@ def test_a_sweep_is_an_array(desk):
         ),
         (["--site", "lumi", "--account", "x", "--threads", "2"], "--threads is 7"),
         (["--scheduler", "slurm", "--run.sede", "1"], "did you mean run.seed"),
-        (["--site", "nowhere"], "there is no site profile nowhere: take aurora"),
+        (["--site", "nowhere"], "there is no site profile nowhere: take archer2, aurora"),
         (["--site", "frontier"], "give --account"),
         (["--site", "frontier", "--scheduler", "pbs", "--account", "x"], "frontier has slurm"),
     ],
@@ -339,7 +343,7 @@ def test_pbs_takes_resources_as_the_site_spells_them(desk):
         ("perlmutter", ["--constraint", "cpu"], ["--constraint=cpu"], "--constraint=gpu"),
         ("juwels", ["--gpus", "2"], ["--gres=gpu:2", "--partition=booster"], "gres=gpu:4"),
         ("lumi", ["--gpus", "2"], ["--gpus-per-node=2", "--exclusive"], "gpus-per-node=8"),
-        ("frontier", ["--qos", "debug"], ["--gpus-per-node=8", "--qos=debug"], "partition"),
+        ("frontier", ["--qos", "debug"], ["--partition=batch", "--qos=debug"], "gpus-per-node"),
     ],
 )
 def test_queues_and_gpus_as_the_site_knows_them(desk, site, words, there, absent):
@@ -586,8 +590,8 @@ def test_what_a_user_gives_wins_over_the_site(desk):
     assert "#SBATCH --cpus-per-task=3\n" in done.stdout
     assert "--cpus-per-task=3 " in done.stdout
     assert "export OMP_NUM_THREADS=3\n" in done.stdout
-    done = desk.run("submit", "my.yaml", "--site", "gadi", "--account", "p1", "--dry_run")
-    assert "#PBS -P p1\n" in done.stdout
+    words = ["--site", "gadi", "--account", "p1", "--directive", "-l storage=x", "--dry_run"]
+    assert "#PBS -P p1\n" in desk.run("submit", "my.yaml", *words).stdout
 
 
 @pytest.mark.parametrize(
@@ -621,6 +625,76 @@ def test_what_the_scheduler_refuses_is_told(desk):
     assert done.returncode == 1
     assert "qsub" in only_line(done.stderr)
     assert "invalid account" in only_line(done.stderr)
+
+
+QUEUES = """
+scheduler: slurm
+queues:
+  - {name: small, max_nodes: 4, hours: 24}
+  - {name: large, min_nodes: 5, max_nodes: 16, hours: 12}
+  - {name: large, min_nodes: 17, hours: 6}
+  - {name: debug, max_nodes: 2, hours: 0.5}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "queue"),
+    [
+        ([], "small"),
+        (["--nodes", "5", "--time", "12:00:00"], "large"),
+        (["--nodes", "40", "--time", "06:00:00"], "large"),
+        (["--queue", "debug", "--time", "00:30:00"], "debug"),
+        (["--queue", "unknown", "--nodes", "99"], "unknown"),
+    ],
+)
+def test_the_first_queue_that_takes_the_job_is_used(desk, words, queue):
+    (desk.folder / "here.yaml").write_text(QUEUES)
+    done = desk.run("submit", "my.yaml", "--site", "here.yaml", *words, "--dry_run")
+    assert f"#SBATCH --partition={queue}\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nodes", "17", "--time", "07:00:00"], "17 nodes for 07:00:00 do not fit any queue"),
+        (["--queue", "debug", "--time", "01:00:00"], "do not fit the queue debug"),
+        (["--queue", "large"], "large (5 to 16 nodes, 12 h), large (17 or more nodes, 6 h)"),
+    ],
+)
+def test_a_job_that_fits_no_queue_is_refused(desk, words, message):
+    (desk.folder / "here.yaml").write_text(QUEUES)
+    done = desk.run("submit", "my.yaml", "--site", "here.yaml", *words, "--dry_run")
+    assert done.returncode == 2
+    assert message in only_line(done.stderr)
+
+
+def test_what_a_site_requires_is_told(desk):
+    words = ["submit", "my.yaml", "--site", "gadi", "--account", "p1", "--dry_run"]
+    assert "requires a directive -l storage=" in only_line(desk.run(*words).stderr)
+    words += ["--directive", "-l storage=gdata/ab12"]
+    assert "#PBS -l ncpus=48,ngpus=4," in desk.run(*words).stdout
+    done = desk.run(*words, "--ranks_per_node", "2", "--threads", "6")
+    assert "#PBS -l ncpus=48,ngpus=4," in done.stdout, "12 cores come with each GPU"
+    done = desk.run(*words, "--threads", "24")
+    assert "4 GPUs come with 48 cores" in only_line(done.stderr)
+    (desk.folder / "here.yaml").write_text(f"scheduler: slurm\nunseen: [{desk.folder.parent}]\n")
+    done = desk.run("submit", "my.yaml", "--site", "here.yaml", "--dry_run")
+    assert "compute nodes of here.yaml do not see" in only_line(done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "line"),
+    [("slurm", "--array=0-2%2"), ("pbs", "-J 0-2%2"), ("torque", "-t 0-2%2"), ("lsf", "my[1-3]%2")],
+)
+def test_tasks_at_once_can_be_limited(desk, scheduler, line):
+    words = ["submit", "my.yaml", "--scheduler", scheduler, "--sweep", "run.seed=1,2,3"]
+    done = desk.run(*words, "--tasks_at_once", "2", "--dry_run")
+    assert line in done.stdout, done.stderr
+
+
+def test_directives_may_keep_words_together(desk):
+    words = ["--scheduler", "slurm", "--dry_run", "--directive", '--comment="two words"']
+    assert '#SBATCH --comment="two words"\n' in desk.run("submit", "my.yaml", *words).stdout
 
 
 def test_a_profile_of_ones_own(desk):

@@ -176,11 +176,13 @@ def checked(line: str) -> str:
     """Return a directive whose characters mean nothing to a shell or a scheduler; refuse others.
 
     % stands for numbers in names of output files, @ for a time, [ ] in arrays and node lists.
+    Double quotes keep words together, as in --comment="two words".
     """
-    if not re.fullmatch(r"[\w .,:;=@%+/~^&|*\[\]()-]+", line, re.ASCII):
+    plain = re.fullmatch(r"[\w .,:;=@%+/~^&|*\[\]()<>!?\"-]+", line, re.ASCII)
+    if not plain or line.count('"') % 2:
         raise UserError(
             f"{line!r} cannot be a directive of a batch script",
-            "use letters, digits and . , : = @ % + / - _ only",
+            "use letters, digits, . , : = @ % + / - _ and pairs of double quotes only",
         )
     return line
 

@@ -43,6 +43,7 @@ class Flux(Scheduler):
     chains = True
     refused: ClassVar[Mapping[str, str]] = {
         "qos": LEAVE,
+        "tasks_at_once": LEAVE,
         "reservation": LEAVE,
         "mail": LEAVE,
         "memory": LEAVE,

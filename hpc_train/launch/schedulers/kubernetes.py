@@ -35,7 +35,15 @@ class MpiJob(Scheduler):
     refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
             *("time", "account", "queue", "directive", "setup", "requeue_by", "chain", "sweep"),
-            *("qos", "constraint", "mail", "exclusive", "reservation", "resources"),
+            *(
+                "qos",
+                "constraint",
+                "mail",
+                "exclusive",
+                "reservation",
+                "resources",
+                "tasks_at_once",
+            ),
         ),
         LEAVE,
     )

@@ -40,7 +40,7 @@ class Local(Scheduler):
     refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
             *("account", "queue", "qos", "constraint", "reservation", "exclusive", "mail"),
-            *("resources", "directive", "gpus", "memory", "chain"),
+            *("resources", "directive", "gpus", "memory", "chain", "tasks_at_once"),
         ),
         LEAVE,
     )

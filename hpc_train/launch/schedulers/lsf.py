@@ -69,7 +69,7 @@ class Lsf(Scheduler):
         """The directives of bsub."""
         asked = batch.resources
         minutes = -(-asked.seconds // 60)
-        array = f"[1-{len(batch.sweep)}]" if batch.sweep else ""
+        array = f"[1-{len(batch.sweep)}]{batch.limit}" if batch.sweep else ""
         number = "%J-%I" if batch.sweep else "%J"
         lines = [
             f"-J {word('the name', batch.name)}{array}",
@@ -95,6 +95,8 @@ class Lsf(Scheduler):
 
     def line(self, directive: str) -> str:
         """A directive as a line of the script; bsub reads such a line as a shell does."""
+        if '"' in directive:  # the user's own
+            return super().line(directive)
         return re.sub(r" ([^ ]*[\[(=][^ ]*)", r' "\1"', super().line(directive))
 
     def settings(self, batch: BatchJob) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from hpc_train.config.durations import format_duration
+from hpc_train.errors import UserError
 from hpc_train.launch import SchedulerName
 from hpc_train.launch.schedulers.base import (
     LEAVE,
@@ -70,7 +71,7 @@ class Pbs(Scheduler):
         if asked.queue:
             lines.append(f"-q {word('--queue', asked.queue)}")
         if batch.sweep:
-            lines.append(f"{self._array_option()} 0-{len(batch.sweep) - 1}")
+            lines.append(f"{self._array_option()} 0-{len(batch.sweep) - 1}{batch.limit}")
         lines += self._memory(batch)
         if asked.exclusive:
             lines.append("-l place=scatter:excl")
@@ -132,6 +133,19 @@ class Torque(Pbs):
         **Pbs.refused,
         "exclusive": "give --directive as your site describes it",
     }
+
+    def directives(self, batch: BatchJob) -> list[str]:
+        """The directives of Torque's qsub.
+
+        Raises:
+            UserError: Torque would refuse the job's name.
+        """
+        if not re.fullmatch(r"[A-Za-z]\S{0,14}", batch.name):
+            raise UserError(
+                f"Torque does not take the name {batch.name!r}",
+                "give --name with up to 15 characters, of which the first is a letter",
+            )
+        return super().directives(batch)
 
     def launch_words(self, asked: Resources) -> list[str]:
         """The ranks of a host, which are fewer than its slots."""

@@ -68,7 +68,7 @@ class Slurm(Scheduler):
         if asked.queue:
             lines.append(f"{asked.queue_option}={word('--queue', asked.queue)}")
         if batch.sweep:
-            lines.append(f"--array=0-{len(batch.sweep) - 1}")
+            lines.append(f"--array=0-{len(batch.sweep) - 1}{batch.limit}")
         lines += given(
             {
                 asked.gpu_option: str(asked.gpus or ""),
