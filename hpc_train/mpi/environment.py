@@ -67,12 +67,13 @@ WITHOUT_MPI = {
 class Launch:
     """A process's place in its job as its launcher describes it.
 
-    `local_rank` and `local_size` are None if the launcher does not set them.
+    `local_rank` and `local_size` are None if the launcher does not set them. `size` is None if only
+    MPI knows it, as with PALS and PMIx.
     """
 
     launcher: str
     rank: int
-    size: int
+    size: int | None
     local_rank: int | None
     local_size: int | None
 
@@ -98,6 +99,11 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
                 _first_number(environ, [n.local_rank for n in agreeing]),
                 _first_number(environ, [n.local_size for n in agreeing]),
             )
+    for names in LAUNCHERS:
+        if names.launcher == "PALS" and names.rank in environ:
+            rank, local = int(environ[names.rank]), (names.local_rank, names.local_size)
+            numbers = [_first_number(environ, [name]) for name in local]
+            return Launch(names.launcher, rank, None, *numbers)
     for variable, launcher in WITHOUT_MPI.items():
         if variable in environ:
             raise SetupError(
@@ -129,7 +135,7 @@ def ranks_yield(environ: Mapping[str, str]) -> bool:
     return environ.get(YIELD) == "1"
 
 
-def _gives(environ: Mapping[str, str], names: Names, rank: int, size: int) -> bool:
+def _gives(environ: Mapping[str, str], names: Names, rank: int, size: int | None) -> bool:
     """Whether a launcher's variables give a process this rank and size.
 
     Variables that the process has inherited from a batch shell or a daemon give another place.

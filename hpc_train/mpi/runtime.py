@@ -110,9 +110,10 @@ def start_runtime() -> Runtime:
         # Open MPI prefers a component of its own, which reports success on a full disk.
         os.environ.setdefault(f"OMPI_MCA_io_{component}_priority", "50")
     MPI = import_mpi()
-    if MPI.COMM_WORLD.size != launch.size:
+    least = launch.rank + 1 if launch.size is None else launch.size
+    if MPI.COMM_WORLD.size < least or launch.size not in (None, MPI.COMM_WORLD.size):
         raise SetupError(
-            f"{launch.launcher} started {launch.size} ranks but MPI sees {MPI.COMM_WORLD.size}: "
+            f"{launch.launcher} started {launch.size or f'more than {launch.rank}'} ranks but MPI sees {MPI.COMM_WORLD.size}: "
             f"mpi4py uses another MPI ({library_version(MPI)})",
             "use the mpirun of that MPI, or load its module; `hpc-train doctor` shows both",
         )

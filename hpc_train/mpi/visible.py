@@ -103,7 +103,7 @@ def visible_device(
         if not gpus.count:  # a site's modules may set the variable even on nodes without GPUs
             return {}
         raise SetupError(
-            f"rank {launch.rank} of {launch.size} sees {len(visible)} GPUs, and {launch.launcher} "
+            f"rank {launch.rank} sees {len(visible)} GPUs, and {launch.launcher} "
             "does not tell its local rank on the node",
             "let the launcher show each rank one GPU, for instance by srun --gpus-per-task=1, or "
             "set MPI_LOCALRANKID",

@@ -32,6 +32,10 @@ OPEN_MPI = {
             Launch("PALS", 3, 4, 1, 2),
         ),
         (
+            {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"},
+            Launch("PALS", 3, None, 1, 2),  # with --pmi=pmix, only MPI knows the size
+        ),
+        (
             {
                 "SLURM_PROCID": "3",
                 "SLURM_STEP_NUM_TASKS": "6",
