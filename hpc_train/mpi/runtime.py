@@ -110,11 +110,11 @@ def start_runtime() -> Runtime:
         # Open MPI prefers a component of its own, which reports success on a full disk.
         os.environ.setdefault(f"OMPI_MCA_io_{component}_priority", "50")
     MPI = import_mpi()
-    least = launch.rank + 1 if launch.size is None else launch.size
-    if MPI.COMM_WORLD.size < least or launch.size not in (None, MPI.COMM_WORLD.size):
+    least = max(launch.rank + 1, launch.local_size or 1)
+    if launch.size != MPI.COMM_WORLD.size and (launch.size or MPI.COMM_WORLD.size < least):
         raise SetupError(
-            f"{launch.launcher} started {launch.size or f'more than {launch.rank}'} ranks but MPI sees {MPI.COMM_WORLD.size}: "
-            f"mpi4py uses another MPI ({library_version(MPI)})",
+            f"{launch.launcher} started {launch.size or f'at least {least}'} ranks but MPI sees "
+            f"{MPI.COMM_WORLD.size}: mpi4py uses another MPI ({library_version(MPI)})",
             "use the mpirun of that MPI, or load its module; `hpc-train doctor` shows both",
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
