@@ -27,3 +27,14 @@ def test_the_walks_name_what_their_files_have():
             wanted = [word.rpartition(".")[2] for word in re.findall(r"`([^`]+)`", names)]
             for word in wanted:
                 assert re.search(rf"(def|class) {word}\b", text), f"{path} has no {word}"
+
+
+def test_no_page_sends_signals_by_name():
+    """A name may also be that of an editor, or of another user's job."""
+    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", *DOCS.parent.glob("jobscripts/*")]
+    wrong = [
+        page.name
+        for page in pages
+        if page.is_file() and re.search("pkill|killall", page.read_text())
+    ]
+    assert not wrong
