@@ -49,6 +49,10 @@ class RunSection:
     """Time after the program's start, in seconds, as HH:MM:SS, as D-HH:MM:SS or as 1h30m. The
     program stops with a checkpoint before it is over. With auto it stops before the end of its
     SLURM or PBS job, if it is in one."""
+    end_margin: float | None = None
+    """With time_limit auto, seconds before the end of the job at which training and checkpoint are
+    finished. MPI, the launcher and the script end in them. By default it is 8, and 0.01 more for
+    each rank."""
     hang_timeout: float = 1800.0
     """Seconds that a rank waits for another before the job ends with an error. 0 disables the
     limit."""
@@ -65,7 +69,7 @@ class RunSection:
 
     def __post_init__(self) -> None:
         _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
-        _at_least(self, "run", hang_timeout=0, hang_steps=0)
+        _at_least(self, "run", end_margin=0, hang_timeout=0, hang_steps=0)
         if self.seed >= 1 << 63:
             raise ConfigError(f"run.seed is {self.seed}", "give a number below 2**63")
         if self.steps is not None and self.epochs is not None:
