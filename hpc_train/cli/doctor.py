@@ -200,6 +200,7 @@ def probe() -> list[dict[str, Any]]:
         "libmpi": _loaded_libmpi(),
         "devices": _devices(),
         "gpus": offered,
+        "build": _build(),
         "products": _products() if started.node.rank == 0 else None,
     }
     everyone = started.world.comm.gather(mine) if started.world.comm else [mine]
@@ -240,6 +241,15 @@ def _devices() -> list[str]:
         for module in (torch.cuda, torch.xpu)
         for number in range(module.device_count())
     ]
+
+
+def _build() -> tuple[str, str]:
+    """As `built_for`; nothing without torch."""
+    try:
+        from hpc_train.training.device import built_for
+    except ImportError:
+        return "", ""
+    return built_for()
 
 
 def _gpus() -> tuple[int, str, str] | None:
@@ -381,11 +391,22 @@ def devices(ranks: list[dict[str, Any]]) -> Finding:
     """List the devices that the ranks see, and check that these are all kinds of GPU there are."""
     for rank in ranks:
         if rank["gpus"] and not rank["devices"]:
-            count, vendor, build = rank["gpus"]
-            text = f"{rank['host']} has {count} {vendor} GPUs, and torch finds none"
-            return Finding("devices", WARNING, text, f"install torch for {build}")
+            return _unused(rank)
     names = sorted({name for rank in ranks for name in rank["devices"]})
     return Finding("devices", OK, ", ".join(names) or "CPU only")
+
+
+def _unused(rank: dict[str, Any]) -> Finding:
+    """The finding for a host with GPUs of which torch finds none."""
+    (count, vendor, needed), (build, why) = rank["gpus"], rank["build"]
+    text = f"{rank['host']} has {count} {vendor} GPUs, and torch "
+    if build != needed:
+        text += f"is built for {build}" if build else "is missing"
+        remedy = f"install torch for {needed}: docs/how-to/cluster.md has the line"
+        return Finding("devices", WARNING, text, remedy)
+    text += f"finds none, although it is built for {build}" + (f": {why}" if why else "")
+    remedy = f"load the module of {build}, or install torch for the version of the node's driver"
+    return Finding("devices", WARNING, text, remedy)
 
 
 def matrix_products(ranks: list[dict[str, Any]]) -> list[Finding]:

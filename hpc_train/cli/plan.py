@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import os
+import re
+import socket
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from hpc_train.cli.verb import COUNT, Parser, show_help, wants_help
+from hpc_train.cli.verb import COUNT, Parser, WithExamples, show_help, wants_help
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -15,7 +19,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from hpc_train.config import RunConfig
     from hpc_train.mpi.runtime import Runtime
+    from hpc_train.planning.assumed import Figure, Guess
     from hpc_train.planning.choose import Choice, Row
     from hpc_train.planning.layouts import LeftOut
     from hpc_train.planning.schedules import Plan
@@ -39,6 +45,16 @@ bubble    share of the step in which processors would wait if messages took no t
 messages  share of the step that messages add
 All numbers are predicted from the machine description: docs/how-to/plan.md"""
 
+MACHINE = "machine.yaml"  # the description that is read and written unless another one is named
+BUSY = 0.5  # load of a core from which on measurements are not to be trusted
+REASONS = 4  # number of reasons for which sizes are left out that are shown
+EXAMPLES = """\
+measure a machine on ranks of a job, in a batch job or an allocation:
+  srun --nodes=2 --ntasks-per-node=8 hpc-train plan my.yaml --measure
+  mpirun -np 16 hpc-train plan my.yaml --measure
+then plan on a login node:
+  hpc-train plan my.yaml --nodes 4 --ranks_per_node 8"""
+
 
 def options() -> Parser:
     """The options of the verb."""
@@ -47,22 +63,24 @@ def options() -> Parser:
         usage="hpc-train plan [CONFIG.yaml] [--section.key VALUE ...] [options]",
         description="Tell bubble and memory of each pipeline schedule, without training. With "
         "--nodes or --ranks_per_node, list the layouts of such a job that fit in memory instead, "
-        "the fastest first, as predicted from a machine description.",
+        "the fastest first, as predicted from a machine description. Without a description, this "
+        "machine is measured for some seconds, and the rest is assumed.",
+        epilog=EXAMPLES,
+        formatter_class=WithExamples,
     )
     made.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="the configuration's file")
     made.add_argument("--nodes", help="number of nodes", **COUNT)
     made.add_argument("--ranks_per_node", help="ranks on each node (default: 1)", **COUNT)
     made.add_argument(
         "--machine",
-        default="machine.yaml",
         metavar="FILE",
-        help="the machine description (default: %(default)s)",
+        help=f"the machine description (default: {MACHINE}, if it is there)",
     )
     made.add_argument(
         "--measure",
         action="store_true",
         help="measure this machine and write its description: run it under a launcher, on the "
-        "ranks of a job",
+        "ranks of a job, as below",
     )
     made.add_argument(
         "--top", default=10, help="number of layouts to show (default: %(default)s)", **COUNT
@@ -71,7 +89,7 @@ def options() -> Parser:
         "--all",
         action="store_true",
         help="show all schedules, micro-batches and options of each dp x tp x pp, not only the "
-        "fastest",
+        "fastest, and all sizes that are left out",
     )
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
@@ -91,22 +109,51 @@ def run(arguments: Sequence[str]) -> int:
         return run_program(lambda runtime: _measure(given, keys, runtime))
     settings = file.load(given.config, keys)
     if given.nodes or given.ranks_per_node:
-        from hpc_train.planning import choose, machine
-
-        found = choose.choose(
-            settings,
-            machine.load_machine(Path(given.machine)),
-            given.nodes or 1,
-            given.ranks_per_node or 1,
-            top=given.top,
-            every=given.all,
-        )
-        show_layouts(found, as_json=given.json)
+        found = _chosen(settings, given)
+        show_layouts(found, as_json=given.json, every=given.all)
         return 0
     from hpc_train.planning import schedules
 
     show_schedules(schedules.plan(settings), as_json=given.json)
     return 0
+
+
+def _chosen(settings: RunConfig, given: Namespace) -> Choice:
+    """The layouts of a job, on the machine that is described, or else on one like this."""
+    from hpc_train.planning import choose, machine
+
+    job = (given.nodes or 1, given.ranks_per_node or 1)
+    if given.machine or Path(MACHINE).exists():
+        described = machine.load_machine(Path(given.machine or MACHINE))
+        return choose.choose(settings, described, *job, top=given.top, every=given.all)
+    choose.check_size(settings, *job)  # a mistake is told before anything is measured
+    guess, warning = _guessed(settings, *job)
+    found = choose.choose(settings, guess.machine, *job, top=given.top, every=given.all)
+    return replace(found, figures=guess.figures, warning=warning)
+
+
+def _guessed(settings: RunConfig, nodes: int, ranks_per_node: int) -> tuple[Guess, str]:
+    """A machine like this one, and a warning if it could not be measured, or not well."""
+    import psutil
+
+    from hpc_train.host.cores import physical_cores
+    from hpc_train.planning import assumed
+
+    print(f"there is no {MACHINE}: measuring this machine", file=sys.stderr, flush=True)
+    cores = len(physical_cores(os.sched_getaffinity(0)))
+    speeds, warning, load = None, "", os.getloadavg()[0]
+    if load > BUSY * cores:
+        warning = f"others use this machine (load {load:.1f}, {cores} cores): it measures too slow"
+    try:
+        from hpc_train.training.measure import measure_alone
+
+        speeds = measure_alone(settings, ranks_per_node)
+    except Exception as error:  # noqa: BLE001  # torch may be missing, or unfit for a login node
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        warning = f"the speed of this machine is assumed, because measuring it failed: {why}"
+    free = psutil.virtual_memory().available
+    here = assumed.Here(cores, free, speeds)
+    return assumed.guess(here, settings.precision.dtype, nodes, ranks_per_node), warning
 
 
 def _measure(given: Namespace, keys: Sequence[str], runtime: Runtime) -> None:
@@ -116,7 +163,7 @@ def _measure(given: Namespace, keys: Sequence[str], runtime: Runtime) -> None:
     with agreed(runtime.world):
         settings = file.load(given.config, keys)
         from hpc_train.training import measure
-    made, path = measure.measure(settings, runtime), Path(given.machine)
+    made, path = measure.measure(settings, runtime), Path(given.machine or MACHINE)
     with agreed(runtime.world):
         if runtime.world.rank == 0:
             measure.write(made, path, runtime.world.size)
@@ -164,8 +211,14 @@ def _schedules(made: Plan) -> Table:
     return table
 
 
-def show_layouts(made: Choice, *, as_json: bool) -> None:
-    """Print the layouts of a job: a table, or one JSON object."""
+def show_layouts(made: Choice, *, as_json: bool, every: bool = False) -> None:
+    """Print the layouts of a job: a table, or one JSON object.
+
+    Args:
+        made: the layouts.
+        as_json: whether to print JSON.
+        every: whether the table is followed by all sizes that were left out, not by some of them.
+    """
     if as_json:
         print(json.dumps(asdict(made)))
         return
@@ -174,8 +227,11 @@ def show_layouts(made: Choice, *, as_json: bool) -> None:
     )
     _print(_layouts(made.layouts), width=100)
     print(f"options of the first: {made.layouts[0].options()}")
-    for why, several in _by_reason(made.left_out).items():
-        print(f"left out: {', '.join(several)}: {why}")
+    for line in _all_left_out(made.left_out) if every else _some_left_out(made.left_out):
+        print(f"left out: {line}")
+    if made.figures:
+        _print(_figures(made.figures), width=100)
+        print(_how_to_measure(made))
     if made.warning:
         print(f"warning: {made.warning}")
     print(NOTES_ON_LAYOUTS)
@@ -204,12 +260,50 @@ def _layouts(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _by_reason(left_out: Iterable[LeftOut]) -> dict[str, list[str]]:
-    """The sizes that were left out, by their reason."""
+def _all_left_out(left_out: Iterable[LeftOut]) -> list[str]:
+    """A line for each reason, with all sizes that were left out for it."""
     found: dict[str, list[str]] = {}
     for one in left_out:
         found.setdefault(one.why, []).append(f"{one.dp} x {one.tp} x {one.pp}")
-    return found
+    return [f"{', '.join(several)}: {why}" for why, several in found.items()]
+
+
+def _some_left_out(left_out: Sequence[LeftOut]) -> list[str]:
+    """A line for each kind of reason, with the number of sizes and an example.
+
+    Reasons are of one kind if they differ only in their numbers.
+    """
+    kinds: dict[str, list[LeftOut]] = {}
+    for one in sorted(left_out, key=lambda one: one.memory_bytes):  # the nearest is the example
+        kinds.setdefault(re.sub(r"[\d.]+ ?([KMGT]iB)?", "N", one.why), []).append(one)
+    ordered = sorted(kinds.values(), key=len, reverse=True)
+    lines = [
+        f"{len(alike)} size{'s' * (len(alike) > 1)}, such as {one.dp} x {one.tp} x {one.pp}: "
+        f"{one.why}"
+        for alike in ordered[:REASONS]
+        for one in alike[:1]
+    ]
+    if rest := sum(map(len, ordered[REASONS:])):
+        lines.append(f"{rest} sizes for other reasons")
+    return [*lines[:-1], f"{lines[-1]} (--all shows each)"] if lines else []
+
+
+def _figures(figures: Sequence[Figure]) -> Table:
+    table = _table(["figure", "", "origin", "what it is"], [])
+    table.columns[1].justify = "right"
+    for figure in figures:
+        table.add_row(figure.key, f"{figure.value:g}", figure.origin, figure.text)
+    return table
+
+
+def _how_to_measure(made: Choice) -> str:
+    nodes = min(2, made.nodes)
+    return (
+        f"There is no {MACHINE}: these figures were measured on {socket.gethostname()}, by one "
+        f"process, or assumed.\nTo measure all of them, run this in a job of {nodes} "
+        f"node{'s' * (nodes > 1)}:\n"
+        f"  mpirun -np {nodes * made.ranks_per_node} hpc-train plan CONFIG.yaml --measure"
+    )
 
 
 def _table(texts: Sequence[str], numbers: Sequence[str], *, narrow: bool = False) -> Table:

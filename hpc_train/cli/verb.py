@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, HelpFormatter, Namespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc_train.errors import EXIT_USER, UserError
@@ -47,6 +47,13 @@ class Parser(ArgumentParser):
             UserError: always.
         """
         raise UserError(message, f"`{self.prog} --help` lists the {self.lists}")
+
+
+class WithExamples(HelpFormatter):
+    """Keeps the lines of a text that has several, such as examples of commands."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 def positive(text: str) -> int:

@@ -29,11 +29,10 @@ KEYS = {f"{name}.{key.name}": key for name, section in SECTIONS.items() for key 
 
 
 def _expected(key: str) -> str:
-    kind = str(KEYS[key].type)
-    if kind.startswith("list"):
-        return f"a list; --{key}+ ITEM adds one to it"
-    choices = re.findall(r"\w+", kind.removeprefix("Literal")) if "Literal" in kind else []
-    return f"one of {', '.join(choices)}" if choices else kind.replace(" | None", "")
+    from hpc_train.config.help import taken
+
+    kind = taken(key)
+    return f"{kind}; --{key}+ ITEM adds one to it" if kind == "a list" else kind
 
 
 def check_file(path: Path) -> None:
@@ -78,9 +77,17 @@ def config_parser(*, documented: bool) -> ArgumentParser:
     # Loaded here, because users' own loops load this module and need no parser.
     from jsonargparse import ArgumentParser, set_parsing_settings
 
+    from hpc_train.config.help import KeyHelp
+
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
-    made = ArgumentParser(prog="hpc-train train", exit_on_error=False, description=DESCRIPTION)
-    made.add_argument("--config", action="config", help="the same as the positional CONFIG")
+    made = ArgumentParser(
+        prog="hpc-train train",
+        usage="hpc-train train [CONFIG.yaml] [--section.key VALUE ...] [--cold]",
+        description=DESCRIPTION,
+        exit_on_error=False,
+        formatter_class=KeyHelp,
+    )
+    made.add_argument("--config", action="config", help="the same as CONFIG.yaml")
     for name, section in SECTIONS.items():
         made.add_argument(f"--{name}", type=section, default=section())
     return made

@@ -36,9 +36,11 @@ class RunSection:
     seed: int = 0
     """Seed of the initial weights, the sample order and the dropout."""
     steps: int | None = None
-    """Number of optimizer steps, including those of earlier starts of the same run."""
+    """Number of optimizer steps, including those of earlier starts of the same run. By default
+    it follows from epochs."""
     epochs: int | None = None
-    """Number of passes over the training data. Give it in place of steps."""
+    """Number of passes over the training data. By default it follows from steps. Every training
+    needs one of the two."""
     log_every: int = 10
     """Number of steps between two records of metrics.jsonl."""
     deterministic: bool = False
@@ -47,6 +49,10 @@ class RunSection:
     """Time after the program's start, in seconds, as HH:MM:SS, as D-HH:MM:SS or as 1h30m. The
     program stops with a checkpoint before it is over. With auto it stops before the end of its
     SLURM or PBS job, if it is in one."""
+    end_margin: float | None = None
+    """With time_limit auto, seconds before the end of the job at which training and checkpoint are
+    finished. MPI, the launcher and the script end in them. By default it is 8, and 0.01 more for
+    each rank."""
     hang_timeout: float = 1800.0
     """Seconds that a rank waits for another before the job ends with an error. 0 disables the
     limit."""
@@ -63,7 +69,7 @@ class RunSection:
 
     def __post_init__(self) -> None:
         _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
-        _at_least(self, "run", hang_timeout=0, hang_steps=0)
+        _at_least(self, "run", end_margin=0, hang_timeout=0, hang_steps=0)
         if self.seed >= 1 << 63:
             raise ConfigError(f"run.seed is {self.seed}", "give a number below 2**63")
         if self.steps is not None and self.epochs is not None:
@@ -124,7 +130,7 @@ class DataSection:
     """The training data and how it is cut into batches."""
 
     path: str | None = None
-    """Folder that `hpc-train prepare` has written."""
+    """Folder that `hpc-train prepare` has written. Every training needs one."""
     batch: int = 32
     """Samples per optimizer step over the whole job."""
     micro_batch: int | None = None
@@ -340,11 +346,13 @@ class CheckpointSection:
     A file or a run directory names another checkpoint."""
     weights: str = ""
     """Where a run that finds no checkpoint takes its initial weights from: a checkpoint, a
-    safetensors file, or a folder, such as one of a Hugging Face GPT-2."""
+    safetensors file, or a folder, such as one of a Hugging Face GPT-2. By default they are
+    random."""
     include: list[str] = field(default_factory=list)
     """Shell patterns of the names of tensors that are taken from weights. By default all are."""
     exclude: list[str] = field(default_factory=list)
-    """Shell patterns of the names of tensors among them that keep their initial values."""
+    """Shell patterns of the names of tensors among them that keep their initial values. By default
+    none do."""
 
     def __post_init__(self) -> None:
         _at_least(self, "checkpoint", every=0, minutes=0, mtbf_hours=0)

@@ -14,11 +14,10 @@ from contextlib import suppress
 from hpc_train.config.durations import parse_duration
 from hpc_train.errors import UserError
 from hpc_train.host import programs
-from hpc_train.launch.protocol import DEADLINE
+from hpc_train.launch.protocol import DEADLINE, seconds_to_end
 from hpc_train.mpi.group import Group
 
 SCHEDULER_PATIENCE = 20.0  # seconds to wait for the scheduler's answer
-SECONDS_TO_END = 8.0  # seconds before the job's end, in which the launcher and the script end
 
 
 def note_end() -> None:
@@ -27,17 +26,21 @@ def note_end() -> None:
         os.environ[DEADLINE] = str(int(end))
 
 
-def of_job(group: Group) -> float | None:
+def of_job(group: Group, margin: float | None = None) -> float | None:
     """When training must be over, in seconds since 1970; None without a limit. Collective.
 
-    It is SECONDS_TO_END before the end of the job that rank 0 has noted.
+    Args:
+        group: all ranks of the job.
+        margin: seconds between that and the end of the job, which rank 0 has noted; None: as long
+            as the launcher and the script of so many ranks need.
 
     Raises:
         UserError: DEADLINE is set to something that is no number.
     """
     noted = group.from_first(lambda: os.environ.get(DEADLINE))
     with suppress(ValueError):
-        return float(noted) - SECONDS_TO_END if noted else None
+        needed = seconds_to_end(group.size) if margin is None else margin
+        return float(noted) - needed if noted else None
     raise UserError(f"{DEADLINE} is {noted!r}", "set it to the job's end in seconds since 1970")
 
 

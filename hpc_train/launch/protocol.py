@@ -22,6 +22,13 @@ RESTARTS = "HPC_TRAIN_RESTARTS"  # how often the launcher has restarted the job
 REACHED = "HPC_TRAIN_REACHED"  # the last step that was finished before the restart
 # For each of these the launcher sends SIGUSR1 to the ranks. SIGHUP: the terminal was closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+SCRIPT_SECONDS = 8.0  # seconds in which a script asks the scheduler (5 s at most) and queues again
+RANK_SECONDS = 0.01  # seconds in which one more rank ends, see docs/how-to/stop-and-resume.md
+
+
+def seconds_to_end(ranks: int) -> float:
+    """Seconds that a job needs after its last checkpoint: for MPI, the launcher and the script."""
+    return SCRIPT_SECONDS + RANK_SECONDS * ranks
 
 
 class JobProgress(NamedTuple):

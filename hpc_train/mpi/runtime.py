@@ -20,6 +20,7 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.binding import expected_reach
 from hpc_train.mpi.gpus import NONE, Gpus, count_gpus
 from hpc_train.mpi.group import Group
+from hpc_train.mpi.gtl import check_gtl
 from hpc_train.mpi.visible import nearer_device, offered, own_numa, visible_device
 
 BUILD_HOROVOD = "python -m hpc_train.build.horovod"
@@ -133,8 +134,10 @@ def import_mpi() -> Any:
     """Import mpi4py.MPI, which initialises MPI.
 
     Raises:
-        SetupError: mpi4py is missing or finds no MPI library.
+        SetupError: mpi4py is missing or finds no MPI library, or MPI_Init would abort (`gtl.py`).
     """
+    if "mpi4py.MPI" not in sys.modules:
+        check_gtl(os.environ)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.models.shape import Shape
 from hpc_train.parallel.schedule import Name
+from hpc_train.planning.assumed import Figure
 from hpc_train.planning.layouts import Candidate, LeftOut, layouts, why_too_large
 from hpc_train.planning.machine import GUIDE, Machine
 from hpc_train.planning.model import planned_shape
@@ -88,6 +90,7 @@ class Choice:
         layouts: the fastest of them, the fastest first.
         left_out: sizes dp x tp x pp without a layout that fits.
         warning: how the measured job differs from this one; "" if it does not.
+        figures: where the machine's figures come from, if it has no description.
     """
 
     nodes: int
@@ -96,6 +99,7 @@ class Choice:
     layouts: list[Row]
     left_out: list[LeftOut]
     warning: str = ""
+    figures: list[Figure] = field(default_factory=list)
 
 
 def choose(
@@ -122,14 +126,7 @@ def choose(
         UserError: nothing fits, or the description lacks what the job needs.
     """
     check_known(config, machine, nodes, ranks_per_node)
-    shape = planned_shape(config)
-    most = config.data.batch * shape.most_ranks
-    if nodes * ranks_per_node > most:
-        raise UserError(
-            f"{nodes * ranks_per_node} ranks are too many: {most} at most can share this training, "
-            "by samples of a batch, heads, and layers with embedding and head",
-            "plan for fewer ranks",
-        )
+    shape = check_size(config, nodes, ranks_per_node)
     timed: list[tuple[float, int, Candidate]] = []
     left_out: list[LeftOut] = []
     shared = machine.device == "cpu"
@@ -149,6 +146,23 @@ def choose(
     without = [one for one in least(left_out) if (one.dp, one.tp, one.pp) not in best]
     warning = another_job(machine, ranks_per_node)
     return Choice(nodes, ranks_per_node, len(shown), rows, without, warning)
+
+
+def check_size(config: RunConfig, nodes: int, ranks_per_node: int) -> Shape:
+    """Check that so many ranks can share a training; returns the shape of its model.
+
+    Raises:
+        UserError: they cannot, or the model's vocabulary is not known.
+    """
+    shape = planned_shape(config)
+    most = config.data.batch * shape.most_ranks
+    if nodes * ranks_per_node > most:
+        raise UserError(
+            f"{nodes * ranks_per_node} ranks are too many: {most} at most can share this training, "
+            "by samples of a batch, heads, and layers with embedding and head",
+            "plan for fewer ranks",
+        )
+    return shape
 
 
 def check_known(config: RunConfig, machine: Machine, nodes: int, ranks_per_node: int) -> None:

@@ -315,5 +315,6 @@ class Delivery:
         """The reasons to stop: signals, the stop file and the time limit of the options."""
         file = self.checkpoints.directory / STOP
         if self.options.time_limit == "auto":
-            return StopRequests(end=of_job(self.group), file=file)
+            end = of_job(self.group, self.options.end_margin)
+            return StopRequests(end=end, file=file)
         return StopRequests(self.options.time_limit, file=file)

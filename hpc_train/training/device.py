@@ -38,6 +38,23 @@ def choose_device(local_rank: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
+def built_for() -> tuple[str, str]:
+    """The build of torch (CUDA, ROCm, XPU, processors), and why it finds no GPU of that kind.
+
+    The reason is "" if it finds one, and if it does not say.
+    """
+    hip, cuda, xpu = (getattr(torch.version, name, None) for name in ("hip", "cuda", "xpu"))
+    build = "ROCm" if hip else "CUDA" if cuda else "XPU" if xpu else "processors"
+    module = torch.xpu if build == "XPU" else torch.cuda
+    if build == "processors" or module.device_count():
+        return build, ""
+    try:
+        module.init()
+    except Exception as error:  # noqa: BLE001  # drivers fail in many ways
+        return build, " ".join(str(error).split())
+    return build, ""
+
+
 def use_cores(runtime: Runtime) -> None:
     """Let torch use this rank's share of the node's cores, unless OMP_NUM_THREADS says otherwise.
 

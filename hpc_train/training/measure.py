@@ -3,6 +3,8 @@
 Two functions return this rank's own numbers. `pass_seconds` measures passes of a layer, and
 `message_seconds` messages to the next rank of a group. `described` is a pure function that turns
 the numbers of all ranks into a description of the machine.
+
+`measure_alone` measures in one process what it can, in about five seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +26,14 @@ from hpc_train import files
 from hpc_train.collectives.coroutines import Coroutine, drive
 from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.host.cores import physical_cores
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.environment import ranks_yield
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
+from hpc_train.planning.assumed import Speeds, cores_of_a_rank
 from hpc_train.planning.layouts import GIB
 from hpc_train.planning.machine import Compute, Link, Machine
 from hpc_train.planning.model import shape_of
@@ -38,6 +43,8 @@ SECONDS = 1.0  # seconds of each of the five measurements of computing
 HIDDEN, TOKENS = 1024, 256  # largest sizes of the measured layer on processors
 SAMPLES = 4  # samples of the larger pass; the smaller one has one sample
 STREAM = 32 << 20  # bytes of each of three tensors
+STREAMS = 1 << 30  # bytes of the tensors of all threads together
+MATRIX = 512  # rows and columns of the matrices that threads multiply
 SMALL, LARGE = 8, 4 << 20  # bytes of the two kinds of messages
 REPEATS = {SMALL: 50, LARGE: 4}  # number of timed messages
 NAP = 5e-3  # seconds between two looks of a rank that waits for its turn
@@ -105,6 +112,56 @@ def measure(config: RunConfig, runtime: Runtime) -> Machine:
     return described(world.gathered(found), flops, config.precision.dtype, device.type)
 
 
+def measure_alone(config: RunConfig, ranks_per_node: int) -> Speeds:
+    """Measure in this process what one rank and the ranks of a node can compute.
+
+    MPI is not loaded. Threads take the place of a node's ranks: they show how much ranks slow each
+    other down by sharing the clock, the caches and the memory of the node.
+
+    Args:
+        config: the training, whose layer and number format are measured.
+        ranks_per_node: ranks on each node, which share the cores of this one.
+    """
+    device, dtype = choose_device(), config.precision.dtype
+    shape = measured_shape(shape_of(config.model, vocab=1), device)
+    choose_matmul(Group(), config.precision.matmul, device)
+    cores = len(physical_cores(os.sched_getaffinity(0)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores_of_a_rank(cores, ranks_per_node))
+    one, several = (pass_seconds(layer_pass(shape, dtype, device, n)) for n in (1, SAMPLES))
+    sample, layer = of_sample(one, several)
+    rank = 3 * shape.parts()[1].flops / sample
+    if device.type == "cpu":
+        ranks = min(ranks_per_node, max(1, cores // torch.get_num_threads()))
+        alone, shared = (beside([matrix_product(dtype)] * count) for count in (1, ranks))
+        node: float | None = short(rank * ranks * min(1.0, alone / shared))
+        nbytes = min(STREAM, STREAMS // (3 * ranks))
+        streams = [stream(device, nbytes) for _ in range(ranks)]
+    else:
+        gpus = getattr(torch, device.type).device_count()
+        node = short(rank * gpus) if gpus < ranks_per_node else None
+        streams, nbytes = [stream(device)], STREAM
+    bandwidth = 3 * nbytes / beside(streams)
+    free = free_bytes(device)
+    return Speeds(device.type, short(rank), node, short(layer), short(bandwidth), free)
+
+
+def beside(several: Sequence[Callable[[], None]]) -> float:
+    """Median seconds of a call of each function, while threads repeat all of them."""
+    with ThreadPoolExecutor(len(several)) as threads:
+        return statistics.median(threads.map(pass_seconds, several))
+
+
+def matrix_product(dtype: str) -> Callable[[], None]:
+    """A function that multiplies two matrices. Python's lock is free meanwhile."""
+    matrix = torch.ones(MATRIX, MATRIX, dtype=getattr(torch, dtype))
+
+    def once() -> None:
+        torch.mm(matrix, matrix)
+
+    return once
+
+
 def measured_shape(shape: Shape, device: torch.device) -> Shape:
     """The shape of the layer that is measured. On processors a large one is made smaller."""
     return shape.at_most(TOKENS, HIDDEN) if device.type == "cpu" else shape
@@ -131,9 +188,9 @@ def layer_pass(shape: Shape, dtype: str, device: torch.device, samples: int) -> 
     return once
 
 
-def stream(device: torch.device) -> Callable[[], None]:
-    """A function that reads two tensors of STREAM bytes, and writes a third one."""
-    one, other, total = (torch.ones(STREAM // 4, device=device) for _ in range(3))
+def stream(device: torch.device, nbytes: int | None = None) -> Callable[[], None]:
+    """A function that reads two tensors of so many bytes (STREAM), and writes a third one."""
+    one, other, total = (torch.ones((nbytes or STREAM) // 4, device=device) for _ in range(3))
 
     def once() -> None:
         torch.add(one, other, out=total)
@@ -243,16 +300,13 @@ def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> 
     """
     first = found[0]
     ranks = sum(one.node == 0 for one in found)
-    sample = (first.several - first.one) / (SAMPLES - 1)
-    if sample <= 0:  # small layers take as long for one sample as for several
-        sample = first.several / SAMPLES
+    sample, layer = of_sample(first.one, first.several)
     speed = flops / sample
     capacity = sum(first.several / one.in_node for one in found if one.in_node)
     slowest = min(_by_node(found, lambda one: first.several / one.in_job))
     share = slowest / ranks  # the part of a core that a rank has while all compute
     stream_speed = statistics.median(one.stream for one in found)
     free = min(one.free for one in found) / GIB
-    layer = max(0.0, first.one - sample)
     compute = (short(number) for number in (speed, speed * capacity, speed * slowest, layer))
     return Machine(
         {dtype: Compute(*compute)},
@@ -264,6 +318,19 @@ def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> 
         device=device,
         ranks_per_node=ranks,
     )
+
+
+def of_sample(one: float, several: float) -> tuple[float, float]:
+    """Seconds of a sample, and the fixed ones of a layer's pass.
+
+    Args:
+        one: seconds of a pass of one sample.
+        several: seconds of a pass of SAMPLES samples.
+    """
+    sample = (several - one) / (SAMPLES - 1)
+    if sample <= 0:  # small layers take as long for one sample as for several
+        sample = several / SAMPLES
+    return sample, max(0.0, one - sample)
 
 
 def _by_node(found: Sequence[Found], number: Callable[[Found], float]) -> list[float]:

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
-from hpc_train.config import GradientsSection, MemorySection, OptimizerSection, RunConfig
+from hpc_train.config import (
+    GradientsSection,
+    MemorySection,
+    OptimizerSection,
+    RunConfig,
+    RunSection,
+)
 from hpc_train.errors import UserError
 from hpc_train.host.processor import Matmul
 from hpc_train.parallel.batch_norm import BatchNorm
@@ -41,6 +47,8 @@ class LoopOptions:
             "stop" before it is written, or "warn".
         time_limit: seconds after which the loop stops with a checkpoint; "auto": it stops before
             its SLURM or PBS job ends; None: no limit.
+        end_margin: with "auto", seconds before the end of the job at which the loop has stopped, as
+            `run.end_margin`; None: as many as so many ranks need.
         hang_timeout: seconds that a rank waits for another, in `epochs` or in another call of the
             loop, before the job ends with an error; 0 disables this limit.
         hang_steps: limits the wait between two steps to `hang_steps` times the longest one so far,
@@ -64,6 +72,7 @@ class LoopOptions:
     background: bool = False
     nonfinite: Nonfinite = "stop"
     time_limit: float | Literal["auto"] | None = "auto"
+    end_margin: float | None = None
     hang_timeout: float = 1800.0
     hang_steps: int = 0
     matmul: Matmul = "auto"
@@ -107,6 +116,7 @@ class LoopOptions:
             gradients=self.gradients,
             memory=MemorySection(zero=self.zero),
             optimizer=OptimizerSection(clip_norm=self.clip_norm),
+            run=RunSection(end_margin=self.end_margin),
         )
 
 

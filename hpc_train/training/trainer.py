@@ -305,7 +305,7 @@ class Trainer:
     def _stop_requests(self, directory: Path) -> StopRequests:
         """The reasons to stop: signals, the stop file and `run.time_limit`."""
         run = self.config.run
-        end = of_job(self.group) if run.time_limit == "auto" else None
+        end = of_job(self.group, run.end_margin) if run.time_limit == "auto" else None
         return StopRequests(run.time_limit_seconds(), end, directory / STOP)
 
 

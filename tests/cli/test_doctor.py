@@ -151,16 +151,39 @@ def test_it_tells_why_mpi_does_not_start_and_not_the_last_line(
     assert failed["error"] == "MPI does not start here: no 1"
 
 
+AMD = [4, "AMD", "ROCm"]
+
+
 @pytest.mark.parametrize(
-    ("devices", "gpus", "status"),
-    [([], None, "ok"), ([], [4, "AMD", "ROCm"], "warning"), (["MI250X"], [1, "AMD", "ROCm"], "ok")],
+    ("devices", "gpus", "build", "text", "remedy"),
+    [
+        ([], None, ["processors", ""], "CPU only", ""),
+        (["MI250X"], [1, "AMD", "ROCm"], ["ROCm", ""], "MI250X", ""),
+        (
+            [],
+            AMD,
+            ["CUDA", "Found no NVIDIA driver on your system."],
+            "n1 has 4 AMD GPUs, and torch is built for CUDA",
+            "install torch for ROCm: docs/how-to/cluster.md",
+        ),
+        ([], AMD, ["processors", ""], "torch is built for processors", "install torch for ROCm"),
+        (
+            [],
+            [4, "NVIDIA", "CUDA"],
+            ["CUDA", "The NVIDIA driver on your system is too old"],
+            "torch finds none, although it is built for CUDA: The NVIDIA driver on your system is",
+            "the version of the node's driver",
+        ),
+        ([], AMD, ["", ""], "torch is missing", "install torch for ROCm"),
+    ],
 )
-def test_gpus_that_torch_does_not_see_are_warned_of(devices, gpus, status):
-    finding = doctor.devices([{"host": "n1", "devices": devices, "gpus": gpus}])
-    assert finding.status == status
-    if status != "ok":
-        assert finding.text == "n1 has 4 AMD GPUs, and torch finds none"
-        assert "install torch for ROCm" in finding.remedy
+def test_gpus_that_torch_does_not_see_are_warned_of(devices, gpus, build, text, remedy):
+    """A wheel of torch computes on the GPUs of one vendor."""
+    (rank,) = [{"host": "n1", "devices": devices, "gpus": gpus, "build": build}]
+    finding = doctor.devices([rank])
+    assert finding.status == ("warning" if remedy else "ok")
+    assert text in finding.text
+    assert remedy in finding.remedy
 
 
 def test_two_mpi_libraries_in_one_process_are_an_error():

@@ -307,9 +307,12 @@ def test_a_signal_that_comes_before_the_ranks_listen_stops_it_too(program):
 
 def test_a_restart_too_close_to_the_deadline_is_requeued(program):
     """The job has come far; that no time is left for a step is no mistake of the user's."""
-    soon = {"HPC_TRAIN_DEADLINE": str(int(time.time()) + 5)}
-    assert program.train("run", environ=soon).returncode == 2, "too short for anything"
-    again = program.train("run", environ={**soon, "HPC_TRAIN_RESTARTS": "1"})
+    soon = {"HPC_TRAIN_DEADLINE": str(int(time.time()) + 300)}
+    margin = ("--run.end_margin", "300")
+    first = program.train("run", *margin, environ=soon)
+    assert first.returncode == 2
+    assert "the end of the job) is over before the first step" in only_line(first.stderr)
+    again = program.train("run", *margin, environ={**soon, "HPC_TRAIN_RESTARTS": "1"})
     assert again.returncode == 75, again.stderr
     wrong = program.train("run", environ={"HPC_TRAIN_DEADLINE": "soon"})
     assert wrong.returncode == 2

@@ -39,7 +39,7 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ("runn: {steps: 3}", "unknown key runn.steps: did you mean run.steps?"),
         ("optimizer: {epochs: 3}", "unknown key optimizer.epochs: did you mean run.epochs?"),
         ("foo: {bar: 3}", "the file's top has run, model"),
-        ("model: {layers: many}", "model.layers is 'many': it takes int"),
+        ("model: {layers: many}", "model.layers is 'many': it takes a whole number"),
         ("run: {steps: 0}", "run.steps is 0: give 1 or more"),
         ("run: {steps: 1, epochs: 1}", "run.steps and run.epochs are both given"),
         ("model: {hidden: 64, heads: 3}", "does not divide model.hidden 64: nearest that do: 2, 4"),

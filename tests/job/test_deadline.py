@@ -8,6 +8,7 @@ import pytest
 
 from hpc_train.job import deadline
 from hpc_train.launch import protocol
+from hpc_train.mpi.group import Group
 
 PBS_PRO = """Job Id: 7.server
     job_state = R
@@ -65,6 +66,16 @@ def test_a_job_that_waits_or_a_scheduler_that_is_silent_has_no_end(answers):
     assert deadline.ask_end({"PBS_JOBID": "7"}) is None
     assert deadline.ask_end({"SLURM_JOB_ID": "7"}) is None
     assert deadline.ask_end({}) is None
+
+
+def test_the_more_ranks_a_job_has_the_earlier_its_training_is_over(monkeypatch):
+    """Between its end and the job's, MPI, the launcher and the script end."""
+    monkeypatch.setenv(protocol.DEADLINE, "1700000000")
+    few, many, most = (1.7e9 - deadline.of_job(Group(0, ranks)) for ranks in (2, 1024, 8192))
+    assert 5 < few < 10
+    assert few + 5 < many < 60
+    assert many + 30 < most < 300
+    assert deadline.of_job(Group(0, 8192), 7.0) == 1.7e9 - 7, "the user knows better"
 
 
 def test_what_the_script_says_comes_first(answers, monkeypatch):

@@ -13,6 +13,7 @@ from tests.programs import hpc_train, python, run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+FIRST_RUN = ROOT / "docs/tutorial/first-run.md"
 
 
 def example(name, folder, *options, ranks=1):
@@ -129,3 +130,22 @@ def test_the_demo_is_exact(tmp_path):
     done = run(sys.executable, "-m", "examples.demo", "--every", "5", cwd=ROOT, timeout=290)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "are the same to the last bit" in done.stdout
+
+
+@pytest.mark.slow("the tutorial prepares data, and starts two ranks, then four")
+def test_the_first_run_goes_as_its_page_says(tmp_path):
+    """Its commands, from the data to the result, are typed as they stand."""
+    if "Open MPI" not in run("mpirun", "--version").stdout:
+        pytest.skip("the page is for the MPI of `make setup`")
+    text = FIRST_RUN.read_text().partition("## Prepare text")[2]
+    lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    typed = "\n".join(lines).replace("steps: 600", "steps: 60")
+    seen = "until grep -q '\"step\": 20' runs/first/metrics.jsonl; do sleep 0.1; done"
+    assert typed.count("\nkill ") == 1
+    typed = typed.replace("\nkill ", f"\n{seen} 2>/dev/null\nkill ")
+    done = run("bash", "-c", typed, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\n75\n" in done.stdout
+    assert '"step": 60' in done.stdout
+    assert "async def " in done.stdout
+    assert "model.head.norm.weight" in done.stdout

@@ -114,10 +114,23 @@ def test_unload_restores_every_byte(site, shell):
     said = site.run("DUMP before", *lines, "DUMP after", shell=shell)
     assert said == f"hpc-train {VERSION}\n"
     before, loaded = site.dump("before"), site.dump("loaded")
-    assert dict(loaded.items() - before.items()).keys() == {"PATH", "HPC_TRAIN_ROOT"}
+    changed = {"PATH", "HPC_TRAIN_ROOT", "PYTHONNOUSERSITE"}
+    assert dict(loaded.items() - before.items()).keys() == changed
     assert before.keys() <= loaded.keys()
     site.check_loaded("loaded")
     assert site.dump("after") == before
+
+
+def test_packages_of_the_user_do_not_replace_those_of_the_environment(site):
+    """Python looks into ~/.local before a virtual environment's system packages."""
+    asked = f'"{sys._base_executable}" -c "import site; print(site.ENABLE_USER_SITE)"'
+    assert site.run(asked, LOAD, asked, UNLOAD, asked) == "True\ncode 0\nFalse\nTrue\n"
+
+
+def test_a_user_who_has_chosen_so_already_keeps_it(site):
+    site.run("DUMP before", LOAD, "DUMP loaded", UNLOAD, "DUMP after", PYTHONNOUSERSITE="yes")
+    assert site.dump("loaded")["PYTHONNOUSERSITE"] in ("1", "yes")
+    assert site.dump("after") == site.dump("before")
 
 
 def test_lmod_reads_the_tcl_file_too(tmp_path):

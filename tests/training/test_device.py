@@ -122,3 +122,27 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch, cuda, xpu, local_rank, e
     device = choose_device(local_rank)
     assert str(device) == expected
     assert used == ([] if device.index in (None, 0) else [device])
+
+
+@pytest.mark.parametrize(
+    ("versions", "build"),
+    [
+        ({"cuda": "12.8"}, "CUDA"),
+        ({"cuda": None, "hip": "6.4.4"}, "ROCm"),
+        ({"xpu": "20250101"}, "XPU"),
+        ({}, "processors"),
+    ],
+)
+def test_the_build_of_torch_is_told_and_why_it_finds_no_gpu(monkeypatch, versions, build):
+    for name in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, name, versions.get(name), raising=False)
+    for module in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "device_count", lambda: 0)
+
+        def fail():
+            raise RuntimeError("no\n driver")
+
+        monkeypatch.setattr(module, "init", fail)
+    assert device.built_for() == (build, "" if build == "processors" else "no driver")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert build == "XPU" or device.built_for() == (build, "")

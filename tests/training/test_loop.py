@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.config import GradientsSection
 from hpc_train.errors import ConfigError, Stopped, UserError
+from hpc_train.launch.protocol import DEADLINE
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -28,14 +30,14 @@ def data():
     return TensorDataset(inputs, inputs.abs().argmax(1) % 3)
 
 
-def train(started, directory, engine="mpi", stop_at=None, dropout=0.0):
+def train(started, directory, engine="mpi", stop_at=None, dropout=0.0, **more):
     """Train; returns the steps' mean losses and the final weights."""
     torch.manual_seed(started.world.rank)
     model = torch.nn.Sequential(
         torch.nn.Linear(5, 8), torch.nn.Dropout(dropout), torch.nn.Tanh(), torch.nn.Linear(8, 3)
     ).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    options = LoopOptions(gradients=GradientsSection(engine=engine), every=4, keep=0)
+    options = LoopOptions(gradients=GradientsSection(engine=engine), every=4, keep=0, **more)
     loop = Loop(started, directory, model, optimizer, options)
     seen = []
     for epoch, batches in loop.epochs(data(), batch=BATCH, epochs=EPOCHS):
@@ -88,6 +90,15 @@ def test_the_last_step_has_a_checkpoint_and_a_finished_loop_nothing_to_do(tmp_pa
     again, resumed = train(alone(), tmp_path)
     assert (len(seen), len(again)) == (15, 0)
     assert all(torch.equal(mine, other) for mine, other in zip(resumed, weights, strict=True))
+
+
+def test_the_margin_before_the_jobs_end_can_be_chosen(tmp_path, monkeypatch):
+    monkeypatch.setenv(DEADLINE, str(time.time() + 1000))
+    with pytest.raises(UserError, match="is over before the first step"):
+        train(alone(), tmp_path, end_margin=1000)
+    with pytest.raises(UserError, match="end_margin is -1"):
+        train(alone(), tmp_path, end_margin=-1)
+    assert train(alone(), tmp_path)[0]
 
 
 @pytest.mark.mpi

@@ -28,7 +28,9 @@ hpc_train trains PyTorch models on HPC clusters over MPI and Horovod.
     hpc-train doctor    says what works here, what does not, and how to mend it
     hpc-train --help    lists all commands
 
-PATH gets $HPC_TRAIN_ROOT/bin; HPC_TRAIN_ROOT is ]] .. prefix .. ".\n")
+PATH gets $HPC_TRAIN_ROOT/bin; HPC_TRAIN_ROOT is ]] .. prefix .. [[.
+PYTHONNOUSERSITE is set: Python does not look for packages in ~/.local.
+]])
 
 if mode() == "load" and not isFile(pathJoin(bin, "hpc-train")) then
    LmodError("there is no hpc-train in " .. bin .. ": install it there, or set HPC_TRAIN_PREFIX")
@@ -39,3 +41,5 @@ for _, name in ipairs(requires) do
 end
 prepend_path("PATH", bin)
 setenv("HPC_TRAIN_ROOT", prefix)
+-- Packages in a user's ~/.local would be taken before those of the modules below the environment.
+pushenv("PYTHONNOUSERSITE", "1")

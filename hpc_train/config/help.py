@@ -1,0 +1,72 @@
+"""The help of the configuration's keys, in plain words.
+
+Loaded only where the help is shown or a value is refused, because it loads jsonargparse.
+"""
+
+from __future__ import annotations
+
+import types
+from argparse import Action
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from jsonargparse import DefaultHelpFormatter
+
+from hpc_train.config.file import KEYS, PATH_KEYS, SECTIONS
+
+KINDS = ((bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"))
+PLACES = {"a whole number": "N", "a number": "NUMBER", "a path": "PATH"}
+PRINTS = "Print the configuration that the file and all options make together, and exit."
+
+
+class KeyHelp(DefaultHelpFormatter):
+    """Says of each key what kind of value it takes, and its default if that is a value.
+
+    Where no value is the default, the text of the key says what happens.
+    """
+
+    def _get_help_string(self, action: Action) -> str:
+        key = action.dest
+        if key in SECTIONS:
+            return "A YAML file with keys of this section."
+        if key not in KEYS:
+            return PRINTS if key == "print_config" else super()._get_help_string(action)
+        kind, default = taken(key), in_words(action.default)
+        listed = action.metavar is not None and kind != "a list"  # the choices stand beside the key
+        said = "; ".join([kind] * (not listed) + [f"default: {default}"] * bool(default))
+        return f"{action.help} ({said})" if said else str(action.help)
+
+    def _get_default_metavar_for_optional(self, action: Action) -> str:
+        if action.dest in KEYS:
+            return PLACES.get(taken(action.dest), "TEXT")
+        return "FILE"
+
+
+def taken(key: str) -> str:
+    """The kind of value that a key takes, in words."""
+    if key in PATH_KEYS:
+        return "a path"
+    section, _, name = key.partition(".")
+    return kind_in_words(get_type_hints(SECTIONS[section])[name])
+
+
+def kind_in_words(kind: Any) -> str:
+    """A type in words: "a whole number" for int, and for int | None."""
+    choices = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, choices))}" if choices[1:] else str(choices[0])
+    if get_origin(kind) in (Union, types.UnionType):
+        words = {kind_in_words(choice) for choice in choices if choice is not types.NoneType}
+        return " or ".join(sorted(words))
+    base = get_origin(kind) or kind
+    if issubclass(base, list | tuple):
+        return "a list"
+    return next((words for known, words in KINDS if issubclass(base, known)), base.__name__)
+
+
+def in_words(default: object) -> str:
+    """A default value as it is written in a file; "" if there is no value."""
+    if default is None or default in ("", [], ()):
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default)
