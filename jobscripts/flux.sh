@@ -25,6 +25,8 @@ max_requeues=50
 script=job.sh
 # The scheduler's commands; a job's PATH may lack them.
 flux='flux'
+# Seconds before the end at which USR1 comes; nothing if it is to stop the job.
+notice=
 export OMP_NUM_THREADS=8
 setup() {
     module load python openmpi || return
@@ -51,6 +53,10 @@ signalled=
 terminated= # when a signal came that may end the job for good, in seconds since 1970
 child=
 pass_on() { # SIGNAL
+    if [ "$1" = USR1 ] && [ -n "$notice" ] && [ -n "$HPC_TRAIN_DEADLINE" ] &&
+        [ "$(date +%s)" -ge $((HPC_TRAIN_DEADLINE - notice - 60)) ]; then
+        return # the training knows the job's end, and stops by itself in time
+    fi
     case $1 in USR1) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
     signalled=1
     waiting=1

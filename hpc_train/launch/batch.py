@@ -36,6 +36,7 @@ class BatchJob:
         sweep: for each task of a sweep, the arguments that it adds to the command. Each task has a
             run directory of its own.
         tasks_at_once: most tasks of a sweep that run at the same time; 0 sets no limit.
+        stops_itself: whether the program finds the job's end and stops in time, as `train` does.
         image: container image, for mpijob.
         configuration: text of the configuration, for mpijob.
         commands: paths of the scheduler's commands, by name, as `find_commands` gives them.
@@ -56,6 +57,7 @@ class BatchJob:
     setup: Sequence[str] = ()
     sweep: Sequence[Sequence[str]] = ()
     tasks_at_once: int = 0
+    stops_itself: bool = False
     image: str = ""
     configuration: str = ""
     commands: Mapping[str, str] = field(default_factory=dict)

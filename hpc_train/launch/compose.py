@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpc_train.config import RunConfig
 from hpc_train.config import file as config_file
 from hpc_train.config.durations import TIME_FORMS, parse_duration
 from hpc_train.config.keys import check_key
@@ -34,7 +35,8 @@ def make(request: SubmitRequest) -> BatchJob:
     Raises:
         UserError: its configuration is wrong, or the options do not fit together.
     """
-    run_dir = _run_dir(request)
+    config = _config_of(request)
+    run_dir = config.run.dir
     profile = sites.load_site(request.site) if request.site else None
     for folder in profile.unseen if profile else ():
         for path in (Path(run_dir).absolute(), Path(sys.prefix)):
@@ -81,14 +83,15 @@ def make(request: SubmitRequest) -> BatchJob:
         setup=[*site.setup, *(request.setup or _activation(os.environ, loaded=not site.setup))],
         sweep=sweep,
         tasks_at_once=request.tasks_at_once or 0,
+        stops_itself=bool(request.config) and config.run.time_limit == "auto",
         image=request.image,
         configuration=Path(request.config).read_text() if in_pods and request.config else "",
         commands=find_commands(scheduler),
     )
 
 
-def _run_dir(request: SubmitRequest) -> str:
-    """The run directory that the configuration or --run.dir names.
+def _config_of(request: SubmitRequest) -> RunConfig:
+    """The configuration; that of a command has only a run directory.
 
     Raises:
         UserError: the configuration is wrong, or does not go with a command.
@@ -108,7 +111,7 @@ def _run_dir(request: SubmitRequest) -> str:
                 "give --run.dir DIR, the folder of the job's script and output: the one that your "
                 "program passes to Loop or Trainer",
             )
-    return config_file.load(request.config, request.options, LATER).run.dir
+    return config_file.load(request.config, request.options, LATER)
 
 
 def _config(request: SubmitRequest, run_dir: str, scheduler: SchedulerName) -> str:

@@ -75,6 +75,13 @@ def _settings(scheduler: Scheduler, batch: BatchJob) -> list[str]:
     for name in scheduler.commands:
         path = shlex.quote(batch.commands.get(name, name))
         lines.append(f"{name}={path}" if "'" in path else f"{name}='{path}'")
+    if notice := scheduler.notice(batch):
+        lines.append(
+            "# Seconds before the end at which USR1 comes; nothing if it is to stop the job."
+        )
+        lines.append(f"notice={notice if batch.stops_itself else ''}")
+    else:
+        lines.append("notice=")
     lines += scheduler.settings(batch)
     lines += [f"export {_name(key)}={shlex.quote(value)}" for key, value in batch.environ.items()]
     if "OMP_NUM_THREADS" not in batch.environ and scheduler.name != "slurm":

@@ -11,6 +11,11 @@ if [ -n "$task" ] && [ -n "$SLURM_ARRAY_JOB_ID" ]; then
 fi
 #% endblock %#
 #% block signals %#
+if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
+    SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
+    SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:+$(date +%s -d "$SLURM_JOB_END_TIME" 2>/dev/null)}
+fi
+[ -z "$SLURM_JOB_END_TIME" ] || export HPC_TRAIN_DEADLINE=$SLURM_JOB_END_TIME
 # SLURM signals this shell. The launcher passes the signal on to the ranks, which save and exit with 75.
 # USR1 comes before the time limit. SIGTERM comes when the job is cancelled, preempted or requeued, and
 # at the time limit. Only SLURM knows which: it is asked once the ranks have saved.

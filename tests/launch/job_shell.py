@@ -26,7 +26,7 @@ PLAIN = BatchJob(
 COMMAND = """#!/bin/bash
 cd {folder}
 case "{name} $*" in
-    "scontrol show hostnames"* | *getattr* | *timeleft*) exit ;;
+    "scontrol show hostnames"* | squeue* | *getattr* | *timeleft*) exit ;;
     *"job id"*) echo "${{@: -1}}"; exit ;;
     "scontrol show"* | qstat* | bjobs* | *eventlog*) kind=ask ;;
     *) kind=queue ;;

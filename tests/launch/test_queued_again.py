@@ -114,6 +114,17 @@ def test_sigterm_at_slurms_time_limit_queues_again(slurm, mode):
     assert slurm.records[-1]["next"] == {"requeue": "7", "submit": "8"}[mode]
 
 
+@pytest.mark.parametrize(("left", "stops"), [(100, False), (2000, True)])
+def test_a_training_that_knows_its_end_is_not_stopped_by_the_early_signal(slurm, left, stops):
+    """It knows how long a step and a save take, and SLURM's signal comes minutes too early."""
+    environ = {"SLURM_JOB_END_TIME": str(int(time.time()) + left)}
+    program = SAVES_SOON.replace("while :;", "sleep 1; [ -z $saved ] || exit; for i in {1..50};")
+    program = program.replace("echo ready", "echo ready $HPC_TRAIN_DEADLINE >&2; echo ready")
+    process = slurm.start(program, environ, stops_itself=True)
+    text = end(process, signal.SIGUSR1)
+    assert ("saved" in text) == stops, "a user may stop it at any other time"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_the_run_limit_of_lsf_queues_again(tmp_path, number):
     shell = Shell(tmp_path, "lsf")

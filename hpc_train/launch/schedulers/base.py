@@ -103,6 +103,10 @@ class Scheduler:
         """
         raise NotImplementedError
 
+    def notice(self, batch: BatchJob) -> int:
+        """Seconds before the time limit at which SIGUSR1 comes; 0 if it does not come."""
+        return 0
+
     def settings(self, batch: BatchJob) -> list[str]:
         """Lines of shell that set what this scheduler's template has besides the others."""
         return [f"walltime={batch.resources.seconds}"]

@@ -62,8 +62,8 @@ class Flux(Scheduler):
             f"--output={word('run.dir', f'{batch.outputs}{batch.name}')}-{{{{id}}}}.out",
             "-o output.mode=append",
         ]
-        if asked.seconds >= _SHORT:
-            lines.append(f"--signal=USR1@{min(300, asked.seconds // 10)}s")
+        if notice := self.notice(batch):
+            lines.append(f"--signal=USR1@{notice}s")
         lines += given(
             {
                 "--gpus-per-slot=": str(asked.gpus or ""),
@@ -73,6 +73,11 @@ class Flux(Scheduler):
             }
         )
         return [*lines, *["--exclusive"] * asked.exclusive]
+
+    def notice(self, batch: BatchJob) -> int:
+        """A tenth of the time, but no more than 5 minutes."""
+        seconds = batch.resources.seconds
+        return min(300, seconds // 10) if seconds >= _SHORT else 0
 
     def settings(self, batch: BatchJob) -> list[str]:
         """Nothing: Flux says how much time is left."""

@@ -79,7 +79,7 @@ class Lsf(Scheduler):
             f"-o {word('run.dir', f'{batch.outputs}{batch.name}-{number}.out')}",
             "-r",
         ]
-        if minutes > 2 * NOTICE:
+        if self.notice(batch):
             lines += ["-wa USR1", f"-wt {NOTICE}"]
         if asked.gpus:
             lines.append(f"-gpu num={asked.gpus}/host")
@@ -98,6 +98,10 @@ class Lsf(Scheduler):
         if '"' in directive:  # the user's own
             return super().line(directive)
         return re.sub(r" ([^ ]*[\[(=][^ ]*)", r' "\1"', super().line(directive))
+
+    def notice(self, batch: BatchJob) -> int:
+        """NOTICE minutes, in jobs that are long enough for it."""
+        return 60 * NOTICE if batch.resources.seconds > 120 * NOTICE else 0
 
     def settings(self, batch: BatchJob) -> list[str]:
         """The line that sets the run limit, which LSF tells in minutes only."""

@@ -61,8 +61,8 @@ class Slurm(Scheduler):
         ]
         if batch.survives:
             lines.append("--no-kill")
-        if asked.seconds >= _SHORT:
-            lines.append(f"--signal=B:USR1@{min(300, asked.seconds // 10)}")
+        if notice := self.notice(batch):
+            lines.append(f"--signal=B:USR1@{notice}")
         if asked.account:
             lines.append(f"--account={word('--account', asked.account)}")
         if asked.queue:
@@ -81,6 +81,11 @@ class Slurm(Scheduler):
             }
         )
         return [*lines, *["--exclusive"] * asked.exclusive]
+
+    def notice(self, batch: BatchJob) -> int:
+        """A tenth of the time, but no more than 5 minutes."""
+        seconds = batch.resources.seconds
+        return min(300, seconds // 10) if seconds >= _SHORT else 0
 
     def settings(self, batch: BatchJob) -> list[str]:
         """The lines that set whether the job goes on without a lost node."""

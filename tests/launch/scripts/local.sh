@@ -16,6 +16,7 @@ requeue_by=submit
 max_requeues=50
 # This file.
 script=/home/me/runs/my/job.sh
+notice=
 walltime=60
 output=runs/my/my.out
 export OMP_NUM_THREADS=1
@@ -37,6 +38,10 @@ signalled=
 terminated= # when a signal came that may end the job for good, in seconds since 1970
 child=
 pass_on() { # SIGNAL
+    if [ "$1" = USR1 ] && [ -n "$notice" ] && [ -n "$HPC_TRAIN_DEADLINE" ] &&
+        [ "$(date +%s)" -ge $((HPC_TRAIN_DEADLINE - notice - 60)) ]; then
+        return # the training knows the job's end, and stops by itself in time
+    fi
     case $1 in USR1) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
     signalled=1
     waiting=1

@@ -32,6 +32,8 @@ script=/home/me/runs/my/job.sh
 sbatch='sbatch'
 scontrol='scontrol'
 squeue='squeue'
+# Seconds before the end at which USR1 comes; nothing if it is to stop the job.
+notice=
 # Whether the directive --no-kill is given: yes, or nothing.
 no_kill=yes
 setup() {
@@ -47,6 +49,11 @@ job=$SLURM_JOB_ID
 if [ -n "$task" ] && [ -n "$SLURM_ARRAY_JOB_ID" ]; then
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one task's SLURM_JOB_ID stands for the whole array
 fi
+if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
+    SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
+    SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:+$(date +%s -d "$SLURM_JOB_END_TIME" 2>/dev/null)}
+fi
+[ -z "$SLURM_JOB_END_TIME" ] || export HPC_TRAIN_DEADLINE=$SLURM_JOB_END_TIME
 # SLURM signals this shell. The launcher passes the signal on to the ranks, which save and exit with 75.
 # USR1 comes before the time limit. SIGTERM comes when the job is cancelled, preempted or requeued, and
 # at the time limit. Only SLURM knows which: it is asked once the ranks have saved.
@@ -54,6 +61,10 @@ signalled=
 terminated= # when a signal came that may end the job for good, in seconds since 1970
 child=
 pass_on() { # SIGNAL
+    if [ "$1" = USR1 ] && [ -n "$notice" ] && [ -n "$HPC_TRAIN_DEADLINE" ] &&
+        [ "$(date +%s)" -ge $((HPC_TRAIN_DEADLINE - notice - 60)) ]; then
+        return # the training knows the job's end, and stops by itself in time
+    fi
     case $1 in USR1) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
     signalled=1
     waiting=1

@@ -27,6 +27,7 @@ script=/home/me/runs/my/job.sh
 # The scheduler's commands; a job's PATH may lack them.
 qsub='qsub'
 qstat='qstat'
+notice=
 # Seconds, as in the directive. PBS sends no early signal.
 walltime=7200
 export OMP_NUM_THREADS=3
@@ -49,6 +50,10 @@ signalled=
 terminated= # when a signal came that may end the job for good, in seconds since 1970
 child=
 pass_on() { # SIGNAL
+    if [ "$1" = USR1 ] && [ -n "$notice" ] && [ -n "$HPC_TRAIN_DEADLINE" ] &&
+        [ "$(date +%s)" -ge $((HPC_TRAIN_DEADLINE - notice - 60)) ]; then
+        return # the training knows the job's end, and stops by itself in time
+    fi
     case $1 in USR1) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
     signalled=1
     waiting=1
