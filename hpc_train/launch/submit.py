@@ -54,7 +54,12 @@ def submit(request: SubmitRequest) -> Submission:
         )
     if (run_dir / STOP).exists():
         raise UserError(f"{run_dir / STOP} is there", "remove it to resume the run")
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"run.dir {run_dir} cannot be made: {error.strerror}", "give a directory of your own"
+        ) from None
     ids: list[str] = []
     with one_submission(run_dir):
         if request.config:

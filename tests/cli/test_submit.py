@@ -273,6 +273,66 @@ def test_an_mpijob_is_written(desk):
     assert worker["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == 12
 
 
+def test_a_run_directory_that_cannot_be_made_is_one_line(desk):
+    desk.scheduler("sbatch")
+    done = desk.run("submit", "my.yaml", "--run.dir", "/proc/no/such")
+    assert done.returncode == 2
+    assert "run.dir /proc/no/such cannot be made" in only_line(done.stderr)
+
+
+def test_a_job_loads_the_modules_of_the_submitting_shell(desk):
+    """PBS gives a job no variable of that shell."""
+    shell = {"LOADEDMODULES": "gcc/13:openmpi/5.0", "MODULEPATH": "/sw/a b:/me/modules"}
+    words = ["submit", "my.yaml", "--scheduler", "pbs", "--dry_run"]
+    text = desk.run(*words, **shell).stdout
+    path, load = (
+        "    export MODULEPATH='/sw/a b:/me/modules' || return\n",
+        "    module load gcc/13 openmpi/5.0 || return\n",
+    )
+    assert text.index(path) < text.index(load)
+    assert load not in desk.run(*words, "--setup", "true", **shell).stdout
+    assert (
+        load
+        not in desk.run(
+            *words[:2], "--site", "polaris", "--account", "a", "--dry_run", **shell
+        ).stdout
+    )
+
+
+def test_a_job_activates_the_conda_environment_of_the_submitting_shell(desk):
+    base = desk.folder / "conda base"
+    hook = base / "etc/profile.d/conda.sh"
+    shell = {"CONDA_PREFIX": sys.prefix, "CONDA_EXE": str(base / "bin/conda")}
+    words = ["submit", "my.yaml", "--scheduler", "pbs", "--dry_run"]
+    assert f"    export PATH={sys.prefix}/bin:$PATH || return\n" in desk.run(*words, **shell).stdout
+    hook.parent.mkdir(parents=True)
+    hook.touch()
+    text = desk.run(*words, **shell).stdout
+    assert f"    . '{hook}' || return\n    conda activate {sys.prefix} || return\n" in text
+
+
+def test_an_mpijob_brings_its_configuration_and_keeps_what_it_writes(desk):
+    desk.command("kubectl", 'case "$1" in create) echo mpijob.kubeflow.org/my-x7f2a ;; esac')
+    words = ["--scheduler", "mpijob", "--image", "x:1", "--nodes", "2", "--gpus", "4"]
+    done = desk.run("submit", "my.yaml", *words, "--memory", "64")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "mpijob.kubeflow.org/my-x7f2a"
+    run = desk.folder / "runs/my"
+    apply, create = desk.calls("kubectl")
+    assert apply == f"apply -f {run}/configmap.yaml"
+    assert create == f"create -o name -f {run}/mpijob.yaml"
+    config = yaml.safe_load((run / "configmap.yaml").read_text())
+    assert config["data"]["job.yaml"] == (desk.folder / "my.yaml").read_text()
+    spec = yaml.safe_load((run / "mpijob.yaml").read_text())["spec"]["mpiReplicaSpecs"]
+    pod = spec["Launcher"]["template"]["spec"]
+    assert pod["containers"][0]["args"][-2:] == ["--run.dir", "/data/runs/my"]
+    assert pod["volumes"][-1]["configMap"]["name"] == config["metadata"]["name"]
+    limits = spec["Worker"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert (limits["nvidia.com/gpu"], limits["memory"]) == (4, "64G")
+    done = desk.run("submit", "my.yaml", *words, "--run.dir", "/scratch/my")
+    assert "not on the volume of the pods" in only_line(done.stderr)
+
+
 def test_slots_of_torque_are_cores(desk):
     words = ["--scheduler", "torque", "--nodes", "4", "--ranks_per_node", "2", "--dry_run"]
     done = desk.run("submit", "my.yaml", *words, "--threads", "3")
