@@ -25,7 +25,7 @@ from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions, TwoLevel
 from hpc_train.gradients.ownership import trained
 from hpc_train.gradients.progress import Progress
-from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
+from hpc_train.gradients.sums import CollectiveSums, LevelSums, Reach, Sums
 from hpc_train.gradients.zero import ShardedAverager, check_divisible
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -197,9 +197,9 @@ def _sharded(
 ) -> BucketAverager:
     check_divisible(optimizer)
 
-    def make(buckets: Sequence[Bucket], whole: Sequence[bool] = ()) -> LevelSums:
+    def make(buckets: Sequence[Bucket], reach: Sequence[Reach] = ()) -> LevelSums:
         return _made_on_all_nodes(
-            levels.whole, lambda: compressed(levels, buckets, options.compression, whole)
+            levels.whole, lambda: compressed(levels, buckets, options.compression, reach)
         )
 
     size = _bucket_bytes(levels.whole, make, planned, options)
@@ -213,12 +213,15 @@ def _sharded(
         *(Bucket(some, by_rows=True) for some in divided),
         *(Bucket(some, by_rows=packed) for some in kept),
     ]
-    sums = make(buckets, [False] * len(divided) + [True] * len(kept))
+    reach = Reach.JOB if options.scope == "all" else Reach.NODE
+    sums = make(buckets, [reach] * len(divided) + [Reach.RANK] * len(kept))
 
     def averager() -> ShardedAverager:
         progress = options.progress()
         try:
-            return ShardedAverager(model, optimizer, levels, buckets, sums, progress)
+            return ShardedAverager(
+                model, optimizer, buckets, sums, progress, hidden=options.only_modules_read
+            )
         except SetupError:
             progress.close()
             sums.close()
@@ -283,7 +286,7 @@ def way(
 
 
 def compressed(
-    levels: Levels, buckets: Sequence[Bucket], compression: str, whole: Sequence[bool] = ()
+    levels: Levels, buckets: Sequence[Bucket], compression: str, reach: Sequence[Reach] = ()
 ) -> LevelSums:
     """Sums in two levels, compressed between nodes. Collective.
 
@@ -291,11 +294,11 @@ def compressed(
         levels: the ranks by nodes.
         buckets: to be summed.
         compression: a value of `gradients.compression`.
-        whole: as for `LevelSums`.
+        reach: as for `LevelSums`.
     """
     kind = compressed_cross(levels.nodes)
     cross = kind(levels.cross) if levels.nodes > 1 and levels.owns else None
-    return LevelSums(levels, buckets, cross, make_compressor(compression), whole)
+    return LevelSums(levels, buckets, cross, make_compressor(compression), reach)
 
 
 def compressed_cross(nodes: int) -> type[Ring]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from itertools import pairwise
 from typing import Protocol
 
@@ -29,6 +30,14 @@ from hpc_train.mpi.levels import Levels
 # buffers is added up; its part is summed over the nodes; it has written its part of the result.
 FILLED, ADDED, CROSSED, DONE = range(4)
 SIGNALS_PER_BUCKET = 4
+
+
+class Reach(Enum):
+    """Where the result of a bucket's sum is needed."""
+
+    RANK = "every rank has all of it"
+    NODE = "the ranks of each node have all of it together"
+    JOB = "the ranks of all nodes have all of it together"
 
 
 class Sums(Protocol):
@@ -73,8 +82,8 @@ class LevelSums:
         cross: the ranks of different nodes that have this rank's part, closed with this object.
             None on one node, and for ranks that own no part.
         compressor: compresses messages between nodes; None for exact sums.
-        whole: for each bucket, whether every rank gets the whole result; otherwise each rank gets
-            its own part only (`Bucket.cuts`). By default all get the whole of all buckets.
+        reach: for each bucket, where its result is needed; by default on every rank. On one node
+            `JOB` is the same as `NODE`.
 
     Raises:
         SetupError: there is too little shared memory; raised on all ranks of the node.
@@ -88,13 +97,21 @@ class LevelSums:
         buckets: Sequence[Bucket],
         cross: Cross | None,
         compressor: Compressor | None = None,
-        whole: Sequence[bool] = (),
+        reach: Sequence[Reach] = (),
     ) -> None:
         self.levels, self.buckets, self.cross = levels, buckets, cross
-        self.compressor, self.whole = compressor, whole or [True] * len(buckets)
+        self.compressor, self.reach = compressor, list(reach) or [Reach.RANK] * len(buckets)
+        if levels.nodes == 1:
+            self.reach = [Reach.NODE if each is Reach.JOB else each for each in self.reach]
         self.profile = Profile()
         self.rounds = [0] * len(buckets)
-        self.cuts = [bucket.cuts(levels.owners) for bucket in buckets]
+        self._chunks = [
+            bucket.cuts(levels.owners * (levels.nodes if reach is Reach.JOB else 1))
+            for bucket, reach in zip(buckets, self.reach, strict=True)
+        ]
+        """Cuts of each bucket for all ranks that own a part of its result."""
+        self.cuts = [chunks[:: (len(chunks) - 1) // levels.owners] for chunks in self._chunks]
+        """Cuts of each bucket for the ranks of a node."""
         self.memory: NodeMemory | None = None
         if levels.node.size > 1:
             nbytes = memory_bytes(buckets)
@@ -138,7 +155,7 @@ class LevelSums:
         if self.levels.owns:
             yield from self._sum_part(number)
         last = self._owners
-        if self._shares is not None and self.whole[number]:
+        if self._shares is not None and self.reach[number] is Reach.RANK:
             yield from self._all(number, CROSSED, round_, self._owners)
             self._copy_share(number, self._shares[number])
             last = self._everyone
@@ -184,13 +201,30 @@ class LevelSums:
         cuts = self.cuts[number]
         return (cuts[place], cuts[place + 1]) if self.levels.owns else (0, 0)
 
+    def chunks(self, number: int) -> list[int]:
+        """Cuts of this rank's part for the ranks of all nodes that have this part, from 0 on."""
+        begin, end = self.part(number)
+        if self.reach[number] is not Reach.JOB:
+            return [0, end - begin]
+        first = self.levels.node.rank * self.levels.nodes
+        return [cut - begin for cut in self._chunks[number][first : first + self.levels.nodes + 1]]
+
+    def own(self, number: int) -> tuple[int, int]:
+        """Start and end of what this rank has of a bucket's result, if it has not all of it."""
+        begin, end = self.part(number)
+        if self.reach[number] is not Reach.JOB or not self.levels.owns:
+            return begin, end
+        chunks, place = self.chunks(number), self.levels.cross.rank
+        return begin + chunks[place], begin + chunks[place + 1]
+
     def _sum_part(self, number: int) -> Coroutine[None]:
         """Sum this rank's part: within the node, over the nodes, then into the node's buffers."""
         begin, end = self.part(number)
         parts = [buffer[begin:end] for buffer in self._buffers[number]]
         mine = parts[self.levels.node.rank]
         shared = self._shares is not None  # then `_add_share` has summed, and `_copy_share` copies
-        others = [part for part in parts if part is not mine] if self.whole[number] else []
+        everywhere = self.reach[number] is Reach.RANK
+        others = [part for part in parts if part is not mine] if everywhere else []
         if self.cross is None:
             sum_into(parts, [mine, *others])
             return
@@ -202,7 +236,9 @@ class LevelSums:
 
     def _sum_across(self, number: int, mine: Tensor) -> Coroutine[None]:
         assert self.cross is not None
-        if self.compressor is None:
+        if self.reach[number] is Reach.JOB:
+            yield from self.cross.reduce_scatter_(mine, self.chunks(number), number)
+        elif self.compressor is None:
             yield from self.cross.sum_(mine, number)
         else:
             slabs = self.buckets[number].slabs(*self.part(number))

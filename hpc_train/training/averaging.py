@@ -24,7 +24,7 @@ from hpc_train.gradients.buckets import Slab
 from hpc_train.gradients.compression import Compressor
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions, Engine
-from hpc_train.gradients.sums import LevelSums
+from hpc_train.gradients.sums import LevelSums, Reach
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
@@ -180,8 +180,9 @@ class AveragingState(Statistics):
         """The optimizer's parameters that stand for slices of the model's, each with its slice."""
         if not isinstance(self.averager, ShardedAverager):
             return {}
-        first = self.averager.levels.cross.rank == 0
-        slabs = self.averager.slabs
+        everyone = Reach.JOB in self.averager.parameters.sums.reach  # else every node has each slab
+        first = everyone or self.averager.levels.cross.rank == 0
+        slabs = self.averager.parameters.slabs
         return {piece: self._shard(slab, first=first) for piece, slab in slabs.items()}
 
     def _shard(self, slab: Slab, *, first: bool) -> ParameterSlice:

@@ -37,6 +37,8 @@ class Case:
     bucket_bytes: int | None
     two_level: str
     zero: int
+    scope: str
+    hidden: bool
     passes: int
     thread: bool
     optimizer: str
@@ -56,6 +58,8 @@ class Case:
             random.choice([1, 100, 1000, 1 << 20, None]),
             random.choice(two_level),
             zero,
+            random.choice(["node", "all"]),
+            random.random() < 0.5,
             random.randint(1, 3),
             random.random() < 0.3,
             random.choice(["SGD", "AdamW"]),
@@ -134,6 +138,8 @@ def trained(case: Case, group: Group) -> tuple[nn.Module, list[float]]:
             bucket_bytes=case.bucket_bytes,
             two_level=case.two_level,
             zero=case.zero,
+            scope=case.scope,
+            only_modules_read=case.hidden,
             cores=2 if case.thread else 1,
         ),
     )
@@ -180,15 +186,18 @@ def test_parameters_are_those_of_one_process(job, number):
         assert torch.allclose(mine, theirs, rtol=1e-11, atol=1e-12), name
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_deterministic_runs_are_the_same_bits(job, zero):
+@pytest.mark.parametrize(("zero", "scope"), [(0, "node"), (1, "node"), (1, "all")])
+def test_deterministic_runs_are_the_same_bits(job, zero, scope):
     bits = []
     for _ in range(2):
         torch.manual_seed(0)
         model = Model()
         optimizer = optimizer_of("AdamW", model)
         averager = average_gradients(
-            model, optimizer, job.world, AveragingOptions(deterministic=True, zero=zero)
+            model,
+            optimizer,
+            job.world,
+            AveragingOptions(deterministic=True, zero=zero, scope=scope),
         )
         for step in range(STEPS):
             averager.zero_grad()
