@@ -255,8 +255,21 @@ class MemorySection:
     """Where parameters and the optimizer's state are kept."""
 
     zero: Literal["auto", 0, 1] = "auto"
-    """With 1 the ranks of a node share the parameters' memory, the optimizer's state and its work.
-    auto takes 1 for the program's own models on CPUs where that is faster, and 0 otherwise."""
+    """With 1 the ranks of a node share the parameters' memory, and optimizer state and work are
+    divided over ranks. auto takes 1 for the program's own models on CPUs where that is faster, and
+    0 otherwise."""
+    scope: Literal["node", "all"] = "all"
+    """With zero 1, whether the optimizer's state is divided over the ranks of each node (node), or
+    over the ranks of all nodes (all)."""
+
+    def __post_init__(self) -> None:
+        # Options of the command line are checked as they are read. Programs may give anything.
+        for key, values in (("zero", ("auto", 0, 1)), ("scope", ("node", "all"))):
+            if getattr(self, key) not in values:
+                raise ConfigError(
+                    f"memory.{key} is {getattr(self, key)!r}",
+                    f"give one of {', '.join(map(str, values))}",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,6 +414,12 @@ class RunConfig:
             raise ConfigError(
                 f"gradients.average_every is {gradients.average_every}: replicas differ meanwhile",
                 "leave out memory.zero, gradients.compression and engine horovod",
+            )
+        if zero and self.memory.scope == "all" and gradients.compression != "none":
+            raise ConfigError(
+                f"memory.scope is all, but gradients.compression is {gradients.compression}, which "
+                "needs each node's whole sum",
+                "use --memory.scope node, or leave gradients.compression out",
             )
         if gradients.reduction == "adasum" and self.optimizer.clip_norm:
             raise ConfigError(

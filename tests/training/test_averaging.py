@@ -117,7 +117,7 @@ WAYS = {
         *["--gradients.compression", "topk:0.1:5", "--gradients.two_level", "off"]
     ],
     "powersgd": ["--gradients.compression", "powersgd:2", "--gradients.two_level", "off"],
-    "zero and topk": [*ZERO, "--gradients.compression", "topk:0.1"],
+    "zero and topk": [*ZERO, "--memory.scope", "node", "--gradients.compression", "topk:0.1"],
     "local steps": ["--gradients.average_every", "3"],
     "without two levels": ["--gradients.two_level", "off"],
 }
@@ -174,11 +174,13 @@ def test_the_end_tells_what_averaging_took(job, together, caplog):
         ["--gradients.average_every", "2", "--gradients.compression", "bf16"],
         ["--gradients.average_every", "2", "--gradients.engine", "horovod"],
         ["--memory.zero", "1", "--gradients.engine", "horovod"],
+        ["--memory.zero", "1", "--gradients.compression", "bf16"],
+        ["--memory.zero", "1", "--memory.scope", "rack"],
         ["--memory.zero", "1", "--gradients.two_level", "off"],
         ["--gradients.average_every", "0"],
         ["--memory.zero", "2"],
     ],
 )
 def test_what_does_not_go_together_is_refused(options):
-    with pytest.raises(ConfigError, match="average_every|memory.zero"):
+    with pytest.raises(ConfigError, match="average_every|memory.zero|memory.scope"):
         load(None, options)
