@@ -44,7 +44,8 @@ class AveragingOptions:
             are averaged (`gradients.local`). 1 averages gradients in every step. Engine mpi only.
         reduction: "mean", or "adasum" with engine horovod (see `gradients.adasum`).
         zero: 1 lets the ranks of a node share the parameters' memory and divide the optimizer's
-            work and state; 0 does not. Engine mpi only, with parameters on the CPU.
+            work and state; 2 also lets gradients take turns in a small pool of memory; 0 does
+            neither. Engine mpi only, with parameters on the CPU.
         scope: "node" divides optimizer state and work over the ranks of each node, "all" over the
             ranks of all nodes.
         only_modules_read: whether parameters are read only by the modules that have them, once
@@ -95,6 +96,11 @@ class AveragingOptions:
         for asked, why, remedy in (
             (self.zero and local, "zero and average_every do not go together", "leave one out"),
             (packed and local, "compression and average_every do not go together", "leave one out"),
+            (
+                self.zero > 1 and packed,
+                f"zero {self.zero} and compression do not go together",
+                'use zero 1 with scope "node", or leave compression out',
+            ),
             (
                 self.zero and self.scope == "all" and packed,
                 'zero with scope "all" and compression do not go together',

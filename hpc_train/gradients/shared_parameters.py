@@ -22,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.collectives.node import NodeMemory
 from hpc_train.gradients.buckets import Bucket, Slab
+from hpc_train.gradients.division import Reach
 from hpc_train.gradients.progress import Progress
-from hpc_train.gradients.sums import LevelSums, Reach, cut_memory, memory_bytes
+from hpc_train.gradients.sums import LevelSums, cut_memory, packed
 
 
 class SharedParameters:
@@ -45,11 +46,11 @@ class SharedParameters:
 
     def __init__(self, sums: LevelSums, progress: Progress) -> None:
         self.sums, self.levels, self.progress = sums, sums.levels, progress
-        self.numbers = [n for n, reach in enumerate(sums.reach) if reach is not Reach.RANK]
+        self.numbers = [n for n, reach in enumerate(sums.division.reach) if reach is not Reach.RANK]
         self.buckets: list[Bucket] = [sums.buckets[number] for number in self.numbers]
         self.memory: NodeMemory | None = None
         if self.levels.node.size > 1:
-            room = memory_bytes(self.buckets) if self.levels.node.rank == 0 else 0
+            room = packed(self.buckets)[-1] if self.levels.node.rank == 0 else 0
             signals = max(1, len(self.buckets))
             self.memory = NodeMemory(self.levels.node, room, signals, touch=False)
         self.home = {p: n for n, bucket in enumerate(self.buckets) for p in bucket.parameters}
@@ -61,31 +62,30 @@ class SharedParameters:
         self._hooks: list[RemovableHandle] = []
         self._places: dict[Parameter, int] = {}
 
-    def move(self) -> dict[Parameter, Tensor]:
-        """Move the parameters to the shared memory. Collective.
-
-        Returns:
-            For each piece of `slabs`, its part of the averaged gradient.
-        """
+    def move(self) -> None:
+        """Move the parameters to the shared memory. Collective."""
         if self.memory is None:
             self._flats = [torch.empty(b.numel, dtype=b.dtype) for b in self.buckets]
         else:
-            self._flats = cut_memory(self.memory.parts[0], self.buckets)
-        gradients = {}
+            self._flats = cut_memory(self.memory.parts[0], self.buckets, packed(self.buckets))
         for number, bucket, flat in zip(self.numbers, self.buckets, self._flats, strict=True):
             # The rank that updates a part touches it first, so that its memory is near (NUMA).
-            for slab in bucket.slabs(*self.sums.part(number)):
+            for slab in bucket.slabs(*self.sums.division.part(number)):
                 slab.of(flat).copy_(slab.rows_of(slab.parameter.data))
-            for slab in bucket.slabs(*self.sums.own(number)):
-                piece = Parameter(slab.of(flat))
-                self.slabs[piece] = slab
-                gradients[piece] = slab.of(self.sums.flats[number])
+            for slab in bucket.slabs(*self.sums.division.own(number)):
+                self.slabs[Parameter(slab.of(flat))] = slab
         self.levels.node.barrier()  # all is written before anybody reads the parameters
         for bucket, flat in zip(self.buckets, self._flats, strict=True):
             for parameter, view in bucket.views(flat).items():
                 parameter.data = view
         self._places = {p: p.data_ptr() for p in self.home}
-        return gradients
+
+    def gradients(self) -> dict[Parameter, Tensor]:
+        """For each piece of `slabs`, its part of the averaged gradient."""
+        return {
+            piece: self.sums.result(self.numbers[self.home[slab.parameter]], slab)
+            for piece, slab in self.slabs.items()
+        }
 
     def moved_away(self) -> list[Parameter]:
         """The parameters that no longer lie in the shared memory."""
@@ -130,10 +130,10 @@ class SharedParameters:
 
     def _gather(self, index: int, round_: int) -> Coroutine[None]:
         number = self.numbers[index]
-        if self.sums.reach[number] is Reach.JOB and self.levels.owns:
+        if self.sums.division.reach[number] is Reach.JOB and self.levels.owns:
             assert self.sums.cross is not None
-            begin, end = self.sums.part(number)
-            part, chunks = self._flats[index][begin:end], self.sums.chunks(number)
+            begin, end = self.sums.division.part(number)
+            part, chunks = self._flats[index][begin:end], self.sums.division.chunks(number)
             tag = len(self.sums.buckets) + number
             yield from self.sums.cross.all_gather_(part, chunks, tag)
         if self.memory is not None:

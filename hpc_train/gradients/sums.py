@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from itertools import pairwise
 from typing import Protocol
 
@@ -18,11 +17,12 @@ from torch import Tensor
 
 from hpc_train.collectives import Collectives
 from hpc_train.collectives.coroutines import Coroutine
-from hpc_train.collectives.node import MEMORY_ALIGNMENT, NodeMemory, sum_into
+from hpc_train.collectives.node import NodeMemory, aligned, sum_into
 from hpc_train.collectives.ring import Cross
 from hpc_train.errors import SetupError
-from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.compression import Compressor
+from hpc_train.gradients.division import Division, Reach
 from hpc_train.gradients.profile import Profile
 from hpc_train.mpi.levels import Levels
 
@@ -30,14 +30,6 @@ from hpc_train.mpi.levels import Levels
 # buffers is added up; its part is summed over the nodes; it has written its part of the result.
 FILLED, ADDED, CROSSED, DONE = range(4)
 SIGNALS_PER_BUCKET = 4
-
-
-class Reach(Enum):
-    """Where the result of a bucket's sum is needed."""
-
-    RANK = "every rank has all of it"
-    NODE = "the ranks of each node have all of it together"
-    JOB = "the ranks of all nodes have all of it together"
 
 
 class Sums(Protocol):
@@ -82,8 +74,7 @@ class LevelSums:
         cross: the ranks of different nodes that have this rank's part, closed with this object.
             None on one node, and for ranks that own no part.
         compressor: compresses messages between nodes; None for exact sums.
-        reach: for each bucket, where its result is needed; by default on every rank. On one node
-            `JOB` is the same as `NODE`.
+        reach: for each bucket, where its result is needed; by default on every rank.
 
     Raises:
         SetupError: there is too little shared memory; raised on all ranks of the node.
@@ -100,32 +91,24 @@ class LevelSums:
         reach: Sequence[Reach] = (),
     ) -> None:
         self.levels, self.buckets, self.cross = levels, buckets, cross
-        self.compressor, self.reach = compressor, list(reach) or [Reach.RANK] * len(buckets)
-        if levels.nodes == 1:
-            self.reach = [Reach.NODE if each is Reach.JOB else each for each in self.reach]
+        self.compressor = compressor
+        self.division = Division(levels, buckets, reach or [Reach.RANK] * len(buckets))
         self.profile = Profile()
         self.rounds = [0] * len(buckets)
-        self._chunks = [
-            bucket.cuts(levels.owners * (levels.nodes if reach is Reach.JOB else 1))
-            for bucket, reach in zip(buckets, self.reach, strict=True)
-        ]
-        """Cuts of each bucket for all ranks that own a part of its result."""
-        self.cuts = [chunks[:: (len(chunks) - 1) // levels.owners] for chunks in self._chunks]
-        """Cuts of each bucket for the ranks of a node."""
         self.memory: NodeMemory | None = None
+        begins = self._begins()
         if levels.node.size > 1:
-            nbytes = memory_bytes(buckets)
             try:
                 self.memory = NodeMemory(
-                    levels.node, nbytes, signals=SIGNALS_PER_BUCKET * len(buckets)
+                    levels.node, begins[-1], signals=SIGNALS_PER_BUCKET * len(buckets)
                 )
             except SetupError:
                 if cross is not None:
                     cross.close()
                 raise
-            parts = [cut_memory(part, buckets) for part in self.memory.parts]
+            parts = [cut_memory(part, buckets, begins) for part in self.memory.parts]
         else:
-            parts = [_private(buckets)]
+            parts = [cut_memory(torch.zeros(begins[-1], dtype=torch.uint8), buckets, begins)]
         self._buffers = list(zip(*parts, strict=True))  # by bucket, then by rank of the node
         self.flats = parts[levels.node.rank]
         """This rank's buffer of each bucket (see `Sums`)."""
@@ -136,6 +119,10 @@ class LevelSums:
         """Cuts of each bucket for all ranks of the node, if it has more ranks than other nodes."""
         if levels.node.size > levels.owners and levels.nodes > 1:
             self._shares = [bucket.cuts(levels.node.size) for bucket in buckets]
+
+    def _begins(self) -> list[int]:
+        """Offsets of the buckets in this rank's memory, in bytes, and its size."""
+        return packed(self.buckets)
 
     def begin(self, number: int) -> Coroutine[None]:
         """Sum a bucket (see `Sums`)."""
@@ -155,7 +142,7 @@ class LevelSums:
         if self.levels.owns:
             yield from self._sum_part(number)
         last = self._owners
-        if self._shares is not None and self.reach[number] is Reach.RANK:
+        if self._shares is not None and self.division.reach[number] is Reach.RANK:
             yield from self._all(number, CROSSED, round_, self._owners)
             self._copy_share(number, self._shares[number])
             last = self._everyone
@@ -176,7 +163,7 @@ class LevelSums:
             The owner's rank in the node, and the start and end of the share's part that it owns.
         """
         place = self.levels.node.rank
-        for owner, (begin, end) in enumerate(pairwise(self.cuts[number])):
+        for owner, (begin, end) in enumerate(pairwise(self.division.cuts[number])):
             first, last = max(begin, shares[place]), min(end, shares[place + 1])
             if first < last:
                 yield owner, first, last
@@ -195,35 +182,13 @@ class LevelSums:
                 if part is not parts[owner]:
                     part.copy_(parts[owner])
 
-    def part(self, number: int) -> tuple[int, int]:
-        """Start and end of this rank's part of a bucket, in elements; (0, 0) if it owns none."""
-        place = self.levels.node.rank
-        cuts = self.cuts[number]
-        return (cuts[place], cuts[place + 1]) if self.levels.owns else (0, 0)
-
-    def chunks(self, number: int) -> list[int]:
-        """Cuts of this rank's part for the ranks of all nodes that have this part, from 0 on."""
-        begin, end = self.part(number)
-        if self.reach[number] is not Reach.JOB:
-            return [0, end - begin]
-        first = self.levels.node.rank * self.levels.nodes
-        return [cut - begin for cut in self._chunks[number][first : first + self.levels.nodes + 1]]
-
-    def own(self, number: int) -> tuple[int, int]:
-        """Start and end of what this rank has of a bucket's result, if it has not all of it."""
-        begin, end = self.part(number)
-        if self.reach[number] is not Reach.JOB or not self.levels.owns:
-            return begin, end
-        chunks, place = self.chunks(number), self.levels.cross.rank
-        return begin + chunks[place], begin + chunks[place + 1]
-
     def _sum_part(self, number: int) -> Coroutine[None]:
         """Sum this rank's part: within the node, over the nodes, then into the node's buffers."""
-        begin, end = self.part(number)
+        begin, end = self.division.part(number)
         parts = [buffer[begin:end] for buffer in self._buffers[number]]
         mine = parts[self.levels.node.rank]
         shared = self._shares is not None  # then `_add_share` has summed, and `_copy_share` copies
-        everywhere = self.reach[number] is Reach.RANK
+        everywhere = self.division.reach[number] is Reach.RANK
         others = [part for part in parts if part is not mine] if everywhere else []
         if self.cross is None:
             sum_into(parts, [mine, *others])
@@ -236,15 +201,19 @@ class LevelSums:
 
     def _sum_across(self, number: int, mine: Tensor) -> Coroutine[None]:
         assert self.cross is not None
-        if self.reach[number] is Reach.JOB:
-            yield from self.cross.reduce_scatter_(mine, self.chunks(number), number)
+        if self.division.reach[number] is Reach.JOB:
+            yield from self.cross.reduce_scatter_(mine, self.division.chunks(number), number)
         elif self.compressor is None:
             yield from self.cross.sum_(mine, number)
         else:
-            slabs = self.buckets[number].slabs(*self.part(number))
+            slabs = self.buckets[number].slabs(*self.division.part(number))
             pieces = [slab.of(self.flats[number]) for slab in slabs]
             yield from self.compressor.sum_(self.cross, number, mine, pieces)
         self.profile.sent = self.cross.bytes_sent
+
+    def result(self, number: int, slab: Slab) -> Tensor:
+        """A view of the result of a bucket, for a slab of what this rank owns of it."""
+        return slab.of(self.flats[number])
 
     def close(self) -> None:
         """Release shared memory. Collective."""
@@ -289,21 +258,15 @@ def _private(buckets: Sequence[Bucket]) -> list[Tensor]:
     return [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
 
 
-def _begins(buckets: Sequence[Bucket]) -> list[int]:
-    """Aligned offsets of the buckets in memory that holds them all, in bytes, and its size."""
+def packed(buckets: Sequence[Bucket]) -> list[int]:
+    """Aligned offsets of buckets one behind the other in memory, in bytes, and its size."""
     begins = [0]
     for bucket in buckets:
-        begins.append(begins[-1] + -(-bucket.nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT)
+        begins.append(begins[-1] + aligned(bucket.nbytes))
     return begins
 
 
-def memory_bytes(buckets: Sequence[Bucket]) -> int:
-    """Bytes of memory that `cut_memory` needs for these buckets."""
-    return _begins(buckets)[-1]
-
-
-def cut_memory(part: Tensor, buckets: Sequence[Bucket]) -> list[Tensor]:
-    """Cut memory, (bytes,) of uint8, into the buffers of all buckets."""
-    begins = _begins(buckets)
+def cut_memory(part: Tensor, buckets: Sequence[Bucket], begins: Sequence[int]) -> list[Tensor]:
+    """Cut memory, (bytes,) of uint8, into the buffers of buckets that begin at these offsets."""
     pairs = zip(buckets, begins, strict=False)
     return [part[begin : begin + b.nbytes].view(b.dtype) for b, begin in pairs]

@@ -1,4 +1,4 @@
-"""ZeRO's stage 1: each rank has the optimizer's state of its parts of the parameters."""
+"""ZeRO's stages 1 and 2: each rank has the optimizer's state of its parts of the parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from torch.optim import Optimizer
 from hpc_train.collectives import connect
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.division import Reach
+from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.mpi import BucketAverager
+from hpc_train.gradients.pooled_filling import PooledFilling
+from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.shared_parameters import SharedParameters
 from hpc_train.gradients.slots import Slot
-from hpc_train.gradients.sums import LevelSums, Reach
+from hpc_train.gradients.sums import LevelSums
 
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 """Optimizers of torch whose update of an element depends on other elements."""
@@ -74,16 +78,34 @@ class ShardedAverager(BucketAverager):
         self.levels = sums.levels
         self.parameters = SharedParameters(sums, progress)
         super().__init__(model, optimizer, self.levels.whole, lambda _: (buckets, sums), progress)
-        job = Reach.JOB in sums.reach
+        job = Reach.JOB in sums.division.reach
         self.shards = connect(self.levels.whole if job else self.levels.node)
         self._counts_whole = self.shards.group.rank == 0
-        self._gradients = self.parameters.move()
+        self.parameters.move()
+        self._gradients = self.parameters.gradients()
         self.at_close.append(self.parameters.release)
         if hidden and job:
             self.parameters.hide_gathers(model)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._divide_optimizer()
         self._remember()
+
+    def _fill(self) -> Filling:
+        if not isinstance(self.sums, PooledSums):
+            return super()._fill()
+        share = 1 / self.group.size
+        return PooledFilling(
+            self.buckets, self.sums, self.progress, share, self._look, self._begin_pass
+        )
+
+    def expect(self, passes: int) -> None:
+        """Get ready for steps with a known number of backward passes."""
+        if isinstance(self.sums, PooledSums) and passes != self.sums.passes:
+            self._gradients = {}
+            self.sums.expect(passes)
+            self._gradients = self.parameters.gradients()
+            self._filling.wait_for_calm()
+            self._filling.begin_step()
 
     @property
     def shared(self) -> Collection[Parameter]:
@@ -138,6 +160,16 @@ class ShardedAverager(BucketAverager):
                 "memory.zero shares the parameters that were there when it was set up",
                 "add parameters before, or leave zero out",
             )
+
+    def _add_late(self) -> None:
+        """Sum the gradients that came too late for their buckets. Collective."""
+        pieces = {slab.parameter: (piece, slab) for piece, slab in self.parameters.slabs.items()}
+        for slot, more in self._late():
+            if slot.parameter not in self.shared:
+                slot.view.add_(more)
+            elif slot.parameter in pieces:
+                piece, slab = pieces[slot.parameter]
+                self._gradients[piece].add_(slab.rows_of(more))
 
     def _look(self, slot: Slot) -> Tensor:
         if slot.parameter not in self.shared:

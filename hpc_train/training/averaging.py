@@ -22,9 +22,10 @@ from hpc_train.gradients.autotune import on_all_nodes
 from hpc_train.gradients.averager import best_engine
 from hpc_train.gradients.buckets import Slab
 from hpc_train.gradients.compression import Compressor
+from hpc_train.gradients.division import Reach
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions, Engine
-from hpc_train.gradients.sums import LevelSums, Reach
+from hpc_train.gradients.sums import LevelSums
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
@@ -180,7 +181,9 @@ class AveragingState(Statistics):
         """The optimizer's parameters that stand for slices of the model's, each with its slice."""
         if not isinstance(self.averager, ShardedAverager):
             return {}
-        everyone = Reach.JOB in self.averager.parameters.sums.reach  # else every node has each slab
+        everyone = (
+            Reach.JOB in self.averager.parameters.sums.division.reach
+        )  # else every node has each slab
         first = everyone or self.averager.levels.cross.rank == 0
         slabs = self.averager.parameters.slabs
         return {piece: self._shard(slab, first=first) for piece, slab in slabs.items()}
@@ -214,7 +217,7 @@ class AveragingState(Statistics):
         for number, bucket in enumerate(self.sums.buckets):
             names = [RESIDUAL + self.shards[p].name for p in bucket.parameters]
             if any(name in entries for name in names):
-                begin, end = self.sums.part(number)
+                begin, end = self.sums.division.part(number)
                 self._totals[number] = torch.zeros(end - begin, dtype=bucket.dtype)
         return {n: held for n, held in self._held(self._totals).items() if n in entries}
 
@@ -238,7 +241,7 @@ class AveragingState(Statistics):
         found = {}
         for number, total in totals.items():
             assert self.sums is not None
-            begin, end = self.sums.part(number)
+            begin, end = self.sums.division.part(number)
             first = self.sums.levels.cross.rank == 0
             for slab in self.sums.buckets[number].slabs(begin, end):
                 shard = self._shard(slab, first=first)

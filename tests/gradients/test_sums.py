@@ -13,8 +13,9 @@ from hpc_train.collectives.node import sum_into
 from hpc_train.collectives.ring import Library, Ring
 from hpc_train.gradients.autotune import compressed_cross, way, ways
 from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.division import Reach
 from hpc_train.gradients.options import AveragingOptions
-from hpc_train.gradients.sums import LevelSums, Reach
+from hpc_train.gradients.sums import LevelSums
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from tests.system.test_same import levels_of
@@ -93,7 +94,7 @@ def test_all_ranks_of_a_larger_node_add_up_its_buffers(group, monkeypatch, reach
         sums.flats[0].copy_(torch.arange(900) * (group.rank + 1))
         drive(sums.begin(0), polite=True)
     result = sums.flats[0].clone()
-    begin, end = (0, 900) if reach is Reach.RANK else sums.own(0)
+    begin, end = (0, 900) if reach is Reach.RANK else sums.division.own(0)
     sums.close()
     levels.close()
     assert torch.equal(result[begin:end], torch.arange(begin, end) * 10.0)
