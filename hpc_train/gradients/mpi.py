@@ -273,11 +273,7 @@ class BucketAverager:
         self._filling.adopt(self._new())
 
     def expect(self, passes: int) -> None:
-        """Get ready for steps with a known number of backward passes.
-
-        It is only a hint, which saves memory with `memory.zero` 2 and 3. All ranks give the same,
-        between two steps. Without it one pass is expected.
-        """
+        """Do nothing: the averager learns how many backward passes a step has."""
 
     def refresh(self) -> None:
         """Average parameters that were added or unfrozen, too, with rank 0's values. Collective.

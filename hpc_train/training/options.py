@@ -29,10 +29,10 @@ class LoopOptions:
     Args:
         gradients: how gradients are averaged: the keys of the section `gradients`
             (docs/reference/gradients).
-        memory: what ranks share and divide: the keys of the section `memory`. Here auto is 0. With
-            zero 1 the ranks of a node share the parameters' memory, and divide the optimizer's work
-            and state. Then only the optimizer's step may write to parameters, and no rank has a
-            whole gradient.
+        memory: what ranks share and divide: the keys of the section `memory`. Here auto is 0.
+            Otherwise the ranks of a node share the parameters' memory, and divide the optimizer's
+            work and state. Then only the optimizer's step may write to parameters, and no rank has
+            a whole gradient.
         clip_norm: largest global norm of the averaged gradients in each step; 0 disables clipping.
             With local steps (average_every) it limits the norm of each rank's own gradients.
         precision: the number format in which `autocast` computes; float16 has a loss scale. None:
@@ -88,7 +88,7 @@ class LoopOptions:
     @property
     def divided(self) -> bool:
         """Whether each rank has only a part of what a checkpoint saves."""
-        return self.memory.zero == 1 or self.gradients.compression != "none"
+        return self.memory.stage > 0 or self.gradients.compression != "none"
 
     def check(self) -> None:
         """Check the value of each option, and that the options work together.

@@ -15,7 +15,7 @@ from hpc_train.mpi.grid import ParallelGrid
 
 logger = logging.getLogger(__name__)
 
-Zero = Literal[0, 1]
+Zero = Literal[0, 1, 2]
 
 
 @dataclass(frozen=True, kw_only=True)
