@@ -384,14 +384,24 @@ def test_pbs_takes_resources_as_the_site_spells_them(desk):
     done = desk.run("submit", "my.yaml", *words, text)
     assert "#PBS -l select=3:ncpus=32:ngpus=4:system=polaris\n" in done.stdout, done.stderr
     assert done.stdout.count("select=") == 1
+    assert "place=" not in done.stdout, "ncpus=... alone goes with no place"
     done = desk.run("submit", "my.yaml", *words, "{foo}")
     assert "{memory_gb}" in only_line(done.stderr)
     done = desk.run("submit", "my.yaml", *words, text, "--gpus", "2")
     assert "give --resources with {gpus}" in only_line(done.stderr)
     done = desk.run("submit", "my.yaml", *words, "ngpus={gpus}", "--gpus", "2")
     assert "#PBS -l ngpus=6\n" in done.stdout, done.stderr
-    polaris = ["--site", "polaris", "--account", "a", "--dry_run", "--exclusive"]
-    assert desk.run("submit", "my.yaml", *polaris).stdout.count("-l place=") == 1
+    polaris = ["--site", "polaris", "--account", "a", "--dry_run"]
+    for words in ([], ["--exclusive"]):
+        assert desk.run("submit", "my.yaml", *polaris, *words).stdout.count("-l place=") == 1
+
+
+def test_nodes_of_a_pbs_job_are_different_ones(desk):
+    words = ["submit", "my.yaml", "--scheduler", "pbs", "--dry_run", "--nodes"]
+    assert "-l place=scatter\n" in desk.run(*words, "2").stdout
+    assert "place=" not in desk.run(*words, "1").stdout
+    own = ["--directive=-l place=pack:group=switch"]
+    assert desk.run(*words, "2", *own).stdout.count("-l place=") == 1
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,14 @@ def test_a_signal_that_comes_too_early_loses_nothing(shell):
     assert len(shell.calls) == 2, "it is queued again"
 
 
+def test_a_signal_that_ends_a_command_of_the_setup_queues_again(shell):
+    """A scheduler may signal all processes of a job."""
+    done = shell.run("echo never", setup=["kill -USR1 $$; false"])
+    assert done.returncode == 0
+    assert "never" not in done.stdout
+    assert len(shell.calls) == 1
+
+
 def test_a_setup_that_fails_is_told(shell):
     done = shell.run("echo never", setup=["false"])
     assert done.returncode == 1
