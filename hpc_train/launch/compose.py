@@ -16,6 +16,7 @@ from hpc_train.config.keys import check_key
 from hpc_train.errors import UserError
 from hpc_train.launch import SchedulerName, resources, sites
 from hpc_train.launch.batch import BatchJob, find_commands
+from hpc_train.launch.image import in_image
 from hpc_train.launch.launchers import mpirun_of_batch, srun_plugin
 from hpc_train.launch.request import SubmitRequest, check_request, requeue_by
 from hpc_train.launch.resources import Resources
@@ -69,7 +70,7 @@ def make(request: SubmitRequest) -> BatchJob:
         command = [*program, "train", _config(request, run_dir, scheduler), *request.options]
     if in_pods and request.config:
         command += ["--run.dir", on_volume(run_dir)]
-    return BatchJob(
+    batch = BatchJob(
         scheduler=scheduler,
         name=request.name or Path(run_dir).name,
         resources=asked,
@@ -84,10 +85,11 @@ def make(request: SubmitRequest) -> BatchJob:
         sweep=sweep,
         tasks_at_once=request.tasks_at_once or 0,
         stops_itself=bool(request.config) and config.run.time_limit == "auto",
-        image=request.image,
+        image=request.image if in_pods else "",
         configuration=Path(request.config).read_text() if in_pods and request.config else "",
         commands=find_commands(scheduler),
     )
+    return in_image(batch, request, site, config) if request.image and not in_pods else batch
 
 
 def _config_of(request: SubmitRequest) -> RunConfig:

@@ -61,6 +61,7 @@ def _settings(scheduler: Scheduler, batch: BatchJob) -> list[str]:
         f"run_dir={shlex.quote(batch.run_dir)}",
         "all=$run_dir",
         "# What runs on each rank, and the launcher's words before it.",
+        *(["# shellcheck disable=SC2016"] if any("$" in word for word in batch.command) else []),
         f"command=({_array(batch.command)})",
         f"launcher=({_array(batch.launcher)})",
         f"# How the job is queued again when it has stopped early: {requeue} or never.",

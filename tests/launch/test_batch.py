@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hpc_train.errors import UserError
 from hpc_train.launch import TEMPLATES, sites
 from hpc_train.launch.batch import BatchJob, text
+from hpc_train.launch.containers import Container
 from hpc_train.launch.resources import Resources
 from hpc_train.launch.schedulers import scheduler_of
 from tests.launch.job_shell import ARRAYS, PLAIN, SAVES, Shell
@@ -26,6 +27,9 @@ from tests.programs import run
 
 SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
 RECORDED = Path(__file__).parent / "scripts"
+CONTAINER = Container(
+    "apptainer", "/project/it.sif", ["--bind", "/opt/cray"], ["/home/me", "/scratch/me"], "/home/me"
+)
 BATCHES = {
     "slurm.sh": PLAIN,
     "slurm-array.sh": replace(
@@ -52,6 +56,18 @@ BATCHES = {
     "flux.sh": replace(PLAIN, scheduler="flux", requeue_by="submit"),
     "local.sh": replace(
         PLAIN, scheduler="local", requeue_by="submit", resources=Resources(1, 2, 1, 60)
+    ),
+    "slurm-image.sh": replace(
+        PLAIN,
+        launcher=["srun", "--kill-on-bad-exit=1"],
+        command=CONTAINER.command(["python3", "-m", "hpc_train", "train", "my.yaml"], 8),
+        environ={"HPC_TRAIN_WARM": "off"},
+    ),
+    "pbs-image.sh": replace(
+        PLAIN,
+        scheduler="pbs",
+        requeue_by="submit",
+        launcher=[*PLAIN.launcher[:-1], *CONTAINER.as_options, "--"],
     ),
     "mpijob.yaml": replace(
         PLAIN,

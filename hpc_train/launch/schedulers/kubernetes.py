@@ -43,6 +43,8 @@ class MpiJob(Scheduler):
                 "reservation",
                 "resources",
                 "tasks_at_once",
+                "image_tool",
+                "image_options",
             ),
         ),
         LEAVE,
