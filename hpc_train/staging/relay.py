@@ -115,15 +115,18 @@ class Relay:
                 while started < len(self.sizes) and len(held) < WINDOW:
                     memory = slots[started % WINDOW][: self.sizes[started]]
                     held.append(self._pass_on(started, memory, readers, writers))
+                    next(held[-1], _END)
                     started += 1
-                for chunk in held:
+                for number, chunk in enumerate(held, started - len(held)):
+                    if number > self._passed:  # it has not come before the one that is awaited
+                        break
                     next(chunk, _END)
                 while held and next(held[0], _END) is _END:
                     held.popleft()
                 now = time.monotonic()
                 if seen != (started, self._passed):
                     seen, since = (started, self._passed), now
-                time.sleep(min(LONGEST_NAP, max(SHORTEST_NAP, (now - since) / 8)))
+                time.sleep(min(LONGEST_NAP, max(SHORTEST_NAP, (now - since) / 2)))
         return self._hash.hexdigest()
 
     def _pass_on(

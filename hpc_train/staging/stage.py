@@ -207,14 +207,12 @@ def _copy(levels: Levels, source: Source, mine: copy.Copy) -> None:
             copy.make_folder(mine.folder)
             copy.check_room(mine.folder, mine.items)
             mine.begin()
-    got = ""
+    sizes = [stream.nbytes(number) for number in range(stream.chunks)]
+    relay = Relay(levels.cross, sizes, source.read, mine.write)
+    got = relay.run() if works else ""
     with _settled(levels):
-        if works:
-            sizes = [stream.nbytes(number) for number in range(stream.chunks)]
-            relay = Relay(levels.cross, sizes, source.read, mine.write)
-            got = relay.run()
-            if relay.error is not None:
-                raise relay.error
+        if relay.error is not None:
+            raise relay.error
     sent = levels.cross.from_first(lambda: got) if works else ""
     with _settled(levels):
         if got != sent:

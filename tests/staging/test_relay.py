@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 
@@ -33,6 +34,36 @@ def test_the_tree_is_as_deep_as_the_logarithm(nodes):
         before = neighbours(rank, nodes, 0).before
         depths.append(depths[before] + 1)
     assert max(depths) <= nodes.bit_length()
+
+
+def steps(nodes: int, chunks: int, chosen_for: int) -> int:
+    """Steps until all nodes have all chunks, if a link carries one chunk in a step.
+
+    Args:
+        chosen_for: the number of chunks that the chain or the tree is chosen by.
+    """
+    comes = {0: [0] * chunks}  # the step at whose end a node has each chunk
+    for rank in range(nodes):  # a node comes before those that it sends to
+        link = 0
+        after = neighbours(rank, nodes, chosen_for).after
+        for other in after:
+            comes[other] = [0] * chunks
+        for number in range(chunks):
+            for other in after:
+                link = max(link, comes[rank][number]) + 1
+                comes[other][number] = link
+    return max(times[-1] for times in comes.values())
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8, 33, 128])
+@pytest.mark.parametrize("chunks", [1, 2, 10, 60, 140, 400])
+def test_the_chain_is_taken_where_it_is_faster(nodes, chunks):
+    chain, tree = steps(nodes, chunks, nodes), steps(nodes, chunks, 0)
+    assert chain == chunks + nodes - 2
+    assert tree <= 2 * (chunks + math.log2(nodes))
+    taken = steps(nodes, chunks, chunks)
+    assert taken == (chain if nodes <= chunks else tree)
+    assert taken <= min(chain, tree) + 2 * math.log2(nodes)
 
 
 def content(number: int, size: int) -> bytes:
