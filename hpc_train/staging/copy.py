@@ -105,6 +105,7 @@ class Copy:
 
     def __init__(self, folder: Path, items: Sequence[Item], stream: Stream) -> None:
         self.folder, self.items, self.stream = folder, items, stream
+        self._finished: set[Item] = set()
 
     def begin(self) -> None:
         """Make all folders, links and empty files.
@@ -135,9 +136,9 @@ class Copy:
                 try:
                     part = memory[portion.at : portion.at + portion.nbytes]
                     files.write_at(descriptor, part, portion.offset)
-                    if portion.nbytes == portion.item.size:  # `finish` does it for all others
-                        os.fchmod(descriptor, permissions(portion.item))
-                        os.utime(descriptor, ns=(portion.item.mtime_ns,) * 2)
+                    if portion.nbytes == portion.item.size:
+                        _finish(descriptor, portion.item)
+                        self._finished.add(portion.item)
                 finally:
                     os.close(descriptor)
 
@@ -153,13 +154,8 @@ class Copy:
                 if stat.S_ISREG(item.mode) and item.link:
                     os.link(f"{self.folder}/{item.link}", self._path(item))
             for item in reversed(self.items):  # a new item changes the time of its folder
-                path = self._path(item)
-                late = stat.S_ISDIR(item.mode) or not _matches(path, item)
-                if late and not stat.S_ISLNK(item.mode):
-                    os.chmod(path, permissions(item))
-                    os.utime(path, ns=(item.mtime_ns,) * 2)
-                if late and not _matches(path, item):
-                    raise HpcTrainError(f"{path} is not what was written", "check this node's disk")
+                if item not in self._finished and not stat.S_ISLNK(item.mode):
+                    _finish(self._path(item), item)
             (self.folder / TABLE_FILE).write_text(to_text(self.items))
 
     def whole(self) -> bool:
@@ -181,6 +177,18 @@ def permissions(item: Item) -> int:
     return stat.S_IMODE(item.mode) | (0o700 if stat.S_ISDIR(item.mode) else 0)
 
 
+def _finish(file: int | str, item: Item) -> None:
+    """Give a file or folder the permissions and the time of an item, and check its kind and size.
+
+    Raises:
+        HpcTrainError: it is not what was written.
+    """
+    os.chmod(file, permissions(item))
+    os.utime(file, ns=(item.mtime_ns,) * 2)
+    if not _is(item, os.stat(file)):
+        raise HpcTrainError(f"{item.path} is not what was written", "check this node's disk")
+
+
 def _matches(path: str, item: Item) -> bool:
     """Whether what is there has the kind, permissions, size and time of an item."""
     try:
@@ -189,11 +197,17 @@ def _matches(path: str, item: Item) -> bool:
             return os.readlink(path) == item.link
     except OSError:
         return False
-    same = about.st_mode == stat.S_IFMT(item.mode) | permissions(item)
-    if stat.S_ISREG(item.mode):
-        time = about.st_mtime_ns // SECOND == item.mtime_ns // SECOND
-        return same and about.st_size == item.size and time
-    return same
+    return _is(item, about)
+
+
+def _is(item: Item, about: os.stat_result) -> bool:
+    """Whether a file or folder has the kind, permissions, size and time of an item."""
+    if about.st_mode != stat.S_IFMT(item.mode) | permissions(item):
+        return False
+    if not stat.S_ISREG(item.mode):
+        return True
+    same_time = about.st_mtime_ns // SECOND == item.mtime_ns // SECOND
+    return same_time and about.st_size == item.size
 
 
 def _open(path: str) -> int:
