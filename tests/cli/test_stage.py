@@ -1,0 +1,80 @@
+"""hpc-train stage, as it is run: in one process, and by the ranks of one node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.programs import command, hpc_train, only_line, run
+
+WHERE = "import sys, tool; print(sys.prefix); print(tool.__file__)"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A virtual environment with a package and its script."""
+    made = tmp_path / "environment of mine"
+    venv.create(made, symlinks=True)
+    (packages,) = made.glob("lib/python*/site-packages")
+    (packages / "tool.py").write_text(f"def main():\n    {WHERE}\n")
+    begin = f"#!/bin/sh\n'''exec' '{made}/bin/python' \"$0\" \"$@\"\n' '''\n"
+    script = begin + "from tool import main\nmain()\n"
+    (made / "bin/tool").write_text(script)
+    (made / "bin/tool").chmod(0o755)
+    return made
+
+
+def test_programs_of_the_copy_need_the_original_no_more(tmp_path, environment):
+    data, to = tmp_path / "text", tmp_path / "local"
+    data.mkdir()
+    (data / "shard").write_text("tokens")
+    options = ["--environment", str(environment), "--data", str(data), "--to", str(to)]
+    done = run(*hpc_train("stage", *options))
+    assert done.returncode == 0, done.stderr
+    copies = to / f"hpc_train-user-{os.getuid()}"
+    assert f"to use it in a job script: . {copies}/activate" in done.stdout
+    assert f"{data} -> {copies}/data/text" in done.stdout
+    shutil.rmtree(environment)
+    use = f". {copies}/activate; tool; python -c '{WHERE}'; cat $HPC_TRAIN_STAGED/data/text/shard"
+    used = run("sh", "-ec", use, environ={"PYTHONPATH": ""})
+    copy = str(copies / "environment")
+    package = next((copies / "environment").glob("lib/python*/site-packages/tool.py"))
+    assert used.stdout.split("\n") == [copy, str(package), copy, str(package), "tokens"]
+    cleaned = run(*hpc_train("stage", "--clean", "--to", str(to)))
+    assert cleaned.stdout == f"{copies} is removed from 1 node\n"
+    assert [*to.iterdir()] == []
+
+
+def test_a_second_time_nothing_is_copied(tmp_path, environment):
+    stage = command("mpirun", 2, "stage", "--to", str(tmp_path), "--environment", str(environment))
+    first, second = run(*stage), run(*stage)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "copied in" in first.stdout
+    assert "there already, on 1 node" in second.stdout
+
+
+def test_this_environment_is_the_default(tmp_path, environment):
+    """It has no packages, but their folder is in its search path."""
+    python = str(environment / "bin/python")
+    environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = ["-m", "hpc_train", "stage", "--to", str(tmp_path / "local")]
+    done = run(python, *words, environ=environ)
+    assert f"{environment} -> " in done.stdout, done.stderr
+    none = run(python, *words, "--environment", "none", environ=environ)
+    assert none.returncode == 2
+    assert only_line(none.stderr).startswith("there is nothing to copy")
+
+
+def test_ranks_load_neither_torch_nor_other_large_libraries():
+    check = (
+        "import sys; from hpc_train.cli import main; main(['stage', '--clean', '--to', '/none'])\n"
+        "print(*({'torch', 'numpy', 'yaml', 'h5py', 'rich'} & sys.modules.keys()))"
+    )
+    done = run("mpirun", "-np", "2", sys.executable, "-c", check)
+    of_rank_1 = [line for line in done.stdout.splitlines() if "hpc_train" not in line]
+    assert "" in of_rank_1, done.stdout
