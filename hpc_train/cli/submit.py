@@ -147,6 +147,26 @@ def options() -> Parser:
         "--image", default="", help="container image in which each rank runs: a file or a name"
     )
     add_image_options(made)
+    made.add_argument(
+        "--stage",
+        action="store_true",
+        help="copy the Python environment to a disk of each node before the ranks start, and "
+        "remove the copies at the job's end",
+    )
+    made.add_argument(
+        "--stage_data",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="the folder of a data set to copy, too: $HPC_TRAIN_STAGED/data/NAME; the option may "
+        "be repeated",
+    )
+    made.add_argument(
+        "--stage_to",
+        metavar="DIR",
+        help="a folder on the nodes' own disks (default: $TMPDIR of the job, or /tmp); the job may "
+        "set variables for it",
+    )
     made.add_argument("--dry_run", action="store_true", help="print the script, and queue nothing")
     return made
 

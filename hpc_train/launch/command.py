@@ -24,7 +24,7 @@ from hpc_train.launch.site_line import launcher_of
 from hpc_train.launch.supervise import START, Supervisor
 
 COLD = "--cold"  # an option of `train` that is no configuration key
-OWN_VERBS = ("train", "topology", "doctor")
+OWN_VERBS = ("train", "topology", "doctor", "stage")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.config import RunConfig
@@ -23,6 +24,7 @@ from hpc_train.launch.resources import Resources
 from hpc_train.launch.schedulers import scheduler_here, scheduler_of
 from hpc_train.launch.schedulers.kubernetes import CONFIG, on_volume
 from hpc_train.launch.sites import Site
+from hpc_train.launch.staged import Staging, made_staging, one_per_node
 
 COPY = "job.yaml"  # in the run directory: the configuration as it was submitted
 HOUR = 3600
@@ -78,6 +80,7 @@ def make(request: SubmitRequest) -> BatchJob:
         run_dir=run_dir,
         launcher=_launcher(request, site, scheduler, program, asked),
         script=str(script.absolute()),
+        staging=_staging(request, site, scheduler, program, asked) if request.stage else None,
         requeue_by=requeue_by(request, scheduler),
         max_requeues=REQUEUES if request.max_requeues is None else request.max_requeues,
         environ=environ,
@@ -242,6 +245,22 @@ def _launcher(
         words += ["--launcher", "horovodrun"]
     restarts = RESTARTS if request.max_restarts is None else request.max_restarts
     return [*words, "--max_restarts", str(restarts), "--"]
+
+
+def _staging(
+    request: SubmitRequest,
+    site: Site,
+    scheduler: SchedulerName,
+    program: Sequence[str],
+    asked: Resources,
+) -> Staging:
+    """What the job copies to its nodes; the job's own launcher starts a rank on each of them."""
+    few = one_per_node(asked)
+    words = _launcher(replace(request, max_restarts=0), site, scheduler, program, few)
+    knows_hosts = scheduler_of(scheduler).tells_hosts and "--ranks_per_node" not in words
+    if words[: len(program)] == program and knows_hosts:
+        words[len(program) + 1 : len(program) + 1] = ["--ranks_per_node", "1"]
+    return made_staging(words, asked, request.stage_data, request.stage_to)
 
 
 def _activation(environ: Mapping[str, str], *, loaded: bool) -> list[str]:

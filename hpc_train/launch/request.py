@@ -45,6 +45,9 @@ class SubmitRequest:
         image: container image in which each rank runs.
         image_tool: the program that runs it; None: the site's, or the first one found here.
         image_options: further words for that program.
+        stage: copy the environment to a disk of each node before the ranks start.
+        stage_data: folders of data sets that are copied, too.
+        stage_to: a folder on the nodes' own disks; None for TMPDIR, or else /tmp.
         dry_run: print the script, and queue nothing.
     """
 
@@ -81,6 +84,9 @@ class SubmitRequest:
     image: str = ""
     image_tool: str | None = None
     image_options: Sequence[str] = ()
+    stage: bool = False
+    stage_data: Sequence[str] = ()
+    stage_to: str | None = None
     dry_run: bool = False
 
 
@@ -108,6 +114,16 @@ def check_request(request: SubmitRequest, site: Site, scheduler: SchedulerName) 
             bool(request.image_tool or request.image_options) and not request.image,
             "an option of images is given, and no image",
             "give --image",
+        ),
+        (
+            bool(request.stage_data or request.stage_to) and not request.stage,
+            "an option of staging is given, and no --stage",
+            "give --stage",
+        ),
+        (
+            request.stage and bool(request.image),
+            "--stage and --image cannot be combined",
+            "leave out --stage: an image is read as one file",
         ),
         (
             request.requeue_by == "requeue" and not kind.requeues,

@@ -28,7 +28,7 @@ from hpc_train.staging.stream import Source, Stream, chunk_bytes
 
 DATA = "data"  # the folder of the copies of data sets
 SHARED_PROBE = ".shared"  # a file by which nodes find out whether they share a disk
-PYTHON = re.compile(r"/bin/python[\d.]*$")
+INTERPRETER = re.compile(r"/bin/python[\d.]*$")
 NOTHING = Listing({}, [])
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,13 @@ class StageRequest:
 def copies_folder(to: Path | None, environ: Mapping[str, str]) -> Path:
     """The folder that a job's copies are in, and no other job's.
 
-    It ends with the scheduler's number of the job, or with the user's number where there is none.
+    It ends with the scheduler's number of the job, or the name of a local job, or else with the
+    user's number.
     """
     from hpc_train.job.jobs import own_place  # it loads more than all else here: only rank 0 does
 
-    number = own_place(environ).job.rpartition(":")[-1] or f"user-{os.getuid()}"
+    number = own_place(environ).job.rpartition(":")[-1]
+    number = number or environ.get("HPC_TRAIN_LOCAL_JOB") or f"user-{os.getuid()}"
     base = to or Path(environ.get("TMPDIR") or "/tmp")
     return base.absolute() / f"hpc_train-{number}"
 
@@ -143,7 +145,7 @@ def _tell_what_is_missing(request: StageRequest, found: Listing) -> None:
     if request.environment is not None:
         for sentence in environment.stays_behind(request.environment):
             logger.info("note: %s", sentence)
-    aside = [path for path in found.leading_out if not PYTHON.search(path)]
+    aside = [path for path in found.leading_out if not INTERPRETER.search(path)]
     for paths, what in (
         (aside, "links lead to what is not copied"),
         (found.left_out, "sockets, pipes or devices are not copied"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 import venv
 from pathlib import Path
 
@@ -48,6 +49,29 @@ def test_programs_of_the_copy_need_the_original_no_more(tmp_path, environment):
     cleaned = run(*hpc_train("stage", "--clean", "--to", str(to)))
     assert cleaned.stdout == f"{copies} is removed from 1 node\n"
     assert [*to.iterdir()] == []
+
+
+def test_a_jobs_ranks_run_the_copy_which_is_removed_at_its_end(tmp_path, environment):
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "all.pth").write_text("\n".join(path for path in sys.path if path))
+    (tmp_path / "text").mkdir()
+    shows = f"import os; {WHERE}; print(os.listdir(os.environ['HPC_TRAIN_STAGED'] + '/data'))"
+    words = ["submit", "--run.dir", "run", "--scheduler", "local", "--ranks_per_node", "1"]
+    words += ["--stage", "--stage_data", "text", "--stage_to", "$DISK"]
+    python = str(environment / "bin/python")
+    submit = [python, "-m", "hpc_train", *words, "--", python, "-c", shows]
+    done = run(*submit, cwd=tmp_path, environ={"DISK": str(tmp_path / "disk")})
+    assert done.returncode == 0, done.stderr
+    output = tmp_path / "run/run.out"
+    end = time.monotonic() + 60
+    while "removed from" not in output.read_text() and time.monotonic() < end:
+        time.sleep(0.1)
+    copy = f"{tmp_path}/disk/hpc_train-"
+    lines = output.read_text().splitlines()
+    assert any(line.startswith(copy) and line.endswith("/environment") for line in lines)
+    assert any(line.startswith(copy) and line.endswith("/tool.py") for line in lines)
+    assert "['text']" in lines
+    assert [*(tmp_path / "disk").iterdir()] == []
 
 
 def test_a_second_time_nothing_is_copied(tmp_path, environment):

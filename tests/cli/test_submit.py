@@ -213,6 +213,8 @@ def test_a_sweep_is_an_array(desk):
         (["--scheduler", "lsf", "--memory", "64GB"], "in its own unit"),
         (["--scheduler", "flux", "--mail", "a@b"], "--mail means nothing to flux"),
         (["--scheduler", "mpijob"], "give --image"),
+        (["--scheduler", "slurm", "--stage_data", "text"], "give --stage"),
+        (["--scheduler", "slurm", "--stage", "--image", "it.sif"], "leave out --stage"),
         (["--scheduler", "pbs", "--chain", "2"], "--chain means nothing to pbs"),
         (["--scheduler", "slurm", "--chain", "2", "--sweep", "run.seed=1,2"], "--sweep"),
         (["--scheduler", "slurm", "--chain", "2", "--requeue_by", "submit"], "--requeue_by"),

@@ -11,10 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hpc_train.cli.doctor import checks, image
 from hpc_train.cli.doctor.findings import ERROR, Finding, report, runs
-from hpc_train.cli.doctor.probe import probe, probe_in_a_rank
-from hpc_train.cli.verb import Parser, add_image_options, join_values
+from hpc_train.cli.verb import Parser, add_image_options, join_values, show_help
 from hpc_train.errors import EXIT_FAILURE, UserError
 from hpc_train.launch import PROGRAMS
 from hpc_train.mpi import environment
@@ -41,11 +39,15 @@ def options() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        return show_help(options(), arguments)
     given = options().parse_args(join_values(arguments, ["--image_options"]))
     launch = environment.read_launch(os.environ)
     if given.image:
         if launch is not None:
             raise UserError("--image starts ranks itself", "run it without a launcher")
+        from hpc_train.cli.doctor import image
+
         found = image.examine_image(
             given.image, given.image_tool, given.image_options, given.launcher
         )
@@ -65,6 +67,9 @@ def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
     Returns:
         The findings, and a description of each rank; ranks other than 0 have only their own.
     """
+    from hpc_train.cli.doctor import checks
+    from hpc_train.cli.doctor.probe import probe, probe_in_a_rank
+
     findings = [checks.python(), checks.torch(), checks.hdf5(), *checks.launchers()]
     component = checks.mpi_io_component()  # before MPI starts: no fork after MPI_Init
     launch = environment.read_launch(os.environ)
