@@ -67,7 +67,7 @@ for name in USR1 TERM ALRM HUP; do
     trap "pass_on $name" "$name"
 done
 mkdir -p "$run_dir"
-if ! setup; then
+if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
     echo "the setup failed: nothing is started"
     exit 1
 fi

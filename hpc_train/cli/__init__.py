@@ -32,6 +32,7 @@ VERBS = {
     "logs": "logs RUN: print what the jobs of a run print",
     "cancel": "stop a run for good, with a checkpoint",
     "plan": "plan CONFIG.yaml: predict which layouts fit in memory, and how fast they are",
+    "stage": "copy the Python environment and data sets to a disk of each node",
     "topology": "draw nodes and sockets, and show where each rank and group of a layout runs",
     "generate": "write text from a checkpoint",
     "checkpoint": "list, verify, compare or export checkpoints",

@@ -6,7 +6,16 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_train.cli.verb import COUNT, EXIT_CODES, Parser, not_negative, show_help, wants_help
+from hpc_train.cli.verb import (
+    COUNT,
+    EXIT_CODES,
+    Parser,
+    add_image_options,
+    join_values,
+    not_negative,
+    show_help,
+    wants_help,
+)
 from hpc_train.errors import UserError
 from hpc_train.launch import PROGRAMS
 
@@ -50,6 +59,8 @@ def options() -> Parser:
         help="maximum number of restarts after failures (default: %(default)s); a restart leaves "
         "out hosts that do not answer, and uses hosts that -np had left over",
     )
+    made.add_argument("--image", help="container image in which each rank runs: a file or a name")
+    add_image_options(made)
     made.add_argument(
         "--cores", **COUNT, help="cores of each host (default: as many as this host has)"
     )
@@ -73,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
 
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor handles them
     try:
-        given = options().parse_args(arguments[:cut])
+        given = options().parse_args(join_values(arguments[:cut], ["--image_options"]))
     except UserError as error:
         if cut < len(arguments):
             raise
@@ -94,5 +105,8 @@ def run(arguments: Sequence[str]) -> int:
             given.dry_run,
             given.cold,
             given.line,
+            given.image,
+            given.image_tool,
+            given.image_options,
         )
     )

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from hpc_train.cli.verb import COUNT, Parser, gigabytes, not_negative, show_help, wants_help
+from hpc_train.cli.verb import (
+    COUNT,
+    Parser,
+    add_image_options,
+    gigabytes,
+    join_values,
+    not_negative,
+    show_help,
+    wants_help,
+)
 from hpc_train.launch import SchedulerName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpc_train.launch.request import SubmitRequest
+
+VALUES = ("--directive", "--setup", "--image_options")  # options whose values may begin with a dash
 
 
 def options() -> Parser:
@@ -132,7 +143,30 @@ def options() -> Parser:
     made.add_argument(
         "--tasks_at_once", help="most tasks of a sweep that run at the same time", **COUNT
     )
-    made.add_argument("--image", default="", help="container image, for mpijob")
+    made.add_argument(
+        "--image", default="", help="container image in which each rank runs: a file or a name"
+    )
+    add_image_options(made)
+    made.add_argument(
+        "--stage",
+        action="store_true",
+        help="copy the Python environment to a disk of each node before the ranks start, and "
+        "remove the copies at the job's end",
+    )
+    made.add_argument(
+        "--stage_data",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="the folder of a data set to copy, too: $HPC_TRAIN_STAGED/data/NAME; the option may "
+        "be repeated",
+    )
+    made.add_argument(
+        "--stage_to",
+        metavar="DIR",
+        help="a folder on the nodes' own disks (default: $TMPDIR of the job, or /tmp); the job may "
+        "set variables for it",
+    )
     made.add_argument("--dry_run", action="store_true", help="print the script, and queue nothing")
     return made
 
@@ -159,25 +193,6 @@ def read_request(arguments: Sequence[str]) -> SubmitRequest:
     from hpc_train.launch.request import SubmitRequest
 
     cut = list(arguments).index("--") if "--" in arguments else len(arguments)
-    own, keys = file.separate(_joined(arguments[:cut]))
+    own, keys = file.separate(join_values(arguments[:cut], VALUES))
     given = options().parse_args(own)
     return SubmitRequest(**vars(given), options=keys, command=arguments[cut + 1 :])
-
-
-def _joined(arguments: Sequence[str]) -> list[str]:
-    """Join each value of --directive and --setup to its option, as in --directive=--qos=debug.
-
-    The word after such an option is its value, whatever it begins with. Further values follow up to
-    the next word that begins with a dash.
-    """
-    words: list[str] = []
-    option = ""
-    for word in arguments:
-        if option and (words[-1] == option or not word.startswith("-")):
-            if words[-1] == option:
-                words.pop()
-            words.append(f"{option}={word}")
-        else:
-            words.append(word)
-            option = word if word in ("--directive", "--setup") else ""
-    return words

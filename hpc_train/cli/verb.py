@@ -8,6 +8,7 @@ from argparse import ArgumentParser, ArgumentTypeError, HelpFormatter, Namespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc_train.errors import EXIT_USER, UserError
+from hpc_train.launch import IMAGE_TOOLS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +82,41 @@ def _at_least(least: int, text: str) -> int:
 
 
 COUNT: dict[str, Any] = {"type": positive, "metavar": "N"}
+
+
+def add_image_options(parser: Parser) -> None:
+    """Add the options of verbs that run an image."""
+    parser.add_argument(
+        "--image_tool",
+        choices=IMAGE_TOOLS,
+        help="the program that runs the image (default: the first that is here)",
+    )
+    parser.add_argument(
+        "--image_options",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="further words for that program, such as '--bind /scratch'",
+    )
+
+
+def join_values(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Join each value of some options to its option, as in --directive=--qos=debug.
+
+    The word after such an option is its value, whatever it begins with. Further values follow up to
+    the next word that begins with a dash.
+    """
+    words: list[str] = []
+    option = ""
+    for word in arguments:
+        if option and (words[-1] == option or not word.startswith("-")):
+            if words[-1] == option:
+                words.pop()
+            words.append(f"{option}={word}")
+        else:
+            words.append(word)
+            option = word if word.replace("-", "_").replace("__", "--", 1) in options else ""
+    return words
 
 
 def wants_help(arguments: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ import re
 from argparse import ArgumentError
 from collections.abc import Collection, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,11 @@ def load(
         if tree[section][name] is not None:
             tree[section][name] = _expanded(key, tree[section][name], later)
     return RunConfig(**{name: make(**tree[name]) for name, make in SECTIONS.items()})
+
+
+def paths_of(config: RunConfig) -> list[str]:
+    """The values of PATH_KEYS that are set. Some may be other words, such as auto."""
+    return [value for value in attrgetter(*PATH_KEYS)(config) if value]
 
 
 def _expanded(key: str, value: str, later: Collection[str]) -> str:

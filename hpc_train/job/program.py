@@ -12,7 +12,6 @@ from contextlib import suppress
 
 from hpc_train import log
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, print_error
-from hpc_train.job import deadline, jobs
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 SAME_ERROR_PATIENCE = 3.0  # seconds in which the other ranks must meet the same error
 
 
-def run(program: Callable[[Runtime], None]) -> int:
+def run(program: Callable[[Runtime], None], *, ask_scheduler: bool = True) -> int:
     """Run a program on all ranks of the job; every rank gets the same exit code.
 
     An error that the ranks have agreed on, or that all of them meet, is printed once, by rank 0.
@@ -32,12 +31,15 @@ def run(program: Callable[[Runtime], None]) -> int:
 
     Args:
         program: the function that all ranks run; its argument is the runtime.
+        ask_scheduler: ask for the job's end and for the user's other jobs, before MPI starts.
 
     Returns:
         0 finished, 75 stopped with a checkpoint, 2 the user's mistake, 1 any other error.
     """
     faulthandler.enable()
-    if _launched_rank() == 0 and "mpi4py.MPI" not in sys.modules:
+    if ask_scheduler and _launched_rank() == 0 and "mpi4py.MPI" not in sys.modules:
+        from hpc_train.job import deadline, jobs  # they load libraries that few programs need
+
         deadline.note_end()
         jobs.note_jobs()
     try:

@@ -17,6 +17,7 @@ from hpc_train.launch.protocol import STOP
 from hpc_train.monitoring.console import progress
 from hpc_train.monitoring.metrics import MetricsFile
 from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.environment import read_launch
 from hpc_train.mpi.group import Group
 
 
@@ -90,7 +91,7 @@ def reporting(
     if metrics is None:
         yield lambda record: None
         return
-    shown = progress(last_step, alone=group.comm is None)
+    shown = progress(last_step, alone=group.comm is None and not read_launch(os.environ))
     restarts = history(after)
     with closing(metrics), closing(shown):
 

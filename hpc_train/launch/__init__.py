@@ -8,6 +8,7 @@ supervise.py  restarts a job when it fails; attempt.py, cause.py and contact.py 
 submit.py     `hpc-train submit`: request.py checks its options, sites.py reads the site's profile,
               compose.py makes a batch job of both (batch.py, resources.py), templates.py writes
               its script
+containers.py the words that run each rank's command in an image; image.py makes a batch job of it
 schedulers/   what differs between schedulers, a module for each
 queued.py     the jobs of a run: records them, asks the scheduler about them, removes them;
               status.py shows them and their logs
@@ -22,5 +23,6 @@ from pathlib import Path
 from typing import Literal
 
 PROGRAMS = ("srun", "mpiexec", "mpirun", "flux", "jsrun", "horovodrun")
+IMAGE_TOOLS = ("apptainer", "singularity", "podman-hpc", "shifter", "enroot")
 SchedulerName = Literal["slurm", "pbs", "torque", "lsf", "flux", "mpijob", "local"]
 TEMPLATES = Path(__file__).parents[1] / "jobscripts"

@@ -14,6 +14,7 @@ from typing import Literal
 from hpc_train.launch import SchedulerName
 from hpc_train.launch.resources import Resources
 from hpc_train.launch.schedulers import scheduler_of
+from hpc_train.launch.staged import Staging
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class BatchJob:
         tasks_at_once: most tasks of a sweep that run at the same time; 0 sets no limit.
         stops_itself: whether the program finds the job's end and stops in time, as `train` does.
         image: container image, for mpijob.
+        staging: what the job copies to its nodes before the ranks start; None for nothing.
         configuration: text of the configuration, for mpijob.
         commands: paths of the scheduler's commands, by name, as `find_commands` gives them.
         here: write the job's output into the working directory, because the run directory may not
@@ -59,6 +61,7 @@ class BatchJob:
     tasks_at_once: int = 0
     stops_itself: bool = False
     image: str = ""
+    staging: Staging | None = None
     configuration: str = ""
     commands: Mapping[str, str] = field(default_factory=dict)
     here: bool = False

@@ -46,6 +46,7 @@ PATTERNS = [
 ]
 TRACEBACK = "Traceback (most recent call last)"
 OWN_ERROR = re.compile(r"hpc-train: error: (.*)")
+CONTAINER_ERROR = re.compile(r"FATAL:   (.*)")  # Apptainer's and Singularity's, with three spaces
 SIGNAL_WORDS = {"Killed": 9, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7}
 SIGNAL_WORDS |= {"Floating point exception": 8, "Illegal instruction": 4}
 
@@ -60,6 +61,8 @@ def explain(code: int, lines: Sequence[str]) -> str:
     for line in lines:
         if own := OWN_ERROR.search(line):
             return own[1].strip()
+        if container := CONTAINER_ERROR.match(line):
+            return f"the container does not start: {container[1].strip()}"
     found: dict[str, str] = {}
     for line in lines:
         for pattern in PATTERNS:
@@ -112,7 +115,7 @@ def _help(lines: Sequence[str]) -> str:
 
 
 def _end(code: int) -> str:
-    if code > 128 and signal.strsignal(code - 128):
+    if code - 128 in signal.valid_signals():
         return f"a rank was ended by {_signal(code - 128)}; the launcher does not say which"
     ended = f"was ended by {_signal(-code)}" if code < 0 else f"exited with code {code}"
     return f"the launcher {ended}"

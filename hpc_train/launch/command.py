@@ -14,7 +14,8 @@ from pathlib import Path
 from hpc_train.config import RunConfig
 from hpc_train.config import file as config_file
 from hpc_train.errors import UserError
-from hpc_train.launch import warm_start
+from hpc_train.launch import containers, warm_start
+from hpc_train.launch.containers import Container
 from hpc_train.launch.hosts import Allocation, Host, allocated, parse_hosts, read_file, take_hosts
 from hpc_train.launch.launchers import FoundLauncher, cores_here, find_launcher, threads_of
 from hpc_train.launch.lines import LaunchedJob, Line
@@ -23,7 +24,7 @@ from hpc_train.launch.site_line import launcher_of
 from hpc_train.launch.supervise import START, Supervisor
 
 COLD = "--cold"  # an option of `train` that is no configuration key
-OWN_VERBS = ("train", "topology", "doctor")
+OWN_VERBS = ("train", "topology", "doctor", "stage")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class LaunchRequest:
         ranks_per_node: ranks to start on each host, overriding its slots.
         program: the launcher's program; None chooses one.
         line: a site's own launcher line, instead of `program`; see `site_line.launcher_of`.
+        image: a container image, in which each rank runs; None: ranks run on the host.
+        image_tool: the program that runs the image; None: the first one of IMAGE_TOOLS found here.
+        image_options: further words for that program.
         restarts: maximum number of restarts after failures.
         cores: physical cores of a host; None: as many as this host has.
         dry_run: print the line, and start nothing.
@@ -55,6 +59,9 @@ class LaunchRequest:
     dry_run: bool = False
     cold: bool = False
     line: str | None = None
+    image: str | None = None
+    image_tool: str | None = None
+    image_options: Sequence[str] = ()
 
 
 def launch(request: LaunchRequest) -> int:
@@ -77,15 +84,17 @@ def launch(request: LaunchRequest) -> int:
             "give -np N, or hosts with slots by -H or --hostfile",
         )
     used = take_hosts(hosts, ranks) if hosts else []
-    command, config = _command(request.command)
+    command, config, file = _command(request)
     cores = request.cores or cores_here()
     full = max((host.slots for host in used), default=ranks)
     threads = threads_of(os.environ, cores, full)
-    cold = request.cold or (config is not None and COLD in command)
+    # Each container has namespaces of its own, so that no process can fork all ranks of a node.
+    cold = bool(request.cold or (config is not None and COLD in command) or request.image)
     warm = warm_start.variables(full, request.restarts, cold=cold)
     command = warm_start.warm_command(command, warm)
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **warm}
-    job = LaunchedJob(command, ranks, used, cores, threads, variables)
+    container = _container(request, config, file)
+    job = LaunchedJob(command, ranks, used, cores, threads, variables, container=container)
     # Kubernetes restarts a launcher that exits with any other code than 0.
     again = allocation is not None and allocation.scheduler == "mpijob"
     if config and again and (stop := Path(config.run.dir, STOP)).exists():
@@ -100,6 +109,8 @@ def launch(request: LaunchRequest) -> int:
     if request.dry_run:
         print(Line(line.words, {**variables, **line.environ}))
         return 0
+    if container and config:
+        containers.check_package(container)  # a clear error before ranks start
     with tempfile.TemporaryDirectory(prefix="hpc-train-") as folder:
         run_dir = Path(config.run.dir) if config else None
         if run_dir:
@@ -129,6 +140,25 @@ def _launcher(request: LaunchRequest, allocation: Allocation | None) -> FoundLau
     return launcher_of(request.line)
 
 
+def _container(
+    request: LaunchRequest, config: RunConfig | None, file: str | None
+) -> Container | None:
+    if request.image is None:
+        if request.image_tool or request.image_options:
+            raise UserError("an option of images is given, and no image", "give --image")
+        return None
+    folders, others = [Path.cwd()], list[str]()
+    if config:
+        folders += [Path(config.run.dir), *([Path(file).parent] if file else [])]
+        others = config_file.paths_of(config)
+    return containers.container_for(
+        request.image,
+        request.image_tool,
+        request.image_options,
+        containers.seen_paths(folders, others),
+    )
+
+
 def _say_unbound(job: LaunchedJob, kind: str, allocation: Allocation | None) -> None:
     """Say so if ranks will not be bound to cores, because they may then move and share cores."""
     why = "horovodrun binds none" if kind == "horovodrun" else job.why_not_bound
@@ -148,35 +178,36 @@ def _hosts(request: LaunchRequest, allocation: Allocation | None) -> list[Host]:
     return allocation.hosts if allocation else []
 
 
-def _command(words: Sequence[str]) -> tuple[list[str], RunConfig | None]:
-    """The command of each rank, and its configuration if it is `train` of this package.
+def _command(request: LaunchRequest) -> tuple[list[str], RunConfig | None, str | None]:
+    """The command of each rank; if it is `train` of this package, the configuration and its file.
 
     Raises:
         UserError: there is no command, or its configuration is wrong.
     """
+    words = request.command
     if not words:
         raise UserError("no command", "write it after --: hpc-train launch -np 4 -- train my.yaml")
-    own = _own(words)
-    if own is None and not shutil.which(words[0]):
+    own = _own(words, containers.PYTHON if request.image else sys.executable)
+    if own is None and not request.image and not shutil.which(words[0]):
         near = difflib.get_close_matches(words[0], OWN_VERBS, n=1)
         meant = f"did you mean {near[0]}?" if near else "give its path, or load its module"
         raise UserError(f"there is no program {words[0]!r}", meant)
     if own is None:
-        return list(words), None
+        return list(words), None, None
     program, rest = own
     if not rest or rest[0] not in OWN_VERBS:
         raise UserError(f"{' '.join(rest)!r} does not run on ranks", f"use {', '.join(OWN_VERBS)}")
     if rest[0] != "train":
-        return [*program, *rest], None
+        return [*program, *rest], None, None
     if len(rest) == 1:
         raise UserError("train has no configuration", "write train CONFIG.yaml --section.key VALUE")
     path, options = config_file.split([word for word in rest[1:] if word != COLD])
-    return [*program, *rest], config_file.load(path, options)
+    return [*program, *rest], config_file.load(path, options), path
 
 
-def _own(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
+def _own(words: Sequence[str], python: str) -> tuple[list[str], list[str]] | None:
     """This package's program and its arguments, if the words run it; else None."""
-    program = [sys.executable, "-m", "hpc_train"]
+    program = [python, "-m", "hpc_train"]
     if Path(words[0]).name == "hpc-train":
         return program, list(words[1:])
     if list(words[1:3]) == program[1:]:

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.config import RunConfig
@@ -16,12 +17,14 @@ from hpc_train.config.keys import check_key
 from hpc_train.errors import UserError
 from hpc_train.launch import SchedulerName, resources, sites
 from hpc_train.launch.batch import BatchJob, find_commands
+from hpc_train.launch.image import in_image
 from hpc_train.launch.launchers import mpirun_of_batch, srun_plugin
 from hpc_train.launch.request import SubmitRequest, check_request, requeue_by
 from hpc_train.launch.resources import Resources
 from hpc_train.launch.schedulers import scheduler_here, scheduler_of
 from hpc_train.launch.schedulers.kubernetes import CONFIG, on_volume
 from hpc_train.launch.sites import Site
+from hpc_train.launch.staged import Staging, made_staging, one_per_node
 
 COPY = "job.yaml"  # in the run directory: the configuration as it was submitted
 HOUR = 3600
@@ -69,7 +72,7 @@ def make(request: SubmitRequest) -> BatchJob:
         command = [*program, "train", _config(request, run_dir, scheduler), *request.options]
     if in_pods and request.config:
         command += ["--run.dir", on_volume(run_dir)]
-    return BatchJob(
+    batch = BatchJob(
         scheduler=scheduler,
         name=request.name or Path(run_dir).name,
         resources=asked,
@@ -77,6 +80,7 @@ def make(request: SubmitRequest) -> BatchJob:
         run_dir=run_dir,
         launcher=_launcher(request, site, scheduler, program, asked),
         script=str(script.absolute()),
+        staging=_staging(request, site, scheduler, program, asked) if request.stage else None,
         requeue_by=requeue_by(request, scheduler),
         max_requeues=REQUEUES if request.max_requeues is None else request.max_requeues,
         environ=environ,
@@ -84,10 +88,11 @@ def make(request: SubmitRequest) -> BatchJob:
         sweep=sweep,
         tasks_at_once=request.tasks_at_once or 0,
         stops_itself=bool(request.config) and config.run.time_limit == "auto",
-        image=request.image,
+        image=request.image if in_pods else "",
         configuration=Path(request.config).read_text() if in_pods and request.config else "",
         commands=find_commands(scheduler),
     )
+    return in_image(batch, request, site, config) if request.image and not in_pods else batch
 
 
 def _config_of(request: SubmitRequest) -> RunConfig:
@@ -240,6 +245,22 @@ def _launcher(
         words += ["--launcher", "horovodrun"]
     restarts = RESTARTS if request.max_restarts is None else request.max_restarts
     return [*words, "--max_restarts", str(restarts), "--"]
+
+
+def _staging(
+    request: SubmitRequest,
+    site: Site,
+    scheduler: SchedulerName,
+    program: Sequence[str],
+    asked: Resources,
+) -> Staging:
+    """What the job copies to its nodes; the job's own launcher starts a rank on each of them."""
+    few = one_per_node(asked)
+    words = _launcher(replace(request, max_restarts=0), site, scheduler, program, few)
+    knows_hosts = scheduler_of(scheduler).tells_hosts and "--ranks_per_node" not in words
+    if words[: len(program)] == program and knows_hosts:
+        words[len(program) + 1 : len(program) + 1] = ["--ranks_per_node", "1"]
+    return made_staging(words, asked, request.stage_data, request.stage_to)
 
 
 def _activation(environ: Mapping[str, str], *, loaded: bool) -> list[str]:

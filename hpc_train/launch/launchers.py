@@ -150,7 +150,10 @@ def _known(program: str) -> FoundLauncher | None:
     text = _output(program, "--version")
     version = text.strip().partition("\n")[0]
     if "(Open MPI)" in text or "(OpenRTE)" in text or "PRRTE" in text:
-        return FoundLauncher("open_mpi", partial(open_mpi, program), version)
+        # By its path, mpirun finds its own installation on the other hosts too. A login shell there
+        # does not know that of a Python environment.
+        ours = path == _beside_python(Path(path).name)
+        return FoundLauncher("open_mpi", partial(open_mpi, path if ours else program), version)
     if "Intel(R) MPI" in text:
         # Its mpirun is a shell script: a signal ends it, and the ranks without a checkpoint.
         itself = shutil.which(str(Path(path).with_name("mpiexec.hydra"))) or program

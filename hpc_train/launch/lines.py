@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_train.errors import UserError
+from hpc_train.launch.containers import Container
 from hpc_train.launch.hosts import Host, compress
 from hpc_train.launch.left_behind import step_name
 from hpc_train.mpi.environment import YIELD, for_launcher
@@ -41,6 +42,7 @@ class LaunchedJob:
         environ: variables for the ranks.
         again: whether it replaces a job that failed. The scheduler may still count ranks of that
             job on hosts that died.
+        container: how the command is run in an image; None: it runs on the host.
     """
 
     command: Sequence[str]
@@ -50,6 +52,14 @@ class LaunchedJob:
     threads: int = 1
     environ: Mapping[str, str] = field(default_factory=dict)
     again: bool = False
+    container: Container | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """The words that a launcher starts for each rank."""
+        if self.container is None:
+            return [*self.command]
+        return self.container.command(self.command, self.ranks)
 
     @property
     def per_host(self) -> int:
@@ -141,7 +151,7 @@ def open_mpi(program: str, job: LaunchedJob) -> Line:
     if job.hosts:
         words += [word for name in job.forwarded for word in ("-x", name)]
         environ |= KEEPALIVE
-    return Line([*words, *job.command], {**for_launcher({}, os.geteuid()), **environ})
+    return Line([*words, *job.words], {**for_launcher({}, os.geteuid()), **environ})
 
 
 def hydra(program: str, job: LaunchedJob) -> Line:
@@ -150,7 +160,7 @@ def hydra(program: str, job: LaunchedJob) -> Line:
     if job.hosts:
         words += ["-hosts", job.listed()]
     words += ["-bind-to", f"core:{job.threads}" if job.binds else "none"]
-    return Line([*words, *job.command], {})
+    return Line([*words, *job.words], {})
 
 
 def intel_mpi(program: str, job: LaunchedJob) -> Line:
@@ -159,7 +169,7 @@ def intel_mpi(program: str, job: LaunchedJob) -> Line:
     if job.hosts:
         words += ["-hosts", job.blocks("mpiexec"), "-ppn", str(job.per_host)]
     pin = {"I_MPI_PIN_DOMAIN": "omp"} if job.binds else {"I_MPI_PIN": "0"}
-    return Line([*words, *job.command], pin)
+    return Line([*words, *job.words], pin)
 
 
 def pals(program: str, job: LaunchedJob) -> Line:
@@ -171,7 +181,7 @@ def pals(program: str, job: LaunchedJob) -> Line:
         words += ["--depth", str(job.threads), "--cpu-bind", "depth"]
     else:
         words += ["--cpu-bind", "none"]
-    return Line([*words, *job.command], {})
+    return Line([*words, *job.words], {})
 
 
 def srun(program: str, plugin: str, job: LaunchedJob) -> Line:
@@ -191,13 +201,13 @@ def srun(program: str, plugin: str, job: LaunchedJob) -> Line:
     environ = {"SLURM_PMIX_FENCE": "ring"} if plugin == "pmix" else {}
     if job.again:  # else srun waits for the cores of the failed step, which may not end
         environ["SLURM_OVERLAP"] = "1"
-    return Line([*words, *job.command], environ)
+    return Line([*words, *job.words], environ)
 
 
 def horovodrun(program: str, job: LaunchedJob) -> Line:
     """Horovod's launcher. It starts the mpirun of Open MPI up to version 4, and binds no ranks."""
     words = [program, "-np", str(job.ranks), "-H", job.listed() or f"localhost:{job.ranks}"]
-    return Line([*words, *job.command], for_launcher({}, os.geteuid()))
+    return Line([*words, *job.words], for_launcher({}, os.geteuid()))
 
 
 def flux_run(options: Sequence[str], job: LaunchedJob) -> Line:
@@ -213,7 +223,7 @@ def flux_run(options: Sequence[str], job: LaunchedJob) -> Line:
     if job.hosts:
         words.append(f"--requires=host:{','.join(host.name for host in job.hosts)}")
     words += ["--exclusive", "-o", f"cpu-affinity={'per-task' if job.binds else 'off'}"]
-    return Line([*words, *job.command], {})
+    return Line([*words, *job.words], {})
 
 
 def jsrun(job: LaunchedJob) -> Line:
@@ -230,4 +240,4 @@ def jsrun(job: LaunchedJob) -> Line:
     words = ["jsrun", "-n", str(max(1, len(job.hosts))), "-r", "1", "-a", str(job.per_host)]
     words += ["-c", "ALL_CPUS", "-g", "ALL_GPUS"]
     words += ["-b", f"packed:{job.threads}" if job.binds else "none", "-d", "packed"]
-    return Line([*words, *job.command], {})
+    return Line([*words, *job.words], {})

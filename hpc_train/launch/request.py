@@ -42,7 +42,12 @@ class SubmitRequest:
         sweep: section.key=V1,V2,...: an array with a task for each combination.
         tasks: the options of each task of an array, in place of `sweep`.
         tasks_at_once: most tasks of an array that run at the same time.
-        image: container image, for mpijob.
+        image: container image in which each rank runs.
+        image_tool: the program that runs it; None: the site's, or the first one found here.
+        image_options: further words for that program.
+        stage: copy the environment to a disk of each node before the ranks start.
+        stage_data: folders of data sets that are copied, too.
+        stage_to: a folder on the nodes' own disks; None for TMPDIR, or else /tmp.
         dry_run: print the script, and queue nothing.
     """
 
@@ -77,6 +82,11 @@ class SubmitRequest:
     tasks: Sequence[Sequence[str]] = ()
     tasks_at_once: int | None = None
     image: str = ""
+    image_tool: str | None = None
+    image_options: Sequence[str] = ()
+    stage: bool = False
+    stage_data: Sequence[str] = ()
+    stage_to: str | None = None
     dry_run: bool = False
 
 
@@ -93,14 +103,27 @@ def check_request(request: SubmitRequest, site: Site, scheduler: SchedulerName) 
             raise UserError(f"--{option} means nothing to {scheduler}", remedy)
     kind = scheduler_of(scheduler)
     slots_are_cores = kind.slots_are_cores and (request.threads or 1) > 1
-    starts_itself = request.launcher in ("srun", "mpirun") or bool(
-        not request.launcher and site.launcher
-    )
+    starts_itself = not by_launch(request, site)
     for wrong, why, remedy in (
         (
             scheduler == "mpijob" and not request.image,
             "an MPIJob runs in containers",
             "give --image NAME with hpc_train in it",
+        ),
+        (
+            bool(request.image_tool or request.image_options) and not request.image,
+            "an option of images is given, and no image",
+            "give --image",
+        ),
+        (
+            bool(request.stage_data or request.stage_to) and not request.stage,
+            "an option of staging is given, and no --stage",
+            "give --stage",
+        ),
+        (
+            request.stage and bool(request.image),
+            "--stage and --image cannot be combined",
+            "leave out --stage: an image is read as one file",
         ),
         (
             request.requeue_by == "requeue" and not kind.requeues,
@@ -165,6 +188,11 @@ def _check_site(request: SubmitRequest, site: Site, scheduler: SchedulerName) ->
                 f"site {request.site} lists ranks' cores: --{option} is {getattr(site, option)}",
                 "leave it out, or copy the profile to a file and change it",
             )
+
+
+def by_launch(request: SubmitRequest, site: Site) -> bool:
+    """Whether `hpc-train launch` starts the ranks."""
+    return request.launcher in ("launch", "horovodrun") or not (request.launcher or site.launcher)
 
 
 def requeue_by(

@@ -75,7 +75,7 @@ def _srun(words: list[str], job: LaunchedJob) -> Line:
         added += [f"--ntasks-per-node={job.per_host}"] if job.even else []
     # Else srun waits for the cores of a failed step, which may not end.
     environ = {"SLURM_OVERLAP": "1"} if job.again else {}
-    return Line([*_filled(words, job), *added, *job.command], environ)
+    return Line([*_filled(words, job), *added, *job.words], environ)
 
 
 def _mpiexec(words: list[str], kind: str, job: LaunchedJob) -> Line:
@@ -91,4 +91,4 @@ def _mpiexec(words: list[str], kind: str, job: LaunchedJob) -> Line:
         hosts = ["-hosts", job.blocks("mpiexec")]
     elif job.hosts:
         hosts = ["-hosts", job.listed()]
-    return Line([*filled, *hosts, *job.command], environ)
+    return Line([*filled, *hosts, *job.words], environ)

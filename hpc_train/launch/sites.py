@@ -54,6 +54,23 @@ class Queue:
 
 
 @dataclass(frozen=True)
+class SiteContainers:
+    """How a site runs images. It counts for jobs with --image only.
+
+    Args:
+        tool: the program that runs images; None: the first one that is on the PATH.
+        options: words for it, such as --nv.
+        setup: lines of shell that load modules, after those of the site.
+        environ: variables for the job.
+    """
+
+    tool: Literal["apptainer", "singularity", "podman-hpc", "shifter", "enroot"] | None = None
+    options: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Site:
     """The profile of a machine. Options of the command line override it.
 
@@ -83,6 +100,7 @@ class Site:
         launcher: the launcher's line; [] leaves it to `hpc-train launch`.
         setup: lines of shell that load modules.
         environ: variables for the job; --threads overrides OMP_NUM_THREADS.
+        container: how the site runs images, for --image.
     """
 
     scheduler: SchedulerName
@@ -107,6 +125,7 @@ class Site:
     launcher: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
+    container: SiteContainers = field(default_factory=SiteContainers)
 
 
 def names() -> list[str]:
@@ -128,12 +147,14 @@ def load_site(name: str) -> Site:
         )
     path = Path(name) if own else SITES / f"{name}.yaml"
     tree = check_fields(read_mapping(path, "site profile"), Site, path)
+    check_fields(tree.get("container", {}), SiteContainers, path, "container")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Site)
     try:
         values = parser.parse_object(tree).as_dict()
         queues = [Queue(**queue) for queue in values.pop("queues")]
-        site = Site(**values, queues=queues)
+        container = SiteContainers(**values.pop("container"))
+        site = Site(**values, queues=queues, container=container)
         for words in (site.launcher, [site.resources]):
             filled(words, dict.fromkeys(NUMBERS, 1))
     except (ArgumentError, KeyError, IndexError, ValueError) as error:

@@ -49,6 +49,7 @@ def script(scheduler: Scheduler, directives: Sequence[str], batch: BatchJob) -> 
         directives="\n".join(directives),
         settings="\n".join(_settings(scheduler, batch)),
         commands=list(scheduler.commands),
+        staging=batch.staging is not None,
         early=list(scheduler.early),
         late=list(scheduler.late),
     )
@@ -61,8 +62,10 @@ def _settings(scheduler: Scheduler, batch: BatchJob) -> list[str]:
         f"run_dir={shlex.quote(batch.run_dir)}",
         "all=$run_dir",
         "# What runs on each rank, and the launcher's words before it.",
+        *(["# shellcheck disable=SC2016"] if any("$" in word for word in batch.command) else []),
         f"command=({_array(batch.command)})",
         f"launcher=({_array(batch.launcher)})",
+        *_staging(batch),
         f"# How the job is queued again when it has stopped early: {requeue} or never.",
         f"requeue_by={batch.requeue_by}",
         "# The maximum number of requeues.",
@@ -89,6 +92,22 @@ def _settings(scheduler: Scheduler, batch: BatchJob) -> list[str]:
     lines += ["setup() {", *_checked_setup(tuple(batch.setup)), "}"]
     lines += _tasks(scheduler, batch) if batch.sweep else ["task="]
     return lines
+
+
+def _staging(batch: BatchJob) -> list[str]:
+    if batch.staging is None:
+        return []
+    return [
+        "# What copies the environment to the nodes' disks, and the launcher's words before it.",
+        *(
+            ["# shellcheck disable=SC2016"]
+            if any("$" in word for word in batch.staging.command)
+            else []
+        ),
+        f"stage=({_array(batch.staging.command)})",
+        f"stage_launcher=({_array(batch.staging.launcher)})",
+        f"environment={shlex.quote(batch.staging.environment)}",
+    ]
 
 
 def _is_comment(line: str) -> bool:

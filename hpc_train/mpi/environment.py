@@ -56,6 +56,9 @@ LAUNCHERS = (
 )
 SRUN = next(names for names in LAUNCHERS if names.launcher == "Slurm")
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
+# The number of ranks. `hpc-train launch --image` gives it to each container, where the launcher's
+# variables may be hidden.
+RANKS = "HPC_TRAIN_RANKS"
 # Launchers that start ranks without MPI: each rank would train alone, in the same run directory.
 WITHOUT_MPI = {
     "HOROVOD_RANK": "horovodrun --gloo",

@@ -21,6 +21,7 @@ from hpc_train.mpi.binding import expected_reach
 from hpc_train.mpi.gpus import NONE, Gpus, count_gpus
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.gtl import check_gtl
+from hpc_train.mpi.namespaces import in_container, own_namespace
 from hpc_train.mpi.visible import nearer_device, offered, own_numa, visible_device
 
 BUILD_HOROVOD = "python -m hpc_train.build.horovod"
@@ -95,6 +96,7 @@ def start_runtime() -> Runtime:
     """
     launch = environment.read_launch(os.environ)
     if launch is None or launch.size == 1:
+        _check_alone()
         # No MPI for a process alone: on login nodes of some sites MPI_Init aborts the program.
         return Runtime(Group(), Group())
     # Drivers have to see the choice of a GPU before MPI starts.
@@ -110,13 +112,16 @@ def start_runtime() -> Runtime:
     for component in ("romio321", "romio341"):
         # Open MPI prefers a component of its own, which reports success on a full disk.
         os.environ.setdefault(f"OMPI_MCA_io_{component}_priority", "50")
+    os.environ |= own_namespace(os.environ)
     MPI = import_mpi()
     least = max(launch.rank + 1, launch.local_size or 1)
     if launch.size != MPI.COMM_WORLD.size and (launch.size or MPI.COMM_WORLD.size < least):
         raise SetupError(
             f"{launch.launcher} started {launch.size or f'at least {least}'} ranks but MPI sees "
             f"{MPI.COMM_WORLD.size}: mpi4py uses another MPI ({library_version(MPI)})",
-            "use the mpirun of that MPI, or load its module; `hpc-train doctor` shows both",
+            "`hpc-train doctor --image IMAGE` checks the image's MPI against the launcher"
+            if in_container(os.environ)
+            else "use the mpirun of that MPI, or load its module; `hpc-train doctor` shows both",
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise SetupError(
@@ -128,6 +133,20 @@ def start_runtime() -> Runtime:
     node = Group(shared.rank, shared.size, shared, world.waiting)
     os.environ |= nearer_device(node, given, counted, numa.reach(cores))
     return Runtime(world, node, launch.launcher, job_gpus, own_numa(os.environ, counted))
+
+
+def _check_alone() -> None:
+    """Refuse to run alone in a container, as one of several ranks that do not find each other.
+
+    Raises:
+        SetupError: they would all train alone, in the same run directory.
+    """
+    if (ranks := int(os.environ.get(environment.RANKS) or 1)) > 1:
+        raise SetupError(
+            f"this is one of {ranks} ranks, and its container hides the launcher's variables: each "
+            "rank would be alone",
+            "leave out --cleanenv; `hpc-train doctor --image IMAGE` checks the image",
+        )
 
 
 def import_mpi() -> Any:

@@ -37,7 +37,7 @@ for name in #= (early + late)|join(" ") =#; do
     trap "pass_on $name" "$name"
 done
 mkdir -p "$run_dir"
-if ! setup; then
+if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
     echo "the setup failed: nothing is started"
     exit 1
 fi
@@ -64,6 +64,28 @@ newest() { # the newest checkpoint: its name has the step; the files of other pr
     find "$run_dir/checkpoints" -type f ! -name '.*' ! -name LATEST \
         \( -name 'step-*' -printf '%f\n' -o -printf '%T@ %f\n' \) 2>/dev/null | LC_ALL=C sort | tail -n 1
 }
+#% if staging %#
+# Programs and data are copied to the nodes' disks, and used from there.
+from_copy() { # PROGRAM: where its copy is
+    case $1 in
+        "$environment"/*) echo "$HPC_TRAIN_STAGED/environment/${1#"$environment"/}" ;;
+        *) type -P "$1" || echo "$1" ;;
+    esac
+}
+if [ -z "$signalled" ]; then
+    copies=$("${stage[@]}" --where) || exit
+    trap 'timeout -s KILL 60 "${stage_launcher[@]}" "${stage[@]}" --clean' EXIT
+    if "${stage_launcher[@]}" "${stage[@]}"; then
+        # shellcheck source=/dev/null
+        . "$copies/activate"
+        command[0]=$(from_copy "${command[0]}")
+        launcher[0]=$(from_copy "${launcher[0]}")
+    elif [ -z "$signalled" ]; then
+        echo "the staging failed: nothing is started"
+        exit 1
+    fi
+fi
+#% endif %#
 before=$(newest)
 code=75
 if [ -z "$signalled" ]; then

@@ -10,6 +10,7 @@ name_of() { # PROCESS: its id, the time of its start in the kernel's ticks, and 
     read -ra fields <"/proc/$1/stat" && echo "$1-${fields[21]}@$HOSTNAME"
 }
 job=$(name_of $PPID) # `timeout`, which ends this script at its time limit
+export HPC_TRAIN_LOCAL_JOB=$job
 #% endblock %#
 #% block signals %#
 # `timeout` sends SIGTERM at the time limit, and `hpc-train cancel --now` sends it at any time. SIGKILL follows

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import doctor
+from hpc_train.cli.doctor import checks
+from hpc_train.cli.doctor.findings import ERROR
+from hpc_train.cli.doctor.probe import probe_in_a_rank
 from hpc_train.host import processor
 from hpc_train.mpi import runtime
 from tests.programs import command, hpc_train, run
@@ -99,8 +101,8 @@ def test_without_a_launcher_it_says_what_launch_would_say(
     monkeypatch, tmp_path, nothing_beside_python
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
-    (finding,) = doctor.launchers()
-    assert finding.status == doctor.ERROR
+    (finding,) = checks.launchers()
+    assert finding.status == ERROR
     assert "no launcher is here: tried mpiexec, mpirun" in finding.text
 
 
@@ -130,10 +132,10 @@ def test_inside_a_slurm_job_it_starts_its_rank_by_srun(
     answer = """[{"rank": 0}]"""
     mpis = 'case "$1" in --mpi=list) echo "none pmix pmi2";; --version) echo slurm 24.05;; *)'
     put(tmp_path, "srun", f"{mpis} echo \"$@\" > {tmp_path}/line; echo '{answer}';; esac")
-    assert doctor.probe_in_a_rank() == [{"rank": 0}]
+    assert probe_in_a_rank() == [{"rank": 0}]
     words = (tmp_path / "line").read_text().split()
     assert words[:2] == ["--mpi=pmix", "--ntasks=1"]
-    assert "srun (slurm 24.05)" in doctor.launchers()[0].text
+    assert "srun (slurm 24.05)" in checks.launchers()[0].text
 
 
 def test_it_tells_why_mpi_does_not_start_and_not_the_last_line(
@@ -144,10 +146,10 @@ def test_it_tells_why_mpi_does_not_start_and_not_the_last_line(
     says = "; ".join(f"echo '{line}' >&2" for line in [*lines, "", "mpirun: exiting"])
     version = "echo 'mpirun (Open MPI) 4.1.8'"
     put(tmp_path, "mpirun", f'[ "$1" = --version ] && {version} && exit; {says}; exit 1')
-    (failed,) = doctor.probe_in_a_rank()
+    (failed,) = probe_in_a_rank()
     assert "not enough slots" in failed["error"]
     put(tmp_path, "mpirun", f'[ "$1" = --version ] && {version} && exit; echo no 1 >&2; echo 2 >&2')
-    (failed,) = doctor.probe_in_a_rank()
+    (failed,) = probe_in_a_rank()
     assert failed["error"] == "MPI does not start here: no 1"
 
 
@@ -180,7 +182,7 @@ AMD = [4, "AMD", "ROCm"]
 def test_gpus_that_torch_does_not_see_are_warned_of(devices, gpus, build, text, remedy):
     """A wheel of torch computes on the GPUs of one vendor."""
     (rank,) = [{"host": "n1", "devices": devices, "gpus": gpus, "build": build}]
-    finding = doctor.devices([rank])
+    finding = checks.devices([rank])
     assert finding.status == ("warning" if remedy else "ok")
     assert text in finding.text
     assert remedy in finding.remedy
@@ -188,8 +190,8 @@ def test_gpus_that_torch_does_not_see_are_warned_of(devices, gpus, build, text, 
 
 def test_two_mpi_libraries_in_one_process_are_an_error():
     rank = {"libmpi": ["/a/libmpi.so.40", "/b/libmpi.so.40"], "horovod": {}}
-    (finding,) = doctor.one_libmpi(rank)
-    assert finding.status == doctor.ERROR
+    (finding,) = checks.one_libmpi(rank)
+    assert finding.status == ERROR
     assert "--rebuild" in finding.remedy
 
 
@@ -197,7 +199,7 @@ def test_two_mpi_libraries_in_one_process_are_an_error():
                                                ([[0], [0]], "warning")])  # fmt: skip
 def test_ranks_that_share_cores_are_warned_of(cores, status):
     ranks = [{"host": "a", "cores": mine} for mine in cores]
-    finding = doctor.binding(ranks)
+    finding = checks.binding(ranks)
     assert finding.status == status
     assert bool(finding.remedy) == (status == "warning")
 
@@ -221,7 +223,7 @@ def products(way, light, heavy, why="AMD with AVX2, measured 2026-11-22"):
 def test_a_matmul_table_that_is_wrong_here_is_a_warning_with_the_key_to_set(
     way, light, heavy, remedy
 ):
-    (finding,) = doctor.matrix_products(products(way, light, heavy))
+    (finding,) = checks.matrix_products(products(way, light, heavy))
     assert finding.status == ("warning" if remedy else "ok")
     assert remedy in finding.remedy
     for word in (way, "AMD with AVX2", f"{light:.2f}", f"{heavy:.2f}"):
@@ -229,14 +231,14 @@ def test_a_matmul_table_that_is_wrong_here_is_a_warning_with_the_key_to_set(
 
 
 def test_each_kind_of_host_has_its_own_finding():
-    found = doctor.matrix_products(
+    found = checks.matrix_products(
         products("torch", 0.8, 0.8) * 2 + products("torch", 1.5, 1.5, "Intel with AVX2")
     )
     assert [finding.status for finding in found] == ["ok", "warning"]
 
 
 def test_without_onednn_there_is_nothing_to_compare():
-    (finding,) = doctor.matrix_products(products("torch", None, None))
+    (finding,) = checks.matrix_products(products("torch", None, None))
     assert finding.status == "ok"
     assert "times as fast" not in finding.text
 
@@ -251,4 +253,4 @@ def test_without_torch_there_are_no_matrix_products_and_mpi_is_still_looked_at(t
 
 def test_nodes_are_counted_with_their_ranks():
     ranks = [{"host": host} for host in "abab"]
-    assert doctor.nodes(ranks).text == "2 x 4 (a: 2, b: 2)"
+    assert checks.nodes(ranks).text == "2 x 4 (a: 2, b: 2)"

@@ -136,6 +136,7 @@ def test_options_of_the_documentation_can_be_given_as_they_stand_there(desk, row
     words = ["2" if word == "N" else word for word in shlex.split(row)]
     scheduler = "pbs" if words[0] == "--resources" else "slurm"
     words += ["--sweep", "run.seed=1,2"] if words[0] == "--tasks_at_once" else []
+    (desk.folder / "it.sif").write_bytes(bytes(32) + b"SIF_MAGIC")
     done = desk.run("submit", "my.yaml", *words, "--scheduler", scheduler, "--dry_run")
     assert done.returncode == 0, done.stderr
 
@@ -212,6 +213,8 @@ def test_a_sweep_is_an_array(desk):
         (["--scheduler", "lsf", "--memory", "64GB"], "in its own unit"),
         (["--scheduler", "flux", "--mail", "a@b"], "--mail means nothing to flux"),
         (["--scheduler", "mpijob"], "give --image"),
+        (["--scheduler", "slurm", "--stage_data", "text"], "give --stage"),
+        (["--scheduler", "slurm", "--stage", "--image", "it.sif"], "leave out --stage"),
         (["--scheduler", "pbs", "--chain", "2"], "--chain means nothing to pbs"),
         (["--scheduler", "slurm", "--chain", "2", "--sweep", "run.seed=1,2"], "--sweep"),
         (["--scheduler", "slurm", "--chain", "2", "--requeue_by", "submit"], "--requeue_by"),
@@ -384,14 +387,24 @@ def test_pbs_takes_resources_as_the_site_spells_them(desk):
     done = desk.run("submit", "my.yaml", *words, text)
     assert "#PBS -l select=3:ncpus=32:ngpus=4:system=polaris\n" in done.stdout, done.stderr
     assert done.stdout.count("select=") == 1
+    assert "place=" not in done.stdout, "ncpus=... alone goes with no place"
     done = desk.run("submit", "my.yaml", *words, "{foo}")
     assert "{memory_gb}" in only_line(done.stderr)
     done = desk.run("submit", "my.yaml", *words, text, "--gpus", "2")
     assert "give --resources with {gpus}" in only_line(done.stderr)
     done = desk.run("submit", "my.yaml", *words, "ngpus={gpus}", "--gpus", "2")
     assert "#PBS -l ngpus=6\n" in done.stdout, done.stderr
-    polaris = ["--site", "polaris", "--account", "a", "--dry_run", "--exclusive"]
-    assert desk.run("submit", "my.yaml", *polaris).stdout.count("-l place=") == 1
+    polaris = ["--site", "polaris", "--account", "a", "--dry_run"]
+    for words in ([], ["--exclusive"]):
+        assert desk.run("submit", "my.yaml", *polaris, *words).stdout.count("-l place=") == 1
+
+
+def test_nodes_of_a_pbs_job_are_different_ones(desk):
+    words = ["submit", "my.yaml", "--scheduler", "pbs", "--dry_run", "--nodes"]
+    assert "-l place=scatter\n" in desk.run(*words, "2").stdout
+    assert "place=" not in desk.run(*words, "1").stdout
+    own = ["--directive=-l place=pack:group=switch"]
+    assert desk.run(*words, "2", *own).stdout.count("-l place=") == 1
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,14 @@ case "{name} $*" in
     "scontrol show hostnames"* | squeue* | *getattr* | *timeleft*) exit ;;
     *"job id"*) echo "${{@: -1}}"; exit ;;
     "scontrol show"* | qstat* | bjobs* | *eventlog*) kind=ask ;;
+    qdel*) echo "{name} $*" >> told; rmdir new; exit ;;
     *) kind=queue ;;
 esac
 [ $kind = ask ] || echo "{name} $* queued=$HPC_TRAIN_QUEUED" >> told
 [ $kind = queue ] || echo "{name} $*" >> asked
 case "$kind $(cat how 2>/dev/null)" in
     *" hanging") exec sleep 60 ;;
+    "queue slow") touch queueing; sleep 0.5 ;;
     *" failing") echo 'unable to contact the controller' | tee /dev/stderr; exit 1 ;;
     "ask late") sleep 3 ;;
 esac
@@ -58,7 +60,7 @@ ANSWER = {
 }
 NAMES = {
     "slurm": ("sbatch", "scontrol", "squeue"),
-    "pbs": ("qsub", "qstat"),
+    "pbs": ("qsub", "qstat", "qdel"),
     "lsf": ("bsub", "bjobs"),
     "flux": ("flux",),
 }
@@ -107,6 +109,11 @@ class Shell:
             for name in self.names:
                 (self.folder / "bin" / name).unlink()
 
+    def walltime(self) -> None:
+        """Write into the job's output what PBS writes there when it ends the job."""
+        with (self.folder / "errors").open("a") as errors:
+            errors.write("=>> PBS: job killed: walltime 61 exceeded limit 60\n")
+
     def script(self, start: str, patience: str = "5", **fields) -> Path:
         """The script of a job whose launcher is a line of bash."""
         asked = PLAIN.resources
@@ -142,13 +149,17 @@ class Shell:
 
     def start(self, program: str, environ=None, **fields) -> subprocess.Popen[str]:
         """Start a script and wait until its program is ready."""
-        process = subprocess.Popen(
-            ["bash", str(self.script(program, **fields))],
-            cwd=self.folder,
-            env=self.environ | (environ or {}),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        script = str(self.script(program, **fields))
+        with (self.folder / "errors").open("a") as errors:
+            process = subprocess.Popen(
+                ["bash", script],
+                cwd=self.folder,
+                env=self.environ | (environ or {}),
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                process_group=0,
+            )
         for line in process.stdout:
             if line == "ready\n":
                 return process

@@ -19,13 +19,18 @@ from hypothesis import strategies as st
 from hpc_train.errors import UserError
 from hpc_train.launch import TEMPLATES, sites
 from hpc_train.launch.batch import BatchJob, text
+from hpc_train.launch.containers import Container
 from hpc_train.launch.resources import Resources
 from hpc_train.launch.schedulers import scheduler_of
+from hpc_train.launch.staged import Staging
 from tests.launch.job_shell import ARRAYS, PLAIN, SAVES, Shell
 from tests.programs import run
 
 SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
 RECORDED = Path(__file__).parent / "scripts"
+CONTAINER = Container(
+    "apptainer", "/project/it.sif", ["--bind", "/opt/cray"], ["/home/me", "/scratch/me"], "/home/me"
+)
 BATCHES = {
     "slurm.sh": PLAIN,
     "slurm-array.sh": replace(
@@ -52,6 +57,26 @@ BATCHES = {
     "flux.sh": replace(PLAIN, scheduler="flux", requeue_by="submit"),
     "local.sh": replace(
         PLAIN, scheduler="local", requeue_by="submit", resources=Resources(1, 2, 1, 60)
+    ),
+    "slurm-stage.sh": replace(
+        PLAIN,
+        staging=Staging(
+            ["srun", "--nodes", "4", "--ntasks", "4", "--ntasks-per-node=1"],
+            ["/home/me/venv/bin/python", "-m", "hpc_train", "stage", "--to", "$LOCAL_DISK"],
+            "/home/me/venv",
+        ),
+    ),
+    "slurm-image.sh": replace(
+        PLAIN,
+        launcher=["srun", "--kill-on-bad-exit=1"],
+        command=CONTAINER.command(["python3", "-m", "hpc_train", "train", "my.yaml"], 8),
+        environ={"HPC_TRAIN_WARM": "off"},
+    ),
+    "pbs-image.sh": replace(
+        PLAIN,
+        scheduler="pbs",
+        requeue_by="submit",
+        launcher=[*PLAIN.launcher[:-1], *CONTAINER.as_options, "--"],
     ),
     "mpijob.yaml": replace(
         PLAIN,
@@ -269,6 +294,37 @@ def test_a_signal_that_comes_too_early_loses_nothing(shell):
     done = shell.run("kill -USR1 $PPID; sleep 10")
     assert done.returncode == 0
     assert len(shell.calls) == 2, "it is queued again"
+
+
+def test_a_signal_that_ends_a_command_of_the_setup_queues_again(shell):
+    """A scheduler may signal all processes of a job."""
+    done = shell.run("echo never", setup=["kill -USR1 $$; false"])
+    assert done.returncode == 0
+    assert "never" not in done.stdout
+    assert len(shell.calls) == 1
+
+
+STAGES = """case "$*" in
+    *--clean) rm -r copies; echo removed ;;
+    *) [ ! -e full ] && mkdir -p copies && echo 'export HPC_TRAIN_STAGED=copies' >copies/activate ;;
+esac"""
+STAGING = Staging(["bash", "-c", STAGES], ["bash", "-c", "echo copies"], "/env")
+
+
+def test_staged_programs_run_from_the_copies_which_are_removed_at_the_end(shell):
+    start = 'echo "$0 of $HPC_TRAIN_STAGED, $(cat copies/activate)"'
+    done = shell.run(start, staging=STAGING, command=["/env/bin/it"])
+    assert done.returncode == 0, done.stderr
+    assert "copies/environment/bin/it of copies, export" in done.stdout
+    assert done.stdout.endswith("removed\n")
+
+
+def test_a_staging_that_fails_is_told_and_nothing_is_started(shell):
+    (shell.folder / "full").touch()
+    done = shell.run("echo started", staging=STAGING)
+    assert done.returncode == 1
+    assert "the staging failed: nothing is started" in done.stdout
+    assert "started\n" not in done.stdout.replace("nothing is started\n", "")
 
 
 def test_a_setup_that_fails_is_told(shell):

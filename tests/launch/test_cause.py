@@ -29,6 +29,12 @@ CASES = [
         ["mpirun noticed that process rank 0 with PID 0 on node vm exited on signal 11 (Segm...)."],
         "rank 0 (vm) was ended by SIGSEGV",
     ),
+    (255, [], "the launcher exited with code 255"),
+    (
+        255,
+        ['FATAL:   "python3": executable file not found in $PATH', "  Exit code:    255"],
+        'the container does not start: "python3": executable file not found in $PATH',
+    ),
     (137, ["srun: error: node2: task 3: Killed"], "rank 3 (node2) was ended by SIGKILL, perhaps"),
     (
         137,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 
@@ -180,6 +181,13 @@ def test_a_launcher_beside_this_python_is_found(beside):
     found = launchers.find_launcher(None, None)
     assert found.make(LaunchedJob(["train"], 2)).words[0] == str(beside / "mpirun")
     assert not found.note
+
+
+def test_open_mpi_of_this_environment_is_started_by_its_path(beside, monkeypatch):
+    """By its name, it would not find its own files on other hosts."""
+    monkeypatch.setenv("PATH", str(beside), prepend=os.pathsep)
+    found = launchers.find_launcher(None, "pbs")
+    assert found.make(LaunchedJob(["train"], 2)).words[0] == str(beside / "mpirun")
 
 
 def test_an_unknown_launcher_on_the_path_is_never_replaced_silently(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shlex
 import shutil
@@ -148,8 +149,8 @@ def test_the_time_limit_of_flux_queues_again(tmp_path, number):
 
 
 def test_sigterm_at_the_walltime_queues_again(pbs):
-    process = pbs.start(SAVES_SOON, seconds=1)
-    time.sleep(1)
+    process = pbs.start(SAVES_SOON)
+    pbs.walltime()
     end(process)
     assert process.returncode == 0
     assert pbs.calls == [f"qsub -v HPC_TRAIN_QUEUED=1,HPC_TRAIN_TASK= {pbs.folder}/job.sh queued="]
@@ -157,11 +158,43 @@ def test_sigterm_at_the_walltime_queues_again(pbs):
 
 @pytest.mark.parametrize("change", ["job_state = R>job_state = E", "substate = 42>substate = 43"])
 def test_a_job_that_pbs_ends_or_runs_again_at_its_walltime_is_left_to_pbs(pbs, change):
-    process = pbs.start(SAVES_SOON, seconds=1)
+    process = pbs.start(SAVES_SOON)
+    pbs.walltime()
     pbs.answer(ANSWER["pbs"].replace(*change.split(">")))
     end(process)
     assert process.returncode == 75
     assert not pbs.calls
+
+
+def test_a_job_that_is_deleted_just_before_its_walltime_does_not_come_back(pbs):
+    process = pbs.start(SAVES_SOON, seconds=1)
+    time.sleep(1)
+    assert "the job was deleted" in end(process)
+    assert not pbs.calls
+
+
+def test_a_job_that_pbs_runs_again_needs_no_command(pbs):
+    process = pbs.start(SAVES_SOON)
+    pbs.answer(ANSWER["pbs"].replace("substate = 42", "substate = 60"))
+    assert "To continue" not in end(process)
+    assert not pbs.calls
+    assert pbs.records[-1]["continue"] == ""
+
+
+@pytest.mark.parametrize("walltime", [False, True])
+def test_a_job_that_is_deleted_while_it_is_queued_again_does_not_come_back(pbs, walltime):
+    """PBS signals all processes of the job, also its qsub."""
+    process = pbs.start("echo ready; exit 75")
+    pbs.how("slow")
+    while not (pbs.folder / "queueing").exists():
+        time.sleep(0.02)
+    if walltime:
+        pbs.walltime()
+    os.killpg(process.pid, signal.SIGTERM)
+    text, _ = process.communicate(timeout=30)
+    assert (pbs.folder / "new").exists() == walltime
+    assert pbs.records[-1]["next"] == ("8" if walltime else "")
+    assert ("the job was deleted: it is not queued again" in text) != walltime
 
 
 def test_sigterm_from_elsewhere_does_not_queue_again(slurm):
@@ -174,9 +207,11 @@ def test_sigterm_from_elsewhere_does_not_queue_again(slurm):
 @pytest.mark.parametrize("how", ["absent", "failing", "hanging", "late"])
 def test_without_an_answer_a_job_that_got_sigterm_does_not_come_back(shell, how):
     fields = {"requeue_by": "requeue"} if shell.scheduler == "slurm" else {}
-    if shell.scheduler in ("pbs", "lsf"):
+    if shell.scheduler == "lsf":
         fields = {"seconds": 1}
     process = shell.start(SAVES_SOON, patience="1", **fields)
+    if shell.scheduler == "pbs":
+        shell.walltime()
     if shell.scheduler == "slurm":
         shell.answer(TIME_LIMIT)  # told too late
     shell.how(how)

@@ -4,6 +4,8 @@ import os
 import pty
 import subprocess
 
+import pytest
+
 from hpc_train.monitoring.console import describe_record
 from tests.programs import ENVIRON
 
@@ -40,9 +42,10 @@ def test_a_terminal_gets_one_line_that_is_redrawn(program):
     assert "step 5: checkpoint" in text, "what is logged meanwhile stays visible"
 
 
-def test_a_launchers_terminal_gets_plain_lines(program):
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_launchers_terminal_gets_plain_lines(program, ranks):
     """Open MPI gives its ranks pseudo-terminals; batch logs are not to be full of escapes."""
-    words = ["mpirun", "-np", "2", *program.command("run")]
+    words = ["mpirun", "-np", ranks, *program.command("run")]
     code, text = on_a_terminal(words)
     assert code == 0
     assert "\x1b[" not in text

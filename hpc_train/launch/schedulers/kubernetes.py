@@ -35,15 +35,8 @@ class MpiJob(Scheduler):
     refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
             *("time", "account", "queue", "directive", "setup", "requeue_by", "chain", "sweep"),
-            *(
-                "qos",
-                "constraint",
-                "mail",
-                "exclusive",
-                "reservation",
-                "resources",
-                "tasks_at_once",
-            ),
+            *("qos", "constraint", "mail", "exclusive", "reservation", "resources"),
+            *("tasks_at_once", "image_tool", "image_options", "stage"),
         ),
         LEAVE,
     )

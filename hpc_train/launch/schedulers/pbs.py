@@ -44,7 +44,7 @@ class Pbs(Scheduler):
     name: SchedulerName = "pbs"
     template = "pbs.sh"
     sign = "#PBS"
-    commands = ("qsub", "qstat")
+    commands = ("qsub", "qstat", "qdel")
     submits = ("qsub",)
     deletes = ("qdel",)
     arrays = "PBS_ARRAY_INDEX"
@@ -64,6 +64,7 @@ class Pbs(Scheduler):
             f"-l walltime={format_duration(asked.seconds)}",
             *given({"-o ": batch.outputs and word("run.dir", batch.outputs)}),
             "-j oe",
+            *self._output_options(),
             "-r y",
         ]
         if asked.account:
@@ -73,8 +74,7 @@ class Pbs(Scheduler):
         if batch.sweep:
             lines.append(f"{self._array_option()} 0-{len(batch.sweep) - 1}{batch.limit}")
         lines += self._memory(batch)
-        if asked.exclusive:
-            lines.append("-l place=scatter:excl")
+        lines += self._place(batch)
         if asked.mail:
             lines += ["-m ae", f"-M {expression('--mail', asked.mail)}"]
         return lines
@@ -116,6 +116,17 @@ class Pbs(Scheduler):
         gpus = f":ngpus={asked.gpus}" if asked.gpus else ""
         return usual + gpus + (f":mem={asked.memory_gb}gb" if asked.memory_gb else "")
 
+    def _place(self, batch: BatchJob) -> list[str]:
+        """Each chunk on a node of its own: by itself PBS puts several on a node that has room."""
+        asked = batch.resources
+        if asked.exclusive:
+            return ["-l place=scatter:excl"]
+        placed = asked.text or any(line.startswith("-l place=") for line in asked.directives)
+        return [] if placed or asked.nodes == 1 else ["-l place=scatter"]
+
+    def _output_options(self) -> list[str]:
+        return ["-k doe"]  # write where it belongs from the start, so that it can be followed
+
     def _array_option(self) -> str:
         return "-J"
 
@@ -155,6 +166,12 @@ class Torque(Pbs):
         asked = batch.resources
         gpus = f":gpus={asked.gpus}" if asked.gpus else ""
         return f"nodes={asked.nodes}:ppn={asked.ranks_per_node * asked.threads}{gpus}"
+
+    def _place(self, batch: BatchJob) -> list[str]:
+        return []  # Torque has no such option
+
+    def _output_options(self) -> list[str]:
+        return []  # Torque does not know the option
 
     def _array_option(self) -> str:
         return "-t"

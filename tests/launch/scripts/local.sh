@@ -32,6 +32,7 @@ name_of() { # PROCESS: its id, the time of its start in the kernel's ticks, and 
     read -ra fields <"/proc/$1/stat" && echo "$1-${fields[21]}@$HOSTNAME"
 }
 job=$(name_of $PPID) # `timeout`, which ends this script at its time limit
+export HPC_TRAIN_LOCAL_JOB=$job
 # `timeout` sends SIGTERM at the time limit, and `hpc-train cancel --now` sends it at any time. SIGKILL follows
 # after 30 seconds. The time limit is known by the clock.
 signalled=
@@ -52,7 +53,7 @@ for name in USR1 TERM; do
     trap "pass_on $name" "$name"
 done
 mkdir -p "$run_dir"
-if ! setup; then
+if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
     echo "the setup failed: nothing is started"
     exit 1
 fi

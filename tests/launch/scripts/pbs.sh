@@ -4,12 +4,14 @@
 #PBS -l walltime=02:00:00
 #PBS -o runs/my/
 #PBS -j oe
+#PBS -k doe
 #PBS -r y
 #PBS -A project1
 #PBS -q long
+#PBS -l place=scatter
 # A PBS Pro or OpenPBS job that trains until it is done: it stops with a checkpoint before its time is
-# over, and submits itself again. For Torque replace the line with select by `-l nodes=2:ppn=32`.
-# Copy and edit it, or have `hpc-train submit --scheduler pbs` (or torque) write it.
+# over, and submits itself again. Copy and edit it, or have `hpc-train submit --scheduler pbs` (or torque)
+# write it. Torque has `-l nodes=2:ppn=32` in place of the lines with select and place, and no `-k doe`.
 
 # Change these.
 # The run directory of the configuration. A file STOP in it ends the job for good.
@@ -27,6 +29,7 @@ script=/home/me/runs/my/job.sh
 # The scheduler's commands; a job's PATH may lack them.
 qsub='qsub'
 qstat='qstat'
+qdel='qdel'
 notice=
 # Seconds, as in the directive. PBS sends no early signal.
 walltime=7200
@@ -37,15 +40,14 @@ setup() {
 task=
 
 # The rest need not be changed.
-for name in qsub qstat; do
+for name in qsub qstat qdel; do
     [ -x "${!name}" ] || printf -v "$name" %s "$name"
 done
 export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
 cd "${PBS_O_WORKDIR:-.}" || exit 2
 job=$PBS_JOBID
-# After qdel or qrerun, and at the walltime, PBS sends SIGTERM and soon SIGKILL. The walltime is known by the
-# clock, and PBS is asked for the job's state once the ranks have saved. `qsig -s USR1` stops the job earlier,
-# and it is submitted again.
+# After qdel, and at the walltime, PBS sends SIGTERM and soon SIGKILL. At the walltime it first writes so into the
+# job's output. PBS is asked for the job's state once the ranks have saved.
 signalled=
 terminated= # when a signal came that may end the job for good, in seconds since 1970
 child=
@@ -64,7 +66,7 @@ for name in USR1 TERM; do
     trap "pass_on $name" "$name"
 done
 mkdir -p "$run_dir"
-if ! setup; then
+if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
     echo "the setup failed: nothing is started"
     exit 1
 fi
@@ -136,16 +138,24 @@ if [ "$code" -eq 0 ]; then
     end
 fi
 
-answer=
-[ -z "$terminated" ] || answer=$(timeout -s KILL 5 "$qstat" -f "$job" 2>/dev/null)
 trap '' USR1 TERM # the next commands are not interrupted
-field() {
-    sed -n "s/^[[:space:]]*$1 = //p" <<<"$answer" | head -n 1
+reason= # why a job that got SIGTERM is not queued again
+walltime_over() { # whether PBS has written into the output that the walltime is over
+    [ -f "/proc/$$/fd/2" ] && tail -c 1000000 "/proc/$$/fd/2" | grep -q 'PBS: job killed: walltime'
 }
-time_limit() { # whether SIGTERM came at the walltime; a job that is deleted may stay in state R
-    local substate
-    substate=$(field substate)
-    [ "$terminated" -ge $((HPC_TRAIN_DEADLINE - 15)) ] && [ "$(field job_state) ${substate:-42}" = "R 42" ]
+ask() {
+    local answer state substate
+    answer=$(timeout -s KILL 5 "$qstat" -f "$job" 2>/dev/null)
+    state=$(sed -n 's/^[[:space:]]*job_state = //p' <<<"$answer")
+    substate=$(sed -n 's/^[[:space:]]*substate = //p' <<<"$answer")
+    if [ -z "$state" ]; then
+        reason="SIGTERM came, and PBS does not say why"
+    elif [[ $substate == 6? ]]; then
+        reason="PBS runs the job again by itself"
+        resume_by=
+    elif [ "$state ${substate:-42}" != "R 42" ] || ! walltime_over; then
+        reason="the job was deleted"
+    fi
 }
 if [ "$code" -ne 75 ]; then
     why="exit code $code"
@@ -159,16 +169,27 @@ else
         why="queued again $count times, the maximum"
     elif [ "$stalled" -ge 3 ]; then
         why="$stalled jobs have ended without a newer checkpoint"
-    elif [ -n "$terminated" ] && [ -z "$(field job_state)" ]; then
-        why="SIGTERM came, and PBS does not say why"
-    elif [ -n "$terminated" ] && ! time_limit; then
-        why="the job was deleted, or PBS queues it again by itself, as qstat tells"
+    elif [ -n "$terminated" ]; then
+        ask
+        why=$reason
     fi
 fi
 [ -z "$why" ] || end
 
 why="qsub failed"
-next=$(timeout -s KILL 60 "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script") || next=
+terminated=
+trap 'terminated=1' TERM
+submit() { # PBS signals all processes of a job, and timeout has its command take SIGTERM
+    trap '' TERM
+    timeout -s KILL 60 bash -c 'trap "" TERM; exec "$@"' - \
+        "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script"
+}
+next=$(submit) || next=
+trap '' TERM
+if [ -n "$terminated" ] && [ -n "$next" ] && ask && [ -n "$reason" ] && timeout -s KILL 5 "$qdel" "$next"; then
+    why=$reason
+    next=
+fi
 if [ -n "$next" ]; then
     why=
     resume_by=

@@ -1,95 +1,25 @@
-"""`hpc-train doctor [--json]`: check what works here, and say how to repair what does not.
-
-A process that no launcher started must not touch MPI, because MPI may end it. It starts one rank as
-a probe instead. Under a launcher every rank examines itself, and rank 0 reports.
-"""
+"""The checks of this machine, from what its ranks say of themselves."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpc_train.cli.verb import Parser
-from hpc_train.errors import EXIT_FAILURE, HpcTrainError
+from hpc_train.cli.doctor.findings import ERROR, OK, WARNING, Finding
+from hpc_train.cli.doctor.probe import chosen_launcher
+from hpc_train.errors import HpcTrainError
 from hpc_train.host.programs import output
-from hpc_train.mpi import environment, gpus, runtime, visible
+from hpc_train.mpi import environment, runtime
 
-if TYPE_CHECKING:
-    from hpc_train.launch.launchers import FoundLauncher
-
-OK, WARNING, ERROR = "ok", "warning", "error"
 LAUNCHER_NAMES = ("mpirun", "mpiexec", "srun", "horovodrun")
-RANK_PROBE_SECONDS = 60
 FASTER = 1.1  # speed from which on the other way to multiply matrices is recommended
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check.
-
-    Args:
-        topic: the subject of the check.
-        status: "ok"; "warning": the main job runs, but not as well as it could; "error": it cannot
-            run.
-        text: what was found.
-        remedy: for warnings and errors, what to do.
-    """
-
-    topic: str
-    status: str
-    text: str
-    remedy: str = ""
-
-
-def options() -> Parser:
-    """The options of the verb."""
-    made = Parser(
-        "hpc-train doctor", description="Check what works here, and say how to repair the rest."
-    )
-    made.add_argument("--json", action="store_true", help="print JSON")
-    return made
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run the verb; returns the exit code."""
-    given = options().parse_args(arguments)
-    launch = environment.read_launch(os.environ)
-    findings, ranks = examine()
-    if launch is None or launch.rank == 0:
-        print(report(findings, ranks, as_json=given.json))
-    return 0 if runs(findings) else EXIT_FAILURE
-
-
-def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Run all checks. Under a launcher all ranks must call.
-
-    Returns:
-        The findings, and a description of each rank; ranks other than 0 have only their own.
-    """
-    findings = [python(), torch(), hdf5(), *launchers()]
-    component = mpi_io_component()  # before MPI starts: no fork after MPI_Init
-    launch = environment.read_launch(os.environ)
-    alone = launch is None or launch.size == 1
-    probed = probe_in_a_rank() if alone else probe()
-    ranks = [rank for rank in probed if "error" not in rank]
-    if not ranks:
-        return [*findings, Finding("MPI", ERROR, probed[0]["error"], probed[0]["remedy"])], []
-    findings += [mpi(ranks[0]), horovod(ranks[0]), *one_libmpi(ranks[0])]
-    findings += [mpi_io(ranks[0]["mpi"], component), nodes(ranks), binding(ranks), devices(ranks)]
-    findings += matrix_products(ranks)
-    return findings, ranks
 
 
 def python() -> Finding:
@@ -127,7 +57,7 @@ def launchers() -> list[Finding]:
         text = f"started by {launch.launcher}"
         return [Finding("launcher", OK, text)]
     try:
-        chosen = _launcher()
+        chosen = chosen_launcher()
     except HpcTrainError as error:
         return [Finding("launcher", ERROR, error.cause, error.remedy)]
     program, on_path = (
@@ -144,19 +74,6 @@ def launchers() -> list[Finding]:
         text = "it works with the mpirun of Open MPI up to version 4 only, and this one is another"
         findings.append(Finding("horovodrun", WARNING, text, "start jobs with mpirun or srun"))
     return findings
-
-
-def _launcher() -> FoundLauncher:
-    """The launcher that `hpc-train launch` would choose.
-
-    Raises:
-        HpcTrainError: there is none, or the scheduler's variables are wrong.
-    """
-    from hpc_train.launch.hosts import allocated
-    from hpc_train.launch.launchers import find_launcher
-
-    allocation = allocated(os.environ)
-    return find_launcher(None, allocation.scheduler if allocation else None)
 
 
 def _mpirun_version() -> str:
@@ -176,133 +93,6 @@ def mpi_io_component() -> str:
     text = _output(["ompi_info", "--parsable", "--level", "9", "--param", "all", "all"])
     chosen = re.search(r"^mca:io:base:param:io:value:(.*)$", text, re.MULTILINE)
     return chosen[1] if chosen else os.environ.get("OMPI_MCA_io", "")
-
-
-def probe() -> list[dict[str, Any]]:
-    """Start MPI, and describe this rank; on rank 0 returns all ranks' descriptions. Collective."""
-    offered = _gpus()  # before the rank is given one of them
-    try:
-        started = runtime.start_runtime()
-        MPI = runtime.import_mpi()
-    except HpcTrainError as error:
-        return [{"error": error.cause, "remedy": error.remedy}]
-    with_horovod, horovod_error = _horovod()
-    mine = {
-        "rank": started.world.rank,
-        "local_rank": started.node.rank,
-        "host": socket.gethostname(),
-        "cores": sorted(os.sched_getaffinity(0)),
-        "mpi": runtime.library_version(MPI),
-        "mpi4py": importlib.metadata.version("mpi4py"),
-        "thread_multiple": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-        "horovod": with_horovod,
-        "horovod_error": horovod_error,
-        "libmpi": _loaded_libmpi(),
-        "devices": _devices(),
-        "gpus": offered,
-        "build": _build(),
-        "products": _products() if started.node.rank == 0 else None,
-    }
-    everyone = started.world.comm.gather(mine) if started.world.comm else [mine]
-    started.close()
-    return everyone or [mine]
-
-
-def _horovod() -> tuple[dict[str, Any] | None, str]:
-    if not runtime.horovod_built():
-        return None, ""
-    try:
-        import horovod
-        import horovod.torch as hvd
-    except Exception as error:  # noqa: BLE001  # a wrong build can fail in many ways
-        return None, " ".join(str(error).split())
-    metadata = json.loads(Path(horovod.__file__).with_name("metadata.json").read_text())
-    return {
-        "version": horovod.__version__,
-        "mpi": bool(hvd.mpi_built()),
-        "nccl": bool(hvd.nccl_built()),
-        "torch": metadata.get("pytorch", "?"),
-    }, ""
-
-
-def _loaded_libmpi() -> list[str]:
-    """The MPI libraries that this process has loaded."""
-    maps = Path("/proc/self/maps").read_text()
-    return sorted(set(re.findall(r"\S*/libmpi(?:_abi)?\.so\S*", maps)))
-
-
-def _devices() -> list[str]:
-    try:
-        import torch
-    except ImportError:  # the check of torch reports it
-        return []
-    return [
-        module.get_device_name(number)
-        for module in (torch.cuda, torch.xpu)
-        for number in range(module.device_count())
-    ]
-
-
-def _build() -> tuple[str, str]:
-    """As `built_for`; nothing without torch."""
-    try:
-        from hpc_train.training.device import built_for
-    except ImportError:
-        return "", ""
-    return built_for()
-
-
-def _gpus() -> tuple[int, str, str] | None:
-    """Number, vendor and torch's build of the GPUs that this process may use; None: it has none."""
-    found = visible.offered(os.environ, gpus.count_gpus(Path("/"), os.environ))
-    return (found.count, found.vendor.name, found.vendor.build) if found.count else None
-
-
-def _products() -> dict[str, Any] | None:
-    """The table's choice for float32 matrices here, and oneDNN's measured speed; None on GPUs."""
-    try:
-        from hpc_train.models import linear, trial
-    except ImportError:  # without torch
-        return None
-    if _devices():
-        return None
-    speed = trial.onednn_speed() if linear.onednn_works() else None
-    return {**linear.of_table()._asdict(), "onednn_speed": speed}
-
-
-def probe_in_a_rank() -> list[dict[str, Any]]:
-    """Start one rank that runs `probe` and prints the result."""
-    from hpc_train.launch.lines import LaunchedJob, Line
-
-    program = [sys.executable, "-m", "hpc_train.cli.doctor"]
-    try:
-        line = _launcher().make(LaunchedJob(program, 1))
-    except HpcTrainError:  # `launchers` reports it; the process alone may still tell something
-        line = Line(program, {})
-    said = "nothing"
-    try:
-        done = subprocess.run(
-            line.words,
-            capture_output=True,
-            text=True,
-            timeout=RANK_PROBE_SECONDS,
-            env={**os.environ, **line.environ},
-            check=False,
-        )
-        said = _cause(done.returncode, done.stderr.strip().splitlines())
-        found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
-        remedy = "load the site's MPI module; where login nodes refuse MPI, run this inside a job"
-        return [{"error": f"MPI does not start here: {said}", "remedy": remedy}]
-    return found
-
-
-def _cause(code: int, lines: list[str]) -> str:
-    """Why a launcher failed: what its known lines tell, else the first one, which is nearest."""
-    from hpc_train.launch.cause import explain
-
-    told = explain(code, lines)
-    return told if told != explain(code, []) or not lines else lines[0]
 
 
 def mpi(rank: dict[str, Any]) -> Finding:
@@ -434,30 +224,3 @@ def _products_of(alike: list[dict[str, Any]]) -> Finding:
         return Finding(topic, OK, text)
     remedy = f"train with --precision.matmul {other}, which is {gain:.2f} times as fast here"
     return Finding(topic, WARNING, text, remedy)
-
-
-def report(findings: list[Finding], ranks: list[dict[str, Any]], *, as_json: bool) -> str:
-    """The findings as text or as JSON."""
-    if as_json:
-        tree = {
-            "ok": runs(findings),
-            "findings": [asdict(finding) for finding in findings],
-            "ranks": ranks,
-        }
-        return json.dumps(tree, indent=1)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.status:8}{finding.topic:16}{finding.text}")
-        if finding.remedy:
-            lines.append(f"{'':8}{'':16}-> {finding.remedy}")
-    lines.append("the main job runs here" if runs(findings) else "the main job cannot run here")
-    return "\n".join(lines)
-
-
-def runs(findings: list[Finding]) -> bool:
-    """Whether the main job can run."""
-    return all(finding.status != ERROR for finding in findings)
-
-
-if __name__ == "__main__":
-    print(json.dumps(probe()))

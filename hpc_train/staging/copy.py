@@ -1,0 +1,215 @@
+"""The copy on one node: the room for it, its files, its check, its end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpc_train import files
+from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.staging.listing import Item, to_text
+from hpc_train.staging.stream import Stream
+
+TABLE_FILE = "table.json"  # in the folder of a whole copy: what it consists of
+SECOND = 10**9  # nanoseconds; not every file system keeps parts of it
+
+
+def room_needed(items: Sequence[Item], block: int) -> int:
+    """Bytes that a copy takes on a disk with blocks of `block` bytes.
+
+    Each item counts for a block more, for its name and what the file system notes about it.
+    """
+    return sum(-(-item.nbytes // block) + 1 for item in items) * block
+
+
+def check_room(folder: Path, items: Sequence[Item]) -> None:
+    """Check that the disk of a folder has room for a copy.
+
+    Raises:
+        UserError: it has not.
+    """
+    disk = os.statvfs(folder)
+    needed, free = room_needed(items, disk.f_frsize), disk.f_bavail * disk.f_frsize
+    remedy = "give another folder with --to, or stage less"
+    if needed > free:
+        raise UserError(
+            f"{folder} has {amount(free)} free, and {amount(needed)} are needed", remedy
+        )
+    # Some file systems make room for a file's name when they need it, and say that they have none.
+    if disk.f_files and len(items) > disk.f_favail:
+        raise UserError(
+            f"{folder} can take {disk.f_favail} more files, and {len(items)} are needed", remedy
+        )
+
+
+def amount(nbytes: int) -> str:
+    """An amount of data, for people."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**7 else f"{nbytes / 1e6:.3f} MB"
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Run a block that writes into a folder.
+
+    Raises:
+        UserError: the file system refuses something.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = f"{folder} ({error.filename})" if error.filename else str(folder)
+        raise UserError(f"{where}: {error.strerror}", "give another folder with --to") from None
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of the copy, and those above it, or take one that is there.
+
+    Raises:
+        UserError: it cannot be made, or another user has made it.
+    """
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+        raise UserError(f"{folder} is not a folder of yours", "give another folder with --to")
+
+
+def remove_copy(folder: Path) -> bool:
+    """Remove a copy, or a part of one; returns whether there was any.
+
+    Raises:
+        UserError: something in it cannot be removed.
+    """
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}", f"remove {folder} by hand") from None
+    return True
+
+
+class Copy:
+    """Writes a copy on one node.
+
+    Args:
+        folder: where it belongs; it exists.
+        items: what it consists of.
+        stream: the chunks that have its bytes.
+    """
+
+    def __init__(self, folder: Path, items: Sequence[Item], stream: Stream) -> None:
+        self.folder, self.items, self.stream = folder, items, stream
+        self._finished: set[Item] = set()
+
+    def begin(self) -> None:
+        """Make all folders, links and empty files.
+
+        Raises:
+            UserError: the disk does not take them.
+        """
+        with writing(self.folder):
+            for item in self.items:
+                path = self._path(item)
+                if stat.S_ISDIR(item.mode):
+                    Path(path).mkdir(mode=0o700, parents=True)
+                elif stat.S_ISLNK(item.mode):
+                    os.symlink(item.link, path)
+                    os.utime(path, ns=(item.mtime_ns,) * 2, follow_symlinks=False)
+                elif not item.size and not item.link:
+                    os.close(_open(path))
+
+    def write(self, number: int, memory: memoryview) -> None:
+        """Write the files' parts that are in a chunk. Several threads may.
+
+        Raises:
+            UserError: the disk does not take them.
+        """
+        with writing(self.folder):
+            for portion in self.stream.portions(number):
+                descriptor = _open(self._path(portion.item))
+                try:
+                    part = memory[portion.at : portion.at + portion.nbytes]
+                    files.write_at(descriptor, part, portion.offset)
+                    if portion.nbytes == portion.item.size:
+                        _finish(descriptor, portion.item)
+                        self._finished.add(portion.item)
+                finally:
+                    os.close(descriptor)
+
+    def finish(self) -> None:
+        """Give everything its other names, permissions and times, check it, and note it as whole.
+
+        Raises:
+            UserError: the disk does not take it.
+            HpcTrainError: something is not there, or differs.
+        """
+        with writing(self.folder):
+            for item in self.items:
+                if stat.S_ISREG(item.mode) and item.link:
+                    os.link(f"{self.folder}/{item.link}", self._path(item))
+            for item in reversed(self.items):  # a new item changes the time of its folder
+                if item not in self._finished and not stat.S_ISLNK(item.mode):
+                    _finish(self._path(item), item)
+            (self.folder / TABLE_FILE).write_text(to_text(self.items))
+
+    def whole(self) -> bool:
+        """Whether the folder has a whole copy of exactly these items, perhaps with more."""
+        try:
+            noted = (self.folder / TABLE_FILE).read_text()
+        except (OSError, UnicodeDecodeError):
+            return False
+        return noted == to_text(self.items) and all(
+            _matches(self._path(item), item) for item in self.items
+        )
+
+    def _path(self, item: Item) -> str:
+        return f"{self.folder}/{item.path}"
+
+
+def permissions(item: Item) -> int:
+    """The permissions of an item in the copy: its own, and folders can always be removed."""
+    return stat.S_IMODE(item.mode) | (0o700 if stat.S_ISDIR(item.mode) else 0)
+
+
+def _finish(file: int | str, item: Item) -> None:
+    """Give a file or folder the permissions and the time of an item, and check its kind and size.
+
+    Raises:
+        HpcTrainError: it is not what was written.
+    """
+    os.chmod(file, permissions(item))
+    os.utime(file, ns=(item.mtime_ns,) * 2)
+    if not _is(item, os.stat(file)):
+        raise HpcTrainError(f"{item.path} is not what was written", "check this node's disk")
+
+
+def _matches(path: str, item: Item) -> bool:
+    """Whether what is there has the kind, permissions, size and time of an item."""
+    try:
+        about = os.lstat(path)
+        if stat.S_ISLNK(item.mode):
+            return os.readlink(path) == item.link
+    except OSError:
+        return False
+    return _is(item, about)
+
+
+def _is(item: Item, about: os.stat_result) -> bool:
+    """Whether a file or folder has the kind, permissions, size and time of an item."""
+    if about.st_mode != stat.S_IFMT(item.mode) | permissions(item):
+        return False
+    if not stat.S_ISREG(item.mode):
+        return True
+    same_time = about.st_mtime_ns // SECOND == item.mtime_ns // SECOND
+    return same_time and about.st_size == item.size
+
+
+def _open(path: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,199 @@
+#!/bin/bash -l
+#PBS -N my
+#PBS -l select=4:ncpus=6:mpiprocs=2:ompthreads=3
+#PBS -l walltime=02:00:00
+#PBS -o runs/my/
+#PBS -j oe
+#PBS -k doe
+#PBS -r y
+#PBS -A project1
+#PBS -q long
+#PBS -l place=scatter
+# A PBS Pro or OpenPBS job that trains until it is done: it stops with a checkpoint before its time is
+# over, and submits itself again. Copy and edit it, or have `hpc-train submit --scheduler pbs` (or torque)
+# write it. Torque has `-l nodes=2:ppn=32` in place of the lines with select and place, and no `-k doe`.
+
+# Change these.
+# The run directory of the configuration. A file STOP in it ends the job for good.
+run_dir=runs/my
+all=$run_dir
+# What runs on each rank, and the launcher's words before it.
+command=(hpc-train train my.yaml --run.steps 100)
+launcher=(hpc-train launch --max_restarts 3 --image /project/it.sif --image_tool apptainer '--image_options=--bind /opt/cray' --)
+# How the job is queued again when it has stopped early: submit or never.
+requeue_by=submit
+# The maximum number of requeues.
+max_requeues=50
+# This file.
+script=/home/me/runs/my/job.sh
+# The scheduler's commands; a job's PATH may lack them.
+qsub='qsub'
+qstat='qstat'
+qdel='qdel'
+notice=
+# Seconds, as in the directive. PBS sends no early signal.
+walltime=7200
+export OMP_NUM_THREADS=3
+setup() {
+    module load python openmpi || return
+}
+task=
+
+# The rest need not be changed.
+for name in qsub qstat qdel; do
+    [ -x "${!name}" ] || printf -v "$name" %s "$name"
+done
+export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+cd "${PBS_O_WORKDIR:-.}" || exit 2
+job=$PBS_JOBID
+# After qdel, and at the walltime, PBS sends SIGTERM and soon SIGKILL. At the walltime it first writes so into the
+# job's output. PBS is asked for the job's state once the ranks have saved.
+signalled=
+terminated= # when a signal came that may end the job for good, in seconds since 1970
+child=
+pass_on() { # SIGNAL
+    if [ "$1" = USR1 ] && [ -n "$notice" ] && [ -n "$HPC_TRAIN_DEADLINE" ] &&
+        [ "$(date +%s)" -ge $((HPC_TRAIN_DEADLINE - notice - 60)) ]; then
+        return # the training knows the job's end, and stops by itself in time
+    fi
+    case $1 in USR1) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
+    signalled=1
+    waiting=1
+    [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
+}
+for name in USR1 TERM; do
+    # shellcheck disable=SC2064
+    trap "pass_on $name" "$name"
+done
+mkdir -p "$run_dir"
+if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
+    echo "the setup failed: nothing is started"
+    exit 1
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+count=${HPC_TRAIN_QUEUED:-0} # how often the job was queued again
+stopped() {
+    for stop in "$run_dir/STOP" "$all/STOP"; do
+        [ ! -e "$stop" ] || return 0
+    done
+    return 1
+}
+if stopped; then
+    echo "$stop is there: nothing is started"
+    exit 0
+fi
+echo "job $PBS_JOBID, start $count, on $(sort -u "$PBS_NODEFILE" | wc -l) nodes"
+
+newest() { # the newest checkpoint: its name has the step; the files of other programs have their time
+    find "$run_dir/checkpoints" -type f ! -name '.*' ! -name LATEST \
+        \( -name 'step-*' -printf '%f\n' -o -printf '%T@ %f\n' \) 2>/dev/null | LC_ALL=C sort | tail -n 1
+}
+before=$(newest)
+code=75
+if [ -z "$signalled" ]; then
+    "${launcher[@]}" "${command[@]}" &
+    sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
+    child=$!
+    [ -z "$signalled" ] || pass_on USR1 # the signal came before there was a child
+    waiting=1
+    while [ -n "$waiting" ]; do # a signal ends `wait`, not the job
+        waiting=
+        wait "$child"
+        code=$?
+    done
+    if [ -n "$signalled" ] && [ "$code" -eq 138 ]; then
+        code=75 # the signal ended a program that was not listening yet
+    fi
+fi
+
+stalled=0
+if [ "$(newest)" = "$before" ]; then
+    [ "$count" -eq 0 ] || stalled=$(tail -qn 1 "$run_dir/jobs.jsonl" 2>/dev/null | sed -n 's/.*"stalled": \([0-9]*\),.*/\1/p')
+    stalled=$((stalled + 1))
+fi
+line= # the command that continues
+spell() { # COMMAND
+    line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
+}
+if [ -n "$task" ]; then # a task of an array is submitted again by itself
+    grep -v '^#PBS -[Jt] ' "$script" >"$run_dir/job.sh"
+    script=$run_dir/job.sh
+fi
+spell "$qsub" ${task:+-v "HPC_TRAIN_TASK=$task"} "$script"
+next=
+why=
+resume_by=
+end() { # note how the job ends, and end it
+    if [ -n "$resume_by" ]; then
+        echo "$why: it is not queued again. To continue: $resume_by"
+    fi
+    local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//\\/\\\\}")
+    text=("${text[@]//\"/\\\"}")
+    printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
+        "$(date +%s)" "${text[0]}" "$code" "$stalled" "${text[@]:1}" >>"$run_dir/jobs.jsonl"
+    exit "$code"
+}
+if [ "$code" -eq 0 ]; then
+    end
+fi
+
+trap '' USR1 TERM # the next commands are not interrupted
+reason= # why a job that got SIGTERM is not queued again
+walltime_over() { # whether PBS has written into the output that the walltime is over
+    [ -f "/proc/$$/fd/2" ] && tail -c 1000000 "/proc/$$/fd/2" | grep -q 'PBS: job killed: walltime'
+}
+ask() {
+    local answer state substate
+    answer=$(timeout -s KILL 5 "$qstat" -f "$job" 2>/dev/null)
+    state=$(sed -n 's/^[[:space:]]*job_state = //p' <<<"$answer")
+    substate=$(sed -n 's/^[[:space:]]*substate = //p' <<<"$answer")
+    if [ -z "$state" ]; then
+        reason="SIGTERM came, and PBS does not say why"
+    elif [[ $substate == 6? ]]; then
+        reason="PBS runs the job again by itself"
+        resume_by=
+    elif [ "$state ${substate:-42}" != "R 42" ] || ! walltime_over; then
+        reason="the job was deleted"
+    fi
+}
+if [ "$code" -ne 75 ]; then
+    why="exit code $code"
+elif stopped; then
+    why="$stop is there"
+elif [ "$requeue_by" = never ]; then
+    why="requeue_by is never"
+else
+    resume_by=$line
+    if [ "$count" -ge "$max_requeues" ]; then
+        why="queued again $count times, the maximum"
+    elif [ "$stalled" -ge 3 ]; then
+        why="$stalled jobs have ended without a newer checkpoint"
+    elif [ -n "$terminated" ]; then
+        ask
+        why=$reason
+    fi
+fi
+[ -z "$why" ] || end
+
+why="qsub failed"
+terminated=
+trap 'terminated=1' TERM
+submit() { # PBS signals all processes of a job, and timeout has its command take SIGTERM
+    trap '' TERM
+    timeout -s KILL 60 bash -c 'trap "" TERM; exec "$@"' - \
+        "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script"
+}
+next=$(submit) || next=
+trap '' TERM
+if [ -n "$terminated" ] && [ -n "$next" ] && ask && [ -n "$reason" ] && timeout -s KILL 5 "$qdel" "$next"; then
+    why=$reason
+    next=
+fi
+if [ -n "$next" ]; then
+    why=
+    resume_by=
+    code=0
+    echo "queued again: job $next"
+fi
+end

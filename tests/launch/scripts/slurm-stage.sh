@@ -1,0 +1,264 @@
+#!/bin/bash -l
+#SBATCH --job-name=my
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=2
+#SBATCH --cpus-per-task=3
+#SBATCH --time=02:00:00
+#SBATCH --output=runs/my/%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --signal=B:USR1@300
+#SBATCH --account=project1
+#SBATCH --partition=long
+# A SLURM job that trains until it is done: it stops with a checkpoint before its time is over, and
+# queues itself again. Copy and edit it, or have `hpc-train submit --scheduler slurm` write it.
+# With srun or mpirun as the launcher, leave out --no-kill and set no_kill to nothing.
+
+# Change these.
+# The run directory of the configuration. A file STOP in it ends the job for good.
+run_dir=runs/my
+all=$run_dir
+# What runs on each rank, and the launcher's words before it.
+command=(hpc-train train my.yaml --run.steps 100)
+launcher=(hpc-train launch --max_restarts 3 --)
+# What copies the environment to the nodes' disks, and the launcher's words before it.
+# shellcheck disable=SC2016
+stage=(/home/me/venv/bin/python -m hpc_train stage --to '$LOCAL_DISK')
+stage_launcher=(srun --nodes 4 --ntasks 4 --ntasks-per-node=1)
+environment=/home/me/venv
+# How the job is queued again when it has stopped early: requeue, submit or never.
+requeue_by=requeue
+# The maximum number of requeues.
+max_requeues=50
+# This file.
+script=/home/me/runs/my/job.sh
+# The scheduler's commands; a job's PATH may lack them.
+sbatch='sbatch'
+scontrol='scontrol'
+squeue='squeue'
+# Seconds before the end at which USR1 comes; nothing if it is to stop the job.
+notice=
+# Whether the directive --no-kill is given: yes, or nothing.
+no_kill=yes
+setup() {
+    module load python openmpi || return
+}
+task=
+
+# The rest need not be changed.
+for name in sbatch scontrol squeue; do
+    [ -x "${!name}" ] || printf -v "$name" %s "$name"
+done
+job=$SLURM_JOB_ID
+if [ -n "$task" ] && [ -n "$SLURM_ARRAY_JOB_ID" ]; then
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one task's SLURM_JOB_ID stands for the whole array
+fi
+if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
+    SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
+    SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:+$(date +%s -d "$SLURM_JOB_END_TIME" 2>/dev/null)}
+fi
+[ -z "$SLURM_JOB_END_TIME" ] || export HPC_TRAIN_DEADLINE=$SLURM_JOB_END_TIME
+# SLURM signals this shell. The launcher passes the signal on to the ranks, which save and exit with 75.
+# USR1 comes before the time limit. SIGTERM comes when the job is cancelled, preempted or requeued, and
+# at the time limit. Only SLURM knows which: it is asked once the ranks have saved.
+signalled=
+terminated= # when a signal came that may end the job for good, in seconds since 1970
+child=
+pass_on() { # SIGNAL
+    if [ "$1" = USR1 ] && [ -n "$notice" ] && [ -n "$HPC_TRAIN_DEADLINE" ] &&
+        [ "$(date +%s)" -ge $((HPC_TRAIN_DEADLINE - notice - 60)) ]; then
+        return # the training knows the job's end, and stops by itself in time
+    fi
+    case $1 in USR1) ;; *) [ -n "$terminated" ] || printf -v terminated '%(%s)T' -1 ;; esac
+    signalled=1
+    waiting=1
+    [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
+}
+for name in USR1 TERM; do
+    # shellcheck disable=SC2064
+    trap "pass_on $name" "$name"
+done
+mkdir -p "$run_dir"
+if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
+    echo "the setup failed: nothing is started"
+    exit 1
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+count=$((${HPC_TRAIN_QUEUED:-0} + ${SLURM_RESTART_COUNT:-0})) # how often the job was queued again
+stopped() {
+    for stop in "$run_dir/STOP" "$all/STOP"; do
+        [ ! -e "$stop" ] || return 0
+    done
+    return 1
+}
+if stopped; then
+    echo "$stop is there: nothing is started"
+    exit 0
+fi
+echo "job $SLURM_JOB_ID, start $count, on $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
+
+# With --no-kill a job goes on when SLURM has lost this script's node, and with it the script. The
+# job's last node watches: if nothing changes in the run directory any more, it queues the job again.
+# If SLURM loses that node, too, the last one of the others takes its place.
+watch() {
+    while kill -0 $$; do # as long as this script lives
+        nodes=$("$squeue" -h -j "$job" -o %N) || nodes=$SLURM_JOB_NODELIST
+        watcher=$("$scontrol" show hostnames "$nodes" | tail -n 1)
+        if [ -z "$watcher" ] || [ "$watcher" = "$SLURMD_NODENAME" ]; then
+            return
+        fi
+        # shellcheck disable=SC2016
+        srun --overlap --mpi=none --mem=0 --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$watcher" \
+            --output=none --error=none bash -c '
+                while sleep "$(($2 / 2))"; do
+                    # SLURM is asked only if the directory is silent.
+                    if [ -z "$(find "$3" -name .claim -prune -o -newermt "-$2 seconds" -print -quit)" ] &&
+                        nodes=$("$4" -h -j "$6" -o %N) && [ -n "$nodes" ] &&
+                        ! "$5" show hostnames "$nodes" | grep -qxF "$1"; then
+                        "$5" requeue "$6"
+                    fi
+                done' watch "$SLURMD_NODENAME" "${HPC_TRAIN_SILENCE:-120}" "$run_dir" "$squeue" "$scontrol" "$job"
+        sleep 5
+    done
+}
+if [ -n "$no_kill" ] && [ "$requeue_by" != never ] && [ "$count" -lt "$max_requeues" ]; then
+    watch >/dev/null 2>&1 &
+fi
+
+newest() { # the newest checkpoint: its name has the step; the files of other programs have their time
+    find "$run_dir/checkpoints" -type f ! -name '.*' ! -name LATEST \
+        \( -name 'step-*' -printf '%f\n' -o -printf '%T@ %f\n' \) 2>/dev/null | LC_ALL=C sort | tail -n 1
+}
+# Programs and data are copied to the nodes' disks, and used from there.
+from_copy() { # PROGRAM: where its copy is
+    case $1 in
+        "$environment"/*) echo "$HPC_TRAIN_STAGED/environment/${1#"$environment"/}" ;;
+        *) type -P "$1" || echo "$1" ;;
+    esac
+}
+if [ -z "$signalled" ]; then
+    copies=$("${stage[@]}" --where) || exit
+    trap 'timeout -s KILL 60 "${stage_launcher[@]}" "${stage[@]}" --clean' EXIT
+    if "${stage_launcher[@]}" "${stage[@]}"; then
+        # shellcheck source=/dev/null
+        . "$copies/activate"
+        command[0]=$(from_copy "${command[0]}")
+        launcher[0]=$(from_copy "${launcher[0]}")
+    elif [ -z "$signalled" ]; then
+        echo "the staging failed: nothing is started"
+        exit 1
+    fi
+fi
+before=$(newest)
+code=75
+if [ -z "$signalled" ]; then
+    "${launcher[@]}" "${command[@]}" &
+    sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
+    child=$!
+    [ -z "$signalled" ] || pass_on USR1 # the signal came before there was a child
+    waiting=1
+    while [ -n "$waiting" ]; do # a signal ends `wait`, not the job
+        waiting=
+        wait "$child"
+        code=$?
+    done
+    if [ -n "$signalled" ] && [ "$code" -eq 138 ]; then
+        code=75 # the signal ended a program that was not listening yet
+    fi
+fi
+
+stalled=0
+if [ "$(newest)" = "$before" ]; then
+    [ "$count" -eq 0 ] || stalled=$(tail -qn 1 "$run_dir/jobs.jsonl" 2>/dev/null | sed -n 's/.*"stalled": \([0-9]*\),.*/\1/p')
+    stalled=$((stalled + 1))
+fi
+line= # the command that continues
+spell() { # COMMAND
+    line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
+}
+again_by=("$sbatch" --export=ALL ${task:+--array="$task"} "$script")
+spell "${again_by[@]}"
+next=
+why=
+resume_by=
+end() { # note how the job ends, and end it
+    if [ -n "$resume_by" ]; then
+        echo "$why: it is not queued again. To continue: $resume_by"
+    fi
+    local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//\\/\\\\}")
+    text=("${text[@]//\"/\\\"}")
+    printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
+        "$(date +%s)" "${text[0]}" "$code" "$stalled" "${text[@]:1}" >>"$run_dir/jobs.jsonl"
+    exit "$code"
+}
+if [ "$code" -eq 0 ]; then
+    end
+fi
+
+# SLURM's answer says whether the job is being cancelled, or comes back without this script.
+answer=$(timeout -s KILL 5 "$scontrol" show job --oneliner "$job" 2>/dev/null)
+trap '' USR1 TERM # the next commands are not interrupted
+field() {
+    local rest=" $answer"
+    case $rest in *" $1="*)
+        rest=${rest#*" $1="}
+        echo "${rest%% *}"
+        ;;
+    esac
+}
+state=$(field JobState)
+restarts=$(field Restarts)
+preempted=$(field PreemptTime)
+if [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then
+    why="SLURM has queued the job again"
+    end
+elif [ "$state" = RUNNING ] && [ "${preempted:-None}" != None ]; then
+    # The grace time of a preemption: SLURM brings back only a job that has not ended by itself.
+    why="the job is preempted, and SLURM queues it again"
+    trap 'kill $!; end' TERM
+    sleep infinity &
+    wait $!
+    end
+fi
+if [ "$code" -ne 75 ]; then
+    why="exit code $code"
+elif stopped; then
+    why="$stop is there"
+elif [ "$requeue_by" = never ]; then
+    why="requeue_by is never"
+else
+    resume_by=$line
+    if [ "$count" -ge "$max_requeues" ]; then
+        why="queued again $count times, the maximum"
+    elif [ "$stalled" -ge 3 ]; then
+        why="$stalled jobs have ended without a newer checkpoint"
+    elif [ -z "$state" ] && [ -n "$terminated" ]; then
+        why="SIGTERM came, and SLURM does not say why"
+    elif [ -n "$state" ] && [ "$state" != RUNNING ] && [ "$(field Reason)" != TimeLimit ]; then
+        why="the job was cancelled"
+    elif [ "$state" = RUNNING ] && [ -n "$terminated" ]; then
+        why="SIGTERM came, but not from SLURM"
+    fi
+fi
+[ -z "$why" ] || end
+
+# A job that SLURM may queue again by itself is queued again by SLURM alone: a new one could be a second.
+if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
+    why="\`scontrol requeue\` failed"
+    ! timeout -s KILL 60 "$scontrol" requeue "$job" || next=$job
+else
+    why="sbatch failed"
+    unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
+    next=$(HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}") || next=
+    next=${next%%;*} # without the cluster's name
+fi
+if [ -n "$next" ]; then
+    why=
+    resume_by=
+    code=0
+    echo "queued again: job $next"
+fi
+end

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import UserError
+from hpc_train.staging.listing import list_folders
+
+
+def folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
+
+
+def test_links_lead_to_the_same_thing_as_before(tmp_path):
+    source = folder(tmp_path / "source")
+    inside = folder(source / "a/b")
+    links = {
+        "near": "../file",  # a/file
+        "into itself": f"{source}/a",
+        "out of it": "../../../elsewhere",
+        "far away": "/usr/bin/python3",
+        "nowhere": "missing",
+    }
+    for name, aim in links.items():
+        (inside / name).symlink_to(aim)
+    target = tmp_path / "target"
+    found = list_folders({"name": source}, target)
+    assert {Path(item.path).name: item.link for item in found.items if item.link} == {
+        "near": "../file",
+        "into itself": f"{target}/name/a",
+        "out of it": f"{tmp_path}/elsewhere",
+        "far away": "/usr/bin/python3",
+        "nowhere": "missing",
+    }
+    assert found.leading_out == [str(inside / "far away"), str(inside / "out of it")]
+
+
+def test_scripts_run_the_copys_python_and_other_files_stay(tmp_path):
+    source = folder(tmp_path / "source")
+    folder(source / "bin/more")
+    (tmp_path / "other name").symlink_to(source)
+    target = tmp_path / "target"
+    texts = {
+        "bin/tool": f"#!{source}/bin/python\nimport tool\n",
+        "bin/long": f"#!/bin/sh\n'''exec' {tmp_path}/other name/bin/python \"$0\" \"$@\"\n' '''\n",
+        "bin/activate": f"VIRTUAL_ENV={source}\n",
+        "bin/neighbour": f"#!{source}-2/bin/python\n",
+        "bin/shell": "#!/bin/sh\n",
+        "bin/program": f"\x7fELF {source}/lib",
+        "bin/more/script": f"#!{source}/bin/python\n",
+        "script": f"#!{source}/bin/python\n",
+    }
+    for name, text in texts.items():
+        (source / name).write_text(text)
+    os.link(source / "bin/tool", source / "bin/tool3")
+    given = {"environment": tmp_path / "other name"}
+    found = list_folders(given, target, moved="environment")
+    copy = f"{target}/environment"
+    made = {
+        "environment/bin/tool": f"#!{copy}/bin/python\nimport tool\n",
+        "environment/bin/long": f"#!/bin/sh\n'''exec' {copy}/bin/python \"$0\" \"$@\"\n' '''\n",
+        "environment/bin/activate": f"VIRTUAL_ENV={copy}\n",
+    }
+    assert {name: text.decode() for name, text in found.rewritten.items()} == made
+    sizes = {item.path: item.size for item in found.items}
+    assert all(sizes[name] == len(text) for name, text in made.items())
+    assert sizes["environment/bin/tool3"] == sizes["environment/bin/tool"]
+    assert list_folders(given, target).rewritten == {}
+
+
+def test_files_that_python_is_writing_are_left_out(tmp_path):
+    source = folder(tmp_path / "source")
+    for name in ("a.pyc", "a.pyc.140212", "b.pyc.txt"):
+        (source / name).write_text("")
+    found = list_folders({"name": source}, tmp_path / "target")
+    assert [item.path for item in found.items] == ["name", "name/a.pyc", "name/b.pyc.txt"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    source = folder(tmp_path / "source")
+    folder(source / "closed")
+    scan = os.scandir
+
+    def refusing(path):  # permissions do not stop root, who runs tests in containers
+        if path == str(source / "closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(UserError, match="source/closed: Permission denied: make it readable"):
+        list_folders({"name": source}, tmp_path / "target")
+    with pytest.raises(UserError, match="gone: No such file"):
+        list_folders({"name": tmp_path / "gone"}, tmp_path / "target")

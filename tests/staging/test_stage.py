@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_train import files
+from hpc_train.errors import UserError
+from hpc_train.mpi.levels import Levels
+from hpc_train.staging.listing import list_folders
+from hpc_train.staging.relay import WINDOW
+from hpc_train.staging.stage import StageRequest, bring, copies_folder, list_request
+from hpc_train.staging.stream import LEAST
+from tests.staging.trees import seen
+
+NODES = pytest.mark.ranks(1, 2, 3, 4)
+
+
+@pytest.fixture
+def source(group, together) -> Path:
+    """A folder of more chunks than nodes hold at a time. Its path is the same on all ranks."""
+    folder = together / "source"
+    if group is not None and group.rank == 0:
+        (folder / "small").mkdir(parents=True)
+        for number in range(20):
+            (folder / f"small/{number}").write_bytes(os.urandom(1000 * number))
+        (folder / "large").write_bytes(os.urandom((WINDOW + 10) * LEAST))
+        (folder / "empty").touch()
+    return folder
+
+
+def of_rank(group, source: Path) -> tuple[Levels, Path]:
+    """Each rank as a node of its own, with a folder of its own."""
+    return Levels.flat(group), source.parent / f"node {group.rank}" / "copies"
+
+
+def listed(group, source: Path):
+    found = list_folders({"data/x": source}, Path("/copies")) if group.rank == 0 else None
+    group.barrier()
+    return found
+
+
+@NODES
+def test_every_node_gets_the_folder_and_keeps_it(group, source):
+    levels, folder = of_rank(group, source)
+    found = listed(group, source)
+    assert bring(levels, found, folder)
+    assert seen(folder / "data/x") == seen(source)
+    (folder / "data/x/__pycache__").mkdir()  # what programs add does no harm
+    group.barrier()
+    assert not bring(levels, listed(group, source), folder)
+    assert (folder / "data/x/__pycache__").exists()
+
+
+@NODES
+def test_a_copy_that_differs_on_one_node_is_made_again(group, source):
+    levels, folder = of_rank(group, source)
+    bring(levels, listed(group, source), folder)
+    if group.rank == group.size - 1:
+        (folder / "data/x/large").unlink()
+    group.barrier()
+    assert bring(levels, listed(group, source), folder)
+    if group.rank == 0:
+        (source / "empty").write_text("no more")
+    group.barrier()
+    assert bring(levels, listed(group, source), folder)
+    assert seen(folder / "data/x") == seen(source)
+
+
+@NODES
+@pytest.mark.parametrize("part", ["small/10", "large"])
+def test_a_full_disk_of_one_node_is_named_and_no_node_keeps_a_part(
+    group, source, part, monkeypatch
+):
+    levels, folder = of_rank(group, source)
+    bad = group.size // 2
+    write_at = files.write_at
+
+    def full(descriptor, data, offset):
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == folder / "data/x" / part:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at(descriptor, data, offset)
+
+    if group.rank == bad:
+        monkeypatch.setattr(files, "write_at", full)
+    where = rf"^rank {bad} \(.*\): " if group.comm else "^"
+    with pytest.raises(UserError, match=where + ".*copies: No space left on device: give another"):
+        bring(levels, listed(group, source), folder)
+    assert not folder.exists()
+
+
+@NODES
+@pytest.mark.parametrize("what", ["changed", "gone"])
+def test_files_that_change_after_they_were_listed_are_named(group, source, what):
+    levels, folder = of_rank(group, source)
+    found = listed(group, source)
+    if group.rank == 0:
+        path = source / "small/10"
+        path.unlink() if what == "gone" else path.write_bytes(b"new")
+    says = "No such file" if what == "gone" else "has changed while it was copied"
+    with pytest.raises(UserError, match=f"source/small/10:? {says}"):
+        bring(levels, found, folder)
+    assert not folder.exists()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_folder_that_nodes_share_is_refused_and_left_as_it_was(group, source):
+    folder = source.parent / "shared" / "copies"
+    with pytest.raises(UserError, match=r"rank 1 .*shared is the same folder as on .*give --to"):
+        bring(Levels.flat(group), listed(group, source), folder)
+    group.barrier()
+    assert not folder.exists()
+
+
+@pytest.mark.ranks(4)
+def test_one_rank_of_a_node_works(group, source):
+    """Two nodes with two ranks each."""
+    node, cross = group.split(group.rank // 2, 0), group.split(group.rank % 2, 0)
+    folder = source.parent / f"node {group.rank // 2}" / "copies"
+    levels = Levels.join(group, node, cross)
+    assert bring(levels, listed(group, source), folder)
+    assert seen(folder / "data/x") == seen(source)
+    levels.close()
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"SLURM_JOB_ID": "12", "SLURM_CLUSTER_NAME": "a"}, "hpc_train-12"),
+        ({"PBS_JOBID": "12[3].server"}, "hpc_train-12[3].server"),
+        ({"LSB_JOBID": "12", "LSB_JOBINDEX": "3"}, "hpc_train-12[3]"),
+        ({}, f"hpc_train-user-{os.getuid()}"),
+    ],
+)
+def test_the_copies_are_in_a_folder_of_the_job(environ, name):
+    assert copies_folder(None, environ) == Path("/tmp") / name
+    assert copies_folder(None, environ | {"TMPDIR": "/local"}) == Path("/local") / name
+    assert copies_folder(Path("/disk"), environ) == Path("/disk") / name
+
+
+def test_requests_that_make_no_sense_are_refused(tmp_path):
+    for path in ("a/text", "b/text", "c"):
+        (tmp_path / path).mkdir(parents=True)
+    for request, says in (
+        (StageRequest(), "nothing to copy"),
+        (StageRequest(environment=tmp_path), "is not a Python environment"),
+        (StageRequest(data=(tmp_path / "gone",)), "gone is not a folder"),
+        (StageRequest(data=(tmp_path / "a/text", tmp_path / "b/text")), "have the same name"),
+    ):
+        with pytest.raises(UserError, match=says):
+            list_request(request, tmp_path / "copies")
