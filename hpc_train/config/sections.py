@@ -260,7 +260,7 @@ class MemorySection:
     on CPUs where that is faster, and 0 otherwise."""
     scope: Literal["node", "all"] = "all"
     """Whether zero divides over the ranks of each node (node), or over the ranks of all nodes
-    (all)."""
+    (all). Where zero is auto, it divides over those of each node."""
 
     def __post_init__(self) -> None:
         # Options of the command line are checked as they are read. Programs may give anything.

@@ -17,7 +17,7 @@ class Reach(Enum):
     JOB = "the ranks of all nodes have all of it together"
 
 
-class Division:
+class BucketParts:
     """Divides buckets over the ranks of a node, and for `Reach.JOB` further over the nodes.
 
     Every bucket is cut into one part for each owner of a node. With `Reach.JOB` each part is cut

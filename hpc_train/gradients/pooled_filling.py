@@ -171,7 +171,7 @@ class PooledFilling(Filling):
     def _open(self, number: int) -> bool:
         """Whether a bucket's memory may be filled: all turns before it are over that use it."""
         place = self._sent[number] * self.sums.divided + number
-        return place - self.sums.ring.before[number] < self.begun and self.sums.free(number)
+        return place - self.sums.turns.before[number] < self.begun and self.sums.free(number)
 
     def _arrived(self, slot: Slot) -> None:
         """Count a gradient, and begin the turns that now have all their gradients."""

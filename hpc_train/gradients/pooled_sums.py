@@ -27,7 +27,7 @@ from hpc_train.mpi.levels import Levels
 POOLED = 4  # buckets of the usual size that the pool has room for: filled, summed and sent
 
 
-class Ring:
+class Turns:
     """Places of buffers that use a piece of memory in turn, one behind the other and round again.
 
     Args:
@@ -71,7 +71,7 @@ class PooledSums(LevelSums):
         reach: for each bucket, where its result is needed; the divided ones come first.
 
     Attributes:
-        ring: the places of the divided buckets.
+        turns: the places of the divided buckets.
 
     Raises:
         SetupError: there is too little shared memory; raised on all ranks of the node.
@@ -86,7 +86,7 @@ class PooledSums(LevelSums):
         usual = sorted(sizes)[len(sizes) // 2] if sizes else 0
         self.room = min(max([POOLED * usual, *sizes]), sum(sizes))
         """Size of the pool in bytes."""
-        self.ring = Ring(sizes, self.room)
+        self.turns = Turns(sizes, self.room)
         super().__init__(levels, buckets, cross, reach=reach)
         self.passes = 0
         self._under_way: set[int] = set()
@@ -99,7 +99,7 @@ class PooledSums(LevelSums):
         kept = [self.room]
         for bucket in self.buckets[self.divided :]:
             kept.append(kept[-1] + aligned(bucket.nbytes))
-        return [*self.ring.begins, *kept]
+        return [*self.turns.begins, *kept]
 
     def expect(self, passes: int) -> None:
         """Get ready for another number of backward passes per step. Only between two steps."""
@@ -126,7 +126,7 @@ class PooledSums(LevelSums):
         if number >= self.divided:
             return number not in self._under_way
         pooled = (other for other in self._under_way if other < self.divided)
-        return not any(self.ring.meet(number, other) for other in pooled)
+        return not any(self.turns.meet(number, other) for other in pooled)
 
     def begin_pass(self, number: int, *, first: bool, last: bool) -> Coroutine[None]:
         """Sum a bucket's gradients of one backward pass. All ranks must begin them in one order.

@@ -24,7 +24,7 @@ from hpc_train.collectives.node import NodeMemory
 from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.division import Reach
 from hpc_train.gradients.progress import Progress
-from hpc_train.gradients.sums import LevelSums, cut_memory, packed
+from hpc_train.gradients.sums import LevelSums, bucket_begins, cut_memory
 
 
 class SharedParameters:
@@ -50,7 +50,7 @@ class SharedParameters:
         self.buckets: list[Bucket] = [sums.buckets[number] for number in self.numbers]
         self.memory: NodeMemory | None = None
         if self.levels.node.size > 1:
-            room = packed(self.buckets)[-1] if self.levels.node.rank == 0 else 0
+            room = bucket_begins(self.buckets)[-1] if self.levels.node.rank == 0 else 0
             signals = max(1, len(self.buckets))
             self.memory = NodeMemory(self.levels.node, room, signals, touch=False)
         self.home = {p: n for n, bucket in enumerate(self.buckets) for p in bucket.parameters}
@@ -67,7 +67,9 @@ class SharedParameters:
         if self.memory is None:
             self._flats = [torch.empty(b.numel, dtype=b.dtype) for b in self.buckets]
         else:
-            self._flats = cut_memory(self.memory.parts[0], self.buckets, packed(self.buckets))
+            self._flats = cut_memory(
+                self.memory.parts[0], self.buckets, bucket_begins(self.buckets)
+            )
         for number, bucket, flat in zip(self.numbers, self.buckets, self._flats, strict=True):
             # The rank that updates a part touches it first, so that its memory is near (NUMA).
             for slab in bucket.slabs(*self.sums.division.part(number)):

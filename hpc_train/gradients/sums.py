@@ -22,7 +22,7 @@ from hpc_train.collectives.ring import Cross
 from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.compression import Compressor
-from hpc_train.gradients.division import Division, Reach
+from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.profile import Profile
 from hpc_train.mpi.levels import Levels
 
@@ -92,7 +92,7 @@ class LevelSums:
     ) -> None:
         self.levels, self.buckets, self.cross = levels, buckets, cross
         self.compressor = compressor
-        self.division = Division(levels, buckets, reach or [Reach.RANK] * len(buckets))
+        self.division = BucketParts(levels, buckets, reach or [Reach.RANK] * len(buckets))
         self.profile = Profile()
         self.rounds = [0] * len(buckets)
         self.memory: NodeMemory | None = None
@@ -122,7 +122,7 @@ class LevelSums:
 
     def _begins(self) -> list[int]:
         """Offsets of the buckets in this rank's memory, in bytes, and its size."""
-        return packed(self.buckets)
+        return bucket_begins(self.buckets)
 
     def begin(self, number: int) -> Coroutine[None]:
         """Sum a bucket (see `Sums`)."""
@@ -258,7 +258,7 @@ def _private(buckets: Sequence[Bucket]) -> list[Tensor]:
     return [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
 
 
-def packed(buckets: Sequence[Bucket]) -> list[int]:
+def bucket_begins(buckets: Sequence[Bucket]) -> list[int]:
     """Aligned offsets of buckets one behind the other in memory, in bytes, and its size."""
     begins = [0]
     for bucket in buckets:

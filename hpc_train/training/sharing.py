@@ -94,9 +94,9 @@ def decide(
         model: the whole model, before a layout is applied to it.
         private: see `private_parameters` of `TrainingTask`.
     """
-    scope = config.memory.scope
-    if config.memory.zero != "auto":
-        return Sharing(zero=config.memory.zero, scope=scope, only_modules_read=private)
+    memory = config.memory
+    if memory.zero != "auto":
+        return Sharing(zero=memory.zero, scope=memory.scope, only_modules_read=private)
     facts = SharingFacts(
         engine=engine,
         device=device.type,
@@ -108,4 +108,5 @@ def decide(
     zero, why = choose_zero(config.gradients, facts)
     if grid.world.rank == 0:
         logger.info("memory.zero auto takes %d: %s", zero, why)
-    return Sharing(zero=zero, scope=scope, only_modules_read=private)
+    # Over nodes auto was not measured, and divides nothing.
+    return Sharing(zero=zero, scope="node", only_modules_read=private)
