@@ -8,8 +8,8 @@ first one's rsync daemon, all at the same time. Times are those of the whole com
 the time in which a link carries all bytes of the files once. The bytes that leave the first host
 are counted at its link.
 
-Then the parts of a model for large machines (`predicted`) are measured on this machine: the work of one node,
-and the time of a chunk between two ranks without reading and writing.
+Then the parts of a model for large machines (`predicted`) are measured on this machine: the work of
+one node, and the time of a chunk between two ranks without reading and writing.
 """
 
 from __future__ import annotations

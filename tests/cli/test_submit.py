@@ -214,6 +214,8 @@ def test_a_sweep_is_an_array(desk):
         (["--scheduler", "flux", "--mail", "a@b"], "--mail means nothing to flux"),
         (["--scheduler", "mpijob"], "give --image"),
         (["--scheduler", "slurm", "--stage_data", "text"], "give --stage"),
+        (["--scheduler", "local", "--name", "a/b"], "leave out the slash"),
+        (["--scheduler", "local", "--run.dir", ""], "run.dir is empty"),
         (["--scheduler", "slurm", "--stage", "--image", "it.sif"], "leave out --stage"),
         (["--scheduler", "pbs", "--chain", "2"], "--chain means nothing to pbs"),
         (["--scheduler", "slurm", "--chain", "2", "--sweep", "run.seed=1,2"], "--sweep"),
