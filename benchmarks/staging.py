@@ -106,7 +106,7 @@ class Candidates:
 
 
 def on_hosts(count: int, rounds: int, mbit: int, files: int) -> tuple[harness.Samples, Candidates]:
-    """Measure both ways on so many hosts, in turn."""
+    """Measure both ways in turn, on a number of hosts."""
     with tempfile.TemporaryDirectory() as folder, harness.emulated_hosts(count, 1, mbit) as cluster:
         settings = Path(folder, "rsyncd.conf")
         settings.write_text(DAEMON.format(path=ENVIRONMENT))

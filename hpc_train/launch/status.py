@@ -94,7 +94,8 @@ def _end(run: Path) -> list[str]:
     lines = []
     if ends:
         last = ends[-1]
-        why = f", {last['why']}" if last.get("why") else ""
+        told = str(last.get("why") or "")
+        why = f", {told}" if told and not told.startswith("exit code") else ""
         then = f", followed by {last['next']}" if last.get("next") else ""
         lines.append(f"job {last.get('job')} ended with exit code {last.get('code')}{why}{then}")
         if last.get("continue"):
