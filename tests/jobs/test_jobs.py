@@ -174,6 +174,12 @@ def test_no_tasks_are_no_jobs(desk):
     assert jobs.map("my.yaml", []) == []
 
 
+def test_a_task_that_fails_at_once_has_its_cause_in_the_output_of_the_run(desk):
+    (task,) = jobs.map("my.yaml", [{"run.seed": 1}], scheduler="slurm")
+    (task.run / "slurm-7_0.out").write_text("hpc-train: error: there is no data\n")
+    assert "there is no data" in task.logs()
+
+
 def test_logs_are_the_newest_output(desk):
     job = jobs.submit("my.yaml", scheduler="slurm")
     with pytest.raises(UserError, match="no job of the run has begun"):
