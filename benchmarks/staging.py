@@ -8,8 +8,8 @@ first one's rsync daemon, all at the same time. Times are those of the whole com
 the time in which a link carries all bytes of the files once. The bytes that leave the first host
 are counted at its link.
 
-Then the parts of the model in docs/scaling.md are measured on this machine: the work of one node,
-and the time of a chunk between two ranks without reading and writing.
+Then the parts of a model for large machines (`predicted`) are measured on this machine: the work of
+one node, and the time of a chunk between two ranks without reading and writing.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Candidates:
 
 
 def on_hosts(count: int, rounds: int, mbit: int, files: int) -> tuple[harness.Samples, Candidates]:
-    """Measure both ways on so many hosts, in turn."""
+    """Measure both ways in turn, on a number of hosts."""
     with tempfile.TemporaryDirectory() as folder, harness.emulated_hosts(count, 1, mbit) as cluster:
         settings = Path(folder, "rsyncd.conf")
         settings.write_text(DAEMON.format(path=ENVIRONMENT))
@@ -157,7 +157,7 @@ def nothing(number: int, memory: memoryview) -> None:
 def predicted(
     nodes: int, total: float, gbit: int, node: Sequence[float], chunks: dict[int, float]
 ) -> float:
-    """Seconds until all nodes have their copies, by the model of docs/scaling.md.
+    """Seconds until all nodes have their copies, by a pipeline of chunks through all nodes.
 
     Args:
         nodes: number of nodes.

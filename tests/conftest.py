@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.data.prepare import prepare_text
+from hpc_train.job import preemption
 from hpc_train.mpi import environment, runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -146,6 +148,15 @@ def pytest_pyfunc_call(pyfuncitem):
         raise failure
     assert not failed, f"failed on other ranks: {failed}"
     return result
+
+
+@pytest.fixture(autouse=True)
+def stop_signals() -> Iterator[None]:
+    """Put their handlers back: a job that stops ignores them, and programs would inherit that."""
+    before = {number: signal.getsignal(number) for number in preemption.REQUEST_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def options() -> Parser:
     made.add_argument(
         "--data",
         metavar="DIR",
-        type=Path,
+        type=_expanded,
         nargs="+",
         action="extend",
         default=[],
@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _expanded(text: str) -> Path:
-    """The path that --to names; the job sets the variables in it.
+    """A path in which the job may have set variables.
 
     Raises:
         ArgumentTypeError: a variable in it is not set.

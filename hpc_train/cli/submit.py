@@ -91,8 +91,8 @@ def options() -> Parser:
         action="append",
         default=[],
         metavar="TEXT",
-        help="a further directive for the scheduler, such as '--qos=debug'; several may follow, "
-        "and the option may be repeated",
+        help="a further directive for the scheduler, such as '--qos=debug'; repeat the option for "
+        "each of them",
     )
     made.add_argument(
         "--setup",

@@ -24,7 +24,7 @@ from hpc_train.cli.submit import read_request
 from hpc_train.errors import EXIT_STOPPED, HpcTrainError, UserError
 from hpc_train.launch.cancel import cancel as cancel_run
 from hpc_train.launch.cancel import write_stop
-from hpc_train.launch.queued import read_events, still_queued, tasks_of
+from hpc_train.launch.queued import read_events, read_tasks, still_queued, tasks_of
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.schedulers import QueuedJob
 from hpc_train.launch.status import log_of
@@ -105,9 +105,20 @@ class Job:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of the job that has ended last; None if none has ended."""
-        ends = [event for event in self._events() if event["event"] == "ended"]
-        return int(ends[-1]["code"]) if ends else None
+        """The exit code of the last job; None if it has not ended, or has left no record.
+
+        That of a sweep is 0 if all tasks have finished, 75 if others have stopped early, and else
+        that of the first task that failed.
+        """
+        if self.task is None and (tasks := read_tasks(self.run)):
+            codes = [Job(self.run, int(task)).exit_code for task in tasks]
+            bad = [code for code in codes if code not in _ENDS]
+            return bad[0] if bad else EXIT_STOPPED if EXIT_STOPPED in codes else 0
+        events = self._events()
+        if self.task is not None:  # they are of two files; sorting keeps a job's own order
+            events.sort(key=lambda event: event.get("time", 0))
+        last = events[-1] if events else {}
+        return int(last["code"]) if last.get("event") == "ended" and not last.get("next") else None
 
     @property
     def state(self) -> JobState:

@@ -40,6 +40,7 @@ def make(request: SubmitRequest) -> BatchJob:
     """
     config = _config_of(request)
     run_dir = config.run.dir
+    _check_names(request, run_dir)
     profile = sites.load_site(request.site) if request.site else None
     for folder in profile.unseen if profile else ():
         for path in (Path(run_dir).absolute(), Path(sys.prefix)):
@@ -93,6 +94,18 @@ def make(request: SubmitRequest) -> BatchJob:
         commands=find_commands(scheduler),
     )
     return in_image(batch, request, site, config) if request.image and not in_pods else batch
+
+
+def _check_names(request: SubmitRequest, run_dir: str) -> None:
+    """Refuse names that cannot be those of files.
+
+    Raises:
+        UserError: the run directory's name is empty, or the job's name would be in a folder.
+    """
+    if not run_dir:
+        raise UserError("run.dir is empty", "give --run.dir DIR: a variable in it may not be set")
+    if {"/", "\n"} & {*(request.name or "")}:
+        raise UserError(f"--name is {request.name!r}", "leave out the slash, or the line break")
 
 
 def _config_of(request: SubmitRequest) -> RunConfig:

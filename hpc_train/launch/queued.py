@@ -89,6 +89,21 @@ def write_tasks(run: Path, tasks: Mapping[int, Sequence[str]]) -> None:
         path.unlink(missing_ok=True)
 
 
+def check_tasks(run: Path, tasks: Mapping[int, Sequence[str]]) -> None:
+    """Refuse a sweep in the run directory of another one, whose results would count as its own.
+
+    Raises:
+        UserError: a task that has begun has other options.
+    """
+    for number, words in read_tasks(run).items():
+        same = tasks.get(int(number), words) == words
+        if tasks and not same and (run / f"task-{number}").exists():
+            raise UserError(
+                f"{run} has another sweep, whose task {number} has {' '.join(words)}",
+                "give another --run.dir",
+            )
+
+
 def read_tasks(run: Path) -> dict[str, list[str]]:
     """The options of each task of a sweep, by its number."""
     with suppress(OSError, ValueError):

@@ -41,7 +41,7 @@ def made_staging(
         to: a folder on the nodes' own disks; None for TMPDIR, or else /tmp.
 
     Raises:
-        UserError: this Python is in no environment.
+        UserError: this Python is in no environment, or a data set is no folder.
     """
     if sys.prefix == sys.base_prefix and not Path(sys.prefix, "conda-meta").is_dir():
         raise UserError(
@@ -49,13 +49,19 @@ def made_staging(
             "install hpc_train into a virtual environment or a conda environment, or leave out "
             "--stage",
         )
+    for path in data:
+        if "$" not in path and not Path(path).is_dir():
+            raise UserError(f"{path} is not a folder", "give --stage_data the folder of a data set")
     words = [*launcher]
     if words[0] == "srun":  # by itself it starts all ranks of the job
         nodes = str(asked.nodes)
         words += ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node=1"]
     command = [sys.executable, "-m", "hpc_train", "stage", *(["--to", to] if to else [])]
     if data:
-        command += ["--data", *(str(Path(path).absolute()) for path in data)]
+        command += [
+            "--data",
+            *(path if path.startswith("$") else str(Path(path).absolute()) for path in data),
+        ]
     return Staging(words, command, sys.prefix)
 
 

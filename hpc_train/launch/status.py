@@ -94,7 +94,8 @@ def _end(run: Path) -> list[str]:
     lines = []
     if ends:
         last = ends[-1]
-        why = f", {last['why']}" if last.get("why") else ""
+        told = str(last.get("why") or "")
+        why = f", {told}" if told and not told.startswith("exit code") else ""
         then = f", followed by {last['next']}" if last.get("next") else ""
         lines.append(f"job {last.get('job')} ended with exit code {last.get('code')}{why}{then}")
         if last.get("continue"):
@@ -154,14 +155,17 @@ def _print_from(path: Path, position: int) -> int:
 def log_of(run: Path, rank: int | None) -> Path:
     """The file of the newest output of a run's jobs, or of the log of a rank.
 
+    A task that has failed before its first log has its cause in the output of the whole run.
+
     Raises:
         UserError: there is none yet.
     """
-    if rank is None:
-        outputs = [path for pattern in OUTPUTS for path in run.glob(pattern)]
-        if outputs:
-            return max(outputs, key=lambda path: path.stat().st_mtime)
     path = run / "logs" / f"rank-{rank or 0:03d}.log"
+    of_task = run.name.startswith("task-") and not path.exists()
+    for folder in (run, run.parent) if of_task else (run,):
+        outputs = [path for pattern in OUTPUTS for path in folder.glob(pattern)]
+        if rank is None and outputs:
+            return max(outputs, key=lambda path: path.stat().st_mtime)
     if not path.exists():
         logs = sorted(found.name for found in (run / "logs").glob("rank-*.log"))
         there = f"there are {logs[0]} to {logs[-1]}" if logs else "no job of the run has begun yet"

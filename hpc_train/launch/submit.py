@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hpc_train.errors import SetupError, UserError
 from hpc_train.launch.batch import text
 from hpc_train.launch.compose import COPY, make
 from hpc_train.launch.protocol import STOP
-from hpc_train.launch.queued import one_submission, record_queued, write_tasks
+from hpc_train.launch.queued import check_tasks, one_submission, record_queued, write_tasks
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.schedulers import scheduler_of
 
@@ -62,12 +63,18 @@ def submit(request: SubmitRequest) -> Submission:
         ) from None
     ids: list[str] = []
     with one_submission(run_dir):
+        tasks = dict(enumerate(map(list, batch.sweep), scheduler.first_task))
+        check_tasks(run_dir, tasks)
+        for stop in sorted(run_dir.glob(f"task-*/{STOP}")):
+            print(
+                f"hpc-train submit: {stop} is there, so this task does not start", file=sys.stderr
+            )
         if request.config:
             (run_dir / COPY).write_bytes(Path(request.config).read_bytes())
         path = Path(batch.script)
         path.write_text(script)
         path.chmod(0o755)
-        write_tasks(run_dir, dict(enumerate(batch.sweep, scheduler.first_task)))
+        write_tasks(run_dir, tasks)
         for _ in range(request.chain):
             queued = scheduler.queue(batch, after=ids[-1] if ids else "")
             for task, job in enumerate(queued, scheduler.first_task):

@@ -1,7 +1,7 @@
 """The bytes of all files, one file after the other, cut into chunks of one size.
 
 Each chunk can be read and written by itself, at any time and in any order: its place in the stream
-says which bytes of which files it has. So several threads read, and several write.
+says which bytes of which files it has. So several threads can read and write at the same time.
 """
 
 from __future__ import annotations

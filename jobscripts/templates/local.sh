@@ -9,7 +9,11 @@ name_of() { # PROCESS: its id, the time of its start in the kernel's ticks, and 
     local fields
     read -ra fields <"/proc/$1/stat" && echo "$1-${fields[21]}@$HOSTNAME"
 }
-job=$(name_of $PPID) # `timeout`, which ends this script at its time limit
+job=$$
+if [ "$(<"/proc/$PPID/comm")" = timeout ]; then # else somebody has started this script by hand
+    job=$PPID # it ends this script at its time limit
+fi
+job=$(name_of "$job")
 export HPC_TRAIN_LOCAL_JOB=$job
 #% endblock %#
 #% block signals %#

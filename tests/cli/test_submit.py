@@ -136,6 +136,7 @@ def test_options_of_the_documentation_can_be_given_as_they_stand_there(desk, row
     words = ["2" if word == "N" else word for word in shlex.split(row)]
     scheduler = "pbs" if words[0] == "--resources" else "slurm"
     words += ["--sweep", "run.seed=1,2"] if words[0] == "--tasks_at_once" else []
+    (desk.folder / "data/text").mkdir(parents=True, exist_ok=True)
     (desk.folder / "it.sif").write_bytes(bytes(32) + b"SIF_MAGIC")
     done = desk.run("submit", "my.yaml", *words, "--scheduler", scheduler, "--dry_run")
     assert done.returncode == 0, done.stderr
@@ -214,6 +215,9 @@ def test_a_sweep_is_an_array(desk):
         (["--scheduler", "flux", "--mail", "a@b"], "--mail means nothing to flux"),
         (["--scheduler", "mpijob"], "give --image"),
         (["--scheduler", "slurm", "--stage_data", "text"], "give --stage"),
+        (["--scheduler", "local", "--name", "a/b"], "leave out the slash"),
+        (["--scheduler", "local", "--run.dir", ""], "run.dir is empty"),
+        (["--scheduler", "slurm", "--stage", "--stage_data", "nowhere"], "is not a folder"),
         (["--scheduler", "slurm", "--stage", "--image", "it.sif"], "leave out --stage"),
         (["--scheduler", "pbs", "--chain", "2"], "--chain means nothing to pbs"),
         (["--scheduler", "slurm", "--chain", "2", "--sweep", "run.seed=1,2"], "--sweep"),

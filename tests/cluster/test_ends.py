@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from hpc_train.launch.batch import text
+from hpc_train.launch.resources import Resources
 from tests.cluster.hosts import hosts
 from tests.cluster.slurm import CONFIGURATION, Slurm, slurm, wait_until, why_not
 from tests.launch.job_shell import PLAIN, SAVES
@@ -84,15 +85,10 @@ def submitted(up: Slurm, run_dir: Path, mode: str, *options: str, seconds: float
     batch = replace(
         PLAIN,
         name=run_dir.name,
-        nodes=1,
-        ranks_per_node=1,
-        threads=1,
-        seconds=300,
+        resources=Resources(1, 1, 1, 300),
         run_dir=str(run_dir),
         script=str(script),
         launcher=["bash", "-c", SAVES.format(seconds=seconds).replace("run/", f"{run_dir}/")],
-        account="",
-        queue="",
         setup=[],
         requeue_by=mode,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 
 import pytest
 
@@ -26,7 +27,8 @@ def desk(tmp_path, monkeypatch):
 
 
 def ended(folder, **fields):
-    record = {"event": "ended", "job": "7", "code": 75, "next": "", **fields}
+    record = {"time": int(time.time()), "event": "ended", "job": "7", "code": 75, "next": ""}
+    record |= fields
     folder.mkdir(exist_ok=True, parents=True)
     with (folder / "jobs.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
@@ -134,6 +136,31 @@ def test_tasks_are_told_apart(desk):
     assert "ended or removed" in second.cancel(now=True)
 
 
+def test_a_sweep_has_finished_if_all_of_its_tasks_have(desk):
+    desk.scheduler("sbatch", says="7")
+    desk.command("squeue", "true")
+    first, second = jobs.map("my.yaml", [{"run.seed": seed} for seed in (1, 2)], scheduler="slurm")
+    whole = jobs.Job(first.run)
+    ended(second.run_dir, job="7_1", code=0)
+    assert (whole.exit_code, whole.state) == (None, "failed"), "the first task left no record"
+    ended(first.run_dir, job="7_0", code=2)
+    assert (whole.exit_code, whole.state) == (2, "failed")
+    ended(first.run_dir, job="8_0", code=75)
+    assert (whole.exit_code, whole.state) == (75, "stopped")
+    ended(first.run_dir, job="9_0", code=0)
+    assert (whole.exit_code, whole.state) == (0, "finished")
+    with pytest.raises(UserError, match="another sweep, whose task 0 has --run.seed 1"):
+        jobs.map("my.yaml", [{"run.seed": 3}, {"run.seed": 2}], scheduler="slurm")
+
+
+def test_the_end_of_an_earlier_job_is_not_that_of_a_later_one(desk):
+    desk.command("squeue", "true")
+    job = jobs.submit("my.yaml", scheduler="slurm")
+    ended(job.run_dir, code=0)
+    again = jobs.submit("my.yaml", scheduler="slurm")
+    assert again.exit_code is None
+
+
 def test_a_task_without_an_array_has_its_own_job(desk):
     desk.command("flux", 'case "$1" in batch) wc -l < flux.calls ;; esac')
     tasks = jobs.map("my.yaml", [{"run.seed": 1}, {"run.seed": 2}], scheduler="flux")
@@ -145,6 +172,12 @@ def test_a_task_without_an_array_has_its_own_job(desk):
 
 def test_no_tasks_are_no_jobs(desk):
     assert jobs.map("my.yaml", []) == []
+
+
+def test_a_task_that_fails_at_once_has_its_cause_in_the_output_of_the_run(desk):
+    (task,) = jobs.map("my.yaml", [{"run.seed": 1}], scheduler="slurm")
+    (task.run / "slurm-7_0.out").write_text("hpc-train: error: there is no data\n")
+    assert "there is no data" in task.logs()
 
 
 def test_logs_are_the_newest_output(desk):
