@@ -75,9 +75,30 @@ for name in USR1 TERM; do
     trap "pass_on $name" "$name"
 done
 mkdir -p "$run_dir"
+line=     # the command that continues
+stalled=0 # number of jobs in a row that ended without a newer checkpoint
+next=
+why=
+resume_by=
+end() { # note how the job ends, and end it
+    if [ -n "$resume_by" ]; then
+        echo "$why: it is not queued again. To continue: $resume_by"
+    fi
+    local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//\\/\\\\}")
+    text=("${text[@]//\"/\\\"}")
+    printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
+        "$(date +%s)" "${text[0]}" "$code" "$stalled" "${text[@]:1}" >>"$run_dir/jobs.jsonl"
+    exit "$code"
+}
+fail() { # WHAT HAS FAILED
+    code=1
+    why="the $1 failed"
+    echo "$why: nothing is started"
+    end
+}
 if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
-    echo "the setup failed: nothing is started"
-    exit 1
+    fail setup
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
@@ -89,8 +110,10 @@ stopped() {
     return 1
 }
 if stopped; then
-    echo "$stop is there: nothing is started"
-    exit 0
+    code=75
+    why="$stop is there"
+    echo "$why: nothing is started"
+    end
 fi
 echo "job $SLURM_JOB_ID, start $count, on $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
 
@@ -144,31 +167,15 @@ if [ -z "$signalled" ]; then
     fi
 fi
 
-stalled=0
 if [ "$(newest)" = "$before" ]; then
     [ "$count" -eq 0 ] || stalled=$(tail -qn 1 "$run_dir/jobs.jsonl" 2>/dev/null | sed -n 's/.*"stalled": \([0-9]*\),.*/\1/p')
     stalled=$((stalled + 1))
 fi
-line= # the command that continues
 spell() { # COMMAND
     line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
 }
 again_by=("$sbatch" --export=ALL ${task:+--array="$task"} "$script")
 spell "${again_by[@]}"
-next=
-why=
-resume_by=
-end() { # note how the job ends, and end it
-    if [ -n "$resume_by" ]; then
-        echo "$why: it is not queued again. To continue: $resume_by"
-    fi
-    local text=("$job" "$next" "$why" "$resume_by")
-    text=("${text[@]//\\/\\\\}")
-    text=("${text[@]//\"/\\\"}")
-    printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
-        "$(date +%s)" "${text[0]}" "$code" "$stalled" "${text[@]:1}" >>"$run_dir/jobs.jsonl"
-    exit "$code"
-}
 if [ "$code" -eq 0 ]; then
     end
 fi

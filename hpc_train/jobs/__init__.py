@@ -14,7 +14,7 @@ neither torch nor MPI.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,9 @@ LATE_SECONDS = 30.0  # seconds in which a file system may bring the record of a 
 
 
 def submit(
-    what: str | Path | Sequence[str], keys: Mapping[str, object] | None = None, **options: object
+    what: str | Path | Sequence[str | Path],
+    keys: Mapping[str, object] | None = None,
+    **options: object,
 ) -> Job:
     """Submit a run.
 
@@ -55,7 +57,7 @@ def submit(
 
 
 def map(  # noqa: A001  # the name that users of executors know
-    what: str | Path, tasks: Sequence[Mapping[str, object]], **options: object
+    what: str | Path, tasks: Iterable[Mapping[str, object]], **options: object
 ) -> list[Job]:
     """Submit a task for each mapping of keys, as one array where the scheduler has arrays.
 
@@ -69,11 +71,16 @@ def map(  # noqa: A001  # the name that users of executors know
         UserError: the options are wrong, or the run has a job in the queue already.
         HpcTrainError: the scheduler refuses the job.
     """
-    if not tasks:
+    each = [_words(keys) for keys in tasks]
+    if not each:
         return []
+    if "sweep" in options:
+        raise UserError("`map` is given sweep", "leave it out: the tasks are the sweep")
+    if any("--run.dir" in words for words in each):
+        raise UserError("a task has run.dir", "leave it out: each task has task-N below run.dir")
     request = _request(what, {}, options)
-    made = submit_request(replace(request, tasks=[_words(keys) for keys in tasks]))
-    return [Job(made.run_dir, made.first_task + number) for number in range(len(tasks))]
+    made = submit_request(replace(request, tasks=each))
+    return [Job(made.run_dir, made.first_task + number) for number in range(len(each))]
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,10 @@ class Job:
 
     run: Path
     task: int | None = None
+
+    def __post_init__(self) -> None:
+        """Take a path that is given as text, too."""
+        object.__setattr__(self, "run", Path(self.run))
 
     @property
     def run_dir(self) -> Path:
@@ -207,7 +218,9 @@ _ENDS: dict[int | None, JobState] = {0: "finished", EXIT_STOPPED: "stopped"}
 
 
 def _request(
-    what: str | Path | Sequence[str], keys: Mapping[str, object], options: Mapping[str, object]
+    what: str | Path | Sequence[str | Path],
+    keys: Mapping[str, object],
+    options: Mapping[str, object],
 ) -> SubmitRequest:
     words = []
     for name, value in options.items():
@@ -217,7 +230,7 @@ def _request(
         words += [f"--{name}" if v is True else f"--{name}={v}" for v in values]
     if isinstance(what, str | Path):
         return read_request([str(what), *words, *_words(keys)])
-    return read_request([*words, *_words(keys), "--", *what])
+    return read_request([*words, *_words(keys), "--", *(str(word) for word in what)])
 
 
 def _words(keys: Mapping[str, object]) -> list[str]:

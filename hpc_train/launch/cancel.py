@@ -33,8 +33,8 @@ def cancel(run: Path, *, now: bool = False) -> str:
         write_stop(directory)
     stopped = write_stop(run)
     if now:
-        return f"{run / STOP} written; {_ended(run)}; remove the file to resume"
-    return stopped
+        stopped = f"{run / STOP} written; {_ended(run)}; remove the file to resume"
+    return f"{stopped}, and {run / 'task-*' / STOP}" if tasks else stopped
 
 
 def write_stop(run: Path) -> str:

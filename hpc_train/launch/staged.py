@@ -41,13 +41,18 @@ def made_staging(
         to: a folder on the nodes' own disks; None for TMPDIR, or else /tmp.
 
     Raises:
-        UserError: this Python is in no environment, or a data set is no folder.
+        UserError: this Python is in no environment, a data set is no folder, or `to` is no full
+            path.
     """
     if sys.prefix == sys.base_prefix and not Path(sys.prefix, "conda-meta").is_dir():
         raise UserError(
             "this Python is in no environment that could be copied",
             "install hpc_train into a virtual environment or a conda environment, or leave out "
             "--stage",
+        )
+    if to is not None and not to.startswith(("/", "$")):
+        raise UserError(
+            f"--stage_to is {to!r}", "give the full path of a folder on the nodes' own disks"
         )
     for path in data:
         if "$" not in path and not Path(path).is_dir():

@@ -117,9 +117,11 @@ def show_log(run: Path, rank: int | None, *, follow: bool) -> None:
         UserError: there is no such run, or no such log.
     """
     check_run(run)
-    path = log_of(run, rank)
-    position, asked = 0, time.monotonic()
     with suppress(KeyboardInterrupt):
+        if follow:
+            _wait_for_log(run, rank)
+        path = log_of(run, rank)
+        position, asked = 0, time.monotonic()
         while True:
             position = _print_from(path, position)
             over = not follow
@@ -132,6 +134,23 @@ def show_log(run: Path, rank: int | None, *, follow: bool) -> None:
             elif over:
                 return
             time.sleep(FOLLOW_SECONDS)
+
+
+def _wait_for_log(run: Path, rank: int | None) -> None:
+    """Wait as long as a job of the run is in the queue, and there is no log yet."""
+    asked = -ASK_SECONDS
+    while True:
+        with suppress(UserError):
+            log_of(run, rank)
+            return
+        if time.monotonic() - asked > ASK_SECONDS:
+            scheduler, jobs = queued.still_queued(run)
+            if scheduler is None or not jobs:
+                return
+            words = " ".join(word for word in (jobs[0].id, jobs[0].state, jobs[0].why) if word)
+            print(f"hpc-train logs: waiting for the output of job {words}", file=sys.stderr)
+            asked = time.monotonic()
+        time.sleep(FOLLOW_SECONDS)
 
 
 def _over(run: Path) -> bool:

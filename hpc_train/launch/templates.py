@@ -130,9 +130,8 @@ def _checked_setup(setup: tuple[str, ...]) -> list[str]:
         # A comment would hide `|| return`, and & or ; cannot stand before it.
         braces = f"    {{\n        {line}\n    }} || return"
         form = braces if re.search(r"#|[&;]\s*$", line) else plain
-        if subprocess.run(
-            ["/bin/bash", "-n", "-c", form], capture_output=True, check=False
-        ).returncode:
+        parsed = subprocess.run(["/bin/bash", "-n", "-c", form], capture_output=True, check=False)
+        if parsed.returncode or parsed.stderr:  # bash only warns of a here-document without an end
             raise UserError(
                 f"the setup line {line!r} is no command by itself",
                 "write a command of several lines as one, such as `if a; then b; fi`",

@@ -31,6 +31,9 @@ from hpc_train.staging.listing import READERS
 
 WRITERS = 4  # threads
 WINDOW = 32  # chunks that a node holds at most
+# Chunks that are sent at the same time. MPI sends them side by side: with more of them, the first
+# one arrives later, and so does each node's last one.
+SENDS = 4
 # Seconds to sleep; who waits by MPI's own means takes a core that the writers may need.
 SHORTEST_NAP, LONGEST_NAP = 2e-5, 1e-3
 PROGRESS_EVERY = 10.0  # seconds between two lines of progress
@@ -96,6 +99,7 @@ class Relay:
         self.complete = True
         self._hash = xxhash.xxh3_128()
         self._passed = 0  # chunks that have come, and are on their way to others
+        self._sending = 0  # chunks of these that have not arrived there yet
         self._begin = self._told = time.monotonic()
 
     def run(self) -> str:
@@ -142,22 +146,25 @@ class Relay:
         else:
             coming = self._receive(memory, self.before)
         memory = yield from coming
-        while self._passed < number:  # chunks leave in their order
+        while self._passed < number or self._sending == SENDS:  # chunks leave in their order
             yield
         self._passed += 1
+        self._sending += 1
         self.complete = self.complete and len(memory) > 0
         if not self.complete:
             memory = memory[:0]
         self._hash.update(memory)
         comm: Any = self.cross.comm
         sends = [comm.Isend(memory, node) for node in self.after]
-        if self.complete and self.error is None:
-            writing = writers.submit(self.write, number, memory)
+        writes = self.complete and self.error is None
+        writing = writers.submit(self.write, number, memory) if writes else None
+        while not all(send.Test() for send in sends):
+            yield
+        self._sending -= 1
+        if writing is not None:
             while not writing.done():
                 yield
             self.error = self.error or writing.exception()
-        while not all(send.Test() for send in sends):
-            yield
 
     def _read(
         self, number: int, memory: memoryview, readers: ThreadPoolExecutor

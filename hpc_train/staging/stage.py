@@ -76,7 +76,10 @@ def clean(runtime: Runtime, to: Path | None) -> None:
         if levels.node.rank == 0:
             removed = copy.remove_copy(folder)
     count = runtime.world.total(int(removed))
-    runtime.print(f"{folder} is removed from {_nodes(count)}")
+    if count:
+        runtime.print(f"{folder} is removed from {_nodes(count)}")
+    else:
+        runtime.print(f"{folder} is on no node: there is nothing to remove")
     levels.close()
 
 

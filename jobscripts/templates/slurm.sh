@@ -101,6 +101,9 @@ fi
 # A job that SLURM may queue again by itself is queued again by SLURM alone: a new one could be a second.
 if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
     why="\`scontrol requeue\` failed"
+#% if staging %#
+    remove_copies # `scontrol requeue` ends this script at once
+#% endif %#
     ! timeout -s KILL 60 "$scontrol" requeue "$job" || next=$job
 else
     why="sbatch failed"

@@ -94,6 +94,29 @@ def test_logs_are_the_newest_output_or_those_of_a_rank(desk):
     assert "there are rank-000.log to rank-001.log" in only_line(done.stderr)
 
 
+def test_logs_are_followed_from_before_their_first_line(desk):
+    desk.command("squeue", "echo '1|1|1|PENDING|Resources|0:00|'")
+    run = desk.folder / "runs/my"
+    words = [*hpc_train("logs", "--follow", "runs/my")]
+    environ = ENVIRON | {"PATH": f"{desk.folder}/bin"}
+    with subprocess.Popen(
+        words,
+        cwd=desk.folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as following:
+        try:
+            assert (
+                "waiting for the output of job 1 PENDING Resources" in following.stderr.readline()
+            )
+            (run / "my-1.out").write_text("first\n")
+            assert following.stdout.readline() == "first\n"
+        finally:
+            following.kill()
+
+
 def test_followed_logs_go_on_with_the_next_job_and_end_with_the_last(desk):
     run = desk.folder / "runs/my"
     (run / "my-1.out").write_text("first\n")

@@ -219,6 +219,8 @@ def test_a_sweep_is_an_array(desk):
         (["--scheduler", "local", "--run.dir", ""], "run.dir is empty"),
         (["--scheduler", "slurm", "--stage", "--stage_data", "nowhere"], "is not a folder"),
         (["--scheduler", "slurm", "--stage", "--image", "it.sif"], "leave out --stage"),
+        (["--scheduler", "slurm", "--stage", "--stage_to", "disk"], "full path"),
+        (["--scheduler", "slurm", "--stage", "--stage_to", ""], "full path"),
         (["--scheduler", "pbs", "--chain", "2"], "--chain means nothing to pbs"),
         (["--scheduler", "slurm", "--chain", "2", "--sweep", "run.seed=1,2"], "--sweep"),
         (["--scheduler", "slurm", "--chain", "2", "--requeue_by", "submit"], "--requeue_by"),
@@ -797,6 +799,7 @@ def test_cancel_stops_a_run_for_good(program):
     assert done.returncode == 0
     assert "STOP" in done.stdout
     assert (run_dir / "task-0/STOP").exists(), "of a sweep all tasks stop"
+    assert "task-*/STOP" in done.stdout, "so that all of them are removed to resume"
     done = program.train("run")
     assert done.returncode == 2
     assert "remove it" in only_line(done.stderr)

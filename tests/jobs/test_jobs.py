@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import time
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_options_are_those_of_the_command_line(desk):
     keys = {"optimizer.lr": 1e-3, "data.path": "[a, b]"}
     options = {"nodes": 2, "time": "2h", "exclusive": True, "directive": ["--qos=a", "-l b"]}
     job = jobs.submit("my.yaml", keys, scheduler="slurm", account=None, **options)
-    assert job == Job(job.run)
+    assert job == Job(job.run) == Job(str(job.run))
     assert job.ids == ["7"]
     script = (job.run_dir / "job.sh").read_text()
     for line in ("--nodes=2", "--time=02:00:00", "--exclusive", "--qos=a", "-l b"):
@@ -47,7 +48,7 @@ def test_options_are_those_of_the_command_line(desk):
 
 
 def test_another_program_runs_on_each_rank(desk):
-    job = jobs.submit(["python", "my.py", "a b"], {"run.dir": "runs/it"}, scheduler="slurm")
+    job = jobs.submit(["python", Path("my.py"), "a b"], {"run.dir": "runs/it"}, scheduler="slurm")
     assert "command=(python my.py 'a b')" in (job.run_dir / "job.sh").read_text()
 
 
@@ -168,6 +169,15 @@ def test_a_task_without_an_array_has_its_own_job(desk):
     rows = shlex.quote("2|RUN||1.0s|node1\n")
     desk.command("flux", f"printf %s {rows}; echo 'JobID 1 unknown' >&2")
     assert [task.state for task in tasks] == ["failed", "running"]
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "message"),
+    [("run.dir", {}, "leave it out"), ("run.seed", {"sweep": ["run.seed=1,2"]}, "leave it out")],
+)
+def test_tasks_have_directories_of_their_own_and_no_sweep_beside_them(desk, key, options, message):
+    with pytest.raises(UserError, match=message):
+        jobs.map("my.yaml", ({key: value} for value in range(2)), scheduler="slurm", **options)
 
 
 def test_no_tasks_are_no_jobs(desk):

@@ -267,9 +267,11 @@ def test_a_file_stop_ends_it_for_good(shell):
     assert shell.run("mkdir -p run; touch run/STOP; exit 75").returncode == 75
     assert not shell.calls
     done = shell.run("echo never")
-    assert done.returncode == 0
+    assert done.returncode == 75
     assert "run/STOP is there" in done.stdout
     assert "never" not in done.stdout
+    assert shell.records[-1]["why"] == "run/STOP is there"
+    assert not shell.calls
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -319,18 +321,32 @@ def test_staged_programs_run_from_the_copies_which_are_removed_at_the_end(shell)
     assert done.stdout.endswith("removed\n")
 
 
+def test_the_copies_are_removed_before_slurm_requeues_the_job(tmp_path):
+    """`scontrol requeue` ends the script at once."""
+    shell = Shell(tmp_path, "slurm")
+    stages = STAGES.replace("rm -r copies;", "cat told 2>/dev/null; rm -r copies;")
+    staging = replace(STAGING, launcher=["bash", "-c", stages])
+    done = shell.run("exit 75", staging=staging, requeue_by="requeue")
+    assert any("requeue" in call for call in shell.calls)
+    assert done.stdout.count("removed\n") == 1
+    assert "requeue" not in done.stdout.partition("removed")[0]
+
+
 def test_a_staging_that_fails_is_told_and_nothing_is_started(shell):
     (shell.folder / "full").touch()
     done = shell.run("echo started", staging=STAGING)
     assert done.returncode == 1
     assert "the staging failed: nothing is started" in done.stdout
     assert "started\n" not in done.stdout.replace("nothing is started\n", "")
+    assert shell.records[-1]["why"] == "the staging failed"
 
 
 def test_a_setup_that_fails_is_told(shell):
     done = shell.run("echo never", setup=["false"])
     assert done.returncode == 1
     assert done.stdout == "the setup failed: nothing is started\n"
+    assert shell.records[-1]["why"] == "the setup failed"
+    assert shell.records[-1]["code"] == 1
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -351,7 +367,7 @@ def test_setup_lines_of_any_form_are_run(shell, line):
     assert done.stdout.splitlines()[-1] == ("1" if "a=1" in line else "")
 
 
-@pytest.mark.parametrize("line", ["if true; then", "echo 'a", "a() {"])
+@pytest.mark.parametrize("line", ["if true; then", "echo 'a", "a() {", "cat <<EOF"])
 def test_a_setup_line_that_is_no_command_is_refused(line):
     with pytest.raises(UserError, match="no command by itself"):
         text(replace(PLAIN, setup=[line]))
@@ -389,7 +405,7 @@ def test_a_file_stop_ends_all_tasks_of_an_array(shell):
     (shell.folder / "run").mkdir()
     (shell.folder / "run/STOP").touch()
     done = shell.run("echo never", {variable: "0"}, sweep=[["--run.seed", "1"]])
-    assert done.returncode == 0
+    assert done.returncode == 75
     assert "run/STOP is there" in done.stdout
     assert "never" not in done.stdout
 

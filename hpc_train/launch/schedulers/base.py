@@ -242,7 +242,8 @@ def submitted(
     )
     if done.returncode:
         raise HpcTrainError(
-            f"{shlex.join(words)}: {said(done)}", "change the option that it refuses"
+            f"{shlex.join(words)}: {said(done)}",
+            "change the option that it refuses, or try again later if it did not answer",
         )
     return done.stdout
 
