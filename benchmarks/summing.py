@@ -89,7 +89,7 @@ def ours(name: str, sums: LevelSums, number: int, polite: bool, repeat: int) -> 
 def read_in_place(sums: LevelSums, number: int) -> Tensor:
     """Read a result in place: each rank of the node has its part in its own buffer."""
     assert sums.memory is not None
-    flat, parts, cuts = sums.flats[number], sums.memory.parts, sums.cuts[number]
+    flat, parts, cuts = sums.flats[number], sums.memory.parts, sums.division.cuts[number]
     begin = flat.data_ptr() - parts[sums.levels.node.rank].data_ptr()
     buffers = [part[begin : begin + flat.nbytes].view(flat.dtype) for part in parts]
     return torch.cat([buffer[cuts[i] : cuts[i + 1]] for i, buffer in enumerate(buffers)])

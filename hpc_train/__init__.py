@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_train.config import GradientsSection as GradientsSection
+    from hpc_train.config import MemorySection as MemorySection
     from hpc_train.config import RunConfig as RunConfig
     from hpc_train.config.file import load as load_config  # noqa: F401  # under another name
     from hpc_train.data.fork_server import start_workers as start_workers
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOMES = {
     "GradientsSection": ("hpc_train.config", "GradientsSection"),
+    "MemorySection": ("hpc_train.config", "MemorySection"),
     "Loop": ("hpc_train.training.loop", "Loop"),
     "LoopOptions": ("hpc_train.training.options", "LoopOptions"),
     "RunConfig": ("hpc_train.config", "RunConfig"),

@@ -48,18 +48,18 @@ class NodeMemory:
         assert node.comm is not None
         self.node = node
         # Each signal has a row with one number for each rank, so a wait reads contiguous memory.
-        header = _aligned(8 * signals * node.size) if node.rank == 0 else 0
-        size = header + _aligned(nbytes) + MEMORY_ALIGNMENT  # MPI may give memory that is unaligned
+        header = aligned(8 * signals * node.size) if node.rank == 0 else 0
+        size = header + aligned(nbytes) + MEMORY_ALIGNMENT  # MPI may give memory that is unaligned
         total = sum(node.comm.allgather(size))
         with agreed(node):
-            _check_room(total)  # other groups of the node may ask at the same time: hence SPARE
+            check_room(total)  # other groups of the node may ask at the same time: hence SPARE
         with agreed(node):  # a library that cannot share memory says so on all ranks of the node
             self._window = _window(size, node)
         parts = [self._part(rank) for rank in range(node.size)]
         rows = parts[0][: 8 * signals * node.size].view(torch.int64).view(signals, node.size)
         rows[:, node.rank] = 0
         self._signals = [memoryview(row.numpy()) for row in rows]  # quicker to read than a tensor
-        self.parts = [parts[0][_aligned(8 * signals * node.size) :], *parts[1:]]
+        self.parts = [parts[0][aligned(8 * signals * node.size) :], *parts[1:]]
         """The ranks' parts, as uint8 tensors of one dimension, aligned, in the order of ranks."""
         if touch:
             self.parts[node.rank].zero_()
@@ -142,7 +142,7 @@ def _window(nbytes: int, node: Group) -> MPI.Win:
     return window
 
 
-def _check_room(nbytes: int) -> None:
+def check_room(nbytes: int) -> None:
     """Check that /dev/shm has room for this many bytes.
 
     Raises:
@@ -161,5 +161,6 @@ def _check_room(nbytes: int) -> None:
         )
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The smallest multiple of `MEMORY_ALIGNMENT` that is not below this number of bytes."""
     return math.ceil(nbytes / MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT

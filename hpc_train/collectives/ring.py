@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -52,6 +52,24 @@ class Cross(Protocol):
 
         A rank that rounds adds its rounding error to its `residual`, which has the shape and dtype
         of `flat`.
+        """
+
+    def reduce_scatter_(self, flat: Tensor, cuts: Sequence[int], tag: int) -> Coroutine[None]:
+        """Do the first half of `sum_`: this rank's part gets its sum, the others are overwritten.
+
+        Args:
+            flat: as for `sum_`.
+            cuts: n + 1 ascending positions; rank r has the part from cuts[r] to cuts[r + 1].
+            tag: the operation's number.
+        """
+
+    def all_gather_(self, flat: Tensor, cuts: Sequence[int], tag: int) -> Coroutine[None]:
+        """Give all ranks all parts of a contiguous tensor of one dimension, of any dtype.
+
+        Args:
+            flat: this rank has filled its own part; the others are overwritten.
+            cuts: as for `reduce_scatter_`.
+            tag: the operation's number.
         """
 
     def gather(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
@@ -116,6 +134,28 @@ class Ring:
 
         return self._in_turn(tag, segments)
 
+    def reduce_scatter_(self, flat: Tensor, cuts: Sequence[int], tag: int) -> Coroutine[None]:
+        """Give this rank's part of a tensor its sum (see `Cross`). Collective."""
+
+        def segments(first: int) -> Coroutine[None]:
+            yield [
+                self._reduce(chunks, flat.dtype, first + number)
+                for number, chunks in enumerate(_cut_segments(flat, cuts))
+            ]
+
+        return self._in_turn(tag, segments)
+
+    def all_gather_(self, flat: Tensor, cuts: Sequence[int], tag: int) -> Coroutine[None]:
+        """Give all ranks all parts of a tensor (see `Cross`). Collective."""
+
+        def segments(first: int) -> Coroutine[None]:
+            yield [
+                self._pass_round(chunks, self.group.rank, first + number)
+                for number, chunks in enumerate(_cut_segments(flat, cuts))
+            ]
+
+        return self._in_turn(tag, segments)
+
     def gather(self, payload: Tensor, tag: int) -> Coroutine[Tensor]:
         """The payloads of all ranks (see `Cross`); each goes round the ring."""
 
@@ -164,6 +204,17 @@ class Ring:
             chunks[theirs].add_(arrived)
         yield from sends  # the chunks that were sent are received into next
         yield from self._pass_round(chunks, (self.group.rank + 1) % len(chunks), tag)
+
+    def _reduce(self, chunks: list[Tensor], dtype: torch.dtype, tag: int) -> Coroutine[None]:
+        """Sum the chunk of this rank's number; the other chunks are overwritten."""
+        # `_reduction` leaves rank r the sum of chunk r + 1.
+        turned = [*chunks[-1:], *chunks[:-1]]
+        sends = []
+        for receive, arrived, own, theirs in self._reduction(turned, dtype, tag):
+            sends.append(self._send(turned[own], tag))
+            yield receive
+            turned[theirs].add_(arrived)
+        yield from sends
 
     def _sum_16(
         self, segment: Tensor, dtype: torch.dtype, lost: Tensor, tag: int
@@ -249,6 +300,40 @@ class Library(Ring):
             for piece in mpi.pieces(flat.detach())
         ]
 
+    def reduce_scatter_(self, flat: Tensor, cuts: Sequence[int], tag: int) -> Coroutine[None]:
+        """Give this rank's part of a tensor its sum (see `Cross`). Collective."""
+        from mpi4py import MPI
+
+        from hpc_train.collectives import mpi
+
+        if flat.nbytes > mpi.LARGEST_MESSAGE:  # MPI's counts are 32-bit integers
+            yield from super().reduce_scatter_(flat, cuts, tag)
+            return
+        counts = [end - begin for begin, end in itertools.pairwise(cuts)]
+        mine = flat[cuts[self.group.rank] : cuts[self.group.rank + 1]]
+        total = torch.empty_like(mine)
+        self.bytes_sent += flat.nbytes - mine.nbytes
+        datatype = mpi.MPI_TYPES[flat.dtype]
+        yield self.comm.Ireduce_scatter(
+            [flat.detach().numpy(), datatype], [total.numpy(), datatype], counts, op=MPI.SUM
+        )
+        mine.copy_(total)
+
+    def all_gather_(self, flat: Tensor, cuts: Sequence[int], tag: int) -> Coroutine[None]:
+        """Give all ranks all parts of a tensor (see `Cross`). Collective."""
+        from mpi4py import MPI
+
+        from hpc_train.collectives import mpi
+
+        if flat.nbytes > mpi.LARGEST_MESSAGE:
+            yield from super().all_gather_(flat, cuts, tag)
+            return
+        size, n = flat.element_size(), self.group.size
+        counts = [size * (end - begin) for begin, end in itertools.pairwise(cuts)]
+        begins = [size * begin for begin in cuts[:-1]]
+        self.bytes_sent += (n - 1) * counts[self.group.rank]
+        yield self.comm.Iallgatherv(MPI.IN_PLACE, [_bytes(flat), counts, begins, MPI.BYTE])
+
 
 def _some_ahead(items: Iterator[T]) -> Iterator[T]:
     """The items; SEGMENTS_AHEAD of them are made before the first one is used.
@@ -263,9 +348,21 @@ def _some_ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 def _segments(flat: Tensor, n: int) -> list[Tensor]:
+    return list(flat.tensor_split(_count_segments(flat, n)))
+
+
+def _count_segments(flat: Tensor, n: int) -> int:
+    """The number of segments of a sum over n ranks."""
     chunk = min(max(flat.nbytes // (n * PIPELINED), SMALLEST_CHUNK), LARGEST_CHUNK)
     wanted = flat.nbytes // (n * chunk)
-    return list(flat.tensor_split(max(1, min(wanted, SEGMENTS))))
+    return max(1, min(wanted, SEGMENTS))
+
+
+def _cut_segments(flat: Tensor, cuts: Sequence[int]) -> list[list[Tensor]]:
+    """Cut each rank's part of a tensor into pieces: for each segment, one chunk for each rank."""
+    count = _count_segments(flat, len(cuts) - 1)
+    parts = [flat[begin:end].tensor_split(count) for begin, end in itertools.pairwise(cuts)]
+    return [list(chunks) for chunks in zip(*parts, strict=True)]
 
 
 def rounded(chunk: Tensor, dtype: torch.dtype, lost: Tensor) -> Tensor:

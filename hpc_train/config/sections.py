@@ -254,9 +254,27 @@ class GradientsSection:
 class MemorySection:
     """Where parameters and the optimizer's state are kept."""
 
-    zero: Literal["auto", 0, 1] = "auto"
-    """With 1 the ranks of a node share the parameters' memory, the optimizer's state and its work.
-    auto takes 1 for the program's own models on CPUs where that is faster, and 0 otherwise."""
+    zero: Literal["auto", 0, 1, 2] = "auto"
+    """With 1 the ranks of a node share the parameters' memory, and optimizer state and work are
+    divided over ranks. With 2 gradients are divided, too. auto takes 1 for the program's own models
+    on CPUs where that is faster, and 0 otherwise."""
+    scope: Literal["node", "all"] = "all"
+    """Whether zero divides over the ranks of each node (node), or over the ranks of all nodes
+    (all). Where zero is auto, it divides over those of each node."""
+
+    def __post_init__(self) -> None:
+        # Options of the command line are checked as they are read. Programs may give anything.
+        for key, values in (("zero", ("auto", 0, 1, 2)), ("scope", ("node", "all"))):
+            if getattr(self, key) not in values:
+                raise ConfigError(
+                    f"memory.{key} is {getattr(self, key)!r}",
+                    f"give one of {', '.join(map(str, values))}",
+                )
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO that is asked for; 0 for auto."""
+        return 0 if self.zero == "auto" else self.zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,15 +402,15 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
 
     def __post_init__(self) -> None:
-        zero, gradients = self.memory.zero == 1, self.gradients
+        zero, gradients = self.memory.stage, self.gradients
         if zero and gradients.engine == "horovod":
             raise ConfigError(
-                "memory.zero is 1, but gradients.engine is horovod",
+                f"memory.zero is {zero}, but gradients.engine is horovod",
                 "use --gradients.engine mpi",
             )
         if zero and gradients.two_level == "off":
             raise ConfigError(
-                "memory.zero is 1, but gradients.two_level is off",
+                f"memory.zero is {zero}, but gradients.two_level is off",
                 "leave one out: memory.zero sums in the shared memory of a node",
             )
         if gradients.average_every > 1 and (
@@ -401,6 +419,17 @@ class RunConfig:
             raise ConfigError(
                 f"gradients.average_every is {gradients.average_every}: replicas differ meanwhile",
                 "leave out memory.zero, gradients.compression and engine horovod",
+            )
+        if zero > 1 and gradients.compression != "none":
+            raise ConfigError(
+                f"memory.zero is {zero}, but gradients.compression is {gradients.compression}",
+                "use --memory.zero 1 --memory.scope node, or leave gradients.compression out",
+            )
+        if zero and self.memory.scope == "all" and gradients.compression != "none":
+            raise ConfigError(
+                f"memory.scope is all, but gradients.compression is {gradients.compression}, which "
+                "needs each node's whole sum",
+                "use --memory.scope node, or leave gradients.compression out",
             )
         if gradients.reduction == "adasum" and self.optimizer.clip_norm:
             raise ConfigError(

@@ -20,10 +20,12 @@ from hpc_train.collectives.ring import Library, Ring
 from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket, has_slabs, plan_buckets
 from hpc_train.gradients.compression import make_compressor
+from hpc_train.gradients.division import Reach
 from hpc_train.gradients.local import LocalSteps
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions, TwoLevel
 from hpc_train.gradients.ownership import trained
+from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
 from hpc_train.gradients.zero import ShardedAverager, check_divisible
@@ -197,10 +199,13 @@ def _sharded(
 ) -> BucketAverager:
     check_divisible(optimizer)
 
-    def make(buckets: Sequence[Bucket], whole: Sequence[bool] = ()) -> LevelSums:
-        return _made_on_all_nodes(
-            levels.whole, lambda: compressed(levels, buckets, options.compression, whole)
-        )
+    def made(buckets: Sequence[Bucket], reach: Sequence[Reach] = ()) -> LevelSums:
+        if options.zero > 1 and reach:
+            return PooledSums(levels, buckets, ring_of(levels), reach)
+        return compressed(levels, buckets, options.compression, reach)
+
+    def make(buckets: Sequence[Bucket], reach: Sequence[Reach] = ()) -> LevelSums:
+        return _made_on_all_nodes(levels.whole, lambda: made(buckets, reach))
 
     size = _bucket_bytes(levels.whole, make, planned, options)
     whole = frozenset(options.whole)  # `in` on a list would compare the parameters' values
@@ -213,12 +218,15 @@ def _sharded(
         *(Bucket(some, by_rows=True) for some in divided),
         *(Bucket(some, by_rows=packed) for some in kept),
     ]
-    sums = make(buckets, [False] * len(divided) + [True] * len(kept))
+    reach = Reach.JOB if options.scope == "all" else Reach.NODE
+    sums = make(buckets, [reach] * len(divided) + [Reach.RANK] * len(kept))
 
     def averager() -> ShardedAverager:
         progress = options.progress()
         try:
-            return ShardedAverager(model, optimizer, levels, buckets, sums, progress)
+            return ShardedAverager(
+                model, optimizer, buckets, sums, progress, hidden=options.only_modules_read
+            )
         except SetupError:
             progress.close()
             sums.close()
@@ -283,7 +291,7 @@ def way(
 
 
 def compressed(
-    levels: Levels, buckets: Sequence[Bucket], compression: str, whole: Sequence[bool] = ()
+    levels: Levels, buckets: Sequence[Bucket], compression: str, reach: Sequence[Reach] = ()
 ) -> LevelSums:
     """Sums in two levels, compressed between nodes. Collective.
 
@@ -291,11 +299,9 @@ def compressed(
         levels: the ranks by nodes.
         buckets: to be summed.
         compression: a value of `gradients.compression`.
-        whole: as for `LevelSums`.
+        reach: as for `LevelSums`.
     """
-    kind = compressed_cross(levels.nodes)
-    cross = kind(levels.cross) if levels.nodes > 1 and levels.owns else None
-    return LevelSums(levels, buckets, cross, make_compressor(compression), whole)
+    return LevelSums(levels, buckets, ring_of(levels), make_compressor(compression), reach)
 
 
 def compressed_cross(nodes: int) -> type[Ring]:
@@ -304,6 +310,12 @@ def compressed_cross(nodes: int) -> type[Ring]:
     It is never `Library`, because MPI's own sums have no 16-bit floats.
     """
     return Ring if nodes <= RING_COMPRESSED else Halving
+
+
+def ring_of(levels: Levels) -> Ring | None:
+    """The ring over nodes; None on one node, and for ranks that own no part. Collective."""
+    kind = compressed_cross(levels.nodes)
+    return kind(levels.cross) if levels.nodes > 1 and levels.owns else None
 
 
 def or_collectives(group: Group, make: MakeSums, collectives: Collectives) -> MakeSums:

@@ -72,6 +72,13 @@ class GradientAverager(Protocol):
     def step(self) -> None:
         """Average, unless that is done, and call the optimizer's own `step`. Collective."""
 
+    def expect(self, passes: int) -> None:
+        """Get ready for steps with a known number of backward passes.
+
+        It is only a hint, which saves memory with zero 2. All ranks give the same, between two
+        steps. Without it one pass is expected.
+        """
+
     def leave_step(self) -> None:
         """Tell the other ranks that this one is between two steps. Collective.
 

@@ -52,7 +52,7 @@ class Filling:
         begin_pass: Callable[[], None],
     ) -> None:
         self.sums, self.progress, self.share = sums, progress, share
-        self.by_bucket = slots_of_buckets(buckets, sums.flats, share, look)
+        self.by_bucket = self._make_slots(buckets, look)
         self.slots = [slot for some in self.by_bucket for slot in some]
         self.strays: list[Slot] = []
         self._look, self._begin_pass = look, begin_pass
@@ -60,6 +60,11 @@ class Filling:
         self._task = -1  # the backward pass that the last gradient came from
         self.wait_for_calm()
         self.begin_step()
+
+    def _make_slots(
+        self, buckets: Sequence[Bucket], look: Callable[[Slot], Tensor]
+    ) -> list[list[Slot]]:
+        return slots_of_buckets(buckets, self.sums.flats, self.share, look)
 
     def _hook(self, slot: Slot) -> list[RemovableHandle]:
         return [slot.parameter.register_post_accumulate_grad_hook(partial(self._move, slot))]
@@ -178,7 +183,7 @@ class Filling:
                 continue
             if gradient.requires_grad:
                 return late, has_graph()
-            if slot.begun and not self.over:
+            if slot.in_sum and not self.over:
                 if slot.filled:
                     return late, UserError(
                         "`grad` of a parameter was set after its sum over the ranks had begun",

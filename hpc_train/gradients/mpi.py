@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,7 +160,7 @@ class BucketAverager:
         self._restless = True
         if everything:
             self._give_up()
-        elif any(slot.begun for slot in dropped):
+        elif any(slot.in_sum for slot in dropped):
             raise UserError(
                 "`grad` of some parameters was dropped after their sums over the ranks had begun",
                 "drop gradients before a step's first backward pass, or after its last one",
@@ -241,13 +241,18 @@ class BucketAverager:
 
     def _add_late(self) -> None:
         """Sum the gradients that came too late for their buckets. Collective."""
+        for slot, more in self._late():
+            slot.view.add_(more)
+
+    def _late(self) -> Iterator[tuple[Slot, Tensor]]:
+        """The sums of the gradients that came too late for their buckets. Collective."""
         slots = self._filling.slots
         late = np.array([slot.late is not None for slot in slots], bool)
         heard = self.progress.complete(self._told(Place.AVERAGE, Facts(late)))
         for slot in (slots[number] for number in heard.used.nonzero()[0]):
             more = torch.zeros_like(slot.view) if slot.late is None else slot.late
             self._sum(more)
-            slot.view.add_(more)
+            yield slot, more
 
     def _publish(self, used: Sequence[bool]) -> None:
         for slot, flag in zip(self._filling.slots, used, strict=True):
@@ -266,6 +271,9 @@ class BucketAverager:
     def _adopt(self) -> None:
         """Take over parameters that came later."""
         self._filling.adopt(self._new())
+
+    def expect(self, passes: int) -> None:
+        """Do nothing: the averager learns how many backward passes a step has."""
 
     def refresh(self) -> None:
         """Average parameters that were added or unfrozen, too, with rank 0's values. Collective.

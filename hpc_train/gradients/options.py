@@ -17,6 +17,7 @@ from hpc_train.mpi.environment import ranks_yield
 Engine = Literal["auto", "horovod", "mpi"]
 TwoLevel = Literal["auto", "on", "off"]
 Reduction = Literal["mean", "adasum"]
+Scope = Literal["node", "all"]
 
 SUMMABLE = (
     torch.float32,
@@ -43,7 +44,12 @@ class AveragingOptions:
             are averaged (`gradients.local`). 1 averages gradients in every step. Engine mpi only.
         reduction: "mean", or "adasum" with engine horovod (see `gradients.adasum`).
         zero: 1 lets the ranks of a node share the parameters' memory and divide the optimizer's
-            work and state; 0 does not. Engine mpi only, with parameters on the CPU.
+            work and state; 2 also lets gradients take turns in a small pool of memory; 0 does
+            neither. Engine mpi only, with parameters on the CPU.
+        scope: "node" divides optimizer state and work over the ranks of each node, "all" over the
+            ranks of all nodes.
+        only_modules_read: whether parameters are read only by the modules that have them, once
+            averaging is set up. Then gathers between nodes go on during the next forward pass.
         whole: parameters that are not divided by `zero`.
         cores: processor cores for this rank alone (`Runtime.cores`).
         deterministic: measure nothing, so that each run sums in the same way.
@@ -56,6 +62,8 @@ class AveragingOptions:
     average_every: int = 1
     reduction: Reduction = "mean"
     zero: int = 0
+    scope: Scope = "node"
+    only_modules_read: bool = False
     whole: Collection[Parameter] = frozenset()
     cores: int = 1
     deterministic: bool = False
@@ -88,6 +96,16 @@ class AveragingOptions:
         for asked, why, remedy in (
             (self.zero and local, "zero and average_every do not go together", "leave one out"),
             (packed and local, "compression and average_every do not go together", "leave one out"),
+            (
+                self.zero > 1 and packed,
+                f"zero {self.zero} and compression do not go together",
+                'use zero 1 with scope "node", or leave compression out',
+            ),
+            (
+                self.zero and self.scope == "all" and packed,
+                'zero with scope "all" and compression do not go together',
+                'use scope "node", or leave compression out',
+            ),
             (
                 self.zero and self.two_level == "off",
                 'zero sums in the shared memory of nodes, and two_level is "off"',

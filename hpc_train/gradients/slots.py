@@ -68,6 +68,11 @@ class Slot:
         self.kept: Tensor | None = None
         self.arrived, self.before, self.expected = 0, UNSTEADY, UNSTEADY
 
+    @property
+    def in_sum(self) -> bool:
+        """Whether a sum has begun that has a gradient of this step, if there was one."""
+        return self.begun
+
     def begin_step(self) -> None:
         """Begin a step: no gradient of it has come yet."""
         self.filled, self.begun, self.arrived = False, False, 0
@@ -77,9 +82,9 @@ class Slot:
         """Take the step's first gradient, or one that the user has put in its place."""
         if self.begun:
             self.late = torch.empty_like(self.view) if self.late is None else self.late
-            _scaled(gradient, self.share, self.late)
+            scaled(gradient, self.share, self.late)
         else:
-            _scaled(gradient, self.share, self.view)
+            scaled(gradient, self.share, self.view)
             self.filled = True
 
     def add(self, gradient: Tensor) -> None:
@@ -135,11 +140,12 @@ def slots_of_buckets(
     flats: Sequence[Tensor],
     share: float,
     average: Callable[[Slot], Tensor],
+    make: Callable[..., Slot] = Slot,
 ) -> list[list[Slot]]:
-    """The slots of all parameters, by bucket."""
+    """The slots of all parameters, by bucket; `make` takes the arguments of `Slot`."""
     return [
         [
-            Slot(parameter, view, home, share, average)
+            make(parameter, view, home, share, average)
             for parameter, view in bucket.views(flat).items()
         ]
         for home, (bucket, flat) in enumerate(zip(buckets, flats, strict=True))
@@ -159,8 +165,8 @@ def _published(parameter: Parameter, view: Tensor) -> Tensor:
     return torch.empty_like(parameter.detach(), memory_format=kept)
 
 
-def _scaled(gradient: Tensor, share: float, view: Tensor) -> None:
-    """Write a gradient times the share to a view."""
+def scaled(gradient: Tensor, share: float, view: Tensor) -> None:
+    """Write a gradient of any layout and dtype, times the share, to a view."""
     if gradient.dtype is view.dtype and gradient.layout is torch.strided:
         torch.mul(gradient, share, out=view)
     elif gradient.layout is not torch.strided:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from hpc_train.collectives import Collectives
 from hpc_train.collectives.coroutines import Coroutine
-from hpc_train.collectives.node import MEMORY_ALIGNMENT, NodeMemory, sum_into
+from hpc_train.collectives.node import NodeMemory, aligned, sum_into
 from hpc_train.collectives.ring import Cross
 from hpc_train.errors import SetupError
-from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.compression import Compressor
+from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.profile import Profile
 from hpc_train.mpi.levels import Levels
 
@@ -73,8 +74,7 @@ class LevelSums:
         cross: the ranks of different nodes that have this rank's part, closed with this object.
             None on one node, and for ranks that own no part.
         compressor: compresses messages between nodes; None for exact sums.
-        whole: for each bucket, whether every rank gets the whole result; otherwise each rank gets
-            its own part only (`Bucket.cuts`). By default all get the whole of all buckets.
+        reach: for each bucket, where its result is needed; by default on every rank.
 
     Raises:
         SetupError: there is too little shared memory; raised on all ranks of the node.
@@ -88,27 +88,27 @@ class LevelSums:
         buckets: Sequence[Bucket],
         cross: Cross | None,
         compressor: Compressor | None = None,
-        whole: Sequence[bool] = (),
+        reach: Sequence[Reach] = (),
     ) -> None:
         self.levels, self.buckets, self.cross = levels, buckets, cross
-        self.compressor, self.whole = compressor, whole or [True] * len(buckets)
+        self.compressor = compressor
+        self.division = BucketParts(levels, buckets, reach or [Reach.RANK] * len(buckets))
         self.profile = Profile()
         self.rounds = [0] * len(buckets)
-        self.cuts = [bucket.cuts(levels.owners) for bucket in buckets]
         self.memory: NodeMemory | None = None
+        begins = self._begins()
         if levels.node.size > 1:
-            nbytes = memory_bytes(buckets)
             try:
                 self.memory = NodeMemory(
-                    levels.node, nbytes, signals=SIGNALS_PER_BUCKET * len(buckets)
+                    levels.node, begins[-1], signals=SIGNALS_PER_BUCKET * len(buckets)
                 )
             except SetupError:
                 if cross is not None:
                     cross.close()
                 raise
-            parts = [cut_memory(part, buckets) for part in self.memory.parts]
+            parts = [cut_memory(part, buckets, begins) for part in self.memory.parts]
         else:
-            parts = [_private(buckets)]
+            parts = [cut_memory(torch.zeros(begins[-1], dtype=torch.uint8), buckets, begins)]
         self._buffers = list(zip(*parts, strict=True))  # by bucket, then by rank of the node
         self.flats = parts[levels.node.rank]
         """This rank's buffer of each bucket (see `Sums`)."""
@@ -119,6 +119,10 @@ class LevelSums:
         """Cuts of each bucket for all ranks of the node, if it has more ranks than other nodes."""
         if levels.node.size > levels.owners and levels.nodes > 1:
             self._shares = [bucket.cuts(levels.node.size) for bucket in buckets]
+
+    def _begins(self) -> list[int]:
+        """Offsets of the buckets in this rank's memory, in bytes, and its size."""
+        return bucket_begins(self.buckets)
 
     def begin(self, number: int) -> Coroutine[None]:
         """Sum a bucket (see `Sums`)."""
@@ -138,7 +142,7 @@ class LevelSums:
         if self.levels.owns:
             yield from self._sum_part(number)
         last = self._owners
-        if self._shares is not None and self.whole[number]:
+        if self._shares is not None and self.division.reach[number] is Reach.RANK:
             yield from self._all(number, CROSSED, round_, self._owners)
             self._copy_share(number, self._shares[number])
             last = self._everyone
@@ -159,7 +163,7 @@ class LevelSums:
             The owner's rank in the node, and the start and end of the share's part that it owns.
         """
         place = self.levels.node.rank
-        for owner, (begin, end) in enumerate(pairwise(self.cuts[number])):
+        for owner, (begin, end) in enumerate(pairwise(self.division.cuts[number])):
             first, last = max(begin, shares[place]), min(end, shares[place + 1])
             if first < last:
                 yield owner, first, last
@@ -178,19 +182,14 @@ class LevelSums:
                 if part is not parts[owner]:
                     part.copy_(parts[owner])
 
-    def part(self, number: int) -> tuple[int, int]:
-        """Start and end of this rank's part of a bucket, in elements; (0, 0) if it owns none."""
-        place = self.levels.node.rank
-        cuts = self.cuts[number]
-        return (cuts[place], cuts[place + 1]) if self.levels.owns else (0, 0)
-
     def _sum_part(self, number: int) -> Coroutine[None]:
         """Sum this rank's part: within the node, over the nodes, then into the node's buffers."""
-        begin, end = self.part(number)
+        begin, end = self.division.part(number)
         parts = [buffer[begin:end] for buffer in self._buffers[number]]
         mine = parts[self.levels.node.rank]
         shared = self._shares is not None  # then `_add_share` has summed, and `_copy_share` copies
-        others = [part for part in parts if part is not mine] if self.whole[number] else []
+        everywhere = self.division.reach[number] is Reach.RANK
+        others = [part for part in parts if part is not mine] if everywhere else []
         if self.cross is None:
             sum_into(parts, [mine, *others])
             return
@@ -202,13 +201,19 @@ class LevelSums:
 
     def _sum_across(self, number: int, mine: Tensor) -> Coroutine[None]:
         assert self.cross is not None
-        if self.compressor is None:
+        if self.division.reach[number] is Reach.JOB:
+            yield from self.cross.reduce_scatter_(mine, self.division.chunks(number), number)
+        elif self.compressor is None:
             yield from self.cross.sum_(mine, number)
         else:
-            slabs = self.buckets[number].slabs(*self.part(number))
+            slabs = self.buckets[number].slabs(*self.division.part(number))
             pieces = [slab.of(self.flats[number]) for slab in slabs]
             yield from self.compressor.sum_(self.cross, number, mine, pieces)
         self.profile.sent = self.cross.bytes_sent
+
+    def result(self, number: int, slab: Slab) -> Tensor:
+        """A view of the result of a bucket, for a slab of what this rank owns of it."""
+        return slab.of(self.flats[number])
 
     def close(self) -> None:
         """Release shared memory. Collective."""
@@ -253,21 +258,15 @@ def _private(buckets: Sequence[Bucket]) -> list[Tensor]:
     return [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
 
 
-def _begins(buckets: Sequence[Bucket]) -> list[int]:
-    """Aligned offsets of the buckets in memory that holds them all, in bytes, and its size."""
+def bucket_begins(buckets: Sequence[Bucket]) -> list[int]:
+    """Aligned offsets of buckets one behind the other in memory, in bytes, and its size."""
     begins = [0]
     for bucket in buckets:
-        begins.append(begins[-1] + -(-bucket.nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT)
+        begins.append(begins[-1] + aligned(bucket.nbytes))
     return begins
 
 
-def memory_bytes(buckets: Sequence[Bucket]) -> int:
-    """Bytes of memory that `cut_memory` needs for these buckets."""
-    return _begins(buckets)[-1]
-
-
-def cut_memory(part: Tensor, buckets: Sequence[Bucket]) -> list[Tensor]:
-    """Cut memory, (bytes,) of uint8, into the buffers of all buckets."""
-    begins = _begins(buckets)
+def cut_memory(part: Tensor, buckets: Sequence[Bucket], begins: Sequence[int]) -> list[Tensor]:
+    """Cut memory, (bytes,) of uint8, into the buffers of buckets that begin at these offsets."""
     pairs = zip(buckets, begins, strict=False)
     return [part[begin : begin + b.nbytes].view(b.dtype) for b, begin in pairs]

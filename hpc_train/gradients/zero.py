@@ -1,33 +1,26 @@
-"""The ranks of a node share the parameters' memory, and each updates its part of them.
-
-Stage 1 of ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
-models", SC 2020, https://arxiv.org/abs/1910.02054) divides the optimizer's state over the ranks,
-and all ranks gather the new parameters after each step. Inside a node no gather is needed, because
-the parameters lie in memory that all its ranks read. With p ranks on a node, optimizer time and
-state per rank shrink by a factor of p, and each rank needs only its own part of the averaged
-gradients.
-"""
+"""ZeRO's stages 1 and 2: each rank has the optimizer's state of its parts of the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
-from hpc_train.collectives.coroutines import drive
-from hpc_train.collectives.node import NodeMemory
 from hpc_train.errors import HpcTrainError, UserError
-from hpc_train.gradients.buckets import Bucket, Slab
+from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.division import Reach
+from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.mpi import BucketAverager
+from hpc_train.gradients.pooled_filling import PooledFilling
+from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.shared_parameters import SharedParameters
 from hpc_train.gradients.slots import Slot
-from hpc_train.gradients.sums import LevelSums, cut_memory, memory_bytes
-from hpc_train.mpi.levels import Levels
+from hpc_train.gradients.sums import LevelSums
 
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 """Optimizers of torch whose update of an element depends on other elements."""
@@ -61,10 +54,11 @@ class ShardedAverager(BucketAverager):
 
     Args:
         model, optimizer, progress: as for `BucketAverager`.
-        levels: the ranks by nodes.
         buckets: buckets of all trained parameters.
-        sums: sums of these buckets. The parameters of a bucket are shared if its result is not
-            whole.
+        sums: sums of these buckets. The parameters of a bucket are shared if not every rank needs
+            its whole result.
+        hidden: whether gathers between nodes go on during the next forward pass. Then nobody may
+            read parameters but the modules that have them, unless `settle` was called.
 
     Raises:
         SetupError: there is too little shared memory. All ranks of the node raise it, and model and
@@ -75,53 +69,51 @@ class ShardedAverager(BucketAverager):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        levels: Levels,
         buckets: list[Bucket],
         sums: LevelSums,
         progress: Progress,
+        *,
+        hidden: bool = False,
     ) -> None:
-        divided = [bucket for bucket, whole in zip(buckets, sums.whole, strict=True) if not whole]
-        self.memory: NodeMemory | None = None
-        if levels.node.size > 1:
-            room = memory_bytes(divided) if levels.node.rank == 0 else 0
-            self.memory = NodeMemory(levels.node, room, signals=1, touch=False)
-        super().__init__(model, optimizer, levels.whole, lambda _: (buckets, sums), progress)
-        self.levels = levels
-        self.shards = connect(levels.node)
-        self.shared = {p: p.data for b in divided for p in b.parameters}
-        self.slabs: dict[Parameter, Slab] = {}
-        """For each piece that the optimizer has as a parameter, its slab of the model's one."""
-        self._gradients: dict[Parameter, Tensor] = {}
-        self._steps = 0
-        self._share_parameters(sums, divided)
+        self.levels = sums.levels
+        self.parameters = SharedParameters(sums, progress)
+        super().__init__(model, optimizer, self.levels.whole, lambda _: (buckets, sums), progress)
+        job = Reach.JOB in sums.division.reach
+        self.shards = connect(self.levels.whole if job else self.levels.node)
+        self._counts_whole = self.shards.group.rank == 0
+        self.parameters.move()
+        self._gradients = self.parameters.gradients()
+        self.at_close.append(self.parameters.release)
+        if hidden and job:
+            self.parameters.hide_gathers(model)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._divide_optimizer()
         self._remember()
 
-    def _share_parameters(self, sums: LevelSums, divided: list[Bucket]) -> None:
-        """Move the parameters to memory that all ranks of the node can read. Collective."""
-        if self.memory is None:
-            flats = [torch.empty(b.numel, dtype=b.dtype) for b in divided]
-        else:
-            self.at_close.append(self.memory.close)
-            flats = cut_memory(self.memory.parts[0], divided)
-        numbers = [number for number, whole in enumerate(sums.whole) if not whole]
-        for number, bucket, flat in zip(numbers, divided, flats, strict=True):
-            for slab in bucket.slabs(*sums.part(number)):
-                mine = slab.of(flat)
-                # The rank that updates a slab touches it first, so that its memory is near (NUMA).
-                mine.copy_(slab.rows_of(slab.parameter.data))
-                piece = Parameter(mine)
-                self.slabs[piece] = slab
-                self._gradients[piece] = slab.of(sums.flats[number])
-        self.levels.node.barrier()  # all slabs are written before anybody reads the parameters
-        for bucket, flat in zip(divided, flats, strict=True):
-            for parameter, view in bucket.views(flat).items():
-                parameter.data = view
-        self._places = {p: p.data_ptr() for p in self.shared}
+    def _fill(self) -> Filling:
+        if not isinstance(self.sums, PooledSums):
+            return super()._fill()
+        share = 1 / self.group.size
+        return PooledFilling(
+            self.buckets, self.sums, self.progress, share, self._look, self._begin_pass
+        )
+
+    def expect(self, passes: int) -> None:
+        """Get ready for steps with a known number of backward passes."""
+        if isinstance(self.sums, PooledSums) and passes != self.sums.passes:
+            self._gradients = {}
+            self.sums.expect(passes)
+            self._gradients = self.parameters.gradients()
+            self._filling.wait_for_calm()
+            self._filling.begin_step()
+
+    @property
+    def shared(self) -> Collection[Parameter]:
+        """The model's parameters that are shared."""
+        return self.parameters.home.keys()
 
     def _divide_optimizer(self) -> None:
-        pieces = {slab.parameter: piece for piece, slab in self.slabs.items()}
+        pieces = {slab.parameter: piece for piece, slab in self.parameters.slabs.items()}
         for group in self.optimizer.param_groups:
             kept = [p if p not in self.shared else pieces.get(p) for p in group["params"]]
             group["params"] = [p for p in kept if p is not None]
@@ -141,11 +133,11 @@ class ShardedAverager(BucketAverager):
                 slot.publish(used=flag)
         there = {slot.parameter for slot, flag in pairs if flag}
         for piece, gradient in self._gradients.items():
-            piece.grad = gradient if self.slabs[piece].parameter in there else None
+            piece.grad = gradient if self.parameters.slabs[piece].parameter in there else None
 
     def _check(self) -> tuple[bool, HpcTrainError | None]:
         """Check as `BucketAverager` does, and that parameters still lie in shared memory."""
-        moved = [p for p, where in self._places.items() if p.data_ptr() != where]
+        moved = self.parameters.moved_away()
         if moved or self._changed():
             what = "model has moved a parameter" if moved else "optimizer has got other parameters"
             return False, UserError(
@@ -169,6 +161,16 @@ class ShardedAverager(BucketAverager):
                 "add parameters before, or leave zero out",
             )
 
+    def _add_late(self) -> None:
+        """Sum the gradients that came too late for their buckets. Collective."""
+        pieces = {slab.parameter: (piece, slab) for piece, slab in self.parameters.slabs.items()}
+        for slot, more in self._late():
+            if slot.parameter not in self.shared:
+                slot.view.add_(more)
+            elif slot.parameter in pieces:
+                piece, slab = pieces[slot.parameter]
+                self._gradients[piece].add_(slab.rows_of(more))
+
     def _look(self, slot: Slot) -> Tensor:
         if slot.parameter not in self.shared:
             return super()._look(slot)
@@ -178,11 +180,12 @@ class ShardedAverager(BucketAverager):
         )
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:
-        """The averaged gradients that this rank counts. Across its node, each is counted once."""
+        """The averaged gradients that this rank counts. Across `shards`, each is counted once."""
         kept = [p for p in self.trained if p not in self.shared]
         whole = [(p, p.grad) for p in kept if p.grad is not None]
-        mine = [(s.parameter, p.grad) for p, s in self.slabs.items() if p.grad is not None]
-        return mine + (whole if self.levels.node.rank == 0 else [])
+        slabs = self.parameters.slabs.items()
+        mine = [(s.parameter, p.grad) for p, s in slabs if p.grad is not None]
+        return mine + (whole if self._counts_whole else [])
 
     def norm(self) -> Tensor:
         """The 2-norm of all averaged gradients, a float64 scalar. Collective."""
@@ -192,29 +195,25 @@ class ShardedAverager(BucketAverager):
 
     def _own(self) -> list[Tensor]:
         kept = [p for p in self.trained if p not in self.shared]
-        return [p.grad for p in [*self.slabs, *kept] if p.grad is not None]
+        return [p.grad for p in [*self.parameters.slabs, *kept] if p.grad is not None]
 
     def _after_step(self) -> None:
-        """Wait until the node's other ranks have updated their slabs, too."""
+        """Bring all ranks the parts that the others have updated."""
         super()._after_step()
-        if self.memory is None:
-            return
-        self._steps += 1
-        self.memory.tell(0, self._steps)
-        updated = self.memory.wait(0, self._steps, range(self.levels.owners))
-        with self.group.waiting("the optimizer's step of the ranks of its node"):
-            drive(updated, polite=self.progress.polite)
+        self.parameters.update()
+
+    def settle(self) -> None:
+        """Wait until all parameters are the updated ones. Collective."""
+        self.parameters.wait()
 
     def close(self) -> None:
         """Give each rank its own copy of the parameters. Collective.
 
         The optimizer has all parameters again, and its state is cleared.
         """
-        for parameter in self.shared:
-            if parameter.data_ptr() == self._places[parameter]:
-                parameter.data = parameter.data.clone()
+        self.parameters.wait()
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
         self.optimizer.state.clear()
-        self.slabs, self._gradients = {}, {}
+        self._gradients = {}
         super().close()

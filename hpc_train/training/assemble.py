@@ -56,9 +56,10 @@ class TrainingTask:
             and the same `sample_order_identity`.
         about: plain JSON values that readers of a checkpoint need to use the model.
         tokens_per_sample: tokens in each sample, to report tokens per second; 0 reports none.
-        only_optimizer_writes: whether only the optimizer's step writes to parameters once the
-            Trainer is made. Then `memory.zero: auto` may share them between ranks. If a model, a
-            loss or a hook wrote to shared parameters, each of the ranks would do so.
+        private_parameters: whether parameters are read only by the modules that have them, and
+            written only by the optimizer's step, once the Trainer is made. Then `memory.zero: auto`
+            may share them between ranks, and they are brought to a module just before it runs. If a
+            model, a loss or a hook wrote to shared parameters, each of the ranks would do so.
     """
 
     model: nn.Module
@@ -68,7 +69,7 @@ class TrainingTask:
     identity: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] | None = None
     tokens_per_sample: int = 0
-    only_optimizer_writes: bool = False
+    private_parameters: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +159,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     # The engine that averages gradients, and whether ranks share parameters. The model must still
     # be whole, so that all ranks decide alike.
     engine = averaging.start_engine(config, grid, device)
-    zero = sharing.decide(
-        config, grid, engine, device, model, only_optimizer_writes=task.only_optimizer_writes
-    )
+    shared = sharing.decide(config, grid, engine, device, model, private=task.private_parameters)
 
     # The model: rank 0's weights, cut to this rank's part, on its device.
     model.to(getattr(torch, config.precision.parameters))
@@ -180,14 +179,16 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
 
     # The optimizer. Its step first averages the gradients over the replicas.
     optimizer = build_optimizer(model, config.optimizer)
-    averager, zero = averaging.make_averager(
-        config, model, optimizer, grid, layout, engine, zero=zero, cores=runtime.cores
+    averager, shared = averaging.make_averager(
+        config, model, optimizer, grid, layout, engine, shared, cores=runtime.cores
     )
     local = group if config.gradients.average_every > 1 else None
     scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None
 
     # The checkpoints: what they hold, and which rank writes which part.
-    state = averaging.training_state(config, zero, averager, model, optimizer, layout, grid, scaler)
+    state = averaging.training_state(
+        config, shared, averager, model, optimizer, layout, grid, scaler
+    )
     collectives = connect(group)
     checkpoints = Checkpoints(
         Path(config.run.dir) / "checkpoints",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from hpc_train.gradients.autotune import on_all_nodes
 from hpc_train.gradients.averager import best_engine
 from hpc_train.gradients.buckets import Slab
 from hpc_train.gradients.compression import Compressor
+from hpc_train.gradients.division import Reach
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions, Engine
 from hpc_train.gradients.sums import LevelSums
@@ -33,7 +34,7 @@ from hpc_train.mpi.runtime import start_horovod
 from hpc_train.parallel.apply import ParallelModel
 from hpc_train.parallel.batch_norm import average_statistics
 from hpc_train.sharding import ParameterSlice, SliceSpec
-from hpc_train.training.sharing import Zero
+from hpc_train.training.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +74,10 @@ def make_averager(
     grid: ParallelGrid,
     layout: ParallelModel,
     engine: Engine,
+    shared: Sharing,
     *,
-    zero: Zero,
     cores: int,
-) -> tuple[GradientAverager, Zero]:
+) -> tuple[GradientAverager, Sharing]:
     """Make the averager of this rank's gradients. Collective.
 
     If auto has chosen to share parameters, but a node has too little shared memory for it, no rank
@@ -89,11 +90,11 @@ def make_averager(
         grid: this rank's place and groups.
         layout: the layout that was applied to the model.
         engine: the engine from `start_engine`.
-        zero: the value from `sharing.decide`.
+        shared: the value from `sharing.decide`.
         cores: number of this rank's processor cores.
 
     Returns:
-        The averager, and the value of `zero` that it was made with.
+        The averager, and what its ranks share.
     """
     levels = Levels.join(grid.data, grid.data_node, grid.data_cross)
     options = options_of(
@@ -103,17 +104,17 @@ def make_averager(
         deterministic=config.run.deterministic,
     )
 
-    def make(zero: Zero) -> GradientAverager:
-        return average_gradients(model, optimizer, levels, replace(options, zero=zero))
+    def make(shared: Sharing) -> GradientAverager:
+        return average_gradients(model, optimizer, levels, replace(options, **asdict(shared)))
 
-    if config.memory.zero != "auto" or not zero:
-        return make(zero), zero
-    made, failure = on_all_nodes(grid.world, lambda: make(1))
+    if config.memory.zero != "auto" or not shared.zero:
+        return make(shared), shared
+    made, failure = on_all_nodes(grid.world, lambda: make(shared))
     if made is not None:
-        return made, 1
+        return made, shared
     if grid.world.rank == 0:
         logger.warning("%s; memory.zero auto takes 0", failure)
-    return make(0), 0
+    return make(Sharing()), Sharing()
 
 
 class Statistics(ExtraState):
@@ -180,8 +181,11 @@ class AveragingState(Statistics):
         """The optimizer's parameters that stand for slices of the model's, each with its slice."""
         if not isinstance(self.averager, ShardedAverager):
             return {}
-        first = self.averager.levels.cross.rank == 0
-        slabs = self.averager.slabs
+        everyone = (
+            Reach.JOB in self.averager.parameters.sums.division.reach
+        )  # else every node has each slab
+        first = everyone or self.averager.levels.cross.rank == 0
+        slabs = self.averager.parameters.slabs
         return {piece: self._shard(slab, first=first) for piece, slab in slabs.items()}
 
     def _shard(self, slab: Slab, *, first: bool) -> ParameterSlice:
@@ -213,7 +217,7 @@ class AveragingState(Statistics):
         for number, bucket in enumerate(self.sums.buckets):
             names = [RESIDUAL + self.shards[p].name for p in bucket.parameters]
             if any(name in entries for name in names):
-                begin, end = self.sums.part(number)
+                begin, end = self.sums.division.part(number)
                 self._totals[number] = torch.zeros(end - begin, dtype=bucket.dtype)
         return {n: held for n, held in self._held(self._totals).items() if n in entries}
 
@@ -237,7 +241,7 @@ class AveragingState(Statistics):
         found = {}
         for number, total in totals.items():
             assert self.sums is not None
-            begin, end = self.sums.part(number)
+            begin, end = self.sums.division.part(number)
             first = self.sums.levels.cross.rank == 0
             for slab in self.sums.buckets[number].slabs(begin, end):
                 shard = self._shard(slab, first=first)
@@ -248,7 +252,7 @@ class AveragingState(Statistics):
 
 def training_state(
     config: RunConfig,
-    zero: Zero,
+    shared: Sharing,
     averager: GradientAverager,
     model: nn.Module,
     optimizer: Optimizer,
@@ -264,7 +268,7 @@ def training_state(
     alike = connect(grid.data)
     state = AveragingState(averager, model, alike, layout.shards, grid.world, scaler)
     shards, replica = layout.shards, grid.model
-    if zero or config.gradients.compression != "none":  # no replica has all of the state
+    if shared.zero or config.gradients.compression != "none":  # no replica has all of the state
         first = grid.coordinate.dp == 0
         shards = {n: replace(shard, owned=shard.owned and first) for n, shard in shards.items()}
         replica = grid.world

@@ -67,7 +67,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         identity={"data": manifest.digest, "model.sequence": sequence, **shape.identity},
         about=about,
         tokens_per_sample=sequence,
-        only_optimizer_writes=True,
+        private_parameters=True,
     )
     Trainer(config, task, runtime).train()
 

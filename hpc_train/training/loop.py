@@ -87,7 +87,10 @@ class Loop(Stepping):
         # The optimizer's step averages first. `_begin_step` comes before: it may refuse the step.
         self._hooks.append(optimizer.register_step_pre_hook(self._begin_step))
         try:
-            asked = options_of(gradients, zero=options.zero, cores=runtime.cores)
+            memory = options.memory
+            asked = options_of(
+                gradients, zero=memory.stage, scope=memory.scope, cores=runtime.cores
+            )
             self.averager = average_gradients(model, optimizer, group, asked)
         except BaseException:
             self._unhook()
@@ -196,6 +199,7 @@ class Loop(Stepping):
         same(self.group, what, given, "give all ranks the same")
         check_not_ended(self.group, self.checkpoints.directory)
         self.accumulate = accumulate
+        self.averager.expect(accumulate)
         last = epochs * order.steps_per_epoch
         with (
             claimed_by_job(
@@ -309,7 +313,7 @@ class Loop(Stepping):
                 f"loop.register({name!r}, ...) was called after loop.epochs",
                 "register it before: loop.epochs restores what is registered",
             )
-        own = self.options.zero or self.options.gradients.average_every > 1
+        own = self.options.memory.stage or self.options.gradients.average_every > 1
         if isinstance(thing, GradScaler) and own:
             raise UserError(
                 "torch's GradScaler looks at each rank's own gradients, which differ between "

@@ -29,9 +29,10 @@ class LoopOptions:
     Args:
         gradients: how gradients are averaged: the keys of the section `gradients`
             (docs/reference/gradients).
-        zero: 0 or 1, as `memory.zero`. With 1 the ranks of a node share the parameters' memory, and
-            divide the optimizer's work and state. Then only the optimizer's step may write to
-            parameters, and no rank has a whole gradient.
+        memory: what ranks share and divide: the keys of the section `memory`. Here auto is 0.
+            Otherwise the ranks of a node share the parameters' memory, and divide the optimizer's
+            work and state. Then only the optimizer's step may write to parameters, and no rank has
+            a whole gradient.
         clip_norm: largest global norm of the averaged gradients in each step; 0 disables clipping.
             With local steps (average_every) it limits the norm of each rank's own gradients.
         precision: the number format in which `autocast` computes; float16 has a loss scale. None:
@@ -63,7 +64,7 @@ class LoopOptions:
     """
 
     gradients: GradientsSection = field(default_factory=GradientsSection)
-    zero: Literal[0, 1] = 0
+    memory: MemorySection = field(default_factory=MemorySection)
     clip_norm: float = 0.0
     precision: Precision | None = None
     batch_norm: BatchNorm = "sync"
@@ -87,7 +88,7 @@ class LoopOptions:
     @property
     def divided(self) -> bool:
         """Whether each rank has only a part of what a checkpoint saves."""
-        return self.zero == 1 or self.gradients.compression != "none"
+        return self.memory.stage > 0 or self.gradients.compression != "none"
 
     def check(self) -> None:
         """Check the value of each option, and that the options work together.
@@ -100,8 +101,6 @@ class LoopOptions:
                 f"the loop's precision is {self.precision!r}",
                 'give "bfloat16" or "float16", or leave it out to compute in the type of the model',
             )
-        if self.zero not in (0, 1):
-            raise UserError(f"the loop's zero is {self.zero!r}", "give 0 or 1")
         for name, kinds in (
             ("batch_norm", BatchNorm),
             ("nonfinite", Nonfinite),
@@ -114,7 +113,7 @@ class LoopOptions:
             check_integer(name, getattr(self, name), least=0)
         RunConfig(
             gradients=self.gradients,
-            memory=MemorySection(zero=self.zero),
+            memory=self.memory,
             optimizer=OptimizerSection(clip_norm=self.clip_norm),
             run=RunSection(end_margin=self.end_margin),
         )

@@ -1,4 +1,4 @@
-"""Decides for `memory.zero: auto` whether the ranks of a node share the parameters."""
+"""Decides for `memory.zero: auto` whether ranks share parameters and divide optimizer state."""
 
 from __future__ import annotations
 
@@ -10,12 +10,26 @@ import torch
 from torch import nn
 
 from hpc_train.config import GradientsSection, RunConfig
-from hpc_train.gradients.options import Engine
+from hpc_train.gradients.options import Engine, Scope
 from hpc_train.mpi.grid import ParallelGrid
 
 logger = logging.getLogger(__name__)
 
-Zero = Literal[0, 1]
+Zero = Literal[0, 1, 2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What ranks share and divide: the keys of section memory, with auto decided.
+
+    Args:
+        zero, scope: as in `MemorySection`.
+        only_modules_read: as in `AveragingOptions`.
+    """
+
+    zero: Zero = 0
+    scope: Scope = "all"
+    only_modules_read: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +42,7 @@ class SharingFacts:
         replicas: number of replicas of the model in the job.
         together: the smallest number of replicas of one part of the model on any node.
         sparse: whether a layer makes sparse gradients.
-        only_optimizer_writes: see `TrainingTask`.
+        private: see `decide`.
     """
 
     engine: Engine = "mpi"
@@ -36,7 +50,7 @@ class SharingFacts:
     replicas: int = 2
     together: int = 2
     sparse: bool = False
-    only_optimizer_writes: bool = True
+    private: bool = True
 
 
 def choose_zero(gradients: GradientsSection, facts: SharingFacts) -> tuple[Zero, str]:
@@ -51,7 +65,7 @@ def choose_zero(gradients: GradientsSection, facts: SharingFacts) -> tuple[Zero,
         (gradients.average_every > 1, f"gradients.average_every is {gradients.average_every}"),
         (facts.sparse, "the model makes sparse gradients"),
         (
-            not facts.only_optimizer_writes,
+            not facts.private,
             "code outside hpc_train may write to parameters, and would write to shared ones once "
             "per rank",
         ),
@@ -68,9 +82,9 @@ def decide(
     device: torch.device,
     model: nn.Module,
     *,
-    only_optimizer_writes: bool,
-) -> Zero:
-    """The value of `memory.zero` in this job, the same on all ranks. Rank 0 logs auto's choice.
+    private: bool,
+) -> Sharing:
+    """What the ranks of this job share, the same on all ranks. Rank 0 logs auto's choice.
 
     Args:
         config: the configuration; the sections memory and gradients are used.
@@ -78,19 +92,21 @@ def decide(
         engine: the engine from `averaging.start_engine`.
         device: the device that will hold the parameters.
         model: the whole model, before a layout is applied to it.
-        only_optimizer_writes: see `TrainingTask`.
+        private: see `private_parameters` of `TrainingTask`.
     """
-    if config.memory.zero != "auto":
-        return config.memory.zero
+    memory = config.memory
+    if memory.zero != "auto":
+        return Sharing(zero=memory.zero, scope=memory.scope, only_modules_read=private)
     facts = SharingFacts(
         engine=engine,
         device=device.type,
         replicas=grid.dp,
         together=min(map(len, grid.placement.groups()["data_node"])),
         sparse=any(getattr(module, "sparse", False) is True for module in model.modules()),
-        only_optimizer_writes=only_optimizer_writes,
+        private=private,
     )
     zero, why = choose_zero(config.gradients, facts)
     if grid.world.rank == 0:
         logger.info("memory.zero auto takes %d: %s", zero, why)
-    return zero
+    # Over nodes auto was not measured, and divides nothing.
+    return Sharing(zero=zero, scope="node", only_modules_read=private)

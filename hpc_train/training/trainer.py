@@ -62,6 +62,7 @@ class Trainer:
         self.grid, self.plan, self.device = made.grid, made.plan, made.device
         self.model, self.layout, self.optimizer = made.model, made.layout, made.optimizer
         self.averager, self.scaler = made.averager, made.scaler
+        self.averager.expect(len(self.plan.parts))
         self.collectives, self.checkpoints = made.collectives, made.checkpoints
         lock = threading.RLock()  # both data sets may be parts of one
         self.reader = Reader(task.dataset, lock)

@@ -39,6 +39,44 @@ def test_a_ring_sums(group, kind, count):
     ring.close()
 
 
+def some_cuts(size, count):
+    """Parts of unequal sizes, one of them empty."""
+    return sorted([0, count, *((7919 * rank) % (count + 1) for rank in range(1, size))])
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [0, 1, 3, 1000, 300_001])
+def test_the_halves_of_a_sum(group, kind, count):
+    """Ranks get the sums of their parts, and then all parts."""
+    ring, cuts = kind(group), some_cuts(group.size, count)
+    flat = numbers(group.rank, count)
+    drive(ring.reduce_scatter_(flat, cuts, 3))
+    mine = slice(cuts[group.rank], cuts[group.rank + 1])
+    expected = total(group.size, count)
+    assert torch.allclose(flat[mine], expected[mine], rtol=1e-13, atol=1e-13)
+    drive(ring.all_gather_(flat, cuts, 4))
+    assert torch.allclose(flat, expected, rtol=1e-13, atol=1e-13)
+    assert len(set(group.comm.allgather(flat.numpy().tobytes()))) == 1
+    short = flat.to(torch.bfloat16)
+    short[: cuts[group.rank]] = short[cuts[group.rank + 1] :] = 0
+    drive(ring.all_gather_(short, cuts, 5))
+    assert torch.equal(short, flat.to(torch.bfloat16))
+    ring.close()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_half_of_a_sum_sends_half_of_its_bytes(group, kind):
+    ring, flat = kind(group), numbers(group.rank, 8 * group.size)
+    cuts = [8 * r for r in range(group.size + 1)]
+    drive(ring.reduce_scatter_(flat, cuts, 0))
+    assert ring.bytes_sent == (group.size - 1) * 8 * 8
+    drive(ring.all_gather_(flat, cuts, 0))
+    assert ring.bytes_sent == 2 * (group.size - 1) * 8 * 8
+    ring.close()
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_ring_sends_what_is_optimal(group, kind):

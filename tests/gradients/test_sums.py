@@ -13,6 +13,7 @@ from hpc_train.collectives.node import sum_into
 from hpc_train.collectives.ring import Library, Ring
 from hpc_train.gradients.autotune import compressed_cross, way, ways
 from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.division import Reach
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.mpi.group import Group
@@ -75,8 +76,8 @@ def test_a_ring_that_cannot_win_is_not_tried(nodes, expected):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("whole", [True, False])
-def test_all_ranks_of_a_larger_node_add_up_its_buffers(group, monkeypatch, whole):
+@pytest.mark.parametrize("reach", Reach)
+def test_all_ranks_of_a_larger_node_add_up_its_buffers(group, monkeypatch, reach):
     """Also those that stand for no part when nodes communicate."""
     added = []
 
@@ -88,13 +89,15 @@ def test_all_ranks_of_a_larger_node_add_up_its_buffers(group, monkeypatch, whole
     levels = levels_of(group, (0, 0, 0, 1))
     bucket = Bucket([Parameter(torch.empty(size, dtype=torch.float64)) for size in (700, 1, 199)])
     cross = Ring(levels.cross) if levels.owns else None
-    sums = LevelSums(levels, [bucket], cross, whole=[whole])
+    sums = LevelSums(levels, [bucket], cross, reach=[reach])
     for _ in range(3):
         sums.flats[0].copy_(torch.arange(900) * (group.rank + 1))
         drive(sums.begin(0), polite=True)
     result = sums.flats[0].clone()
+    begin, end = (0, 900) if reach is Reach.RANK else sums.division.own(0)
     sums.close()
     levels.close()
-    if whole or levels.owns:
-        assert torch.equal(result, torch.arange(900) * 10.0)
+    assert torch.equal(result[begin:end], torch.arange(begin, end) * 10.0)
+    owned = group.comm.allgather(end - begin)
+    assert sum(owned) == {Reach.RANK: 3600, Reach.NODE: 1800, Reach.JOB: 900}[reach]
     assert sum(added) == (3 * 3 * 300 if group.rank < 3 else 0)

@@ -31,6 +31,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.trainer import Trainer
 
+ZEROS = ["auto", 0, 1, 2]
 STEPS = 20
 TOLERANCE = 1e-10
 
@@ -58,7 +59,10 @@ def layout(generator: random.Random, ranks: int, shape: dict) -> dict:
             break
     cut = tp > 1 and generator.random() < 0.5
     micro_batch = generator.choice([n for n in (1, 2, 3, 4, 6) if 24 // dp % n == 0])
-    return values(dp, tp, pp, schedule, virtual_stages, cut, micro_batch)
+    return values(dp, tp, pp, schedule, virtual_stages, cut, micro_batch) | {
+        "memory.zero": generator.choice(ZEROS),
+        "memory.scope": generator.choice(["node", "all"]),
+    }
 
 
 def values(

@@ -29,6 +29,7 @@ class Case:
         ranks: the first so many take part.
         nodes: which of two or more made-up nodes each rank is on.
         uneven: the last rank has no samples.
+        told: the averager is told the number of passes.
     """
 
     engine: str
@@ -37,17 +38,20 @@ class Case:
     bucket_bytes: int | None
     two_level: str
     zero: int
+    scope: str
+    hidden: bool
     passes: int
     thread: bool
     optimizer: str
     uneven: bool
+    told: bool
 
     @classmethod
     def draw(cls, random: Random, most: int) -> Case:
         engine = random.choice(["mpi"] * 5 + ["horovod"] * runtime.horovod_built())
         ranks = most if engine == "horovod" else random.randint(1, most)
         kinds = random.randint(1, ranks)
-        zero = random.randint(0, 1) if engine == "mpi" else 0
+        zero = random.randint(0, 2) if engine == "mpi" else 0
         two_level = ["auto", "on", "off"] if engine == "mpi" and not zero else ["auto"]
         return cls(
             engine,
@@ -56,10 +60,13 @@ class Case:
             random.choice([1, 100, 1000, 1 << 20, None]),
             random.choice(two_level),
             zero,
+            random.choice(["node", "all"]),
+            random.random() < 0.5,
             random.randint(1, 3),
             random.random() < 0.3,
             random.choice(["SGD", "AdamW"]),
             ranks > 1 and random.random() < 0.3,
+            random.random() < 0.5,
         )
 
 
@@ -134,9 +141,13 @@ def trained(case: Case, group: Group) -> tuple[nn.Module, list[float]]:
             bucket_bytes=case.bucket_bytes,
             two_level=case.two_level,
             zero=case.zero,
+            scope=case.scope,
+            only_modules_read=case.hidden,
             cores=2 if case.thread else 1,
         ),
     )
+    if case.told:
+        averager.expect(case.passes)
     norms = []
     for step in range(STEPS):
         part = shares(case, step)[group.rank]
@@ -180,15 +191,18 @@ def test_parameters_are_those_of_one_process(job, number):
         assert torch.allclose(mine, theirs, rtol=1e-11, atol=1e-12), name
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_deterministic_runs_are_the_same_bits(job, zero):
+@pytest.mark.parametrize(("zero", "scope"), [(0, "node"), (1, "node"), (1, "all"), (2, "all")])
+def test_deterministic_runs_are_the_same_bits(job, zero, scope):
     bits = []
     for _ in range(2):
         torch.manual_seed(0)
         model = Model()
         optimizer = optimizer_of("AdamW", model)
         averager = average_gradients(
-            model, optimizer, job.world, AveragingOptions(deterministic=True, zero=zero)
+            model,
+            optimizer,
+            job.world,
+            AveragingOptions(deterministic=True, zero=zero, scope=scope),
         )
         for step in range(STEPS):
             averager.zero_grad()

@@ -19,6 +19,7 @@ from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import STEPS, check_equal, config, make, records
 
 ZERO = ["--memory.zero", "1"]
+STAGES = ["1", "2"]
 
 
 def last_checkpoint(directory):
@@ -26,8 +27,9 @@ def last_checkpoint(directory):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_shared_parameters_give_the_losses_of_one_rank(group, together, reference):
-    make(config(together / "run", *ZERO), Runtime(group, group)).train()
+@pytest.mark.parametrize("stage", STAGES)
+def test_shared_parameters_give_the_losses_of_one_rank(group, together, reference, stage):
+    make(config(together / "run", "--memory.zero", stage), Runtime(group, group)).train()
     if group.rank == 0:
         check_equal(together / "run", reference)
 
@@ -45,9 +47,10 @@ def test_each_rank_has_its_part_of_the_optimizers_state(job, together):
 
 
 @pytest.mark.mpi
-def test_checkpoints_do_not_tell_how_memory_was_shared(job, together):
+@pytest.mark.parametrize("stage", STAGES)
+def test_checkpoints_do_not_tell_how_memory_was_shared(job, together, stage):
     make(config(together / "plain"), job).train()
-    make(config(together / "zero", *ZERO), job).train()
+    make(config(together / "zero", "--memory.zero", stage), job).train()
     if job.world.rank == 0:
         plain, zero = (
             safetensors.torch.load_file(last_checkpoint(together / name))
@@ -111,13 +114,14 @@ def stop_after(trainer, number, job):
 
 WAYS = {
     "zero": ZERO,
+    "zero 2": ["--memory.zero", "2"],
     "bf16": ["--gradients.compression", "bf16", "--gradients.two_level", "off"],
     "topk": ["--gradients.compression", "topk:0.1", "--gradients.two_level", "off"],
     "topk after a warm-up": [
         *["--gradients.compression", "topk:0.1:5", "--gradients.two_level", "off"]
     ],
     "powersgd": ["--gradients.compression", "powersgd:2", "--gradients.two_level", "off"],
-    "zero and topk": [*ZERO, "--gradients.compression", "topk:0.1"],
+    "zero and topk": [*ZERO, "--memory.scope", "node", "--gradients.compression", "topk:0.1"],
     "local steps": ["--gradients.average_every", "3"],
     "without two levels": ["--gradients.two_level", "off"],
 }
@@ -174,11 +178,14 @@ def test_the_end_tells_what_averaging_took(job, together, caplog):
         ["--gradients.average_every", "2", "--gradients.compression", "bf16"],
         ["--gradients.average_every", "2", "--gradients.engine", "horovod"],
         ["--memory.zero", "1", "--gradients.engine", "horovod"],
+        ["--memory.zero", "1", "--gradients.compression", "bf16"],
+        ["--memory.zero", "1", "--memory.scope", "rack"],
         ["--memory.zero", "1", "--gradients.two_level", "off"],
         ["--gradients.average_every", "0"],
-        ["--memory.zero", "2"],
+        ["--memory.zero", "2", "--memory.scope", "node", "--gradients.compression", "bf16"],
+        ["--memory.zero", "4"],
     ],
 )
 def test_what_does_not_go_together_is_refused(options):
-    with pytest.raises(ConfigError, match="average_every|memory.zero"):
+    with pytest.raises(ConfigError, match="average_every|memory.zero|memory.scope"):
         load(None, options)

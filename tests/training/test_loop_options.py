@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-from hpc_train.config import GradientsSection
+from hpc_train.config import GradientsSection, MemorySection
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import ConfigError, RankError, UserError
 from hpc_train.mpi import runtime
@@ -20,6 +20,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.loop import Loop
 from hpc_train.training.options import LoopOptions
 
+ZERO = MemorySection(zero=1)
 EPOCHS, BATCH, SAMPLES = 2, 24, 100  # four steps per epoch, four samples left over
 ENGINES = ["mpi", *(["horovod"] if runtime.horovod_built() else [])]
 
@@ -172,8 +173,8 @@ SAME = {  # options of the loop, of its training, and what the plain loop does
     "clip": ({"clip_norm": 0.05}, {}, {"clip": 0.05}),
     "accumulate": ({"clip_norm": 0.05}, {"accumulate": 3}, {"clip": 0.05, "accumulate": 3}),
     "accumulate-norm": ({"kind": "norm"}, {"accumulate": 2}, {"accumulate": 2, "kind": "norm"}),
-    "zero": ({"zero": 1, "clip_norm": 0.05}, {}, {"clip": 0.05}),
-    "zero-accumulate": ({"zero": 1}, {"accumulate": 2}, {"accumulate": 2}),
+    "zero": ({"memory": ZERO, "clip_norm": 0.05}, {}, {"clip": 0.05}),
+    "zero-accumulate": ({"memory": ZERO}, {"accumulate": 2}, {"accumulate": 2}),
     "two-level": ({"gradients": GradientsSection(engine="mpi", two_level="on")}, {}, {}),
     "flat": ({"gradients": GradientsSection(engine="mpi", two_level="off", bucket_mb=1)}, {}, {}),
     "schedule": ({"schedule": one_cycle}, {}, {"schedule": one_cycle}),
@@ -281,7 +282,7 @@ RESUMED = {
     },
     "float16": ({"precision": "float16", "ema": True}, {"skipped": (2, 7)}),
     "zero": (
-        {"zero": 1, "optimizer": torch.optim.Adam, "clip_norm": 0.05, "schedule": one_cycle},
+        {"memory": ZERO, "optimizer": torch.optim.Adam, "clip_norm": 0.05, "schedule": one_cycle},
         {"accumulate": 2},
     ),
     "powersgd": (
@@ -359,7 +360,7 @@ def test_a_grad_scaler_of_the_users_own_takes_the_steps_of_a_plain_loop(job, tog
 
 
 def test_a_grad_scaler_where_it_would_go_wrong_is_refused(tmp_path):
-    for options in ({"zero": 1}, {"gradients": GradientsSection(average_every=2)}):
+    for options in ({"memory": ZERO}, {"gradients": GradientsSection(average_every=2)}):
         loop = Job(alone(), tmp_path, **options).loop
         with pytest.raises(UserError, match="each rank's own gradients"):
             loop.register("scaler", torch.amp.GradScaler("cpu"))
@@ -557,16 +558,15 @@ def test_a_state_that_differs_between_ranks_is_an_error_that_names_one(job, toge
 
 REFUSED = {
     "zero-local": (
-        {"zero": 1, "gradients": GradientsSection(average_every=2)},
+        {"memory": ZERO, "gradients": GradientsSection(average_every=2)},
         ConfigError,
         "average_every is 2",
     ),
     "zero-horovod": (
-        {"zero": 1, "gradients": GradientsSection(engine="horovod")},
+        {"memory": ZERO, "gradients": GradientsSection(engine="horovod")},
         ConfigError,
         "memory.zero is 1",
     ),
-    "zero": ({"zero": 2}, UserError, "zero is 2"),
     "precision": ({"precision": "float64"}, UserError, "precision is 'float64'"),
     "clip": ({"clip_norm": -1.0}, ConfigError, "clip_norm is -1"),
     "adasum": (

@@ -31,7 +31,7 @@ def ours(settings, started, **keywords) -> Trainer:
         text(60, 1),
         lambda gpt, batch: gpt(*batch),
         validation=text(11, 2),
-        **{"only_optimizer_writes": True, **keywords},
+        **{"private_parameters": True, **keywords},
     )
     return Trainer(settings, task, started)
 
@@ -59,7 +59,7 @@ def test_our_models_share_inside_nodes(together, replicas):
         ({"compression": "topk:0.1"}, {}, "compression is topk:0.1"),
         ({"average_every": 4}, {"engine": "auto"}, "average_every is 4"),
         ({}, {"sparse": True}, "sparse gradients"),
-        ({}, {"only_optimizer_writes": False}, "once per rank"),
+        ({}, {"private": False}, "once per rank"),
     ],
 )
 def test_otherwise_memory_is_not_shared_and_the_reason_is_named(section, facts, why):
@@ -82,9 +82,9 @@ def test_auto_shares_our_model_and_gives_the_losses_of_one_rank(job, together, r
 
 @pytest.mark.mpi
 def test_parameters_that_others_may_write_to_are_not_shared(job, together):
-    trainer = ours(config(together / "run"), job, only_optimizer_writes=False)
+    trainer = ours(config(together / "run"), job, private_parameters=False)
     assert not shares(trainer)
-    told = ours(config(together / "asked", *ZERO), job, only_optimizer_writes=False)
+    told = ours(config(together / "asked", *ZERO), job, private_parameters=False)
     assert shares(told) == (job.world.size > 1)
 
 
@@ -94,7 +94,7 @@ def test_layers_with_sparse_gradients_are_not_shared(job, together):
     model[0].weight.requires_grad_(False)
     data = TensorDataset(torch.zeros(60, dtype=torch.int64))
     task = TrainingTask(
-        model, data, lambda module, batch: module(batch[0]).mean(), only_optimizer_writes=True
+        model, data, lambda module, batch: module(batch[0]).mean(), private_parameters=True
     )
     settings = config(together / "run", "--data.validation_every", "0")
     trainer = Trainer(settings, task, job)
@@ -114,7 +114,7 @@ def test_too_little_shared_memory_is_no_error_of_auto(
     job, together, reference, monkeypatch, refused, options
 ):
     """Whichever request for memory fails, the Trainer goes on as with memory.zero 0."""
-    check, asked = node._check_room, []
+    check, asked = node.check_room, []
 
     def full_once(nbytes):
         asked.append(nbytes)
@@ -122,7 +122,7 @@ def test_too_little_shared_memory_is_no_error_of_auto(
             raise SetupError("/dev/shm is full")
         check(nbytes)
 
-    monkeypatch.setattr(node, "_check_room", full_once)
+    monkeypatch.setattr(node, "check_room", full_once)
     trainer = ours(config(together / "run", *options), job)
     assert len(asked) > refused
     assert not shares(trainer)

@@ -1,0 +1,156 @@
+"""Parameters in memory that the ranks of a node share: one copy per node, updated part by part.
+
+Stage 1 of ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
+models", SC 2020, https://arxiv.org/abs/1910.02054) divides the optimizer's work and state over the
+ranks. Each rank updates its parts of the parameters. Inside a node no gather is needed, because all
+its ranks read the same memory. Between nodes the parts are gathered, which takes as long as the
+second half of a sum of gradients does. The forward pass can begin meanwhile: a module waits only
+for its own parameters, as in Megatron's distributed optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from hpc_train.collectives.coroutines import Coroutine
+from hpc_train.collectives.node import NodeMemory
+from hpc_train.gradients.buckets import Bucket, Slab
+from hpc_train.gradients.division import Reach
+from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.sums import LevelSums, bucket_begins, cut_memory
+
+
+class SharedParameters:
+    """The parameters of divided buckets, in memory that the node shares. Collective to make.
+
+    Making it reserves the memory. `move` moves the parameters there.
+
+    Args:
+        sums: sums of all buckets. A bucket is divided if not every rank needs its whole result.
+        progress: advances the gathers between nodes.
+
+    Attributes:
+        slabs: for each piece that this rank updates, which is a parameter of its own, its slab of
+            the model's parameter.
+
+    Raises:
+        SetupError: there is too little shared memory; raised on all ranks of the node.
+    """
+
+    def __init__(self, sums: LevelSums, progress: Progress) -> None:
+        self.sums, self.levels, self.progress = sums, sums.levels, progress
+        self.numbers = [n for n, reach in enumerate(sums.division.reach) if reach is not Reach.RANK]
+        self.buckets: list[Bucket] = [sums.buckets[number] for number in self.numbers]
+        self.memory: NodeMemory | None = None
+        if self.levels.node.size > 1:
+            room = bucket_begins(self.buckets)[-1] if self.levels.node.rank == 0 else 0
+            signals = max(1, len(self.buckets))
+            self.memory = NodeMemory(self.levels.node, room, signals, touch=False)
+        self.home = {p: n for n, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        """For each parameter, the index of its bucket in `buckets`."""
+        self.slabs: dict[Parameter, Slab] = {}
+        self._flats: list[Tensor] = []
+        self._round = 0
+        self._gathered = [0] * len(self.buckets)
+        self._hooks: list[RemovableHandle] = []
+        self._places: dict[Parameter, int] = {}
+
+    def move(self) -> None:
+        """Move the parameters to the shared memory. Collective."""
+        if self.memory is None:
+            self._flats = [torch.empty(b.numel, dtype=b.dtype) for b in self.buckets]
+        else:
+            self._flats = cut_memory(
+                self.memory.parts[0], self.buckets, bucket_begins(self.buckets)
+            )
+        for number, bucket, flat in zip(self.numbers, self.buckets, self._flats, strict=True):
+            # The rank that updates a part touches it first, so that its memory is near (NUMA).
+            for slab in bucket.slabs(*self.sums.division.part(number)):
+                slab.of(flat).copy_(slab.rows_of(slab.parameter.data))
+            for slab in bucket.slabs(*self.sums.division.own(number)):
+                self.slabs[Parameter(slab.of(flat))] = slab
+        self.levels.node.barrier()  # all is written before anybody reads the parameters
+        for bucket, flat in zip(self.buckets, self._flats, strict=True):
+            for parameter, view in bucket.views(flat).items():
+                parameter.data = view
+        self._places = {p: p.data_ptr() for p in self.home}
+
+    def gradients(self) -> dict[Parameter, Tensor]:
+        """For each piece of `slabs`, its part of the averaged gradient."""
+        return {
+            piece: self.sums.result(self.numbers[self.home[slab.parameter]], slab)
+            for piece, slab in self.slabs.items()
+        }
+
+    def moved_away(self) -> list[Parameter]:
+        """The parameters that no longer lie in the shared memory."""
+        return [p for p, place in self._places.items() if p.data_ptr() != place]
+
+    def hide_gathers(self, model: nn.Module) -> None:
+        """Let `update` return at once; each module waits for its own parameters before it runs.
+
+        Nobody may read a parameter elsewhere, unless `wait` was called.
+        """
+        for module in model.modules():
+            needed = {self.home[p] for p in module.parameters(recurse=False) if p in self.home}
+            if needed:
+                hook = partial(self._before_module, sorted(needed))
+                self._hooks.append(module.register_forward_pre_hook(hook))
+
+    def _before_module(self, needed: Sequence[int], *_: Any) -> None:
+        if any(self._gathered[index] < self._round for index in needed):
+            self.wait(needed)
+
+    def update(self) -> None:
+        """Bring all ranks the parts that the others have updated. Collective.
+
+        With hidden gathers, `wait` has to be called before parameters are read outside of modules.
+        """
+        self._round += 1
+        # The forward pass uses the last bucket first.
+        for index in reversed(range(len(self.buckets))):
+            self.progress.start(self._gather(index, self._round))
+        if not self._hooks:
+            self.wait()
+
+    def wait(self, needed: Sequence[int] = ()) -> None:
+        """Wait until parameters are the updated ones: those of some buckets, or all."""
+        indices = needed or range(len(self.buckets))
+
+        def there() -> Coroutine[None]:
+            yield lambda: all(self._gathered[index] == self._round for index in indices)
+
+        with self.levels.whole.waiting("the parameters that other ranks update"):
+            self.progress.complete(there())
+
+    def _gather(self, index: int, round_: int) -> Coroutine[None]:
+        number = self.numbers[index]
+        if self.sums.division.reach[number] is Reach.JOB and self.levels.owns:
+            assert self.sums.cross is not None
+            begin, end = self.sums.division.part(number)
+            part, chunks = self._flats[index][begin:end], self.sums.division.chunks(number)
+            tag = len(self.sums.buckets) + number
+            yield from self.sums.cross.all_gather_(part, chunks, tag)
+        if self.memory is not None:
+            self.memory.tell(index, round_)
+            yield from self.memory.wait(index, round_, range(self.levels.owners))
+        self._gathered[index] = round_
+
+    def release(self) -> None:
+        """Give each rank its own copy of the parameters, and free the memory. Collective."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        for parameter, place in self._places.items():
+            if parameter.data_ptr() == place:
+                parameter.data = parameter.data.clone()
+        self.slabs, self._flats, self._hooks = {}, [], []
+        if self.memory is not None:
+            self.memory.close()
