@@ -75,8 +75,8 @@ def test_a_mistake_is_named_with_what_is_right(tmp_path, text, message):
 
 
 def test_an_unknown_value_is_refused_with_the_allowed_ones():
-    with pytest.raises(ConfigError, match=r"memory\.zero.*'?2'?.*: .*auto"):
-        load(None, ["--memory.zero=2"])
+    with pytest.raises(ConfigError, match=r"memory\.zero.*'?4'?.*: .*auto"):
+        load(None, ["--memory.zero=4"])
 
 
 def test_a_missing_file_is_named():
