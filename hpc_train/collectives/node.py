@@ -70,6 +70,8 @@ class NodeMemory:
         buffer, _ = self._window.Shared_query(rank)
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
         shift, count = -whole.data_ptr() % MEMORY_ALIGNMENT, len(whole) - MEMORY_ALIGNMENT
+        if not count:  # `frombuffer` makes no empty tensor
+            return torch.empty(0, dtype=torch.uint8)
         # Not a slice of `whole`: views as complex numbers need a storage offset that is even.
         return torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=shift)
 
