@@ -273,7 +273,7 @@ def test_what_was_made_and_closed_leaves_nothing_behind(job):
         applied.close()
         grid.close()
     after = free_handle(world.comm)
-    assert after == before
+    assert after <= before, "MPICH may give one back that was freed before"
     assert threading.active_count() == threads
 
 
