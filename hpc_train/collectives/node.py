@@ -52,7 +52,7 @@ class NodeMemory:
         size = header + aligned(nbytes) + MEMORY_ALIGNMENT  # MPI may give memory that is unaligned
         total = sum(node.comm.allgather(size))
         with agreed(node):
-            check_room(total)  # other groups of the node may ask at the same time: hence SPARE
+            _check_room(total)  # other groups of the node may ask at the same time: hence SPARE
         with agreed(node):  # a library that cannot share memory says so on all ranks of the node
             self._window = _window(size, node)
         parts = [self._part(rank) for rank in range(node.size)]
@@ -144,7 +144,7 @@ def _window(nbytes: int, node: Group) -> MPI.Win:
     return window
 
 
-def check_room(nbytes: int) -> None:
+def _check_room(nbytes: int) -> None:
     """Check that /dev/shm has room for this many bytes.
 
     Raises:

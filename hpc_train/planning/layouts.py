@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.config import MemorySection, ParallelSection, RunConfig
+from hpc_train.config import ParallelSection, RunConfig
 from hpc_train.errors import ConfigError
 from hpc_train.models.shape import PartCost, Shape
 from hpc_train.mpi.placement import place
@@ -74,8 +74,14 @@ class Candidate:
 
     @property
     def sharing(self) -> float:
-        """Number of ranks of a node that share parameters and the optimizer's state."""
+        """Number of ranks of a node that share parameters."""
         return self.replicas[1] if self.config.memory.zero == 1 else 1
+
+    @property
+    def dividing(self) -> float:
+        """Number of ranks that divide the optimizer's state and work."""
+        memory = self.config.memory
+        return len(self.node) if (memory.zero, memory.scope) == (1, "all") else self.sharing
 
     @functools.cached_property
     def memory(self) -> tuple[int, int]:
@@ -87,7 +93,8 @@ class Candidate:
         if parallel.schedule == "gpipe":  # only gpipe holds more when there are more micro-batches
             micro_batch *= number / few
         schedule = build(parallel.schedule, parallel.pp, few, parallel.stages_per_rank)
-        needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, self.sharing)
+        division = self.sharing, self.dividing
+        needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, *division)
         of_rank = np.array([sum(need) for need in needs], dtype=float)[None, :, None]
         each = np.broadcast_to(of_rank, self.node.shape)
         return round(of_rank.max()), round(np.bincount(self.node.ravel(), each.ravel()).max())
@@ -178,7 +185,7 @@ def variants(
                     sequence_parallel=cut,
                 ),
                 data=replace(config.data, micro_batch=micro_batch),
-                memory=MemorySection(zero=zero),
+                memory=replace(config.memory, zero=zero),
             )
 
 

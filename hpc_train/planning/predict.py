@@ -189,7 +189,7 @@ class StepModel:
     def optimizing(self) -> Array:
         """Seconds to read the gradients, and to read and write parameters and optimizer state."""
         numbers = 3 + 2 * OPTIMIZER_TENSORS[self.config.optimizer.name]
-        return numbers * self.state / self.layout.sharing / self.machine.memory_bandwidth
+        return numbers * self.state / self.layout.dividing / self.machine.memory_bandwidth
 
     # Communicating.
 

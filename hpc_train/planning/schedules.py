@@ -146,6 +146,7 @@ def memory(
     runs: Sequence[range],
     micro_batch: float,
     share: float = 1,
+    divide: float = 1,
 ) -> list[tuple[int, int]]:
     """For each pipeline rank, bytes of its activations at their peak and of its state.
 
@@ -156,8 +157,8 @@ def memory(
         runs: indices of embedding, blocks and head in each virtual stage; run c * pp + r is virtual
             stage c of rank r.
         micro_batch: samples of a micro-batch.
-        share: number of ranks of a node that share parameters and the optimizer's state
-            (memory.zero).
+        share: number of ranks of a node that share parameters (memory.zero).
+        divide: number of ranks that divide the optimizer's state (memory.scope).
     """
     parts, pp = shape.parts(division_of(config.parallel)), len(schedule)
     kept = _sums([part.activations for part in parts], runs)
@@ -166,8 +167,8 @@ def memory(
         ITEM_BYTES[config.precision.dtype],
         ITEM_BYTES[config.precision.parameters],
     )
-    # Each rank has its gradients. Ranks of a node may share parameters and optimizer state.
-    copies = 1 + (1 + OPTIMIZER_TENSORS[config.optimizer.name]) / share
+    # Each rank has its gradients.
+    copies = 1 + 1 / share + OPTIMIZER_TENSORS[config.optimizer.name] / divide
     return [
         (
             round(peak_live(actions, kept[rank::pp]) * micro_batch * activation),

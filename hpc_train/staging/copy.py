@@ -26,7 +26,7 @@ def room_needed(items: Sequence[Item], block: int) -> int:
     return sum(-(-item.nbytes // block) + 1 for item in items) * block
 
 
-def check_free_space(folder: Path, items: Sequence[Item]) -> None:
+def check_room(folder: Path, items: Sequence[Item]) -> None:
     """Check that the disk of a folder has room for a copy.
 
     Raises:

@@ -210,7 +210,7 @@ def _copy(levels: Levels, source: Source, mine: copy.Copy) -> None:
         if works:
             copy.remove_copy(mine.folder)
             copy.make_folder(mine.folder)
-            copy.check_free_space(mine.folder, mine.items)
+            copy.check_room(mine.folder, mine.items)
             mine.begin()
     sizes = [stream.nbytes(number) for number in range(stream.chunks)]
     relay = Relay(levels.cross, sizes, source.read, mine.write)

@@ -181,9 +181,8 @@ class AveragingState(Statistics):
         """The optimizer's parameters that stand for slices of the model's, each with its slice."""
         if not isinstance(self.averager, ShardedAverager):
             return {}
-        everyone = (
-            Reach.JOB in self.averager.parameters.sums.division.reach
-        )  # else every node has each slab
+        # Unless the slabs are divided over all nodes, every node has each of them.
+        everyone = Reach.JOB in self.averager.parameters.sums.division.reach
         first = everyone or self.averager.levels.cross.rank == 0
         slabs = self.averager.parameters.slabs
         return {piece: self._shard(slab, first=first) for piece, slab in slabs.items()}

@@ -126,7 +126,7 @@ def test_too_little_memory_on_one_node_is_known_on_all(job, monkeypatch, caplog,
         raise SetupError("/dev/shm is full", "enlarge it")
 
     if job.world.rank > 1:
-        monkeypatch.setattr(node, "check_room", full)
+        monkeypatch.setattr(node, "_check_room", full)
     levels = levels_of(job.world, (0, 0, 1, 1))
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -246,21 +246,23 @@ def test_alone_any_model_will_do():
     grid.close()
 
 
-def free_handle(comm):
-    """The number that MPI gives a communicator made now: larger, if earlier ones were not freed.
+def highest_handle(comm):
+    """The largest number that MPI gives 100 communicators: larger, if earlier ones were not freed.
 
-    MPICH adds its kind in the upper bits. It gives the one again that was freed last.
+    MPICH gives numbers again in any order, so all that are free have to be taken. It adds a number
+    of its own in the upper bits, and has three for each communicator.
     """
-    made = comm.Dup()
-    number = made.py2f() & 0x3FFFFFF
-    made.Free()
-    return number
+    made = [comm.Dup() for _ in range(100)]
+    highest = max(one.py2f() & 0x3FFFFFF for one in made)
+    for one in made:
+        one.Free()
+    return highest
 
 
 def test_what_was_made_and_closed_leaves_nothing_behind(job):
     """Groups, levels, collectives and layouts, as in a notebook that makes one after the other."""
     world = job.world
-    before, threads = free_handle(world.comm), threading.active_count()
+    before, threads = highest_handle(world.comm), threading.active_count()
     for number in range(200):
         levels = Levels.of(world)
         over = connect(levels.node, overlap=number % 10 == 0)
@@ -269,14 +271,18 @@ def test_what_was_made_and_closed_leaves_nothing_behind(job):
         ring = Halving(world)
         ring.close()
         levels.close()
-    for _ in range(20):
+    for _ in range(5):
         grid = ParallelGrid.build(world, discover(world, job.node), dp=1, tp=2, pp=2)
         applied = apply(gpt(), grid, torch.device("cpu"), overlap=True)
         applied.gradients.tensor.start_sum_(torch.ones(2)).wait()
         applied.close()
         grid.close()
-    after = free_handle(world.comm)
-    assert after < before + 20, "each of the 20 layouts leaves one behind, or more"
+    after = highest_handle(world.comm)
+    # With MPICH it may be another of the last communicator's three. The loops would add 15 or more.
+    from mpi4py import MPI
+
+    slack = 2 if "MPICH" in MPI.Get_library_version() else 0
+    assert abs(after - before) <= slack
     assert threading.active_count() == threads
 
 

@@ -132,6 +132,22 @@ def test_zero_is_tried_where_replicas_share_a_node():
     )
 
 
+def test_memory_scope_says_who_divides_the_optimizers_state():
+    """8 replicas on 4 nodes. Each rank has its gradients, half of the parameters, and its part."""
+    asked = "--gradients.engine=mpi --memory.scope="
+    of = {}
+    for scope in ("node", "all"):
+        given_ = load(None, [*MODEL.split(), "--data.batch=32", *f"{asked}{scope}".split()])
+        of[scope] = next(
+            layout
+            for layout in found(given_, SHARED)
+            if layout.sizes == (8, 1, 1) and layout.config.memory.zero
+        )
+    weights = 4 * sum(part.parameters for part in of["all"].parts)
+    saved = 2 * weights * (1 / 2 - 1 / 8)  # of Adam's two moments
+    assert of["node"].memory[0] - of["all"].memory[0] == pytest.approx(saved, abs=2)
+
+
 FASTER = st.sampled_from(["inside", "across", "compute", "memory"])
 
 

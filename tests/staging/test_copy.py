@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpc_train.errors import UserError
 from hpc_train.mpi.group import Group
 from hpc_train.staging import copy
-from hpc_train.staging.copy import Copy, check_free_space, make_folder, remove_copy
+from hpc_train.staging.copy import Copy, check_room, make_folder, remove_copy
 from hpc_train.staging.listing import from_text, list_folders, to_text
 from hpc_train.staging.relay import Relay
 from hpc_train.staging.stream import Source, Stream
@@ -96,13 +96,13 @@ def test_room_is_counted_in_blocks_and_files(tmp_path, monkeypatch):
     items = list_folders({"name": source}, tmp_path).items
     disk = SimpleNamespace(f_frsize=4096, f_bavail=31, f_files=0, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda _: disk)
-    check_free_space(tmp_path, items)  # 10 files of two blocks, and a block for each name
+    check_room(tmp_path, items)  # 10 files of two blocks, and a block for each name
     disk.f_bavail = 30
     with pytest.raises(UserError, match="0.123 MB free, and 0.127 MB are needed: give another"):
-        check_free_space(tmp_path, items)
+        check_room(tmp_path, items)
     disk.f_bavail, disk.f_files, disk.f_favail = 31, 1000, 10
     with pytest.raises(UserError, match="10 more files, and 11 are needed"):
-        check_free_space(tmp_path, items)
+        check_room(tmp_path, items)
 
 
 def test_a_folder_that_somebody_else_has_made_is_refused(tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def test_too_little_shared_memory_is_no_error_of_auto(
     job, together, reference, monkeypatch, refused, options
 ):
     """Whichever request for memory fails, the Trainer goes on as with memory.zero 0."""
-    check, asked = node.check_room, []
+    check, asked = node._check_room, []
 
     def full_once(nbytes):
         asked.append(nbytes)
@@ -122,7 +122,7 @@ def test_too_little_shared_memory_is_no_error_of_auto(
             raise SetupError("/dev/shm is full")
         check(nbytes)
 
-    monkeypatch.setattr(node, "check_room", full_once)
+    monkeypatch.setattr(node, "_check_room", full_once)
     trainer = ours(config(together / "run", *options), job)
     assert len(asked) > refused
     assert not shares(trainer)
