@@ -1,6 +1,7 @@
 """The configuration of a run.
 
 sections.py   one frozen dataclass per section, which checks its own values
+spread.py     the sections that say how a job is spread over its ranks
 file.py       makes the sections from a YAML file and dotted options
 help.py       the help of the keys, in plain words
 keys.py       reads a YAML file and checks its keys; also for machines and sites
@@ -9,11 +10,11 @@ durations.py  reads and writes time spans
 
 from hpc_train.config.sections import CheckpointSection as CheckpointSection
 from hpc_train.config.sections import DataSection as DataSection
-from hpc_train.config.sections import GradientsSection as GradientsSection
-from hpc_train.config.sections import MemorySection as MemorySection
 from hpc_train.config.sections import ModelSection as ModelSection
 from hpc_train.config.sections import OptimizerSection as OptimizerSection
-from hpc_train.config.sections import ParallelSection as ParallelSection
 from hpc_train.config.sections import PrecisionSection as PrecisionSection
 from hpc_train.config.sections import RunConfig as RunConfig
 from hpc_train.config.sections import RunSection as RunSection
+from hpc_train.config.spread import GradientsSection as GradientsSection
+from hpc_train.config.spread import MemorySection as MemorySection
+from hpc_train.config.spread import ParallelSection as ParallelSection

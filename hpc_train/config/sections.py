@@ -7,22 +7,14 @@ by itself. What depends on the number of ranks or on the data is checked by the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import yaml
 
-from hpc_train.compression import parse_scheme as parse_compression
 from hpc_train.config.durations import TIME_FORMS, parse_duration
+from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
 from hpc_train.errors import ConfigError
-
-
-def _at_least(section: object, name: str, **limits: float | None) -> None:
-    for key, limit in limits.items():
-        value = getattr(section, key)
-        if value is not None and limit is not None and not limit <= value < math.inf:
-            raise ConfigError(f"{name}.{key} is {value}", f"give {limit} or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +60,8 @@ class RunSection:
     directory, slow ranks and slow links. It takes a second or two."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
-        _at_least(self, "run", end_margin=0, hang_timeout=0, hang_steps=0)
+        at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
+        at_least(self, "run", end_margin=0, hang_timeout=0, hang_steps=0)
         if self.seed >= 1 << 63:
             raise ConfigError(f"run.seed is {self.seed}", "give a number below 2**63")
         if self.steps is not None and self.epochs is not None:
@@ -114,7 +106,7 @@ class ModelSection:
     """Whether the output layer shares the token embedding's weights."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "model", layers=1, hidden=1, heads=1, vocab=1, sequence=1)
+        at_least(self, "model", layers=1, hidden=1, heads=1, vocab=1, sequence=1)
         if self.hidden % self.heads:
             near = _nearest_divisors(self.hidden, self.heads)
             raise ConfigError(
@@ -147,134 +139,7 @@ class DataSection:
     started."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "data", batch=1, micro_batch=1, validation_every=0, prefetch=0, workers=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelSection:
-    """How the ranks are laid out: data x tensor x pipeline parallel."""
-
-    dp: int | None = None
-    """Data-parallel size. By default it is the number of ranks divided by tp and pp."""
-    tp: int = 1
-    """Tensor-parallel size: the number of ranks that share each layer. It divides heads and
-    vocabulary."""
-    pp: int = 1
-    """Pipeline-parallel size: the number of ranks that the layers are divided over."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """The order in which the stages of a pipeline compute their micro-batches."""
-    virtual_stages: int | None = None
-    """Number of virtual stages per rank, for schedule interleaved. By default it is 2 there, and 1
-    otherwise."""
-    sequence_parallel: bool = False
-    """Whether each tensor-parallel rank holds only its part of the tokens between the layers that
-    tp shares."""
-    batch_norm: Literal["sync", "local", "refuse"] = "sync"
-    """What BatchNorm layers of your own model do. sync takes statistics over all replicas' samples
-    of a micro-batch, as one process would. local takes each replica's own. refuse refuses such a
-    model."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, "parallel", dp=1, tp=1, pp=1, virtual_stages=1)
-        if self.schedule != "interleaved" and (self.virtual_stages or 1) > 1:
-            raise ConfigError(
-                f"parallel.virtual_stages is {self.virtual_stages}, but parallel.schedule is "
-                f"{self.schedule}",
-                "use --parallel.schedule interleaved, or leave virtual_stages out",
-            )
-        if self.sequence_parallel and self.tp == 1:
-            raise ConfigError(
-                "parallel.sequence_parallel is on, but parallel.tp is 1",
-                "set parallel.tp, or leave sequence_parallel out",
-            )
-
-    @property
-    def stages_per_rank(self) -> int:
-        """Number of virtual stages of each pipeline rank."""
-        return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientsSection:
-    """How gradients are averaged over the ranks."""
-
-    engine: Literal["auto", "horovod", "mpi"] = "auto"
-    """horovod averages by hvd.DistributedOptimizer, and mpi by this package's own sums over MPI.
-    auto takes horovod for GPUs whose memory MPI cannot read, and mpi otherwise."""
-    bucket_mb: float | None = None
-    """Size of the flat buckets, in MiB. By default it is measured, and 4 with run.deterministic.
-    With engine horovod it is the size of Horovod's fusion buffer."""
-    two_level: Literal["auto", "on", "off"] = "auto"
-    """With engine mpi, whether the ranks of a node first sum in shared memory, so that nodes
-    communicate once. auto does so where it is faster."""
-    average_every: int = 1
-    """Number of optimizer steps that each replica takes by itself before all replicas are averaged.
-    1 averages the gradients in every step."""
-    reduction: Literal["mean", "adasum"] = "mean"
-    """mean averages the gradients. With adasum, engine horovod combines the replicas' steps
-    instead."""
-    compression: str = "none"
-    """How gradients are compressed between nodes: none, fp16, bf16, topk:RATIO or powersgd:RANK."""
-
-    def __post_init__(self) -> None:
-        if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
-            raise ConfigError(f"gradients.bucket_mb is {self.bucket_mb}", "give a size above 0")
-        _at_least(self, "gradients", average_every=1)
-        self._check_horovod(parse_compression(self.compression).kind)
-
-    def _check_horovod(self, compression: str) -> None:
-        if self.engine == "horovod" and self.two_level == "on":
-            raise ConfigError(
-                "gradients.two_level is on, but gradients.engine is horovod",
-                "use --gradients.engine mpi",
-            )
-        if self.engine == "horovod" and compression not in ("none", "fp16"):
-            raise ConfigError(
-                f"gradients.compression is {self.compression}, but gradients.engine is horovod",
-                "use --gradients.engine mpi, or compression fp16",
-            )
-        if self.reduction == "adasum" and self.engine != "horovod":
-            raise ConfigError(
-                f"gradients.reduction is adasum, but gradients.engine is {self.engine}",
-                "use --gradients.engine horovod",
-            )
-        if self.reduction == "adasum" and compression != "none":
-            raise ConfigError(
-                f"gradients.reduction is adasum, but gradients.compression is {self.compression}",
-                "leave gradients.compression out",
-            )
-
-    @property
-    def bucket_bytes(self) -> int | None:
-        """Size of the buckets in bytes; None if it is not given."""
-        return None if self.bucket_mb is None else max(1, int(self.bucket_mb * (1 << 20)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemorySection:
-    """Where parameters and the optimizer's state are kept."""
-
-    zero: Literal["auto", 0, 1, 2] = "auto"
-    """With 1 the ranks of a node share the parameters' memory, and optimizer state and work are
-    divided over ranks. With 2 gradients are divided, too. auto takes 1 for the program's own models
-    on CPUs where that is faster, and 0 otherwise."""
-    scope: Literal["node", "all"] = "all"
-    """Whether zero divides over the ranks of each node (node), or over the ranks of all nodes
-    (all). Where zero is auto, it divides over those of each node."""
-
-    def __post_init__(self) -> None:
-        # Options of the command line are checked as they are read. Programs may give anything.
-        for key, values in (("zero", ("auto", 0, 1, 2)), ("scope", ("node", "all"))):
-            if getattr(self, key) not in values:
-                raise ConfigError(
-                    f"memory.{key} is {getattr(self, key)!r}",
-                    f"give one of {', '.join(map(str, values))}",
-                )
-
-    @property
-    def stage(self) -> int:
-        """The stage of ZeRO that is asked for; 0 for auto."""
-        return 0 if self.zero == "auto" else self.zero
+        at_least(self, "data", batch=1, micro_batch=1, validation_every=0, prefetch=0, workers=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +163,7 @@ class OptimizerSection:
     """Largest global norm of the averaged gradients. 0 disables clipping."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "optimizer", lr=0, warmup_steps=0, weight_decay=0, clip_norm=0)
+        at_least(self, "optimizer", lr=0, warmup_steps=0, weight_decay=0, clip_norm=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,8 +238,8 @@ class CheckpointSection:
     none do."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "checkpoint", every=0, minutes=0, mtbf_hours=0)
-        _at_least(self, "checkpoint", keep=0, keep_every=0, keep_best=0)
+        at_least(self, "checkpoint", every=0, minutes=0, mtbf_hours=0)
+        at_least(self, "checkpoint", keep=0, keep_every=0, keep_best=0)
         if self.weights and self.resume not in ("auto", "none"):
             raise ConfigError(
                 "checkpoint.resume names a file, but checkpoint.weights is given",

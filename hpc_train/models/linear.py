@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from hpc_train.errors import ConfigError
 from hpc_train.host import processor
 from hpc_train.host.processor import Way
+from hpc_train.models.kept import keeps, kept
 
 
 class MatmulChoice(NamedTuple):
@@ -112,22 +113,22 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-class _OneDnnLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     """y = x W^T + b for x (M, K), W (N, K), b (N)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _onednn(x, weight, bias)
+        return kept(lambda: product(x, weight, bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dx = _onednn(dy, weight.t(), None) if needs_x else None
-        dweight = _onednn(dy.t(), x.t(), None) if needs_weight else None
+        dx = product(dy, weight.t()) if needs_x else None
+        dweight = product(dy.t(), x.t()) if needs_weight else None
         dbias = dy.sum(0) if ctx.has_bias and needs_bias else None
         return dx, dweight, dbias
 
@@ -143,10 +144,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         A tensor of shape (..., N).
     """
-    if _onednn_takes(x):
-        flat: Tensor = _OneDnnLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
-        return flat.view(*x.shape[:-1], -1)
-    return F.linear(x, weight, bias)
+    if not _onednn_takes(x) and not keeps():
+        return F.linear(x, weight, bias)
+    x, weight, bias = lowered(x), lowered(weight), None if bias is None else lowered(bias)
+    flat: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+    return flat.view(*x.shape[:-1], -1)
 
 
 class Linear(nn.Linear):

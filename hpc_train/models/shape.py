@@ -7,7 +7,8 @@ An architecture is a folder beside this file. It has a `Shape` and the module th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from hpc_train.errors import ConfigError
@@ -42,6 +43,8 @@ class PartCost:
         weights: number of elements in the matrices of its products, on all ranks that share them.
         flops: floating-point operations of a sample's forward pass, on all those ranks.
         activations: numbers that a rank keeps for the backward pass of a sample.
+        recomputed: the same number if the part is recomputed, by the value of memory.recompute,
+            selective or full; empty for a part that never is.
         sums: how many times the tensor group sums a micro-batch's activations in the forward and in
             the backward pass. A gather or a reduce-scatter counts as half a sum.
         overhead: the fixed time that the part takes even for the smallest micro-batch, as a share
@@ -54,6 +57,7 @@ class PartCost:
     activations: float
     sums: tuple[float, float]
     overhead: float
+    recomputed: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,22 @@ class Shape(ABC):
     @abstractmethod
     def low_rank(self, rank: float) -> float:
         """The size of a block's matrices factored at this rank, as a share of their full size."""
+
+    def kept(self, parts: Sequence[PartCost], recompute: str | int) -> list[float]:
+        """Numbers that each part keeps for the backward pass of a sample.
+
+        Args:
+            parts: the costs of the parts, from `parts`.
+            recompute: the value of memory.recompute.
+        """
+        every = recompute if isinstance(recompute, int) else 1
+        way = "full" if isinstance(recompute, int) else recompute
+        return [
+            part.recomputed.get(way, part.activations)
+            if (number - 1) % every == 0
+            else part.activations
+            for number, part in enumerate(parts)
+        ]
 
     @property
     def most_ranks(self) -> int:

@@ -15,9 +15,11 @@ from hpc_train.errors import UserError
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.placement import Coordinate
+from hpc_train.parallel import recompute as recomputing
 from hpc_train.parallel.gradients import LayoutGradients
 from hpc_train.parallel.linear import Deferred
 from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.parallel.recompute import Recompute
 from hpc_train.parallel.stages import Stages, runs_of, stage_names
 from hpc_train.parallel.tensor import parallelize
 from hpc_train.sharding import ParameterSlice, SliceSpec
@@ -61,6 +63,7 @@ def apply(
     virtual_stages: int = 1,
     sequence_parallel: bool = False,
     overlap: bool = False,
+    recompute: Recompute = "none",
 ) -> ParallelModel:
     """Reduce a model, in place, to the part that this rank computes. Collective over all ranks.
 
@@ -77,6 +80,7 @@ def apply(
         sequence_parallel: whether tokens are divided between the tensor-parallel layers.
         overlap: whether a thread sums over tensor-parallel ranks while this rank computes. The
             thread needs a core of its own.
+        recompute: which activations are recomputed: see `hpc_train.parallel.recompute`.
 
     Raises:
         UserError: the model lacks an attribute that the layout needs, or its sizes do not fit.
@@ -103,6 +107,7 @@ def apply(
         sequence_parallel=cut,
         deferred=deferred,
     )
+    recomputing.recompute(model, recompute)  # of the whole model, so that blocks are counted alike
     stages = Stages(model, names, runs[grid.coordinate.pp]) if names else None
     tied = whole.tied(names, runs)
     shards = whole.shards(model, specs, grid.coordinate, names)

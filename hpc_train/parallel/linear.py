@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives
+from hpc_train.models.kept import kept
 from hpc_train.models.linear import lowered, product
 
 TOKENS = 1  # the dimension that sequence parallelism cuts
@@ -59,15 +60,11 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.has_bias = layer, bias is not None
         ctx.save_for_backward(x, weight)
+        ctx.shape = list(x.shape)
         if layer.gathers:
-            x = layer.over.start_gather(x, TOKENS).wait()
-        ctx.shape = x.shape
-        y = product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
-        if layer.style == "rowwise":
-            if layer.cut:
-                return layer.over.start_sum_scatter(y, TOKENS).wait()
-            layer.over.sum_(y)
-        return y
+            ctx.shape[TOKENS] *= layer.over.group.size
+        # The sum is kept. So a pass that is repeated with kept results does not communicate.
+        return kept(lambda: layer.product(x, weight, bias))
 
     @staticmethod
     @once_differentiable
@@ -126,6 +123,17 @@ class ParallelLinear(nn.Module):
         self.bias: Parameter | None
         self.register_parameter("bias", bias)
         self.style, self.over, self.cut, self.deferred = style, over, cut, deferred
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's result, gathered before and summed after as the style says. Collective."""
+        if self.gathers:
+            x = self.over.start_gather(x, TOKENS).wait()
+        y = product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+        if self.style == "rowwise":
+            if self.cut:
+                return self.over.start_sum_scatter(y, TOKENS).wait()
+            self.over.sum_(y)
+        return y
 
     @property
     def gathers(self) -> bool:

@@ -150,14 +150,22 @@ class StepModel:
         """Seconds for a micro-batch: forward pass, input gradients, weight gradients.
 
         The list has embedding, blocks and head. Each of the three takes a third of the computing.
-        Weight gradients are also added to those of the other micro-batches.
+        Weight gradients are also added to those of the other micro-batches. Before the gradients, a
+        part that is recomputed repeats its forward pass, or with selective reads and writes what it
+        has not kept.
         """
         found = []
-        for part in self.layout.parts:
+        recompute = self.config.memory.recompute
+        kept = self.layout.shape.kept(self.layout.parts, recompute)
+        for part, keeps in zip(self.layout.parts, kept, strict=True):
             computing = part.flops * self.micro_batch / self.tp / self.speed.rank
             third = computing + part.overhead * self.speed.layer / 3
             added = 3 * part.parameters * self.item / self.machine.memory_bandwidth
-            found.append((third, third, third + added))
+            again = third if keeps < part.activations else 0.0
+            if recompute == "selective":
+                nbytes = 2 * (part.activations - keeps) * self.micro_batch * self.item
+                again = nbytes / self.machine.memory_bandwidth
+            found.append((third, third + again, third + added))
         return found
 
     def costs(self) -> Iterator[Costs]:

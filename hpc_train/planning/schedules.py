@@ -161,7 +161,18 @@ def memory(
         divide: number of ranks that divide the optimizer's state (memory.scope).
     """
     parts, pp = shape.parts(division_of(config.parallel)), len(schedule)
-    kept = _sums([part.activations for part in parts], runs)
+    each = shape.kept(parts, config.memory.recompute)
+    kept = _sums(each, runs)
+    # A block that is recomputed has all of its activations while its backward pass runs.
+    again = [
+        max(
+            part.activations - less
+            for part, less in zip(
+                parts[run.start : run.stop], each[run.start : run.stop], strict=True
+            )
+        )
+        for run in runs
+    ]
     parameters = _sums([part.parameters for part in parts], runs)
     activation, parameter = (
         ITEM_BYTES[config.precision.dtype],
@@ -171,7 +182,11 @@ def memory(
     copies = 1 + 1 / share + OPTIMIZER_TENSORS[config.optimizer.name] / divide
     return [
         (
-            round(peak_live(actions, kept[rank::pp]) * micro_batch * activation),
+            round(
+                (peak_live(actions, kept[rank::pp]) + max(again[rank::pp]))
+                * micro_batch
+                * activation
+            ),
             round(sum(parameters[rank::pp]) * copies * parameter),
         )
         for rank, actions in enumerate(schedule)

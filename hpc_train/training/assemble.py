@@ -172,6 +172,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         virtual_stages=parallel.stages_per_rank,
         sequence_parallel=parallel.sequence_parallel,
         overlap=runtime.cores > torch.get_num_threads(),
+        recompute=config.memory.recompute,
     )
     model.to(device)
     replicas = connect(grid.data, device)

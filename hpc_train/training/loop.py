@@ -30,6 +30,7 @@ from hpc_train.job.run_directory import check_not_ended, claimed_by_job
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel import batch_norm as batch_norms
+from hpc_train.parallel.recompute import recompute
 from hpc_train.training.averaging import options_of, whole_training_state
 from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
@@ -80,6 +81,8 @@ class Loop(Stepping):
         self._device_type = device.type
         choose_matmul(group, options.matmul, device)
         batch_norms.set_up_batch_norm(model, self.collectives, options.batch_norm)
+        with agreed(group):
+            recompute(model, options.memory.recompute)
         if options.precision:
             local = group if gradients.average_every > 1 else None
             self.scaler = LossScaler(getattr(torch, options.precision), local)

@@ -32,7 +32,8 @@ class LoopOptions:
         memory: what ranks share and divide: the keys of the section `memory`. Here auto is 0.
             Otherwise the ranks of a node share the parameters' memory, and divide the optimizer's
             work and state. Then only the optimizer's step may write to parameters, and no rank has
-            a whole gradient.
+            a whole gradient. With recompute, blocks of the model compute activations again in the
+            backward pass.
         clip_norm: largest global norm of the averaged gradients in each step; 0 disables clipping.
             With local steps (average_every) it limits the norm of each rank's own gradients.
         precision: the number format in which `autocast` computes; float16 has a loss scale. None:

@@ -32,6 +32,7 @@ from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 ZEROS = ["auto", 0, 1, 2]
+RECOMPUTED = ["none", "selective", "full", 2]
 STEPS = 20
 TOLERANCE = 1e-10
 
@@ -62,6 +63,7 @@ def layout(generator: random.Random, ranks: int, shape: dict) -> dict:
     return values(dp, tp, pp, schedule, virtual_stages, cut, micro_batch) | {
         "memory.zero": generator.choice(ZEROS),
         "memory.scope": generator.choice(["node", "all"]),
+        "memory.recompute": generator.choice(RECOMPUTED),
     }
 
 
@@ -81,10 +83,10 @@ def values(
 
 
 CUBES = [  # the smallest layouts that have everything
-    values(2, 2, 2, "gpipe", 1, False, 4),
-    values(2, 2, 2, "1f1b", 1, True, 2),
-    values(2, 2, 2, "interleaved", 2, True, 3),
-    values(2, 2, 2, "zero_bubble", 1, True, 2),
+    values(2, 2, 2, "gpipe", 1, False, 4) | {"memory.recompute": 2},
+    values(2, 2, 2, "1f1b", 1, True, 2) | {"memory.recompute": "selective"},
+    values(2, 2, 2, "interleaved", 2, True, 3) | {"memory.recompute": "full"},
+    values(2, 2, 2, "zero_bubble", 1, True, 2) | {"memory.recompute": "selective"},
 ]
 PER_SHAPE = 4  # layouts that are compared with one reference
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.gpt import gpt2
+from hpc_train.models.kept import kept_with_its_graph
 from hpc_train.models.linear import Linear
 
 INIT_STD = 0.02
@@ -37,7 +38,8 @@ class Attention(nn.Module):
         # number of heads comes from the product, because each rank sees only its own heads.
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))  # (B, T, H, 3, C/H)
         query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind()  # (B, H, T, C/H) each
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attend = F.scaled_dot_product_attention  # it saves its inputs, which are kept, and y
+        y = kept_with_its_graph(attend, query, key, value, is_causal=True)
         joined: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return joined
 

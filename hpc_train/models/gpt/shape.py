@@ -27,9 +27,10 @@ class GptShape(Shape):
     NOTE: ClassVar[str] = """\
 numbers that a rank keeps per token of a micro-batch: in a block
 hidden x (4 + 12 / tp), with dropout hidden x (6 + 12 / tp), and in the
-head 2 x hidden + vocab / tp. With sequence_parallel, tp divides all of
-it. From Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198,
-without an attention matrix"""
+head 2 x hidden + vocab / tp. A block that is recomputed keeps hidden,
+with selective hidden x (3 + 8 / tp), and one block at a time has the
+rest. With sequence_parallel, tp divides all of it. From Korthikanti et
+al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
 
     dropout: float = 0.0
     tie_embeddings: bool = True
@@ -82,7 +83,9 @@ without an attention matrix"""
         Attention has two products of T x T x C and computes half of each. Activations are counted
         in units of T x C. Each rank keeps the inputs of two norms and two linear layers, and two
         dropout masks; with sequence parallelism only its part of them. The tensor group shares the
-        rest: 3 for query, key and value, 1 for attention's result, 8 for the MLP.
+        rest: 3 for query, key and value, 1 for attention's result, 8 for the MLP. Recomputed, each
+        keeps the block's input. Selective recomputation also keeps two linear layers' results that
+        are summed, and of those that the group shares 3, 1 and 4.
         """
         T, C, tp = self.sequence, self.hidden, division.tp
         weights = 12.0 * C**2
@@ -93,6 +96,10 @@ without an attention matrix"""
             activations=T * C * ((4 + 2 * self._masks) / _cut(division) + 12 / tp),
             sums=(2.0, 3.0) if division.sequence_parallel else (2.0, 2.0),
             overhead=1.0,
+            recomputed={
+                "selective": T * C * (3 / _cut(division) + 8 / tp),
+                "full": T * C / _cut(division),
+            },
         )
 
     def _head(self, division: Division) -> PartCost:
