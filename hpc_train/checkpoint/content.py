@@ -48,6 +48,8 @@ class Holdings:
         """The values in the optimizer's state that are not tensors."""
         self.trained_names: list[str] = []
         """The names of the parameters that require gradients."""
+        self.pieces: set[str] = set()
+        """The names of the parameters of which other ranks have other parts."""
         self._seen: Seen | None = None
         self._tensors: list[Tensor] = []  # keeps them alive: a freed tensor's id would come again
         self._held: dict[str, LocalTensor] = {}
@@ -74,12 +76,14 @@ class Holdings:
         if changed:
             self._seen = None
             checks.check_savable(self.trained)
-            model, shards = self.trained.model, self.trained.shards
-            self._held = state.model_tensors(model, shards) | state.optimizer_tensors(self.trained)
+            trained = self.trained
+            of_model = state.model_tensors(trained.model, trained.shards, trained.streamed)
+            self._held = of_model | state.optimizer_tensors(trained)
             self.values = state.optimizer_values(self.trained)
             self._odd = {n for n, part in self._held.items() if not part.tensor.is_contiguous()}
-            self._buffers = state.buffer_names(model, shards)
-            self.trained_names = state.names_with_gradients(model, shards)
+            self._buffers = state.buffer_names(self.trained)
+            self.trained_names = state.names_with_gradients(self.trained)
+            self.pieces = state.names_of_pieces(self.trained)
             self.parts = Parts({n: p for n, p in self._held.items() if n not in self._odd})
             self._tensors, self._seen = tensors, seen
         for name in self._odd | self._buffers:
@@ -209,7 +213,9 @@ class Content:
             self.plans.forget()
             self._values = self.replica.united(self._holdings.values)
             self._compared = self._whole_in_replicas()
-            mine = self._holdings.trained_names[alike.rank :: alike.size]
+            names, pieces = self._holdings.trained_names, self._holdings.pieces
+            shared = [name for name in names if name not in pieces]
+            mine = [*pieces, *shared[alike.rank :: alike.size]]
             self._batches = batches_to_check(self.parts.held, mine)
         if self._has_extra:
             self._look_at_extra()
@@ -229,7 +235,7 @@ class Content:
         return {
             name: self.parts.size(name)
             for name in self.parts.held
-            if name.startswith(state.MODEL)
+            if (name.startswith(state.MODEL) and name not in self._holdings.pieces)
             or (name.startswith(state.OPTIMIZER) and state.parameter_of(name) not in cut)
         }
 
@@ -285,7 +291,7 @@ class Content:
         reader = restore.open_together(path, self.group)
         saved = restore.load_state(reader, self.group)
         trained = self.trained
-        of_model = state.model_tensors(trained.model, trained.shards)
+        of_model = state.model_tensors(trained.model, trained.shards, trained.streamed)
         forms = self.replica.united({name: part.form for name, part in of_model.items()})
         names = self.replica.united(state.trained_names(trained))
         entries, values = reader.entries, saved["optimizer"]

@@ -26,6 +26,11 @@ Shards = Mapping[str, ParameterSlice]
 """The slices that a rank holds, by the names of its module's tensors. It holds all others whole."""
 
 
+Streamed = Mapping[Parameter, tuple[ParameterSlice, Tensor] | None]
+"""The model's parameters that are there only while the model computes. Each has the piece of it
+that this rank keeps, with its slice; None: the rank keeps nothing of it."""
+
+
 class Stateful(Protocol):
     """An object with a few numbers that belong to a run's state."""
 
@@ -115,6 +120,7 @@ class TrainingState:
         replica: the ranks that hold the model together; by default this rank alone.
         alike: collectives of the ranks that hold the same as this one; by default of all ranks.
         extra: state that is saved besides.
+        streamed: see `Streamed`.
     """
 
     model: nn.Module
@@ -125,6 +131,7 @@ class TrainingState:
     replica: Group = field(default_factory=Group)
     alike: Collectives | None = None
     extra: ExtraState = field(default_factory=ExtraState)
+    streamed: Streamed = field(default_factory=dict)
 
     def parameters(self) -> dict[Parameter, ParameterSlice]:
         """The parameters of the optimizer, each with the slice that it is."""
@@ -135,36 +142,51 @@ class TrainingState:
         return {p: known[p] for group in groups for p in group["params"] if p in known}
 
 
-def model_tensors(model: nn.Module, shards: Shards) -> dict[str, LocalTensor]:
+def model_tensors(
+    model: nn.Module, shards: Shards, streamed: Streamed | None = None
+) -> dict[str, LocalTensor]:
     """A model's parameters and persistent buffers, by name. A tensor with two names has the first.
 
     Args:
         model: this rank's.
         shards: the slices of the model's tensors that this rank has.
+        streamed: see `Streamed`.
     """
     return {
         MODEL + shard.name: _held(tensor.detach(), shard.spec, owned=shard.owned)
-        for shard, tensor in _saved(model, shards)
+        for shard, tensor in _saved(model, shards, streamed)
     }
 
 
-def buffer_names(model: nn.Module, shards: Shards) -> set[str]:
+def buffer_names(trained: TrainingState) -> set[str]:
     """The names in `model_tensors` of the buffers, which a forward pass may change."""
-    saved = _saved(model, shards)
+    saved = _saved(trained.model, trained.shards, trained.streamed)
     return {MODEL + shard.name for shard, t in saved if not isinstance(t, Parameter)}
 
 
-def names_with_gradients(model: nn.Module, shards: Shards) -> list[str]:
+def names_with_gradients(trained: TrainingState) -> list[str]:
     """The names in `model_tensors` of the tensors that require gradients."""
-    return [MODEL + shard.name for shard, t in _saved(model, shards) if t.requires_grad]
+    saved = _saved(trained.model, trained.shards, trained.streamed)
+    return [MODEL + shard.name for shard, t in saved if t.requires_grad]
 
 
-def _saved(model: nn.Module, shards: Shards) -> Iterator[tuple[ParameterSlice, Tensor]]:
+def names_of_pieces(trained: TrainingState) -> set[str]:
+    """The names in `model_tensors` of the parameters of which each rank has a piece only."""
+    return {MODEL + kept[0].name for kept in trained.streamed.values() if kept is not None}
+
+
+def _saved(
+    model: nn.Module, shards: Shards, streamed: Streamed | None
+) -> Iterator[tuple[ParameterSlice, Tensor]]:
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
+        if not isinstance(tensor, Tensor) or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if not streamed or tensor not in streamed:
             yield shards.get(name) or _whole(name, tensor), tensor
+        elif (kept := streamed[tensor]) is not None:  # type: ignore[index]
+            yield kept
 
 
 def _held(tensor: Tensor, spec: SliceSpec, *, owned: bool) -> LocalTensor:

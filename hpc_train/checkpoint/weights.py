@@ -52,6 +52,7 @@ def start_from(
     shards: state.Shards,
     group: Group,
     *,
+    streamed: state.Streamed | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> None:
@@ -66,6 +67,7 @@ def start_from(
         model: this rank's part of the model. It is filled in place.
         shards: the slices of the model's tensors that this rank has. It has all others whole.
         group: all ranks that train.
+        streamed: see `hpc_train.checkpoint.state.Streamed`.
         include: shell patterns of the names of the model's tensors to fill; by default all.
         exclude: shell patterns of the names of tensors that keep their values.
 
@@ -75,7 +77,7 @@ def start_from(
         DataError: the path is no such file or folder.
         ConfigError: the patterns leave no tensor, or the model has to be configured otherwise.
     """
-    named = state.model_tensors(model, shards).items()
+    named = state.model_tensors(model, shards, streamed).items()
     held = {name.removeprefix(MODEL): part for name, part in named}
     forms = group.united({name: part.form for name, part in held.items()})
     sources: list[_Source] = []  # of rank 0

@@ -129,10 +129,11 @@ RECOMPUTED = ("none", "selective", "full")  # memory.recompute, besides a number
 class MemorySection:
     """Where parameters and the optimizer's state are kept."""
 
-    zero: Literal["auto", 0, 1, 2] = "auto"
+    zero: Literal["auto", 0, 1, 2, 3] = "auto"
     """With 1 the ranks of a node share the parameters' memory, and optimizer state and work are
-    divided over ranks. With 2 gradients are divided, too. auto takes 1 for the program's own models
-    on CPUs where that is faster, and 0 otherwise."""
+    divided over ranks. With 2 gradients are divided, too. With 3 parameters are also divided over
+    nodes, and gathered while a stage of the model computes. auto takes 1 for the program's own
+    models on CPUs where that is faster, and 0 otherwise."""
     scope: Literal["node", "all"] = "all"
     """Whether zero divides over the ranks of each node (node), or over the ranks of all nodes
     (all). Where zero is auto, it divides over those of each node."""
@@ -143,7 +144,7 @@ class MemorySection:
 
     def __post_init__(self) -> None:
         # Options of the command line are checked as they are read. Programs may give anything.
-        for key, values in (("zero", ("auto", 0, 1, 2)), ("scope", ("node", "all"))):
+        for key, values in (("zero", ("auto", 0, 1, 2, 3)), ("scope", ("node", "all"))):
             if getattr(self, key) not in values:
                 raise ConfigError(
                     f"memory.{key} is {getattr(self, key)!r}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -211,7 +211,9 @@ def _sharded(
     whole = frozenset(options.whole)  # `in` on a list would compare the parameters' values
     divisible = [p for p in planned if p not in whole and has_slabs(p)]
     rest = {id(p) for p in divisible}
-    divided = plan_buckets(divisible, size)
+    divided = [
+        some for stage in _by_stage(divisible, options) for some in plan_buckets(stage, size)
+    ]
     kept = plan_buckets([p for p in planned if id(p) not in rest], size)
     packed = options.compression != "none"
     buckets = [
@@ -225,7 +227,13 @@ def _sharded(
         progress = options.progress()
         try:
             return ShardedAverager(
-                model, optimizer, buckets, sums, progress, hidden=options.only_modules_read
+                model,
+                optimizer,
+                buckets,
+                sums,
+                progress,
+                hidden=options.only_modules_read,
+                gates=options.gates if options.zero == 3 else (),
             )
         except SetupError:
             progress.close()
@@ -233,6 +241,24 @@ def _sharded(
             raise
 
     return _made_on_all_nodes(levels.whole, averager)
+
+
+def _by_stage(
+    parameters: Sequence[Parameter], options: AveragingOptions
+) -> Iterator[list[Parameter]]:
+    """Parameters whose buckets may be filled one after the other by the backward pass.
+
+    With zero 3 they are those of each stage, the last stage first, because a bucket is gathered as
+    a whole. A parameter of several stages is the first one's.
+    """
+    stage = {
+        parameter: place
+        for place, gate in reversed(list(enumerate(options.gates)))
+        for parameter in gate.module.parameters()
+    }
+    places = {parameter: stage.get(parameter, 0) for parameter in parameters}
+    for place in sorted({*places.values()}, reverse=True):
+        yield [parameter for parameter in parameters if places[parameter] == place]
 
 
 def _made_on_all_nodes(group: Group, make: Callable[[], ClosableT]) -> ClosableT:

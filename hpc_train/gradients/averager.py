@@ -161,7 +161,7 @@ def average_gradients(
     if options.reduction == "adasum" and options.engine != "horovod":
         raise UserError("reduction adasum needs engine horovod", 'give engine="horovod" as well')
     # Ranks may have different cores. `whole` has parameters, whose values are not to be compared.
-    _check(group, model, optimizer, replace(options, whole=(), cores=1))
+    _check(group, model, optimizer, replace(options, whole=(), gates=(), cores=1))
     take_over(optimizer)
     collectives = connect(group)
     tensors = [*model.parameters(), *model.buffers(), *parameters_of(optimizer)]

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from hpc_train.errors import UserError
 from hpc_train.gradients.progress import Progress, ThreadProgress
+from hpc_train.models.gate import Gate
 from hpc_train.mpi.environment import ranks_yield
 
 Engine = Literal["auto", "horovod", "mpi"]
@@ -44,13 +45,15 @@ class AveragingOptions:
             are averaged (`gradients.local`). 1 averages gradients in every step. Engine mpi only.
         reduction: "mean", or "adasum" with engine horovod (see `gradients.adasum`).
         zero: 1 lets the ranks of a node share the parameters' memory and divide the optimizer's
-            work and state; 2 also lets gradients take turns in a small pool of memory; 0 does
-            neither. Engine mpi only, with parameters on the CPU.
+            work and state; 2 also lets gradients take turns in a small pool of memory; 3 also
+            divides parameters over nodes, and gathers them stage by stage; 0 does none of it.
+            Engine mpi only, with parameters on the CPU.
         scope: "node" divides optimizer state and work over the ranks of each node, "all" over the
             ranks of all nodes.
         only_modules_read: whether parameters are read only by the modules that have them, once
             averaging is set up. Then gathers between nodes go on during the next forward pass.
         whole: parameters that are not divided by `zero`.
+        gates: for zero 3, the gates of this rank's stages, in the order of the forward pass.
         cores: processor cores for this rank alone (`Runtime.cores`).
         deterministic: measure nothing, so that each run sums in the same way.
     """
@@ -65,6 +68,7 @@ class AveragingOptions:
     scope: Scope = "node"
     only_modules_read: bool = False
     whole: Collection[Parameter] = frozenset()
+    gates: Sequence[Gate] = ()
     cores: int = 1
     deterministic: bool = False
 
@@ -96,6 +100,11 @@ class AveragingOptions:
         for asked, why, remedy in (
             (self.zero and local, "zero and average_every do not go together", "leave one out"),
             (packed and local, "compression and average_every do not go together", "leave one out"),
+            (
+                self.zero == 3 and not self.gates,
+                "zero 3 needs to know the model's stages, which only a Trainer does",
+                "use a Trainer, or zero 2",
+            ),
             (
                 self.zero > 1 and packed,
                 f"zero {self.zero} and compression do not go together",

@@ -44,6 +44,8 @@ class SharedParameters:
         SetupError: there is too little shared memory; raised on all ranks of the node.
     """
 
+    SIGNALS = 1  # for each bucket: its parameters are gathered
+
     def __init__(self, sums: LevelSums, progress: Progress) -> None:
         self.sums, self.levels, self.progress = sums, sums.levels, progress
         self.numbers = [n for n, reach in enumerate(sums.division.reach) if reach is not Reach.RANK]
@@ -51,7 +53,7 @@ class SharedParameters:
         self.memory: NodeMemory | None = None
         if self.levels.node.size > 1:
             room = bucket_begins(self.buckets)[-1] if self.levels.node.rank == 0 else 0
-            signals = max(1, len(self.buckets))
+            signals = max(1, self.SIGNALS * len(self.buckets))
             self.memory = NodeMemory(self.levels.node, room, signals, touch=False)
         self.home = {p: n for n, bucket in enumerate(self.buckets) for p in bucket.parameters}
         """For each parameter, the index of its bucket in `buckets`."""

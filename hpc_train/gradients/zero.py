@@ -1,4 +1,4 @@
-"""ZeRO's stages 1 and 2: each rank has the optimizer's state of its parts of the parameters."""
+"""ZeRO's stages 1 to 3: each rank has the optimizer's state of its parts of the parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.shared_parameters import SharedParameters
 from hpc_train.gradients.slots import Slot
+from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.gradients.sums import LevelSums
+from hpc_train.models.gate import Gate
 
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 """Optimizers of torch whose update of an element depends on other elements."""
@@ -59,6 +61,7 @@ class ShardedAverager(BucketAverager):
             its whole result.
         hidden: whether gathers between nodes go on during the next forward pass. Then nobody may
             read parameters but the modules that have them, unless `settle` was called.
+        gates: the gates of the model's stages, if parameters are to be gathered stage by stage.
 
     Raises:
         SetupError: there is too little shared memory. All ranks of the node raise it, and model and
@@ -74,9 +77,11 @@ class ShardedAverager(BucketAverager):
         progress: Progress,
         *,
         hidden: bool = False,
+        gates: Sequence[Gate] = (),
     ) -> None:
         self.levels = sums.levels
-        self.parameters = SharedParameters(sums, progress)
+        streamed = StreamedParameters(sums, progress, gates) if gates else None
+        self.parameters = streamed or SharedParameters(sums, progress)
         super().__init__(model, optimizer, self.levels.whole, lambda _: (buckets, sums), progress)
         job = Reach.JOB in sums.division.reach
         self.shards = connect(self.levels.whole if job else self.levels.node)
@@ -84,7 +89,9 @@ class ShardedAverager(BucketAverager):
         self.parameters.move()
         self._gradients = self.parameters.gradients()
         self.at_close.append(self.parameters.release)
-        if hidden and job:
+        if streamed is not None:
+            streamed.attend(model)
+        elif hidden and job:
             self.parameters.hide_gathers(model)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._divide_optimizer()
@@ -111,6 +118,12 @@ class ShardedAverager(BucketAverager):
     def shared(self) -> Collection[Parameter]:
         """The model's parameters that are shared."""
         return self.parameters.home.keys()
+
+    @property
+    def streamed(self) -> Collection[Parameter]:
+        """The model's parameters that this rank has only as pieces, unless a stage uses them."""
+        there = self.parameters
+        return there.divided if isinstance(there, StreamedParameters) else ()
 
     def _divide_optimizer(self) -> None:
         pieces = {slab.parameter: piece for piece, slab in self.parameters.slabs.items()}

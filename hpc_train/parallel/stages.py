@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
+from hpc_train.models.gate import Gate
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.tensor import matching
 
@@ -187,6 +188,31 @@ class _Visit:
         return self.stages.visit(self.position, self.original, args, how)
 
 
+def gates_of(model: nn.Module) -> list[Gate]:
+    """Put a gate in front of each of this rank's stage modules, in the order of the forward pass.
+
+    Args:
+        model: the model, after its other stages were removed.
+
+    Raises:
+        UserError: as `stage_names`.
+    """
+    gates: list[Gate] = []
+    for name in stage_names(model):
+        module = model.get_submodule(name)
+        if isinstance(module, _Absent):
+            continue
+        visit = module.forward
+        if isinstance(visit, _Visit):  # it may skip the module, or pass on what was received
+            assert visit.original is not None
+            gates.append(Gate(module, name, visit.original, None))
+            visit.original = gates[-1]
+        else:
+            gates.append(Gate(module, name, visit, gates[-1] if gates else None))
+            module.forward = gates[-1]
+    return gates
+
+
 def stage_names(model: nn.Module) -> list[str]:
     """The names of a model's stage modules, in the order of its forward pass.
 
@@ -197,7 +223,8 @@ def stage_names(model: nn.Module) -> list[str]:
     patterns = getattr(model, "stages", None)
     if not patterns:
         raise UserError(
-            f"parallel.pp is above 1, but {type(model).__name__} has no attribute `stages`",
+            f"parallel.pp above 1 and memory.zero 3 need stages, and {type(model).__name__} has no "
+            "attribute `stages`",
             "name its modules in the order of its forward pass: docs/how-to/parallel.md",
         )
     names = [name for pattern in patterns for name in matching(model, pattern, "stages")]

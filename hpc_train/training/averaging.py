@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor
-from hpc_train.checkpoint.state import ExtraState, TrainingState
+from hpc_train.checkpoint.state import ExtraState, Streamed, TrainingState
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
 from hpc_train.config import GradientsSection, RunConfig
@@ -33,6 +33,7 @@ from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import start_horovod
 from hpc_train.parallel.apply import ParallelModel
 from hpc_train.parallel.batch_norm import average_statistics
+from hpc_train.parallel.stages import gates_of
 from hpc_train.sharding import ParameterSlice, SliceSpec
 from hpc_train.training.sharing import Sharing
 
@@ -100,6 +101,7 @@ def make_averager(
     options = options_of(
         replace(config.gradients, engine=engine),
         whole=layout.gradients.completed,
+        gates=gates_of(model) if shared.zero == 3 else (),
         cores=cores,
         deterministic=config.run.deterministic,
     )
@@ -187,6 +189,19 @@ class AveragingState(Statistics):
         slabs = self.averager.parameters.slabs
         return {piece: self._shard(slab, first=first) for piece, slab in slabs.items()}
 
+    @property
+    def streamed(self) -> Streamed:
+        """The parameters that are there only while the model computes (see `Streamed`)."""
+        if not isinstance(self.averager, ShardedAverager):
+            return {}
+        found: dict[Parameter, tuple[ParameterSlice, Tensor] | None] = dict.fromkeys(
+            self.averager.streamed
+        )
+        for piece, slab in self.averager.parameters.slabs.items():
+            if slab.parameter in found:
+                found[slab.parameter] = self._shard(slab, first=True), piece
+        return found
+
     def _shard(self, slab: Slab, *, first: bool) -> ParameterSlice:
         """The slice that a slab is. Every node has it; the `first` one writes it."""
         whole = self.shards[slab.parameter]
@@ -271,7 +286,9 @@ def training_state(
         first = grid.coordinate.dp == 0
         shards = {n: replace(shard, owned=shard.owned and first) for n, shard in shards.items()}
         replica = grid.world
-    return TrainingState(model, optimizer, scaler, shards, state.pieces, replica, alike, state)
+    return TrainingState(
+        model, optimizer, scaler, shards, state.pieces, replica, alike, state, state.streamed
+    )
 
 
 def whole_training_state(

@@ -72,6 +72,7 @@ def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int
             checkpoints.state.model,
             checkpoints.state.shards,
             checkpoints.group,
+            streamed=checkpoints.state.streamed,
             include=section.include,
             exclude=section.exclude,
         )

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from hpc_train.config import GradientsSection, RunConfig
+from hpc_train.errors import ConfigError
 from hpc_train.gradients.options import Engine, Scope
 from hpc_train.mpi.grid import ParallelGrid
 
 logger = logging.getLogger(__name__)
 
-Zero = Literal[0, 1, 2]
+Zero = Literal[0, 1, 2, 3]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,18 @@ def decide(
         device: the device that will hold the parameters.
         model: the whole model, before a layout is applied to it.
         private: see `private_parameters` of `TrainingTask`.
+
+    Raises:
+        ConfigError: memory.zero is 3, and parameters are not private.
     """
     memory = config.memory
+    if memory.zero == 3 and not private:
+        raise ConfigError(
+            "memory.zero is 3, and code outside hpc_train may read parameters while other nodes "
+            "have them",
+            "give TrainingTask private_parameters=True if only the model's modules read them, or "
+            "set memory.zero 2",
+        )
     if memory.zero != "auto":
         return Sharing(zero=memory.zero, scope=memory.scope, only_modules_read=private)
     facts = SharingFacts(

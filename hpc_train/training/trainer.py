@@ -135,10 +135,11 @@ class Trainer:
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64)
         for indices in self._validation_rounds():
+            read = [some or range(1) for some in indices]  # a sample in place of none: not counted
             with agreed(self.group):
-                batches = [_move(self._read_held_out(some), self.device) for some in indices]
+                batches = [_move(self._read_held_out(some), self.device) for some in read]
             with torch.no_grad():
-                losses = self._evaluate(batches, [len(some) for some in indices])
+                losses = self._evaluate(batches, [len(some) for some in read])
             for loss, some in zip(losses, indices, strict=False):  # other ranks have no losses
                 totals += torch.tensor([loss.item() * len(some), len(some)], dtype=torch.float64)
         self.model.train()
@@ -154,12 +155,17 @@ class Trainer:
         return self.held_out.read(indices, seed_of)
 
     def _validation_rounds(self) -> Iterator[list[range]]:
-        """Yield this replica's micro-batches in rounds. All replicas have as many rounds."""
+        """Yield this replica's micro-batches in rounds. All replicas have as many rounds.
+
+        With memory.zero 3 they also have as many micro-batches, some without samples, because they
+        gather parameters together.
+        """
         total, replicas = len(self.task.validation), self.grid.dp
         size, at_once = self.plan.parts[0].count, 2 * self.grid.pp - 1
         mine = range(self.grid.coordinate.dp, total, replicas)
         for first in range(0, -(-total // replicas), size * at_once):
-            cuts = range(first, min(first + size * at_once, len(mine)), size)
+            samples = -(-total // replicas) if self.config.memory.zero == 3 else len(mine)
+            cuts = range(first, min(first + size * at_once, samples), size)
             yield [mine[begin : begin + size] for begin in cuts]
 
     def _evaluate(self, batches: list[Any], samples: list[int]) -> list[Tensor]:

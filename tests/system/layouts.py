@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 from hpc_train.checkpoint.fileformat import LocalTensor, torch_dtypes
 from hpc_train.checkpoint.restore import CheckpointReader, load_tensors
 from hpc_train.config.file import load as configuration
+from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
@@ -31,7 +32,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.trainer import Trainer
 
-ZEROS = ["auto", 0, 1, 2]
+ZEROS = ["auto", 0, 1, 2, 3]
 RECOMPUTED = ["none", "selective", "full", 2]
 STEPS = 20
 TOLERANCE = 1e-10
@@ -112,6 +113,7 @@ def train(directory: Path, shape: dict, options: dict, place: Runtime) -> None:
             TensorDataset(text[:100, :-1], text[:100, 1:]),
             lambda gpt, batch: gpt(*batch),
             validation=TensorDataset(text[100:, :-1], text[100:, 1:]),
+            private_parameters=options.get("memory.zero") == 3,
         )
         Trainer(configuration(None, words), task, place).train()
 
@@ -149,8 +151,13 @@ def ranks_of(options: dict) -> int:
     return options["parallel.dp"] * options["parallel.tp"] * options["parallel.pp"]
 
 
-def compare(job: Runtime, root: Path, name: str, shape: dict, options: dict) -> float:
-    """Train under a layout and on one rank; returns how far they are apart. Collective."""
+def compare(
+    job: Runtime, root: Path, name: str, shape: dict, options: dict, per_node: int
+) -> float:
+    """Train under a layout and on one rank; returns how far they are apart. Collective.
+
+    So many ranks are taken for one node.
+    """
     ranks = ranks_of(options)
     reference = root / "-".join(str(value) for value in shape.values())
     if job.world.rank == 0 and not reference.exists():
@@ -158,9 +165,16 @@ def compare(job: Runtime, root: Path, name: str, shape: dict, options: dict) -> 
     inside = job.world.rank < ranks
     part = job.world.split(0 if inside else 1, job.world.rank)
     if inside:
-        train(root / name, shape, options, Runtime(part, part))
+        node = part.split(part.rank // per_node, part.rank)
+        train(root / name, shape, options, Runtime(part, node))
+        node.close()
     part.close()
     return job.world.from_first(lambda: difference(root / name, reference))
+
+
+def poison(parameters: StreamedParameters, tensor: torch.Tensor) -> None:
+    """What is given back is spoilt, as it would be if it were larger than a page."""
+    tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
 
 
 def main() -> int:
@@ -169,6 +183,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     warnings.simplefilter("error")
+    StreamedParameters._give_back = poison  # type: ignore[method-assign]
     job = runtime.start_runtime()
     generator = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as own:
@@ -179,11 +194,15 @@ def main() -> int:
             options = layout(generator, job.world.size, shape)
             if number < len(CUBES) and job.world.size == 8:
                 options = CUBES[number]
-            if number % 2 and ranks_of(options) == job.world.size and runtime.horovod_built():
+            undivided = options.get("memory.zero", 0) in ("auto", 0)
+            whole = undivided and ranks_of(options) == job.world.size
+            if number % 2 and whole and runtime.horovod_built():
                 options = {**options, "gradients.engine": "horovod"}
-            apart = compare(job, root, f"run {number}", shape, options)
+            per_node = generator.choice([1, 2, 4, 8])
+            apart = compare(job, root, f"run {number}", shape, options, per_node)
             good = apart <= TOLERANCE
-            job.print(f"{'ok' if good else 'BAD'} {apart:.1e} {json.dumps(shape | options)}")
+            case = json.dumps(shape | options | {"ranks per node": per_node})
+            job.print(f"{'ok' if good else 'BAD'} {apart:.1e} {case}")
             if not good:
                 return 1
         job.world.barrier()

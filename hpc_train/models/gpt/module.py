@@ -110,7 +110,8 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """A GPT language model.
 
-    `stages` and `tensor_plan` say how ranks can share it (see docs/reference/parallel.md).
+    `stages` and `tensor_plan` say how ranks can share it (see docs/reference/parallel.md),
+    `memory_blocks` which modules can be recomputed (docs/how-to/memory.md).
 
     Args:
         vocab: vocabulary size V.
@@ -124,6 +125,7 @@ class GPT(nn.Module):
     """
 
     stages = ("embedding", "blocks.*", "head")
+    memory_blocks = ("blocks.*",)
     tensor_plan: ClassVar[dict[str, str]] = {
         "embedding.token": "vocab",
         "embedding.position": "sequence",

@@ -1,0 +1,164 @@
+"""memory.zero 3: parameters that are divided over nodes, and gathered stage by stage."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import hpc_train
+from hpc_train.errors import ConfigError, UserError
+from hpc_train.gradients.streamed import StreamedParameters
+from hpc_train.models import GPT
+from hpc_train.models.gate import Gate, attend
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.trainer import Trainer
+from tests.training.test_trainer import STEPS, check_equal, config, records, text
+
+ZERO = ["--memory.zero", "3"]
+NODES = {"two": (0, 0, 1, 1), "four": (0, 1, 2, 3), "uneven": (0, 0, 0, 1)}
+
+
+def make(settings, place, *, private=True, **sizes) -> Trainer:
+    torch.manual_seed(place.world.rank)
+    sizes = {"vocab": 13, "sequence": 8, "layers": 1, "hidden": 8, "heads": 2} | sizes
+    task = TrainingTask(
+        GPT(**sizes, dropout=0.2),
+        text(60, 1),
+        lambda gpt, batch: gpt(*batch),
+        validation=text(11, 2),
+        private_parameters=private,
+    )
+    return Trainer(settings, task, place)
+
+
+@contextmanager
+def on_nodes(job, nodes):
+    """The job as if its ranks were on these nodes."""
+    node = job.world.split(nodes[job.world.rank], job.world.rank)
+    yield Runtime(job.world, node)
+    node.close()
+
+
+@pytest.fixture
+def spoilt(monkeypatch):
+    """What is given back is spoilt at once, also where it is smaller than a page."""
+    monkeypatch.setattr(
+        StreamedParameters,
+        "_give_back",
+        lambda self, tensor: tensor.fill_(torch.nan) if tensor.is_floating_point() else None,
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+@pytest.mark.parametrize("more", [[], ["--data.micro_batch", "2", "--memory.recompute", "full"]])
+def test_losses_are_those_of_one_rank(job, together, reference, spoilt, nodes, more):
+    with on_nodes(job, nodes) as place:
+        trainer = make(config(together / "run", *ZERO, *more), place)
+        trainer.train()
+        trainer.close()
+    if job.world.rank == 0:
+        check_equal(together / "run", reference)
+    job.world.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("order", [("3", "0"), ("0", "3"), ("3", "3")])
+def test_a_run_goes_on_with_another_stage(job, together, reference, spoilt, order):
+    with on_nodes(job, NODES["two"]) as place:
+        for zero, steps in zip(order, (3, STEPS), strict=True):
+            options = ["--memory.zero", zero, "--run.steps", str(steps)]
+            trainer = make(config(together / "run", *options), place)
+            trainer.train()
+            trainer.close()
+    if job.world.rank == 0:
+        check_equal(together / "run", reference)
+    job.world.barrier()
+
+
+@pytest.mark.mpi
+def test_a_node_keeps_its_chunks_only(job, together):
+    with on_nodes(job, NODES["two"]) as place:
+        trainer = make(config(together / "run", *ZERO, "--run.steps", "1"), place, hidden=128)
+        trainer.train()
+        parameters = trainer.averager.parameters
+        for index in sorted(parameters._there):  # the first stage, for a step that does not come
+            parameters._drop(index)
+        parameters.progress.finish()
+        job.world.barrier()
+        flats = torch.cat(list(parameters._flats))
+        kept = (flats != 0).sum() / len(flats)
+        assert 0.45 < kept < 0.65, "half of all, and parts of pages"
+        trainer.close()
+    job.world.barrier()
+
+
+@pytest.mark.mpi
+def test_weights_are_read_by_all_nodes(job, together, reference, spoilt):
+    with on_nodes(job, NODES["two"]) as place:
+        options = [*ZERO, "--checkpoint.weights", str(reference), "--run.steps", "1"]
+        trainer = make(config(together / "run", *options), place)
+        trainer.train()
+        trainer.close()
+    if job.world.rank == 0:
+        alone = config(together / "one", "--checkpoint.weights", str(reference), "--run.steps", "1")
+        make(alone, Runtime(Group(), Group())).train()
+        (ours,), (theirs,) = records(together / "run"), records(together / "one")
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
+    job.world.barrier()
+
+
+@pytest.mark.mpi
+def test_what_other_code_may_read_is_not_divided(job, together):
+    with pytest.raises(ConfigError, match="code outside hpc_train may read parameters"):
+        make(config(together / "run", *ZERO), job, private=False)
+    model = nn.Linear(2, 2)
+    options = hpc_train.LoopOptions(memory=hpc_train.MemorySection(zero=3))
+    with pytest.raises(UserError, match="stages, which only a Trainer does: use a Trainer"):
+        hpc_train.Loop(
+            job, together / "loop", model, torch.optim.SGD(model.parameters(), 0.1), options
+        )
+
+
+class Attendant:
+    def __init__(self):
+        self.seen = []
+
+    def before_forward(self, place):
+        self.seen.append(("forward", place))
+
+    def before_backward(self, place):
+        self.seen.append(("backward", place))
+
+
+def gated():
+    modules = [nn.Linear(3, 3) for _ in range(3)]
+    gates: list[Gate] = []
+    for number, module in enumerate(modules):
+        gates.append(Gate(module, f"{number}", module.forward, gates[-1] if gates else None))
+        module.forward = gates[-1]
+    return modules, gates
+
+
+def test_gates_tell_what_comes_next():
+    modules, gates = gated()
+    attendant = Attendant()
+    attend(gates, attendant)
+    x = torch.ones(2, 3)
+    for module in modules:
+        x = module(x)
+    x.sum().backward()
+    forward = [("forward", place) for place in range(3)]
+    assert attendant.seen == [*forward, *(("backward", place) for place in (2, 1, 0))]
+
+
+def test_stages_that_are_not_called_one_after_the_other_are_refused():
+    (one, two, _), gates = gated()
+    attend(gates, Attendant())
+    with pytest.raises(UserError, match="stage 1 does not take the result of stage 0"):
+        two(one(torch.ones(2, 3)) + 1)
