@@ -37,7 +37,7 @@ state        parameters, gradients and optimizer state
 activations  """
 
 NOTES_ON_LAYOUTS = """\
-options   sequence: parallel.sequence_parallel; zero: memory.zero
+options   sequence: parallel.sequence_parallel; zero, recompute: those of memory
 samples   samples of a micro-batch
 tokens/s  tokens per second of the whole job
 memory    memory of the rank that needs most
@@ -249,7 +249,7 @@ def _layouts(rows: Sequence[Row]) -> Table:
         table.add_row(
             f"{row.dp} x {row.tp} x {row.pp}",
             row.schedule if row.pp > 1 else "",
-            " ".join(["sequence"] * row.sequence_parallel + ["zero"] * row.zero),
+            " ".join(_options(row)),
             str(row.micro_batch),
             f"{row.step_seconds:.4g}",
             f"{row.tokens_per_second:.0f}",
@@ -258,6 +258,12 @@ def _layouts(rows: Sequence[Row]) -> Table:
             f"{row.communication:.0%}",
         )
     return table
+
+
+def _options(row: Row) -> list[str]:
+    zero = f"zero {row.zero}" if row.zero > 1 else "zero" * row.zero
+    again = f"recompute {row.recompute}" if row.recompute != "none" else ""
+    return list(filter(None, ["sequence" * row.sequence_parallel, zero, again]))
 
 
 def _all_left_out(left_out: Iterable[LeftOut]) -> list[str]:

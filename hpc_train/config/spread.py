@@ -122,7 +122,8 @@ class GradientsSection:
         return None if self.bucket_mb is None else max(1, int(self.bucket_mb * (1 << 20)))
 
 
-RECOMPUTED = ("none", "selective", "full")  # memory.recompute, besides a number
+Recompute = Literal["none", "selective", "full"] | int
+RECOMPUTED = ("none", "selective", "full")  # the values of Recompute, besides numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ class MemorySection:
     scope: Literal["node", "all"] = "all"
     """Whether zero divides over the ranks of each node (node), or over the ranks of all nodes
     (all). Where zero is auto, it divides over those of each node."""
-    recompute: Literal["none", "selective", "full"] | int = "none"
+    recompute: Recompute = "none"
     """Which activations the backward pass computes again, so that they need not be kept: none, all
     of each block (full), all of every Nth block (N), or all but the results of linear layers
     (selective)."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpc_train.config import RunConfig
+from hpc_train.config.spread import Recompute
 from hpc_train.errors import UserError
 from hpc_train.models.shape import Shape
 from hpc_train.parallel.schedule import Name
 from hpc_train.planning.assumed import Figure
-from hpc_train.planning.layouts import Candidate, LeftOut, layouts, why_too_large
+from hpc_train.planning.layouts import Candidate, LeftOut, Options, layouts, why_too_large
 from hpc_train.planning.machine import GUIDE, Machine
 from hpc_train.planning.model import planned_shape
 from hpc_train.planning.predict import StepModel, predict
@@ -23,7 +24,7 @@ class Row:
 
     Args:
         dp, tp, pp: its sizes.
-        schedule, virtual_stages, sequence_parallel, micro_batch, zero: the keys of the
+        schedule, virtual_stages, sequence_parallel, micro_batch, zero, recompute: the keys of the
             configuration. The schedule matters only for pp above 1.
         step_seconds: seconds of a step.
         tokens_per_second: tokens per second of the whole job.
@@ -39,6 +40,7 @@ class Row:
     sequence_parallel: bool
     micro_batch: int
     zero: int
+    recompute: Recompute
     step_seconds: float
     tokens_per_second: float
     memory_bytes: int
@@ -59,7 +61,8 @@ class Row:
             parallel.stages_per_rank,
             parallel.sequence_parallel,
             micro_batching(config)[0],
-            int(config.memory.zero == 1),
+            config.memory.stage,
+            config.memory.recompute,
             prediction.seconds,
             tokens / prediction.seconds,
             layout.memory[0],
@@ -77,6 +80,8 @@ class Row:
         if self.sequence_parallel:
             chosen["parallel.sequence_parallel"] = "true"
         chosen |= {"data.micro_batch": self.micro_batch, "memory.zero": self.zero}
+        if self.recompute != "none":
+            chosen["memory.recompute"] = self.recompute
         return " ".join(f"--{key} {value}" for key, value in chosen.items())
 
 
@@ -129,15 +134,18 @@ def choose(
     shape = check_size(config, nodes, ranks_per_node)
     timed: list[tuple[float, int, Candidate]] = []
     left_out: list[LeftOut] = []
-    shared = machine.device == "cpu"
-    for found in layouts(config, shape, nodes, ranks_per_node, shared=shared):
-        if isinstance(found, LeftOut):
-            left_out.append(found)
-        elif why := why_too_large(found, machine):
-            left_out.append(LeftOut(*found.sizes, why, found.memory[0]))
-        else:
-            timed.append((StepModel(found, machine).seconds(), found.memory[0], found))
-    if not timed:
+    for options in memory_options(config, machine):
+        left_out = []
+        for found in layouts(config, shape, nodes, ranks_per_node, options):
+            if isinstance(found, LeftOut):
+                left_out.append(found)
+            elif why := why_too_large(found, machine):
+                left_out.append(LeftOut(*found.sizes, why, found.memory[0]))
+            else:
+                timed.append((StepModel(found, machine).seconds(), found.memory[0], found))
+        if timed:
+            break
+    else:
         raise nothing_fits(nodes * ranks_per_node, left_out)
     ordered = [layout for _, _, layout in sorted(timed, key=lambda one: one[:2])]
     best = {layout.sizes: layout for layout in reversed(ordered)}
@@ -146,6 +154,17 @@ def choose(
     without = [one for one in least(left_out) if (one.dp, one.tp, one.pp) not in best]
     warning = another_job(machine, ranks_per_node)
     return Choice(nodes, ranks_per_node, len(shown), rows, without, warning)
+
+
+def memory_options(config: RunConfig, machine: Machine) -> Iterator[Options]:
+    """The values of section memory to try, and those to try if nothing fits with the first."""
+    given = config.memory.recompute
+    shared = machine.device == "cpu"
+    yield Options((0, 1) if shared else (0,), (given,))
+    yield Options(
+        (0, 1, 2, 3) if shared else (0,),
+        ("none", "selective", "full") if given == "none" else (given,),
+    )
 
 
 def check_size(config: RunConfig, nodes: int, ranks_per_node: int) -> Shape:

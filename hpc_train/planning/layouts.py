@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config import ParallelSection, RunConfig
+from hpc_train.config.spread import Recompute
 from hpc_train.errors import ConfigError
 from hpc_train.models.shape import PartCost, Shape
 from hpc_train.mpi.placement import place
@@ -23,6 +24,7 @@ from hpc_train.parallel.simulate import enough
 from hpc_train.planning.machine import Machine
 from hpc_train.planning.model import division_of
 from hpc_train.planning.schedules import memory, micro_batching, size
+from hpc_train.planning.state import USUAL_BUCKET, Dividing
 
 GIB = 1 << 30
 
@@ -72,16 +74,18 @@ class Candidate:
         nodes = 1 + int((np.diff(column, axis=0) != 0).sum(axis=0).max())
         return nodes, len(self.node) / nodes
 
-    @property
-    def sharing(self) -> float:
-        """Number of ranks of a node that share parameters."""
-        return self.replicas[1] if self.config.memory.zero == 1 else 1
-
-    @property
-    def dividing(self) -> float:
-        """Number of ranks that divide the optimizer's state and work."""
-        memory = self.config.memory
-        return len(self.node) if (memory.zero, memory.scope) == (1, "all") else self.sharing
+    @functools.cached_property
+    def dividing(self) -> Dividing:
+        """How the replicas divide the training state."""
+        config, (nodes, ranks) = self.config, self.replicas
+        return Dividing(
+            zero=config.memory.stage,
+            scope=config.memory.scope,
+            nodes=nodes,
+            ranks=ranks,
+            passes=micro_batching(config)[1],
+            bucket=config.gradients.bucket_bytes or USUAL_BUCKET,
+        )
 
     @functools.cached_property
     def memory(self) -> tuple[int, int]:
@@ -93,8 +97,7 @@ class Candidate:
         if parallel.schedule == "gpipe":  # only gpipe holds more when there are more micro-batches
             micro_batch *= number / few
         schedule = build(parallel.schedule, parallel.pp, few, parallel.stages_per_rank)
-        division = self.sharing, self.dividing
-        needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, *division)
+        needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, self.dividing)
         of_rank = np.array([sum(need) for need in needs], dtype=float)[None, :, None]
         each = np.broadcast_to(of_rank, self.node.shape)
         return round(of_rank.max()), round(np.bincount(self.node.ravel(), each.ravel()).max())
@@ -117,8 +120,21 @@ class LeftOut:
     memory_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Options:
+    """The values of section memory that layouts are tried with.
+
+    Args:
+        zeros: the stages of zero; those above 0 for layouts with replicas that share a node.
+        recompute: the values of recompute.
+    """
+
+    zeros: Sequence[Literal[0, 1, 2, 3]] = (0,)
+    recompute: Sequence[Recompute] = ("none",)
+
+
 def layouts(
-    config: RunConfig, shape: Shape, nodes: int, ranks_per_node: int, *, shared: bool
+    config: RunConfig, shape: Shape, nodes: int, ranks_per_node: int, options: Options
 ) -> Iterator[Candidate | LeftOut]:
     """All layouts of a job's ranks, with each schedule, micro-batch and option that they can have.
 
@@ -129,7 +145,7 @@ def layouts(
         shape: the sizes of the model.
         nodes: number of nodes.
         ranks_per_node: ranks on each node.
-        shared: whether ranks of a node can share parameters, as memory.zero has them do.
+        options: the values of section memory to try.
     """
     for dp, tp, pp in sizes(nodes * ranks_per_node):
         sized = replace(config, parallel=ParallelSection(dp=dp, tp=tp, pp=pp))
@@ -140,11 +156,16 @@ def layouts(
             yield LeftOut(dp, tp, pp, error.cause)
             continue
         node = node_of_ranks(nodes, ranks_per_node, dp, tp, pp)
-        for variant in variants(config, sized.parallel, micro_batch * number, shared=shared):
+        for variant in variants(config, sized.parallel, micro_batch * number, options):
             with suppress(ConfigError):  # too few layers, or tokens that tp does not divide
                 layout = Candidate(variant, shape, node)
-                if layout.replicas[1] > 1 or variant.memory.zero == 0:
+                if variant.memory.zero == 0 or _divides(layout):
                     yield layout
+
+
+def _divides(layout: Candidate) -> bool:
+    """Whether the layout's replicas divide some of their state."""
+    return layout.dividing.optimizing > 1
 
 
 def sizes(ranks: int) -> list[tuple[int, int, int]]:
@@ -155,7 +176,7 @@ def sizes(ranks: int) -> list[tuple[int, int, int]]:
 
 
 def variants(
-    config: RunConfig, sized: ParallelSection, samples: int, *, shared: bool
+    config: RunConfig, sized: ParallelSection, samples: int, options: Options
 ) -> Iterator[RunConfig]:
     """Configurations with these sizes that pass the configuration's own checks.
 
@@ -163,17 +184,17 @@ def variants(
         config: the job's configuration.
         sized: dp, tp and pp.
         samples: samples of a replica in a step.
-        shared: as for `layouts`.
+        options: as for `layouts`.
     """
     every: tuple[Name, ...] = get_args(Name)
-    zeros: tuple[Literal[0, 1], ...] = (0, 1) if shared else (0,)
     virtual = {"interleaved": config.parallel.virtual_stages}
     given = config.data.micro_batch
-    for schedule, cut, micro_batch, zero in product(
+    for schedule, cut, micro_batch, zero, recompute in product(
         every if sized.pp > 1 else every[1:2],
         (False, True) if sized.tp > 1 else (False,),
         [given] if given else parts(samples),
-        zeros,
+        options.zeros,
+        options.recompute,
     ):
         with suppress(ConfigError):
             yield replace(
@@ -185,7 +206,7 @@ def variants(
                     sequence_parallel=cut,
                 ),
                 data=replace(config.data, micro_batch=micro_batch),
-                memory=replace(config.memory, zero=zero),
+                memory=replace(config.memory, zero=zero, recompute=recompute),
             )
 
 

@@ -197,7 +197,8 @@ class StepModel:
     def optimizing(self) -> Array:
         """Seconds to read the gradients, and to read and write parameters and optimizer state."""
         numbers = 3 + 2 * OPTIMIZER_TENSORS[self.config.optimizer.name]
-        return numbers * self.state / self.layout.dividing / self.machine.memory_bandwidth
+        each = self.state / self.layout.dividing.optimizing
+        return numbers * each / self.machine.memory_bandwidth
 
     # Communicating.
 
@@ -255,7 +256,9 @@ class StepModel:
         gradients = self.config.gradients
         flat = gradients.engine == "horovod" or gradients.two_level == "off"
         parts, share = (self.dp, 1.0) if flat else (nodes, 1 / ranks)
-        return 2 * (parts - 1) / parts * share * self.state * self._kept(nodes)
+        by = self.layout.dividing
+        again = 1.5 if (by.zero, by.scope) == (3, "all") else 1.0  # gathered forward and backward
+        return again * 2 * (parts - 1) / parts * share * self.state * self._kept(nodes)
 
     def _kept(self, nodes: int) -> float:
         """Bytes that are sent per step, as a multiple of the gradients' bytes.

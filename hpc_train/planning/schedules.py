@@ -18,7 +18,9 @@ from hpc_train.parallel.divide import divide
 from hpc_train.parallel.schedule import Name, Schedule, build
 from hpc_train.parallel.simulate import Costs, bubble_formula, peak_live, simulate
 from hpc_train.planning.model import division_of, planned_shape
+from hpc_train.planning.state import Dividing, state_bytes
 
+UNDIVIDED = Dividing()
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_TENSORS = {"adamw": 2, "sgd": 1}  # per parameter: two moments; the momentum
 
@@ -145,8 +147,7 @@ def memory(
     schedule: Schedule,
     runs: Sequence[range],
     micro_batch: float,
-    share: float = 1,
-    divide: float = 1,
+    by: Dividing = UNDIVIDED,
 ) -> list[tuple[int, int]]:
     """For each pipeline rank, bytes of its activations at their peak and of its state.
 
@@ -157,8 +158,7 @@ def memory(
         runs: indices of embedding, blocks and head in each virtual stage; run c * pp + r is virtual
             stage c of rank r.
         micro_batch: samples of a micro-batch.
-        share: number of ranks of a node that share parameters (memory.zero).
-        divide: number of ranks that divide the optimizer's state (memory.scope).
+        by: how replicas divide the state.
     """
     parts, pp = shape.parts(division_of(config.parallel)), len(schedule)
     each = shape.kept(parts, config.memory.recompute)
@@ -173,13 +173,15 @@ def memory(
         )
         for run in runs
     ]
-    parameters = _sums([part.parameters for part in parts], runs)
     activation, parameter = (
         ITEM_BYTES[config.precision.dtype],
         ITEM_BYTES[config.precision.parameters],
     )
-    # Each rank has its gradients.
-    copies = 1 + 1 / share + OPTIMIZER_TENSORS[config.optimizer.name] / divide
+    moments = OPTIMIZER_TENSORS[config.optimizer.name]
+    stages = [
+        [parts[i].parameters * parameter for run in runs[rank::pp] for i in run]
+        for rank in range(pp)
+    ]
     return [
         (
             round(
@@ -187,7 +189,7 @@ def memory(
                 * micro_batch
                 * activation
             ),
-            round(sum(parameters[rank::pp]) * copies * parameter),
+            round(state_bytes(stages[rank], moments, by).total),
         )
         for rank, actions in enumerate(schedule)
     ]

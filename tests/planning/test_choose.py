@@ -24,6 +24,7 @@ from hpc_train.planning.choose import choose
 from hpc_train.planning.layouts import (
     Candidate,
     LeftOut,
+    Options,
     layouts,
     node_of_ranks,
     parts,
@@ -60,7 +61,7 @@ node_gib: 1
 
 def found(config, job):
     """All layouts of a job, in a fixed order."""
-    every = layouts(config, planned_shape(config), *job, shared=True)
+    every = layouts(config, planned_shape(config), *job, Options((0, 1)))
     return [layout for layout in every if isinstance(layout, Candidate)]
 
 
@@ -81,7 +82,7 @@ def one_of(config, job, **wanted):
 def test_every_layout_takes_all_ranks_and_is_one_that_the_package_accepts(job):
     ranks = math.prod(job)
     seen = set()
-    for layout in layouts(CONFIG, SHAPE, *job, shared=True):
+    for layout in layouts(CONFIG, SHAPE, *job, Options((0, 1))):
         if isinstance(layout, LeftOut):
             seen.add((layout.dp, layout.tp, layout.pp))
             assert layout.why
@@ -116,18 +117,20 @@ def test_a_micro_batch_that_is_given_stays():
     assert parts(12) == [1, 2, 4, 12]
 
 
-def test_zero_is_tried_where_replicas_share_a_node():
+def test_zero_is_tried_where_replicas_divide_something():
     for layout in EVERY[SHARED]:
-        ranks = layout.replicas[1]
-        if layout.config.memory.zero:
-            assert ranks == 2
-    zero = [layout.sizes for layout in EVERY[SHARED] if layout.config.memory.zero]
-    assert set(zero) == {(8, 1, 1)}
+        assert layout.config.memory.zero in ((0, 1) if len(layout.node) > 1 else (0,))
+    zero = {layout.sizes for layout in EVERY[SHARED] if layout.config.memory.zero}
+    assert {(8, 1, 1), (4, 2, 1)} <= zero
+    inside = load(None, [*MODEL.split(), "--memory.scope=node"])
+    assert {layout.sizes for layout in found(inside, SHARED) if layout.config.memory.zero} == {
+        (8, 1, 1)
+    }
     flat = load(None, [*MODEL.split(), "--gradients.engine=horovod"])
     assert not any(layout.config.memory.zero for layout in found(flat, SHARED))
     assert not any(
         layout.config.memory.zero
-        for layout in layouts(CONFIG, SHAPE, *SHARED, shared=False)
+        for layout in layouts(CONFIG, SHAPE, *SHARED, Options())
         if isinstance(layout, Candidate)
     )
 
@@ -376,3 +379,13 @@ def test_planning_loads_neither_torch_nor_mpi(files):
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_memory_is_saved_only_where_nothing_fits_otherwise():
+    roomy = choose(CONFIG, MACHINE, *SHARED, top=100)
+    assert {row.recompute for row in roomy.layouts} == {"none"}
+    least = min(layout.memory[1] for layout in EVERY[SHARED])
+    small = replace(MACHINE, node_gib=0.9 * least / 2**30)
+    tight = choose(CONFIG, small, *SHARED, top=100)
+    assert all(row.zero > 1 or row.recompute != "none" for row in tight.layouts)
+    assert "--memory." in tight.layouts[0].options()

@@ -1,0 +1,79 @@
+"""The memory that a rank's share of the training state takes, by ZeRO's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+USUAL_BUCKET = 4 << 20  # bytes of a bucket of gradients, if it is not given
+POOLED = 4  # buckets that zero 2 has memory for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dividing:
+    """How the replicas of a part of the model divide its training state.
+
+    Args:
+        zero: the stage, as in section memory.
+        scope: "node" or "all", as in section memory.
+        nodes: number of nodes that have replicas of the part.
+        ranks: number of replicas on each of these nodes.
+        passes: number of micro-batches in a step.
+        bucket: bytes of a bucket of gradients.
+    """
+
+    zero: int = 0
+    scope: str = "all"
+    nodes: int = 1
+    ranks: float = 1
+    passes: int = 1
+    bucket: int = USUAL_BUCKET
+
+    @property
+    def sharing(self) -> float:
+        """Number of ranks that read the same copy of the parameters."""
+        return self.ranks if self.zero else 1
+
+    @property
+    def optimizing(self) -> float:
+        """Number of ranks that divide the optimizer's state and work."""
+        return self.sharing * (self.nodes if self.zero and self.scope == "all" else 1)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a rank's share of the training state. What a node shares is divided by its ranks."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(stages: Sequence[float], moments: int, by: Dividing) -> StateBytes:
+    """The memory of the state between two steps, and of the parameters while a stage computes.
+
+    In stage 3 a node has its chunks of the parameters, and the rest of two consecutive stages. In
+    stage 2 a rank has the gradients that its optimizer needs, and a pool of buckets. If a step has
+    several passes, a node keeps its sum over the passes.
+
+    Args:
+        stages: bytes of the parameters of each stage that the rank has: embedding, blocks, head.
+        moments: tensors that the optimizer keeps for each parameter.
+        by: how replicas divide the state.
+    """
+    whole = sum(stages)
+    parameters = whole / by.sharing
+    if by.zero == 3 and by.scope == "all":
+        pairs = [sum(stages[n : n + 2]) for n in range(len(stages))]
+        gathered = max(pairs, default=0.0) * (1 - 1 / by.nodes)
+        parameters = (whole / by.nodes + gathered) / by.sharing
+    gradients = whole
+    if by.zero >= 2:
+        kept = whole / (by.sharing if by.passes > 1 else by.optimizing)
+        gradients = kept + min(whole, POOLED * by.bucket)
+    return StateBytes(parameters, gradients, moments * whole / by.optimizing)

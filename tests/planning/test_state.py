@@ -1,0 +1,42 @@
+"""The memory of the training state, against the formulas of ZeRO."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.planning.state import Dividing, state_bytes
+
+STAGES = [100.0, 40.0, 40.0, 40.0, 20.0]
+WHOLE = sum(STAGES)
+
+
+@pytest.mark.parametrize(
+    ("zero", "scope", "parameters", "gradients", "moments"),
+    [
+        (0, "all", 1, 1, 1),
+        (1, "node", 1 / 2, 1, 1 / 2),
+        (1, "all", 1 / 2, 1, 1 / 8),
+        (2, "node", 1 / 2, 1 / 2, 1 / 2),
+        (2, "all", 1 / 2, 1 / 8, 1 / 8),
+        (3, "node", 1 / 2, 1 / 2, 1 / 2),
+    ],
+)
+def test_stages_of_zero_on_four_nodes_of_two(zero, scope, parameters, gradients, moments):
+    pool = 4 * 10 if zero > 1 else 0
+    found = state_bytes(STAGES, 2, Dividing(zero=zero, scope=scope, nodes=4, ranks=2, bucket=10))
+    assert found.parameters == parameters * WHOLE
+    assert found.gradients == pytest.approx(gradients * WHOLE + pool)
+    assert found.optimizer == pytest.approx(2 * moments * WHOLE)
+    assert found.total == found.parameters + found.gradients + found.optimizer
+
+
+def test_stage_3_has_a_nodes_chunks_and_two_stages():
+    by = Dividing(zero=3, nodes=4, ranks=2, bucket=10)
+    found = state_bytes(STAGES, 2, by)
+    assert found.parameters == pytest.approx((WHOLE / 4 + 140 * 3 / 4) / 2)
+    assert found.optimizer == 2 * WHOLE / 8
+
+
+def test_a_node_keeps_its_sum_over_the_passes():
+    by = Dividing(zero=2, nodes=4, ranks=2, passes=3, bucket=10)
+    assert state_bytes(STAGES, 2, by).gradients == WHOLE / 2 + 40
