@@ -123,7 +123,11 @@ class GradientsSection:
 
 
 Recompute = Literal["none", "selective", "full"] | int
-RECOMPUTED = ("none", "selective", "full")  # the values of Recompute, besides numbers
+RECOMPUTED: tuple[Recompute, ...] = (
+    "none",
+    "selective",
+    "full",
+)  # the values of Recompute, besides numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +159,7 @@ class MemorySection:
         if how not in RECOMPUTED and (type(how) is not int or how < 1):
             raise ConfigError(
                 f"memory.recompute is {how!r}",
-                f"give one of {', '.join(RECOMPUTED)}, or a number of 1 or more",
+                f"give one of {', '.join(map(str, RECOMPUTED))}, or a number of 1 or more",
             )
 
     @property

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives, connect
-from hpc_train.config.spread import Recompute
 from hpc_train.errors import UserError
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.mpi.grid import ParallelGrid
@@ -20,6 +19,7 @@ from hpc_train.parallel import recompute as recomputing
 from hpc_train.parallel.gradients import LayoutGradients
 from hpc_train.parallel.linear import Deferred
 from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.parallel.recompute import Recompute
 from hpc_train.parallel.stages import Stages, runs_of, stage_names
 from hpc_train.parallel.tensor import parallelize
 from hpc_train.sharding import ParameterSlice, SliceSpec

@@ -13,18 +13,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hpc_train.config.spread import Recompute
 from hpc_train.errors import UserError
 from hpc_train.models.dropout import SampleDropout, SeedsInUse
 from hpc_train.models.kept import Results
 from hpc_train.models.linear import Linear
 from hpc_train.parallel.tensor import matching
+
+Recompute = Literal["none", "selective", "full"] | int
 
 
 def recompute(model: nn.Module, how: Recompute) -> None:

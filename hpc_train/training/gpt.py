@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import hpc_train
@@ -15,14 +16,22 @@ from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.tokenizer import describe_tokenizer
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, UserError
+from hpc_train.host.memory import free_bytes
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
+from hpc_train.mpi.placement import place
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.mpi.topology import discover
+from hpc_train.planning.fits import Job, check_fits
+from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.model import division_of, shape_of
 from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.device import choose_device
 from hpc_train.training.trainer import Trainer
+
+LEANER = 0.9  # share of the memory that a job needed, and did not get, which a remedy may need
 
 
 def train_gpt(config: RunConfig, runtime: Runtime) -> None:
@@ -47,6 +56,10 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
     with agreed(group):
         shape = trained_shape(config.model, manifest)
         shape.check(division_of(config.parallel))
+    job = job_of(config, shape, runtime)
+    if config.run.preflight:
+        check_room(job, runtime)
+    with agreed(group):
         torch.manual_seed(config.run.seed)
         model = shape.build()
         sequence = config.model.sequence
@@ -69,7 +82,60 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         tokens_per_sample=sequence,
         private_parameters=True,
     )
-    Trainer(config, task, runtime).train()
+    try:
+        Trainer(config, task, runtime).train()
+    except (MemoryError, RuntimeError) as error:  # torch has no error of its own for processors
+        if not out_of_memory(error):
+            raise
+        room = round(job.needed() * LEANER)
+        raise UserError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
+
+
+def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> Job:
+    """The job with all sizes of its layout, on the nodes that its ranks run on. Collective."""
+    parallel, memory = config.parallel, config.memory
+    dp = parallel.dp or max(1, runtime.world.size // (parallel.tp * parallel.pp))
+    sized = replace(config, parallel=replace(parallel, dp=dp))
+    topology = discover(runtime.world, runtime.node)
+    with agreed(runtime.world):
+        ranks = place(topology, dp, parallel.tp, parallel.pp).ranks
+        node = np.array(topology.node)[ranks]
+        on_cpu = choose_device(runtime.node.rank).type == "cpu"
+        if memory.zero == "auto" and on_cpu and Candidate(sized, shape, node).replicas[1] > 1:
+            sized = replace(sized, memory=replace(memory, zero=1, scope="node"))
+    return Job(sized, shape, node, on_cpu)
+
+
+def check_room(job: Job, runtime: Runtime) -> None:
+    """Check that all nodes have memory for a job, before anything is allocated. Collective.
+
+    Raises:
+        ConfigError: one has not; raised on all ranks.
+    """
+    device = choose_device(runtime.node.rank)
+    here = runtime.world.host if job.on_cpu else f"a GPU of {runtime.world.host}"
+    free, where = min(runtime.world.gathered((free_memory(device), here), "the free memory"))
+    with agreed(runtime.world):
+        check_fits(job, free, where)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a GPU, or on this node."""
+    if device.type == "cpu":
+        return free_bytes()
+    free: int = getattr(torch, device.type).mem_get_info()[0]
+    return free
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is exhausted."""
+    told = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return told or "can't allocate memory" in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def trained_shape(section: ModelSection, manifest: Manifest) -> Shape:

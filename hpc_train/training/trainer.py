@@ -18,6 +18,7 @@ from hpc_train.data.loader import Loader, MicroBatch, Step
 from hpc_train.data.reader import Reader
 from hpc_train.errors import NotFiniteError
 from hpc_train.gradients.scaling import clip_gradients
+from hpc_train.host.memory import PeakMemory
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Heartbeat, Pace
 from hpc_train.job.leaving import leave_together
@@ -68,6 +69,7 @@ class Trainer:
         self.reader = Reader(task.dataset, lock)
         self.held_out = Reader(task.validation, lock)
         self.meter = Meter(config.data.batch, self.group.waiting, task.tokens_per_sample)
+        self.memory = PeakMemory()
         self._closed = False
 
     def close(self) -> None:
@@ -199,13 +201,21 @@ class Trainer:
         self.meter.count_step()
         if due:
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
-            record |= {"grad_norm": norm, **self.meter.take()}
+            record |= {"grad_norm": norm, **self.meter.take(), "memory_gb": self._memory()}
             if self.scaler is not None:
                 record["skipped_steps"] = self.scaler.skipped_steps
             if self._validation_due(step.number):
                 record["validation_loss"] = self.validate()
                 self.checkpoints.scores[step.number] = record["validation_loss"]
             report(record)
+
+    def _memory(self) -> float:
+        """GB (10^9 bytes) of the rank that has used most since the last record. Collective."""
+        used = self.memory.take()
+        if self.device.type == "cuda":
+            used = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return self.group.largest(used) / 1e9
 
     def _backward(self, step: Step) -> list[Tensor]:
         """Accumulate the step's gradients. The last stage returns the micro-batches' losses."""

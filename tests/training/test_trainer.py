@@ -155,7 +155,7 @@ def test_the_same_run_can_be_made_longer(tmp_path):
 def test_records_say_what_the_design_promises(tmp_path):
     make(config(tmp_path), alone()).train()
     promised = {"step", "epoch", "loss", "lr", "grad_norm", "samples_per_second"}
-    promised |= {"step_seconds", "data_seconds", "comm_seconds"}
+    promised |= {"step_seconds", "data_seconds", "comm_seconds", "memory_gb"}
     for record in records(tmp_path):
         assert promised <= record.keys()
         assert ("validation_loss" in record) == (record["step"] in (3, 6, 7))

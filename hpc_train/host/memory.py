@@ -1,0 +1,78 @@
+"""The memory that this process has used at most, and that its node has left."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+SHARED_EVERY = 60.0  # seconds between two looks at what is shared, which take long
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_bytes(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this node has left for this job: free ones, or what its cgroups still allow.
+
+    Args:
+        root: where cgroups are mounted.
+        own: names the cgroup of this process.
+    """
+    limits = [psutil.virtual_memory().available]
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":  # version 2
+                limits += _left(root / path.strip("/"), root, "memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                files = "memory.limit_in_bytes", "memory.usage_in_bytes"
+                limits += _left(root / "memory" / path.strip("/"), root, *files)
+    return max(0, min(limits))
+
+
+def _left(group: Path, root: Path, limit: str, usage: str) -> list[int]:
+    """What a cgroup and those around it still allow. The page cache of files does not count."""
+    found = []
+    while group != root and root in group.parents:
+        with suppress(OSError, ValueError):  # there is no limit
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            used = int((group / usage).read_text()) - cache
+            found.append(int((group / limit).read_text()) - used)
+        group = group.parent
+    return found
+
+
+class PeakMemory:
+    """The largest memory of this process since it was last asked.
+
+    Memory that processes share counts by its proportional share, as in Linux's PSS. The kernel
+    keeps the peak of all resident memory only. So the present excess of shared memory over this
+    process's share of it is taken from the peak.
+    """
+
+    def __init__(self) -> None:
+        self._looked = float("-inf")
+        self._excess = 0
+
+    def take(self) -> int:
+        """Bytes at the peak since the last call; 0 where the operating system does not tell."""
+        peak = _kilobytes("/proc/self/status", "VmHWM")
+        now = time.monotonic()
+        if now - self._looked > SHARED_EVERY:
+            self._looked = now
+            rollup = "/proc/self/smaps_rollup"
+            self._excess = max(0, _kilobytes(rollup, "Rss") - _kilobytes(rollup, "Pss"))
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+        return max(0, peak - self._excess) << 10
+
+
+def _kilobytes(path: str | os.PathLike[str], key: str) -> int:
+    with suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1])
+    return 0

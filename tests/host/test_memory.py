@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import numpy as np
+
+from hpc_train.host.memory import PeakMemory, free_bytes
+
+MB = 1 << 20
+
+
+def test_the_peak_counts_what_is_freed_again():
+    peak = PeakMemory()
+    before = peak.take()
+    held = np.ones(200 * MB, np.uint8)
+    del held
+    after = peak.take()
+    assert 150 * MB < after - before < 300 * MB
+    assert peak.take() < after - 150 * MB, "the peak is counted anew"
+
+
+def test_cgroups_limit_what_is_free(tmp_path):
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    group = root / "job" / "step"
+    group.mkdir(parents=True)
+    own.write_text("0::/job/step\n")
+    everything = free_bytes(root, own)
+    (root / "job" / "memory.max").write_text(f"{50 * MB}\n")
+    (root / "job" / "memory.current").write_text(f"{30 * MB}\n")
+    (root / "job" / "memory.stat").write_text(f"anon 1\ninactive_file {5 * MB}\n")
+    (group / "memory.max").write_text("max\n")
+    assert free_bytes(root, own) == 25 * MB < everything
+
+
+def test_older_cgroups_limit_it_too(tmp_path):
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    group = root / "memory" / "job"
+    group.mkdir(parents=True)
+    own.write_text("9:cpu:/other\n3:memory:/job\n")
+    (group / "memory.limit_in_bytes").write_text(f"{40 * MB}\n")
+    (group / "memory.usage_in_bytes").write_text(f"{10 * MB}\n")
+    (group / "memory.stat").write_text("cache 3\ntotal_inactive_file 0\n")
+    assert free_bytes(root, own) == 30 * MB

@@ -1,0 +1,53 @@
+"""A job that does not fit is refused, with the cheapest keys that would make it fit."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from hpc_train.config.file import load
+from hpc_train.errors import ConfigError
+from hpc_train.planning.fits import Job, check_fits
+from hpc_train.planning.model import planned_shape
+
+MODEL = "--model.vocab=256 --model.layers=8 --model.hidden=512 --model.heads=8 --data.batch=32"
+
+
+def job(*options, nodes=4, ranks=2, **more) -> Job:
+    config = load(None, [*MODEL.split(), f"--parallel.dp={nodes * ranks}", *options])
+    node = np.repeat(np.arange(nodes), ranks).reshape(-1, 1, 1)
+    return Job(config, planned_shape(config), node, **more)
+
+
+def test_a_job_that_fits_is_not_refused():
+    check_fits(job(), job().needed(), "node 1")
+
+
+def test_the_remedies_fit_and_the_cheapest_comes_first():
+    plain = job("--memory.zero=0")
+    room = round(0.8 * plain.needed())
+    with pytest.raises(ConfigError, match="the training needs .* of node 1, which has") as caught:
+        check_fits(plain, room, "node 1")
+    options = re.findall(r"(--memory[^(]*) \(needs", caught.value.remedy)
+    assert options[0] == "--memory.zero 1"
+    for text in options:
+        assert job(*text.replace(" --", "\n--").replace(" ", "=").splitlines()).needed() <= room
+
+
+def test_less_is_needed_the_more_is_divided():
+    needed = [job(f"--memory.zero={zero}").needed() for zero in (0, 1, 2, 3)]
+    assert needed == sorted(needed, reverse=True)
+    assert job("--memory.recompute=full").needed() < job("--memory.recompute=selective").needed()
+
+
+def test_nothing_helps_a_job_that_is_far_too_large():
+    with pytest.raises(ConfigError, match="take more nodes, or fewer ranks on each"):
+        check_fits(job(), 1 << 20, "node 1")
+
+
+def test_on_gpus_a_rank_counts_and_zero_is_no_remedy():
+    on_gpu = job("--memory.zero=0", on_cpu=False)
+    assert on_gpu.needed() * 2 == job("--memory.zero=0").needed()
+    assert "zero" not in on_gpu.remedy(round(0.9 * on_gpu.needed()))
