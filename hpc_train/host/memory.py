@@ -45,6 +45,14 @@ def _left(group: Path, root: Path, limit: str, usage: str) -> list[int]:
     return found
 
 
+def proportional_bytes() -> int:
+    """Bytes of this process now, of shared memory its share (Linux's PSS); 0 where it is unknown.
+
+    The kernel walks through all pages, which takes about 10 ms for each GB.
+    """
+    return _kilobytes("/proc/self/smaps_rollup", "Pss") << 10
+
+
 class PeakMemory:
     """The largest memory of this process since it was last asked.
 

@@ -45,6 +45,8 @@ class PartCost:
         activations: numbers that a rank keeps for the backward pass of a sample.
         recomputed: the same number if the part is recomputed, by the value of memory.recompute,
             selective or full; empty for a part that never is.
+        gradients: numbers that the backward pass of a recomputed part has besides, at its peak: the
+            gradients of its result and of its widest tensor.
         sums: how many times the tensor group sums a micro-batch's activations in the forward and in
             the backward pass. A gather or a reduce-scatter counts as half a sum.
         overhead: the fixed time that the part takes even for the smallest micro-batch, as a share
@@ -58,6 +60,7 @@ class PartCost:
     sums: tuple[float, float]
     overhead: float
     recomputed: Mapping[str, float] = field(default_factory=dict)
+    gradients: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

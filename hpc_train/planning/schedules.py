@@ -13,7 +13,7 @@ from typing import get_args
 
 from hpc_train.config import ParallelSection, RunConfig
 from hpc_train.errors import ConfigError
-from hpc_train.models.shape import Shape
+from hpc_train.models.shape import PartCost, Shape
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.schedule import Name, Schedule, build
 from hpc_train.parallel.simulate import Costs, bubble_formula, peak_live, simulate
@@ -163,15 +163,10 @@ def memory(
     parts, pp = shape.parts(division_of(config.parallel)), len(schedule)
     each = shape.kept(parts, config.memory.recompute)
     kept = _sums(each, runs)
-    # A block that is recomputed has all of its activations while its backward pass runs.
+    # While a block's backward pass runs, the block has all of its activations, and those after it
+    # have none any more.
     again = [
-        max(
-            part.activations - less
-            for part, less in zip(
-                parts[run.start : run.stop], each[run.start : run.stop], strict=True
-            )
-        )
-        for run in runs
+        _more_in_backward(parts[run.start : run.stop], each[run.start : run.stop]) for run in runs
     ]
     activation, parameter = (
         ITEM_BYTES[config.precision.dtype],
@@ -193,6 +188,16 @@ def memory(
         )
         for rank, actions in enumerate(schedule)
     ]
+
+
+def _more_in_backward(parts: Sequence[PartCost], kept: Sequence[float]) -> float:
+    """By how much recomputed activations exceed, at their peak, what a run of parts has kept."""
+    most = total = 0.0
+    for part, its in zip(parts, kept, strict=True):
+        if its < part.activations:
+            most = max(most, total + part.activations + part.gradients)
+        total += its
+    return max(0.0, most - total)
 
 
 def _sums(values: Sequence[float], runs: Sequence[range]) -> list[float]:

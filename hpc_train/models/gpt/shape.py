@@ -100,6 +100,7 @@ al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
                 "selective": T * C * (3 / _cut(division) + 8 / tp),
                 "full": T * C / _cut(division),
             },
+            gradients=T * C * (1 / _cut(division) + 4 / tp),
         )
 
     def _head(self, division: Division) -> PartCost:

@@ -1,0 +1,375 @@
+"""The memory of a training, beside its formulas, and the time and bytes that ZeRO costs.
+
+    python -m benchmarks.memory [--states 1] [--activations 1] [--rounds 5]
+
+It needs root, iproute2 and Open MPI 4, as benchmarks.two_level does.
+
+*States*: parameters, gradients and the moments of Adam of a GPT of 25 million parameters, on two
+and four emulated hosts. Each way to divide them has processes of its own. What they take is the
+proportional share of resident memory (Linux's PSS) while a block in the middle computes, less what
+the process took before the model was made. Activations are those of 16 tokens. Beside it is what
+`hpc_train.planning.state` predicts. Numbers are for a node, all of whose ranks are added up.
+
+*Activations*: a forward and a backward pass of one process with 24 samples, as the difference to 8
+samples, which does not contain what does not depend on the micro-batch. The first number is the
+peak of all tensors together, as torch's profiler counts them; the second is the prediction of
+`hpc-train plan`. The third is the peak of resident memory, which also has the gaps that the C
+library leaves between tensors.
+
+*Links*: a step of 4 hosts with 2 ranks each, on links of 800 Mbit/s, and the bytes that leave a
+host, counted at its interfaces. FSDP2 is torch's `fully_shard` over gloo, with a shard for each
+block. Its memory is counted as that of the states.
+
+--states 0, --activations 0 and --rounds 0 leave out a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from benchmarks import harness
+from hpc_train.config.file import load
+from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
+from hpc_train.host.memory import PeakMemory, proportional_bytes
+from hpc_train.models import GPT
+from hpc_train.mpi import runtime
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.levels import Levels
+from hpc_train.parallel.recompute import recompute
+from hpc_train.parallel.schedule import build
+from hpc_train.parallel.stages import gates_of
+from hpc_train.planning.model import shape_of
+from hpc_train.planning.schedules import memory
+from hpc_train.planning.state import Dividing, state_bytes
+
+MB = 1e6
+HOSTS, SLOTS, MBIT = 4, 2, 800
+STATES = {"vocab": 256, "sequence": 16, "layers": 8, "hidden": 512, "heads": 8}
+PLACES = ((2, 1), (2, 2), (4, 2))  # hosts, and ranks on each
+WAYS = ("0 all", "1 node", "1 all", "2 node", "2 all", "3 all")  # zero and scope
+DEEP = {"vocab": 256, "sequence": 256, "layers": 12, "hidden": 256, "heads": 4}
+SAMPLES = (8, 24)
+AGAIN = ("none", "selective", "full", "3")  # memory.recompute
+TRAINED = {"vocab": 256, "sequence": 128, "layers": 6, "hidden": 384, "heads": 6}
+BUCKET = 4 << 20
+FSDP = "FSDP2"
+
+Step = Callable[[], float]
+
+
+def options(way: str, model: GPT) -> AveragingOptions:
+    """The options of a way to divide the state."""
+    zero, scope = way.split()
+    return AveragingOptions(
+        engine="mpi",
+        bucket_bytes=BUCKET,
+        zero=int(zero),
+        scope=scope,  # type: ignore[arg-type]
+        only_modules_read=True,
+        gates=gates_of(model) if zero == "3" else (),
+    )
+
+
+def ours(way: str, levels: Levels, sizes: dict[str, int], batch: Tensor) -> tuple[GPT, Any, Step]:
+    """A model, its averager and its step. Collective."""
+    torch.manual_seed(0)
+    model = GPT(**sizes)  # type: ignore[arg-type]
+    optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
+    averager = average_gradients(model, optimizer, levels, options(way, model))
+
+    def step() -> float:
+        averager.zero_grad()
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        averager.average()
+        averager.step()
+        return float(loss.detach())
+
+    return model, averager, step
+
+
+def fsdp(group: Group, sizes: dict[str, int], batch: Tensor) -> tuple[GPT, Step]:
+    """A model that torch's FSDP2 has sharded over all ranks, and its step. Collective."""
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    assert group.comm is not None
+    if not distributed.is_initialized():
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        host, port = group.comm.bcast((group.host, port))
+        distributed.init_process_group(
+            "gloo",
+            init_method=f"tcp://{socket.gethostbyname(host)}:{port}",
+            rank=group.rank,
+            world_size=group.size,
+        )
+    torch.manual_seed(0)
+    model = GPT(**sizes)  # type: ignore[arg-type]
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return model, step
+
+
+def text(group: Group, samples: int, sizes: dict[str, int]) -> Tensor:
+    """This rank's tokens, of shape (samples, sequence + 1)."""
+    generator = torch.Generator().manual_seed(group.rank)
+    return torch.randint(sizes["vocab"], (samples, sizes["sequence"] + 1), generator=generator)
+
+
+# States.
+
+
+def measure_state(way: str) -> float:
+    """MB that the ranks of the first host take for the state. Collective."""
+    job = runtime.start_runtime()
+    torch.set_num_threads(1)
+    levels = Levels.of(job.world)
+    batch = text(job.world, 1, STATES)
+    run = fsdp if way == FSDP else None
+    # Another such model first, so that what libraries take is not counted: MPI keeps buffers.
+    if run is None:
+        _, averager, step = ours(way, levels, STATES, batch)
+        step()
+        averager.close()
+        del averager, step
+    else:
+        run(job.world, STATES, batch)[1]()
+    before = resident(job.world)
+    if run is None:
+        model, averager, step = ours(way, levels, STATES, batch)
+    else:
+        model, step = run(job.world, STATES, batch)
+    step()
+    step()
+    taken: list[int] = []
+
+    def look(*_: Any) -> None:
+        if run is None:
+            averager.progress.finish()
+        taken.append(resident(job.world) - before)
+
+    model.blocks[len(model.blocks) // 2].mlp.register_forward_hook(look)
+    step()
+    found = sum(levels.node.gathered(taken[0])) / MB
+    if run is not None:
+        torch.distributed.destroy_process_group()
+    job.close()
+    return found
+
+
+def resident(group: Group) -> int:
+    """Bytes of this process, without those that the C library could give back. Collective."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    group.barrier()
+    found = proportional_bytes()
+    group.barrier()
+    return found
+
+
+def predicted_state(way: str, hosts: int, slots: int) -> float:
+    """MB of a node by the formulas."""
+    zero, scope = way.split()
+    shape = shape_of(load(None, model_options(STATES)).model, STATES["vocab"])
+    stages = [4.0 * part.parameters for part in shape.parts()]
+    by = Dividing(zero=int(zero), scope=scope, nodes=hosts, ranks=slots, bucket=BUCKET)
+    return slots * state_bytes(stages, 2, by).total / MB
+
+
+def report_states() -> tuple[dict[str, float], dict[str, float]]:
+    """Measure all ways on all hosts, and print a table. Returns measured / predicted, and MB."""
+    ratios, middles = {}, {}
+    for hosts, slots in PLACES:
+        print(f"states, {hosts} hosts x {slots} ranks, MB per node: measured, predicted")
+        with harness.emulated_hosts(hosts, slots, 10 * MBIT) as cluster:
+            for way in (*WAYS, *([FSDP] if slots == SLOTS else [])):
+                found = harness.on_hosts(cluster, "slot", "benchmarks.memory", "--way", way)
+                key = (
+                    f"states, {hosts} x {slots}, zero {way}"
+                    if way != FSDP
+                    else (f"states, {hosts} x {slots}, {FSDP}")
+                )
+                middles[key] = found
+                told = ""
+                if way != FSDP:
+                    ratios[key] = found / predicted_state(way, hosts, slots)
+                    told = f"{predicted_state(way, hosts, slots):8.1f}  {ratios[key]:.3f}"
+                print(f"  {way:8} {found:8.1f} {told}", flush=True)
+    return ratios, middles
+
+
+# Activations.
+
+
+def measure_peak(how: str, samples: int) -> tuple[float, float]:
+    """MB at the peak of a forward and a backward pass: of all tensors, and resident."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = GPT(**DEEP)  # type: ignore[arg-type]
+    recompute(model, int(how) if how.isdigit() else how)  # type: ignore[arg-type]
+    tokens = text(Group(), samples, DEEP)
+    model(tokens[:1, :-1], tokens[:1, 1:]).backward()
+    peak = PeakMemory()
+    peak.take()
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    rss = peak.take() / MB
+    model.zero_grad()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert profile.profiler is not None
+    changes = (
+        e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
+    )
+    return max(itertools.accumulate(changes)) / MB, rss
+
+
+def predicted_activations(how: str, samples: int) -> float:
+    """MB of activations by `hpc-train plan`."""
+    words = [*model_options(DEEP), f"--memory.recompute={how}", f"--data.batch={samples}"]
+    config = load(None, words)
+    shape = shape_of(config.model, DEEP["vocab"])
+    runs = [range(len(shape.parts()))]
+    ((activations, _),) = memory(config, shape, build("1f1b", 1, 1), runs, samples)
+    return activations / MB
+
+
+def model_options(sizes: dict[str, int]) -> list[str]:
+    """The sizes of a GPT as options of the command line."""
+    return [f"--model.{key}={value}" for key, value in sizes.items()]
+
+
+def report_activations() -> tuple[dict[str, float], dict[str, float]]:
+    """Measure each way to recompute, and print a table. Returns measured / predicted, and MB."""
+    ratios, middles = {}, {}
+    few, many = SAMPLES
+    print(f"activations of {many - few} samples, MB: measured, predicted, ratio, resident")
+    for how in AGAIN:
+        peaks = []
+        for samples in SAMPLES:
+            words = [sys.executable, "-m", "benchmarks.memory", "--peak", how, str(samples)]
+            done = subprocess.run(words, check=True, capture_output=True, text=True)
+            peaks.append([float(word) for word in done.stdout.split()])
+        found, resident_ = (more - less for less, more in zip(*peaks, strict=True))
+        expected = predicted_activations(how, many) - predicted_activations(how, few)
+        key = f"activations, {how}"
+        ratios[key], middles[key] = found / expected, found
+        middles[f"{key}, resident"] = resident_
+        print(f"  {how:10} {found:8.1f} {expected:8.1f}  {ratios[key]:.3f} {resident_:8.1f}")
+    return ratios, middles
+
+
+# Links.
+
+
+def sent() -> int:
+    """Bytes that have left this host by its interfaces, but for the loopback."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    fields = {line.split(":")[0].strip(): line.split(":")[1].split() for line in lines}
+    return sum(int(values[8]) for name, values in fields.items() if name != "lo")
+
+
+def measure_links(rounds: int) -> dict[str, Any]:
+    """Seconds and bytes of a step, all ways in turn. Collective."""
+    job = runtime.start_runtime()
+    torch.set_num_threads(1)
+    levels, batch = Levels.of(job.world), text(job.world, 2, TRAINED)
+    steps = {f"zero {way}": ours(way, levels, TRAINED, batch)[2] for way in WAYS}
+    steps[FSDP] = fsdp(job.world, TRAINED, batch)[1]
+    bytes_sent: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, float] = {}
+
+    def timed(name: str) -> float:
+        before = sent()
+
+        def once() -> None:
+            losses[name] = steps[name]()
+
+        seconds = harness.elapsed(job.world, once)
+        bytes_sent[name].append(float(sent() - before))
+        return seconds
+
+    seconds = harness.in_turn({name: partial(timed, name) for name in steps}, rounds)
+    first = losses["zero 0 all"]
+    for name, loss in losses.items():
+        if abs(loss - first) > 1e-3 * first:
+            raise RuntimeError(f"{name} has a loss of {loss}, zero 0 one of {first}")
+    return {"seconds": seconds, "bytes": {k: v[-rounds:] for k, v in bytes_sent.items()}}
+
+
+def report_links(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Measure on slow links, and print two tables. Returns ratios to zero 0, and medians."""
+    with harness.emulated_hosts(HOSTS, SLOTS, MBIT) as cluster:
+        words = ["--links", str(rounds)]
+        found = harness.on_hosts(cluster, "slot", "benchmarks.memory", *words)
+    ratios, middles = {}, {}
+    for what, unit, scale in (("seconds", "ms", 1e3), ("bytes", "MB per host", 1 / MB)):
+        samples = {name: [scale * v for v in values] for name, values in found[what].items()}
+        harness.show(f"a step at {MBIT} Mbit/s: {what}", unit, samples, "zero 0 all")
+        for name in samples:
+            ratios[f"{what}, {name}"] = harness.paired_ratio(samples, name, "zero 0 all")
+        middles |= {f"{what}, {n}": value for n, value in harness.medians(samples).items()}
+    return ratios, middles
+
+
+def main() -> None:
+    """Run the parts, or one process of a part."""
+    parser = argparse.ArgumentParser(description="memory, and what it costs to save it")
+    parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
+    for name, default in (("states", 1), ("activations", 1), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, more in (("--result", {}), ("--way", {}), ("--peak", {"nargs": 2})):
+        parser.add_argument(name, help=argparse.SUPPRESS, **more)  # type: ignore[arg-type]
+    parser.add_argument("--links", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.peak:
+        print(*measure_peak(given.peak[0], int(given.peak[1])))
+        return
+    if given.result:
+        found = measure_state(given.way) if given.way else measure_links(given.links)
+        if int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == 0:
+            Path(given.result).write_text(json.dumps(found))
+        return
+    ratios: dict[str, float] = {}
+    middles: dict[str, float] = {}
+    for wanted, report in (
+        (given.activations, report_activations),
+        (given.states, report_states),
+        (given.rounds, partial(report_links, given.rounds)),
+    ):
+        if wanted:
+            more, others = report()
+            ratios |= more
+            middles |= others
+    harness.finish("memory", ratios, middles, given.json)
+
+
+if __name__ == "__main__":
+    main()
