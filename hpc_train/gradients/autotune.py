@@ -233,6 +233,7 @@ def _sharded(
                 sums,
                 progress,
                 hidden=options.only_modules_read,
+                values=options.values,
                 gates=options.gates if options.zero == 3 else (),
             )
         except SetupError:

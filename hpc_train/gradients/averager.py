@@ -18,6 +18,7 @@ from hpc_train.gradients.ownership import is_wrapped, parameters_of, take_over
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.state import broadcast_state
 from hpc_train.host.allocator import keep_freed_memory
+from hpc_train.models.initial import InitialValues
 from hpc_train.mpi import runtime
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
@@ -161,10 +162,11 @@ def average_gradients(
     if options.reduction == "adasum" and options.engine != "horovod":
         raise UserError("reduction adasum needs engine horovod", 'give engine="horovod" as well')
     # Ranks may have different cores. `whole` has parameters, whose values are not to be compared.
-    _check(group, model, optimizer, replace(options, whole=(), gates=(), cores=1))
+    _check(group, model, optimizer, replace(options, whole=(), gates=(), values=None, cores=1))
     take_over(optimizer)
     collectives = connect(group)
-    tensors = [*model.parameters(), *model.buffers(), *parameters_of(optimizer)]
+    parameters = [*model.parameters(), *parameters_of(optimizer)] if options.values is None else []
+    tensors = [*parameters, *model.buffers()]
     for tensor in {id(tensor): tensor for tensor in tensors}.values():  # tied ones only once
         collectives.broadcast_(tensor.data)
     broadcast_state(optimizer, collectives)
@@ -187,9 +189,21 @@ def average_gradients(
         averager = horovod_averager(model, optimizer, group, options)
     else:
         averager = mpi_averager(model, optimizer, levels, options)
+    if options.values is not None:
+        _fill_rest(model, averager, options.values)
     if levels is not given:
         averager.at_close.append(levels.close)
     return averager
+
+
+def _fill_rest(model: nn.Module, averager: GradientAverager, values: InitialValues) -> None:
+    """Fill the parameters that the averager has not moved elsewhere, and so has not filled."""
+    from hpc_train.gradients.zero import ShardedAverager
+
+    shared = averager.shared if isinstance(averager, ShardedAverager) else ()
+    for parameter in model.parameters():
+        if parameter not in shared:
+            values.fill(parameter, parameter.data)
 
 
 def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object) -> None:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from hpc_train.errors import UserError
 from hpc_train.gradients.progress import Progress, ThreadProgress
 from hpc_train.models.gate import Gate
+from hpc_train.models.initial import InitialValues
 from hpc_train.mpi.environment import ranks_yield
 
 Engine = Literal["auto", "horovod", "mpi"]
@@ -53,6 +54,8 @@ class AveragingOptions:
         only_modules_read: whether parameters are read only by the modules that have them, once
             averaging is set up. Then gathers between nodes go on during the next forward pass.
         whole: parameters that are not divided by `zero`.
+        values: makes the parameters' initial values. None: the parameters have them, and all ranks
+            get those of rank 0.
         gates: for zero 3, the gates of this rank's stages, in the order of the forward pass.
         cores: processor cores for this rank alone (`Runtime.cores`).
         deterministic: measure nothing, so that each run sums in the same way.
@@ -68,6 +71,7 @@ class AveragingOptions:
     scope: Scope = "node"
     only_modules_read: bool = False
     whole: Collection[Parameter] = frozenset()
+    values: InitialValues | None = None
     gates: Sequence[Gate] = ()
     cores: int = 1
     deterministic: bool = False

@@ -25,6 +25,7 @@ from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.division import Reach
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.sums import LevelSums, bucket_begins, cut_memory
+from hpc_train.models.initial import InitialValues
 
 
 class SharedParameters:
@@ -64,8 +65,12 @@ class SharedParameters:
         self._hooks: list[RemovableHandle] = []
         self._places: dict[Parameter, int] = {}
 
-    def move(self) -> None:
-        """Move the parameters to the shared memory. Collective."""
+    def move(self, values: InitialValues | None = None) -> None:
+        """Move the parameters to the shared memory. Collective.
+
+        Args:
+            values: makes their initial values; None: the parameters have them.
+        """
         if self.memory is None:
             self._flats = [torch.empty(b.numel, dtype=b.dtype) for b in self.buckets]
         else:
@@ -74,8 +79,11 @@ class SharedParameters:
             )
         for number, bucket, flat in zip(self.numbers, self.buckets, self._flats, strict=True):
             # The rank that updates a part touches it first, so that its memory is near (NUMA).
-            for slab in bucket.slabs(*self.sums.division.part(number)):
-                slab.of(flat).copy_(slab.rows_of(slab.parameter.data))
+            for slab in bucket.slabs(*self._filled(number)):
+                if values is None:
+                    slab.of(flat).copy_(slab.rows_of(slab.parameter.data))
+                else:
+                    values.fill(slab.parameter, slab.of(flat), slab.first)
             for slab in bucket.slabs(*self.sums.division.own(number)):
                 self.slabs[Parameter(slab.of(flat))] = slab
         self.levels.node.barrier()  # all is written before anybody reads the parameters
@@ -83,6 +91,10 @@ class SharedParameters:
             for parameter, view in bucket.views(flat).items():
                 parameter.data = view
         self._places = {p: p.data_ptr() for p in self.home}
+
+    def _filled(self, number: int) -> tuple[int, int]:
+        """Start and end of what this rank fills of a bucket at the beginning, in elements."""
+        return self.sums.division.part(number)
 
     def gradients(self) -> dict[Parameter, Tensor]:
         """For each piece of `slabs`, its part of the averaged gradient."""

@@ -90,11 +90,8 @@ class StreamedParameters(SharedParameters):
         """The parameters that are divided over nodes."""
         return [p for p, index in self.home.items() if index in self.streamed]
 
-    def move(self) -> None:
-        """Move the parameters to the shared memory, and give back what other nodes own."""
-        super().move()
-        for index in self.streamed:
-            self._empty(index)
+    def _filled(self, number: int) -> tuple[int, int]:
+        return self.sums.division.own(number)
 
     def attend(self, model: nn.Module) -> None:
         """Gather parameters from now on when a stage is about to compute."""
@@ -107,15 +104,16 @@ class StreamedParameters(SharedParameters):
 
     def before_forward(self, place: int) -> None:
         """Bring the parameters of a stage, and begin to bring those of the next one."""
-        self._bring(place, min(place + 1, len(self.gates) - 1))
+        last = place == len(self.gates) - 1  # a backward pass will begin where this pass ends
+        self._bring(place, place - 1 if last else place + 1)
 
     def before_backward(self, place: int) -> None:
         """Bring the parameters of a stage, and begin to bring those of the one before."""
-        self._bring(place, max(place - 1, 0))
+        self._bring(place, place - 1 if place else 1)
 
     def _bring(self, place: int, then: int) -> None:
         now = self._of_stage[place]
-        ahead = self._of_stage[then]
+        ahead = self._of_stage[then] if 0 <= then < len(self.gates) else []
         for index in sorted(self._there - {*now, *ahead}):
             self._drop(index)
         self._start([*now, *ahead])

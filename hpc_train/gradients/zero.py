@@ -23,6 +23,7 @@ from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.models.gate import Gate
+from hpc_train.models.initial import InitialValues
 
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 """Optimizers of torch whose update of an element depends on other elements."""
@@ -61,6 +62,7 @@ class ShardedAverager(BucketAverager):
             its whole result.
         hidden: whether gathers between nodes go on during the next forward pass. Then nobody may
             read parameters but the modules that have them, unless `settle` was called.
+        values: makes the parameters' initial values; None: the parameters have them.
         gates: the gates of the model's stages, if parameters are to be gathered stage by stage.
 
     Raises:
@@ -77,6 +79,7 @@ class ShardedAverager(BucketAverager):
         progress: Progress,
         *,
         hidden: bool = False,
+        values: InitialValues | None = None,
         gates: Sequence[Gate] = (),
     ) -> None:
         self.levels = sums.levels
@@ -86,7 +89,7 @@ class ShardedAverager(BucketAverager):
         job = Reach.JOB in sums.division.reach
         self.shards = connect(self.levels.whole if job else self.levels.node)
         self._counts_whole = self.shards.group.rank == 0
-        self.parameters.move()
+        self.parameters.move(values)
         self._gradients = self.parameters.gradients()
         self.at_close.append(self.parameters.release)
         if streamed is not None:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
 from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.initial import is_unfilled
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.placement import Coordinate
 from hpc_train.parallel import recompute as recomputing
@@ -86,7 +87,8 @@ def apply(
         UserError: the model lacks an attribute that the layout needs, or its sizes do not fit.
     """
     everyone = connect(grid.world)
-    for tensor in [*model.parameters(), *model.buffers()]:
+    parameters = () if is_unfilled(model) else model.parameters()
+    for tensor in [*parameters, *model.buffers()]:
         everyone.broadcast_(tensor.data)
     whole = _Whole.of(model)
     tensor_group = connect(grid.tensor, device, overlap=overlap)
@@ -111,16 +113,16 @@ def apply(
     stages = Stages(model, names, runs[grid.coordinate.pp]) if names else None
     tied = whole.tied(names, runs)
     shards = whole.shards(model, specs, grid.coordinate, names)
-    parameters = dict(model.named_parameters())
+    named = dict(model.named_parameters())
     over = {
         "tensor": tensor_group,
         "embedding": connect(grid.embedding, device),
         "model": connect(grid.model, device),
     }
     gradients = LayoutGradients(
-        [p for name, p in parameters.items() if cut and name not in specs],
-        [p for name, p in parameters.items() if shards[name].name in tied],
-        [p for name, p in parameters.items() if shards[name].owned],
+        [p for name, p in named.items() if cut and name not in specs],
+        [p for name, p in named.items() if shards[name].name in tied],
+        [p for name, p in named.items() if shards[name].owned],
         **over,
     )
     name = "1f1b" if schedule == "zero_bubble" and not names else schedule

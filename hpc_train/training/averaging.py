@@ -27,6 +27,7 @@ from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions, Engine
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.gradients.zero import ShardedAverager
+from hpc_train.models.initial import InitialValues, is_unfilled
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -102,6 +103,7 @@ def make_averager(
         replace(config.gradients, engine=engine),
         whole=layout.gradients.completed,
         gates=gates_of(model) if shared.zero == 3 else (),
+        values=_values(model, layout) if is_unfilled(model) else None,
         cores=cores,
         deterministic=config.run.deterministic,
     )
@@ -117,6 +119,12 @@ def make_averager(
     if grid.world.rank == 0:
         logger.warning("%s; memory.zero auto takes 0", failure)
     return make(Sharing()), Sharing()
+
+
+def _values(model: nn.Module, layout: ParallelModel) -> InitialValues:
+    """The initial values of this rank's part of a model."""
+    names = {name: shard.name for name, shard in layout.shards.items()}
+    return InitialValues(model, names, {n: shard.spec for n, shard in layout.shards.items()})
 
 
 class Statistics(ExtraState):

@@ -61,7 +61,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         check_room(job, runtime)
     with agreed(group):
         torch.manual_seed(config.run.seed)
-        model = shape.build()
+        model = shape.build_unfilled()  # each rank fills its part when the layout is known
         sequence = config.model.sequence
         training = TokenDataset(directory, manifest, "train", sequence)
         held_out = None

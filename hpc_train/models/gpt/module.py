@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.gpt import gpt2
+from hpc_train.models.initial import Initial, InitialValues
 from hpc_train.models.kept import kept_with_its_graph
 from hpc_train.models.linear import Linear
 
@@ -149,6 +150,8 @@ class GPT(nn.Module):
         tie_embeddings: bool = True,
     ) -> None:
         super().__init__()
+        # Drawn first, because modules draw other numbers where they have memory.
+        self.initial_seed = int(torch.randint(1 << 62, (), device="cpu"))
         self.sequence = sequence
         self.sizes = {"vocab": vocab, "sequence": sequence, "layers": layers, "hidden": hidden}
         self.sizes |= {"heads": heads, "tie_embeddings": tie_embeddings}
@@ -157,19 +160,22 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, heads, dropout, i) for i in range(layers))
         self.head = Head(hidden, vocab)
         self.loss = nn.CrossEntropyLoss()
-        self._initialise(layers)
         if tie_embeddings:
             self.head.output.weight = self.embedding.token.weight
+        if not self.embedding.token.weight.is_meta:
+            values = InitialValues(self)
+            for parameter in self.parameters():
+                values.fill(parameter, parameter.data)
 
-    def _initialise(self, layers: int) -> None:
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
-                # Layers that add to the residual stream start smaller, by the root of their number.
-                ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                std = INIT_STD / math.sqrt(2 * layers) if ends else INIT_STD
-                nn.init.normal_(parameter, std=std)
+    def initial(self, name: str) -> Initial:
+        """How the parameter of this name begins."""
+        if name.endswith("bias"):
+            return Initial()
+        if ".norm" in name:
+            return Initial(mean=1.0)
+        # Layers that add to the residual stream start smaller, by the root of their number.
+        ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
+        return Initial(std=INIT_STD / math.sqrt(2 * self.sizes["layers"]) if ends else INIT_STD)
 
     def foreign_weights(
         self, about: Mapping[str, Any], *, whole: bool

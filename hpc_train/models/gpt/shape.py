@@ -41,6 +41,13 @@ al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
 
         return GPT(**asdict(self))
 
+    def build_unfilled(self) -> GPT:
+        """The module without values, which takes no memory yet; loads torch."""
+        from hpc_train.models.gpt.module import GPT
+        from hpc_train.models.initial import unfilled
+
+        return unfilled(GPT, **asdict(self))
+
     def block(self) -> Block:
         """A block without dropout, to measure it; loads torch."""
         from hpc_train.models.gpt.module import Block

@@ -1,0 +1,150 @@
+"""Initial values that any rank can make for any part of a tensor, the same on every layout.
+
+An element's value depends on the seed, the tensor's name and the element's index only. It comes
+from a counter-based generator, Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+(SC11). Its 64 bits give two uniform numbers, and these a normal one by the transform of Box and
+Muller, "A note on the generation of random normal deviates" (1958).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from hpc_train.seeds import mix
+from hpc_train.sharding import SliceSpec
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+AT_ONCE = 1 << 20  # elements that are made at once, so that little memory is needed besides
+PER_COUNT = 4  # numbers of 64 bits that Philox makes of one count
+
+
+@dataclass(frozen=True)
+class Initial:
+    """How a tensor begins: normally distributed, or constant if `std` is 0."""
+
+    mean: float = 0.0
+    std: float = 0.0
+
+
+class HasInitial(Protocol):
+    """A model whose parameters can be filled part by part."""
+
+    initial_seed: int
+    """The seed of all initial values."""
+
+    def initial(self, name: str) -> Initial:
+        """How the parameter of this name begins."""
+
+
+def normals(seed: int, name: str, begin: int, count: int) -> NDArray[np.float32]:
+    """Elements `begin` to `begin + count` - 1 of a flat tensor of standard normal numbers."""
+    generator = np.random.Philox(key=mix(seed, zlib.crc32(name.encode())))
+    generator.advance(begin // PER_COUNT)
+    spare = begin % PER_COUNT
+    raw = generator.random_raw(count + spare)[spare:]
+    one = (raw >> np.uint64(32)).astype(np.float32)
+    two = (raw & np.uint64(0xFFFFFFFF)).astype(np.float32)
+    one = (one + np.float32(1)) * np.float32(2.0**-32)  # above 0
+    np.minimum(one, np.float32(1), out=one)
+    two *= np.float32(2 * math.pi * 2.0**-32)
+    np.log(one, out=one)
+    one *= np.float32(-2)
+    np.sqrt(one, out=one)
+    np.cos(two, out=two)
+    one *= two
+    return one
+
+
+class InitialValues:
+    """The initial values of a model's parameters.
+
+    Args:
+        model: the model, or this rank's part of it.
+        names: the name that each of its parameters has in the whole model, by its name in `model`.
+        specs: the slice that `model` has of each parameter, by its name in `model`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[str, str] | None = None,
+        specs: Mapping[str, SliceSpec] | None = None,
+    ) -> None:
+        self.model: HasInitial = model  # type: ignore[assignment]
+        self._known: dict[Parameter, tuple[str, SliceSpec]] = {}
+        for name, parameter in model.named_parameters():
+            spec = (specs or {}).get(name, SliceSpec.whole(tuple(parameter.shape)))
+            self._known[parameter] = ((names or {}).get(name, name), spec)
+
+    def fill(self, parameter: Parameter, into: Tensor, first: int = 0) -> None:
+        """Write rows of a parameter.
+
+        Args:
+            parameter: a parameter of the model.
+            into: gets the rows; of any dtype, on the CPU.
+            first: the number of the first of these rows in `parameter`.
+        """
+        name, spec = self._known[parameter]
+        how = self.model.initial(name)
+        if not how.std:
+            into.fill_(how.mean)
+            return
+        width = math.prod(spec.shape[1:])
+        rows = into.view(len(into), -1) if into.dim() else into.view(1, 1)
+        at = first + (spec.start if spec.dim == 0 else spec.first)
+        step = max(1, AT_ONCE // max(1, width))
+        for begin in range(0, len(rows), step):
+            some = rows[begin : begin + step]
+            made = normals(self.model.initial_seed, name, (at + begin) * width, len(some) * width)
+            made *= np.float32(how.std)
+            made += np.float32(how.mean)
+            whole = torch.from_numpy(made).view(len(some), *spec.shape[1:])
+            if spec.dim:
+                whole = whole.narrow(spec.dim, spec.start, spec.stop - spec.start)
+            some.copy_(whole.reshape(len(some), -1))
+
+
+def unfilled(build: type[ModuleT], **arguments: object) -> ModuleT:
+    """Build a model whose parameters have no values yet, and so take no memory yet.
+
+    The operating system gives memory to a page when it is first written. Modules are built on
+    torch's device `meta`, so that nothing writes.
+    """
+    with torch.device("meta"):
+        model = build(**arguments)
+    made: dict[int, Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = Parameter(_untouched(parameter), parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+    model.unfilled = True  # type: ignore[assignment]
+    return model
+
+
+def _untouched(like: Tensor) -> Tensor:
+    """A tensor on the CPU with this shape and type, to which nothing has been written."""
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory  # what torch does with deterministic algorithms
+    settings.fill_uninitialized_memory = False
+    try:
+        return torch.empty(like.shape, dtype=like.dtype)
+    finally:
+        settings.fill_uninitialized_memory = fills
+
+
+def is_unfilled(model: nn.Module) -> bool:
+    """Whether a model's parameters have no values yet."""
+    return getattr(model, "unfilled", False) is True
