@@ -1,6 +1,6 @@
 """The memory of a training, beside its formulas, and the time and bytes that ZeRO costs.
 
-    python -m benchmarks.memory [--states 1] [--activations 1] [--rounds 5]
+    python -m benchmarks.memory [--states 1] [--activations 1] [--rounds 5] [--mbit 800]
 
 It needs root, iproute2 and Open MPI 4, as benchmarks.two_level does.
 
@@ -16,7 +16,7 @@ peak of all tensors together, as torch's profiler counts them; the second is the
 `hpc-train plan`. The third is the peak of resident memory, which also has the gaps that the C
 library leaves between tensors.
 
-*Links*: a step of 4 hosts with 2 ranks each, on links of 800 Mbit/s, and the bytes that leave a
+*Links*: a step of 4 hosts with 2 ranks each, on links of --mbit Mbit/s, and the bytes that leave a
 host, counted at its interfaces. FSDP2 is torch's `fully_shard` over gloo, with a shard for each
 block. Its memory is counted as that of the states.
 
@@ -60,7 +60,7 @@ from hpc_train.planning.schedules import memory
 from hpc_train.planning.state import Dividing, state_bytes
 
 MB = 1e6
-HOSTS, SLOTS, MBIT = 4, 2, 800
+HOSTS, SLOTS = 4, 2
 STATES = {"vocab": 256, "sequence": 16, "layers": 8, "hidden": 512, "heads": 8}
 PLACES = ((2, 1), (2, 2), (4, 2))  # hosts, and ranks on each
 WAYS = ("0 all", "1 node", "1 all", "2 node", "2 all", "3 all")  # zero and scope
@@ -209,7 +209,7 @@ def report_states() -> tuple[dict[str, float], dict[str, float]]:
     ratios, middles = {}, {}
     for hosts, slots in PLACES:
         print(f"states, {hosts} hosts x {slots} ranks, MB per node: measured, predicted")
-        with harness.emulated_hosts(hosts, slots, 10 * MBIT) as cluster:
+        with harness.emulated_hosts(hosts, slots, 8000) as cluster:
             for way in (*WAYS, *([FSDP] if slots == SLOTS else [])):
                 found = harness.on_hosts(cluster, "slot", "benchmarks.memory", "--way", way)
                 key = (
@@ -324,15 +324,15 @@ def measure_links(rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": {k: v[-rounds:] for k, v in bytes_sent.items()}}
 
 
-def report_links(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+def report_links(rounds: int, mbit: int) -> tuple[dict[str, float], dict[str, float]]:
     """Measure on slow links, and print two tables. Returns ratios to zero 0, and medians."""
-    with harness.emulated_hosts(HOSTS, SLOTS, MBIT) as cluster:
+    with harness.emulated_hosts(HOSTS, SLOTS, mbit) as cluster:
         words = ["--links", str(rounds)]
         found = harness.on_hosts(cluster, "slot", "benchmarks.memory", *words)
     ratios, middles = {}, {}
     for what, unit, scale in (("seconds", "ms", 1e3), ("bytes", "MB per host", 1 / MB)):
         samples = {name: [scale * v for v in values] for name, values in found[what].items()}
-        harness.show(f"a step at {MBIT} Mbit/s: {what}", unit, samples, "zero 0 all")
+        harness.show(f"a step at {mbit} Mbit/s: {what}", unit, samples, "zero 0 all")
         for name in samples:
             ratios[f"{what}, {name}"] = harness.paired_ratio(samples, name, "zero 0 all")
         middles |= {f"{what}, {n}": value for n, value in harness.medians(samples).items()}
@@ -343,7 +343,7 @@ def main() -> None:
     """Run the parts, or one process of a part."""
     parser = argparse.ArgumentParser(description="memory, and what it costs to save it")
     parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
-    for name, default in (("states", 1), ("activations", 1), ("rounds", 5)):
+    for name, default in (("states", 1), ("activations", 1), ("rounds", 5), ("mbit", 800)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, more in (("--result", {}), ("--way", {}), ("--peak", {"nargs": 2})):
         parser.add_argument(name, help=argparse.SUPPRESS, **more)  # type: ignore[arg-type]
@@ -362,7 +362,7 @@ def main() -> None:
     for wanted, report in (
         (given.activations, report_activations),
         (given.states, report_states),
-        (given.rounds, partial(report_links, given.rounds)),
+        (given.rounds, partial(report_links, given.rounds, given.mbit)),
     ):
         if wanted:
             more, others = report()

@@ -141,7 +141,7 @@ class MemorySection:
     models on CPUs where that is faster, and 0 otherwise."""
     scope: Literal["node", "all"] = "all"
     """Whether zero divides over the ranks of each node (node), or over the ranks of all nodes
-    (all). Where zero is auto, it divides over those of each node."""
+    (all)."""
     recompute: Recompute = "none"
     """Which activations the backward pass computes again, so that they need not be kept: none, all
     of each block (full), all of every Nth block (N), or all but the results of linear layers

@@ -47,6 +47,7 @@ ClosableT = TypeVar("ClosableT", bound=Closable)
 
 USUAL_BUCKET = 4 << 20  # bytes; also the size that the ways are compared with
 SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 19, 64 << 20
+LARGEST_SHARE = 32  # pooled buckets are at most this part of all gradients; planning.state has it
 SMALL_TRIAL = 1 << 18
 TRIALS = 3
 # A message of our ring takes 21 us (docs/scaling.md), and a ring of n ranks sends 2 (n - 1) of them
@@ -277,7 +278,10 @@ def _bucket_bytes(
         return options.bucket_bytes
     if options.deterministic:
         return USUAL_BUCKET
-    size = bucket_size(group, make, sum(parameter.nbytes for parameter in trained))
+    total = sum(parameter.nbytes for parameter in trained)
+    size = bucket_size(group, make, total)
+    if options.zero > 1:  # a pool of large buckets would take what dividing the gradients saves
+        size = min(size, max(USUAL_BUCKET, total // LARGEST_SHARE))
     if group.rank == 0:
         logger.info("gradient buckets of %.1f MiB", size / (1 << 20))
     return size

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import psutil
 import torch
 
 from hpc_train import files
 from hpc_train.errors import UserError
+from hpc_train.host.memory import free_bytes
 from hpc_train.job.devices import used_devices
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
@@ -173,7 +173,7 @@ def _write(path: Path) -> None:
 
 def free_memory(world: Group) -> PreflightFinding:
     """The free memory of the host that has least of it. Collective."""
-    free, host = min(world.gathered((psutil.virtual_memory().available, world.host)))
+    free, host = min(world.gathered((free_bytes(), world.host)))
     return PreflightFinding(
         "memory", f"{size_text(free)} free at the least ({host})", free > LITTLE
     )

@@ -24,7 +24,7 @@ from hpc_train.parallel.simulate import enough
 from hpc_train.planning.machine import Machine
 from hpc_train.planning.model import division_of
 from hpc_train.planning.schedules import memory, micro_batching, size
-from hpc_train.planning.state import USUAL_BUCKET, Dividing
+from hpc_train.planning.state import Dividing
 
 GIB = 1 << 30
 
@@ -84,7 +84,7 @@ class Candidate:
             nodes=nodes,
             ranks=ranks,
             passes=micro_batching(config)[1],
-            bucket=config.gradients.bucket_bytes or USUAL_BUCKET,
+            bucket=config.gradients.bucket_bytes,
         )
 
     @functools.cached_property

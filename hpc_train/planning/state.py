@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-USUAL_BUCKET = 4 << 20  # bytes of a bucket of gradients, if it is not given
+USUAL_BUCKET = 4 << 20  # bytes of a bucket of gradients, as in gradients.autotune
+LARGEST_SHARE = 32  # a pooled bucket of a size that is measured is at most P / LARGEST_SHARE
 POOLED = 4  # buckets that zero 2 has memory for
 
 
@@ -19,7 +20,7 @@ class Dividing:
         nodes: number of nodes that have replicas of the part.
         ranks: number of replicas on each of these nodes.
         passes: number of micro-batches in a step.
-        bucket: bytes of a bucket of gradients.
+        bucket: bytes of a bucket of gradients; None: it will be measured.
     """
 
     zero: int = 0
@@ -27,7 +28,7 @@ class Dividing:
     nodes: int = 1
     ranks: float = 1
     passes: int = 1
-    bucket: int = USUAL_BUCKET
+    bucket: int | None = None
 
     @property
     def sharing(self) -> float:
@@ -54,6 +55,15 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
+def most_of_bucket(whole: float) -> float:
+    """The largest size in bytes of a pooled bucket, if the size is measured.
+
+    Args:
+        whole: bytes of the parameters of a rank.
+    """
+    return max(USUAL_BUCKET, whole / LARGEST_SHARE)
+
+
 def state_bytes(stages: Sequence[float], moments: int, by: Dividing) -> StateBytes:
     """The memory of the state between two steps, and of the parameters while a stage computes.
 
@@ -75,5 +85,5 @@ def state_bytes(stages: Sequence[float], moments: int, by: Dividing) -> StateByt
     gradients = whole
     if by.zero >= 2:
         kept = whole / (by.sharing if by.passes > 1 else by.optimizing)
-        gradients = kept + min(whole, POOLED * by.bucket)
+        gradients = kept + min(whole, POOLED * (by.bucket or most_of_bucket(whole)))
     return StateBytes(parameters, gradients, moments * whole / by.optimizing)

@@ -102,7 +102,7 @@ def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> Job:
         node = np.array(topology.node)[ranks]
         on_cpu = choose_device(runtime.node.rank).type == "cpu"
         if memory.zero == "auto" and on_cpu and Candidate(sized, shape, node).replicas[1] > 1:
-            sized = replace(sized, memory=replace(memory, zero=1, scope="node"))
+            sized = replace(sized, memory=replace(memory, zero=1))
     return Job(sized, shape, node, on_cpu)
 
 

@@ -73,7 +73,7 @@ def choose_zero(gradients: GradientsSection, facts: SharingFacts) -> tuple[Zero,
     ):
         if obstacle:
             return 0, why
-    return 1, "the ranks of a node share parameters and the optimizer's work"
+    return 1, "ranks share parameters and the optimizer's work"
 
 
 def decide(
@@ -119,5 +119,4 @@ def decide(
     zero, why = choose_zero(config.gradients, facts)
     if grid.world.rank == 0:
         logger.info("memory.zero auto takes %d: %s", zero, why)
-    # Over nodes auto was not measured, and divides nothing.
-    return Sharing(zero=zero, scope="node", only_modules_read=private)
+    return Sharing(zero=zero, scope=memory.scope, only_modules_read=private)

@@ -142,7 +142,7 @@ def test_a_run_goes_on_where_auto_takes_something_else(job, together, reference)
         assert mine == pytest.approx(theirs, rel=1e-10)
 
 
-TAKES_1 = "memory.zero auto takes 1: the ranks of a node share parameters and the optimizer's work"
+TAKES_1 = "memory.zero auto takes 1: ranks share parameters and the optimizer's work"
 
 
 @pytest.mark.slow("three jobs")
