@@ -20,7 +20,7 @@ from hpc_train.parallel import recompute as recomputing
 from hpc_train.parallel.gradients import LayoutGradients
 from hpc_train.parallel.linear import Deferred
 from hpc_train.parallel.pipeline import Pipeline
-from hpc_train.parallel.recompute import Recompute
+from hpc_train.parallel.recompute import RecomputeBlocks
 from hpc_train.parallel.stages import Stages, runs_of, stage_names
 from hpc_train.parallel.tensor import parallelize
 from hpc_train.sharding import ParameterSlice, SliceSpec
@@ -64,7 +64,7 @@ def apply(
     virtual_stages: int = 1,
     sequence_parallel: bool = False,
     overlap: bool = False,
-    recompute: Recompute = "none",
+    recompute: RecomputeBlocks = "none",
 ) -> ParallelModel:
     """Reduce a model, in place, to the part that this rank computes. Collective over all ranks.
 

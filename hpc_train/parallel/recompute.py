@@ -25,10 +25,10 @@ from hpc_train.models.kept import Results
 from hpc_train.models.linear import Linear
 from hpc_train.parallel.tensor import matching
 
-Recompute = Literal["none", "selective", "full"] | int
+RecomputeBlocks = Literal["none", "selective", "full"] | int
 
 
-def recompute(model: nn.Module, how: Recompute) -> None:
+def recompute(model: nn.Module, how: RecomputeBlocks) -> None:
     """Let a model's blocks recompute activations from now on. The gradients stay the same.
 
     Random numbers of torch and of `SampleDropout` are drawn again as they were drawn, and buffers

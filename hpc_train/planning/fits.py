@@ -6,25 +6,24 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config import RunConfig
-from hpc_train.config.spread import RECOMPUTED, Recompute
+from hpc_train.config.spread import RECOMPUTED, Recompute, Zero
 from hpc_train.errors import ConfigError
 from hpc_train.models.shape import Shape
 from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.schedules import size
 
-Zero = Literal[0, 1, 2, 3]
 REMEDIES = 3  # number of remedies that are named
 MORE = "take more nodes, or fewer ranks on each"
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class PlannedJob:
     """A training on its nodes.
 
     Args:
@@ -91,7 +90,7 @@ def _cost(zero: Zero, recompute: Recompute) -> float:
     return {0: 0.0, 1: 0.0, 2: 0.02, 3: 0.15}[zero] + again
 
 
-def check_fits(job: Job, free: int, where: str) -> None:
+def check_fits(job: PlannedJob, free: int, where: str) -> None:
     """Check that a job fits in what is free.
 
     Args:

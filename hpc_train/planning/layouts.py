@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config import ParallelSection, RunConfig
-from hpc_train.config.spread import Recompute
+from hpc_train.config.spread import Recompute, Zero
 from hpc_train.errors import ConfigError
 from hpc_train.models.shape import PartCost, Shape
 from hpc_train.mpi.placement import place
@@ -129,7 +129,7 @@ class Options:
         recompute: the values of recompute.
     """
 
-    zeros: Sequence[Literal[0, 1, 2, 3]] = (0,)
+    zeros: Sequence[Zero] = (0,)
     recompute: Sequence[Recompute] = ("none",)
 
 

@@ -20,7 +20,7 @@ from hpc_train.parallel.simulate import Costs, bubble_formula, peak_live, simula
 from hpc_train.planning.model import division_of, planned_shape
 from hpc_train.planning.state import Dividing, state_bytes
 
-UNDIVIDED = Dividing()
+WHOLE_STATE = Dividing()
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_TENSORS = {"adamw": 2, "sgd": 1}  # per parameter: two moments; the momentum
 
@@ -147,7 +147,7 @@ def memory(
     schedule: Schedule,
     runs: Sequence[range],
     micro_batch: float,
-    by: Dividing = UNDIVIDED,
+    by: Dividing = WHOLE_STATE,
 ) -> list[tuple[int, int]]:
     """For each pipeline rank, bytes of its activations at their peak and of its state.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-USUAL_BUCKET = 4 << 20  # bytes of a bucket of gradients, as in gradients.autotune
-LARGEST_SHARE = 32  # a pooled bucket of a size that is measured is at most P / LARGEST_SHARE
-POOLED = 4  # buckets that zero 2 has memory for
+BUCKET_BYTES = 4 << 20  # bytes of a bucket of gradients, as in gradients.autotune
+BUCKET_SHARE = 32  # a pooled bucket of a measured size is at most P / BUCKET_SHARE
+POOLED_BUCKETS = 4  # buckets that zero 2 has memory for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def most_of_bucket(whole: float) -> float:
     Args:
         whole: bytes of the parameters of a rank.
     """
-    return max(USUAL_BUCKET, whole / LARGEST_SHARE)
+    return max(BUCKET_BYTES, whole / BUCKET_SHARE)
 
 
 def state_bytes(stages: Sequence[float], moments: int, by: Dividing) -> StateBytes:
@@ -85,5 +85,5 @@ def state_bytes(stages: Sequence[float], moments: int, by: Dividing) -> StateByt
     gradients = whole
     if by.zero >= 2:
         kept = whole / (by.sharing if by.passes > 1 else by.optimizing)
-        gradients = kept + min(whole, POOLED * (by.bucket or most_of_bucket(whole)))
+        gradients = kept + min(whole, POOLED_BUCKETS * (by.bucket or most_of_bucket(whole)))
     return StateBytes(parameters, gradients, moments * whole / by.optimizing)

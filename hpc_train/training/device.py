@@ -10,6 +10,7 @@ import torch
 
 from hpc_train.data.generators import seed_beside_torch
 from hpc_train.errors import ConfigError
+from hpc_train.host.memory import free_bytes
 from hpc_train.host.processor import Matmul
 from hpc_train.models import linear
 from hpc_train.mpi.agreement import agreed
@@ -137,3 +138,11 @@ def seed(device: torch.device, number: int) -> None:
     seed_beside_torch(number)
     if device.type != "cpu":
         getattr(torch, device.type).manual_seed(number)
+
+
+def free_memory_of(device: torch.device) -> int:
+    """Bytes that are free on a GPU, or on this node."""
+    if device.type == "cpu":
+        return free_bytes()
+    free: int = getattr(torch, device.type).mem_get_info()[0]
+    return free

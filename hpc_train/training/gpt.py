@@ -17,18 +17,17 @@ from hpc_train.data.manifest import Manifest
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import ConfigError, UserError
-from hpc_train.host.memory import free_bytes
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
-from hpc_train.planning.fits import Job, check_fits
+from hpc_train.planning.fits import PlannedJob, check_fits
 from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.model import division_of, shape_of
 from hpc_train.training.assemble import TrainingTask
-from hpc_train.training.device import choose_device
+from hpc_train.training.device import choose_device, free_memory_of
 from hpc_train.training.trainer import Trainer
 
 LEANER = 0.9  # share of the memory that a job needed, and did not get, which a remedy may need
@@ -58,7 +57,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         shape.check(division_of(config.parallel))
     job = job_of(config, shape, runtime)
     if config.run.preflight:
-        check_room(job, runtime)
+        check_memory(job, runtime)
     with agreed(group):
         torch.manual_seed(config.run.seed)
         model = shape.build_unfilled()  # each rank fills its part when the layout is known
@@ -91,7 +90,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         raise UserError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
 
 
-def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> Job:
+def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
     """The job with all sizes of its layout, on the nodes that its ranks run on. Collective."""
     parallel, memory = config.parallel, config.memory
     dp = parallel.dp or max(1, runtime.world.size // (parallel.tp * parallel.pp))
@@ -103,10 +102,10 @@ def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> Job:
         on_cpu = choose_device(runtime.node.rank).type == "cpu"
         if memory.zero == "auto" and on_cpu and Candidate(sized, shape, node).replicas[1] > 1:
             sized = replace(sized, memory=replace(memory, zero=1))
-    return Job(sized, shape, node, on_cpu)
+    return PlannedJob(sized, shape, node, on_cpu)
 
 
-def check_room(job: Job, runtime: Runtime) -> None:
+def check_memory(job: PlannedJob, runtime: Runtime) -> None:
     """Check that all nodes have memory for a job, before anything is allocated. Collective.
 
     Raises:
@@ -114,17 +113,9 @@ def check_room(job: Job, runtime: Runtime) -> None:
     """
     device = choose_device(runtime.node.rank)
     here = runtime.world.host if job.on_cpu else f"a GPU of {runtime.world.host}"
-    free, where = min(runtime.world.gathered((free_memory(device), here), "the free memory"))
+    free, where = min(runtime.world.gathered((free_memory_of(device), here), "the free memory"))
     with agreed(runtime.world):
         check_fits(job, free, where)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a GPU, or on this node."""
-    if device.type == "cpu":
-        return free_bytes()
-    free: int = getattr(torch, device.type).mem_get_info()[0]
-    return free
 
 
 def out_of_memory(error: BaseException) -> bool:

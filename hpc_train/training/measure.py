@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from hpc_train import files
@@ -37,7 +36,7 @@ from hpc_train.planning.assumed import Speeds, cores_of_a_rank
 from hpc_train.planning.layouts import GIB
 from hpc_train.planning.machine import Compute, Link, Machine
 from hpc_train.planning.model import shape_of
-from hpc_train.training.device import choose_device, choose_matmul, use_cores
+from hpc_train.training.device import choose_device, choose_matmul, free_memory_of, use_cores
 
 SECONDS = 1.0  # seconds of each of the five measurements of computing
 HIDDEN, TOKENS = 1024, 256  # largest sizes of the measured layer on processors
@@ -105,7 +104,7 @@ def measure(config: RunConfig, runtime: Runtime) -> Machine:
         3 * STREAM / in_turn(world, True, stream(device)),
         messages(world, levels.node, device, mine=node == 0),
         messages(world, levels.cross, device, mine=True),
-        free_bytes(device),
+        free_memory_of(device),
     )
     levels.close()
     flops = 3 * shape.parts()[1].flops  # a block's forward and backward pass of one sample
@@ -142,7 +141,7 @@ def measure_alone(config: RunConfig, ranks_per_node: int) -> Speeds:
         node = short(rank * gpus) if gpus < ranks_per_node else None
         streams, nbytes = [stream(device)], STREAM
     bandwidth = 3 * nbytes / beside(streams)
-    free = free_bytes(device)
+    free = free_memory_of(device)
     return Speeds(device.type, short(rank), node, short(layer), short(bandwidth), free)
 
 
@@ -279,14 +278,6 @@ def meet(group: Group) -> None:
         everyone = group.comm.Ibarrier()
         while not everyone.Test():
             time.sleep(NAP)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes of free memory. Called at the end, when all libraries are loaded."""
-    if device.type != "cpu":
-        free: int = getattr(torch, device.type).mem_get_info()[0]
-        return free
-    return psutil.virtual_memory().available
 
 
 def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> Machine:

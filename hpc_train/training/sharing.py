@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
 from hpc_train.config import GradientsSection, RunConfig
+from hpc_train.config.spread import Zero
 from hpc_train.errors import ConfigError
 from hpc_train.gradients.options import Engine, Scope
 from hpc_train.mpi.grid import ParallelGrid
 
 logger = logging.getLogger(__name__)
-
-Zero = Literal[0, 1, 2, 3]
 
 
 @dataclass(frozen=True, kw_only=True)

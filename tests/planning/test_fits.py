@@ -9,16 +9,16 @@ import pytest
 
 from hpc_train.config.file import load
 from hpc_train.errors import ConfigError
-from hpc_train.planning.fits import Job, check_fits
+from hpc_train.planning.fits import PlannedJob, check_fits
 from hpc_train.planning.model import planned_shape
 
 MODEL = "--model.vocab=256 --model.layers=8 --model.hidden=512 --model.heads=8 --data.batch=32"
 
 
-def job(*options, nodes=4, ranks=2, **more) -> Job:
+def job(*options, nodes=4, ranks=2, **more) -> PlannedJob:
     config = load(None, [*MODEL.split(), f"--parallel.dp={nodes * ranks}", *options])
     node = np.repeat(np.arange(nodes), ranks).reshape(-1, 1, 1)
-    return Job(config, planned_shape(config), node, **more)
+    return PlannedJob(config, planned_shape(config), node, **more)
 
 
 def test_a_job_that_fits_is_not_refused():
