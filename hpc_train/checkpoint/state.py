@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -121,6 +121,8 @@ class TrainingState:
         alike: collectives of the ranks that hold the same as this one; by default of all ranks.
         extra: state that is saved besides.
         streamed: see `Streamed`.
+        place: gives memory for a tensor of the optimizer's state, by parameter and slot; None: the
+            tensor needs no special memory.
     """
 
     model: nn.Module
@@ -132,6 +134,7 @@ class TrainingState:
     alike: Collectives | None = None
     extra: ExtraState = field(default_factory=ExtraState)
     streamed: Streamed = field(default_factory=dict)
+    place: Callable[[Parameter, str], Tensor | None] = lambda parameter, slot: None
 
     def parameters(self) -> dict[Parameter, ParameterSlice]:
         """The parameters of the optimizer, each with the slice that it is."""
@@ -288,10 +291,15 @@ def make_optimizer_state(
             dtype, shape = torch.complex128, shape[:-1]
         # Step counters stay on the host, where plain optimizers expect them.
         alike = shape == shard.spec.shape
-        made = torch.empty(
-            shard.spec.local_shape if alike else shape,
-            dtype=dtype,
-            device=parameter.device if alike or shape or fused[parameter] else "cpu",
+        kept = trained.place(parameter, slot) if alike else None
+        made = (
+            torch.empty(
+                shard.spec.local_shape if alike else shape,
+                dtype=dtype,
+                device=parameter.device if alike or shape or fused[parameter] else "cpu",
+            )
+            if kept is None
+            else kept
         )
         listed, _, number = slot.partition("[")
         if number:

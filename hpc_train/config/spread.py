@@ -147,6 +147,9 @@ class MemorySection:
     """Which activations the backward pass computes again, so that they need not be kept: none, all
     of each block (full), all of every Nth block (N), or all but the results of linear layers
     (selective)."""
+    offload: str = "none"
+    """none, or the full path of a folder on the nodes' own disks where the optimizer's state is
+    kept in place of memory. Processors only."""
 
     def __post_init__(self) -> None:
         # Options of the command line are checked as they are read. Programs may give anything.
@@ -156,6 +159,11 @@ class MemorySection:
                     f"memory.{key} is {getattr(self, key)!r}",
                     f"give one of {', '.join(map(str, values))}",
                 )
+        if self.offload != "none" and not self.offload.startswith("/"):
+            raise ConfigError(
+                f"memory.offload is {self.offload!r}",
+                "give none, or the full path of a folder on the nodes' own disks",
+            )
         how = self.recompute
         if how not in RECOMPUTED and (type(how) is not int or how < 1):
             raise ConfigError(

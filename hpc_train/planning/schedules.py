@@ -172,7 +172,8 @@ def memory(
         ITEM_BYTES[config.precision.dtype],
         ITEM_BYTES[config.precision.parameters],
     )
-    moments = OPTIMIZER_TENSORS[config.optimizer.name]
+    offloaded = config.memory.offload != "none"
+    moments = 0 if offloaded else OPTIMIZER_TENSORS[config.optimizer.name]
     stages = [
         [parts[i].parameters * parameter for run in runs[rank::pp] for i in run]
         for rank in range(pp)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     averager, shared = averaging.make_averager(
         config, model, optimizer, grid, layout, engine, shared, cores=runtime.cores
     )
+    offloaded = averaging.offload(config.memory, optimizer, device, group)
     local = group if config.gradients.average_every > 1 else None
     scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None
 
@@ -190,6 +191,9 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     state = averaging.training_state(
         config, shared, averager, model, optimizer, layout, grid, scaler
     )
+    if offloaded is not None:
+        averager.at_close.append(offloaded.close)
+        state = replace(state, place=offloaded.place)
     collectives = connect(group)
     checkpoints = Checkpoints(
         Path(config.run.dir) / "checkpoints",

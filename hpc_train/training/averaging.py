@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from hpc_train.checkpoint.fileformat import Entry, LocalTensor
 from hpc_train.checkpoint.state import ExtraState, Streamed, TrainingState
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
-from hpc_train.config import GradientsSection, RunConfig
+from hpc_train.config import GradientsSection, MemorySection, RunConfig
+from hpc_train.errors import UserError
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
 from hpc_train.gradients.autotune import on_all_nodes
 from hpc_train.gradients.averager import best_engine
@@ -28,6 +30,7 @@ from hpc_train.gradients.options import AveragingOptions, Engine
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.models.initial import InitialValues, is_unfilled
+from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -36,6 +39,7 @@ from hpc_train.parallel.apply import ParallelModel
 from hpc_train.parallel.batch_norm import average_statistics
 from hpc_train.parallel.stages import gates_of
 from hpc_train.sharding import ParameterSlice, SliceSpec
+from hpc_train.training.offload import OffloadedState
 from hpc_train.training.sharing import Sharing
 
 logger = logging.getLogger(__name__)
@@ -125,6 +129,25 @@ def _values(model: nn.Module, layout: ParallelModel) -> InitialValues:
     """The initial values of this rank's part of a model."""
     names = {name: shard.name for name, shard in layout.shards.items()}
     return InitialValues(model, names, {n: shard.spec for n, shard in layout.shards.items()})
+
+
+def offload(
+    memory: MemorySection, optimizer: Optimizer, device: torch.device, group: Group
+) -> OffloadedState | None:
+    """Move the optimizer's state to a disk, if `memory.offload` names a folder. Collective.
+
+    Raises:
+        UserError: the folder has no room for it, or ranks compute on GPUs.
+    """
+    if memory.offload == "none":
+        return None
+    with agreed(group):
+        if device.type != "cpu":
+            raise UserError(
+                f"memory.offload is {memory.offload}, and parameters lie on {device}",
+                "leave memory.offload out on GPUs",
+            )
+        return OffloadedState(optimizer, Path(memory.offload))
 
 
 class Statistics(ExtraState):

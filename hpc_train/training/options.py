@@ -110,6 +110,8 @@ class LoopOptions:
             if getattr(self, name) not in get_args(kinds):
                 remedy = f"give one of {', '.join(get_args(kinds))}"
                 raise UserError(f"{name} is {getattr(self, name)!r}", remedy)
+        if self.memory.offload != "none":
+            raise UserError("a loop cannot offload the optimizer's state", "use a Trainer")
         for name in ("every", "keep", "prefetch", "workers"):
             check_integer(name, getattr(self, name), least=0)
         RunConfig(

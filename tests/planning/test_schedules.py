@@ -74,6 +74,13 @@ def test_memory_is_counted_on_every_rank():
     assert last[1] == 4 * 4 * (numbers + 256 * 64 + 2 * 64)
 
 
+def test_a_state_on_a_disk_does_not_count(config):
+    def state(*options):
+        return plan(load(config, options)).schedules[0].state_bytes
+
+    assert 2 * state("--memory.offload=/scratch") == state()
+
+
 def test_sgd_and_number_formats_count(config):
     def state(*options):
         return plan(load(config, options)).schedules[0].state_bytes

@@ -1,0 +1,123 @@
+"""Keeps the optimizer's state in a file on the node's own disk, in place of memory.
+
+The tensors of the state lie in a file that is mapped into memory. The kernel reads ahead of the
+step what it needs, and a thread writes behind the step what it has changed. The pages are a cache
+of the file, so the kernel takes them back when memory is needed for something else. The idea is
+that of Ren et al., "ZeRO-Offload: democratizing billion-scale model training", USENIX ATC 2021, and
+Rajbhandari et al., "ZeRO-Infinity", SC 2021, who keep the state in host memory and on NVMe disks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
+
+from hpc_train.errors import UserError
+from hpc_train.planning.schedules import size
+
+PAGE = 4096  # bytes: tensors begin at pages of their own
+
+
+class OffloadedState:
+    """The state of AdamW, or of SGD with momentum, in a file that nobody else sees.
+
+    The file has no name, so nothing is left of it when the process ends.
+
+    Args:
+        optimizer: has no state yet. It gets the state of an optimizer before its first step.
+        folder: on the node's own disk. It must exist.
+
+    Raises:
+        UserError: the folder cannot be written, or has too little room.
+    """
+
+    def __init__(self, optimizer: Optimizer, folder: Path) -> None:
+        self.optimizer = optimizer
+        self._slots = (
+            ("momentum_buffer",)
+            if isinstance(optimizer, SGD)
+            else (
+                "exp_avg",
+                "exp_avg_sq",
+            )
+        )
+        room = sum(_aligned(p.nbytes) for p in self._parameters()) * len(self._slots)
+        self._file = _reserved(folder, max(room, PAGE))
+        self._memory = mmap.mmap(self._file, max(room, PAGE))
+        self._begins: dict[tuple[Parameter, str], int] = {}
+        self._writer = ThreadPoolExecutor(1, "offload")
+        self._writing: Future[None] | None = None
+        place = 0
+        for parameter in self._parameters():
+            state: dict[str, Any] = {} if isinstance(optimizer, SGD) else {"step": torch.zeros(())}
+            for slot in self._slots:
+                self._begins[parameter, slot] = place
+                place += _aligned(parameter.nbytes)
+                state[slot] = self.place(parameter, slot)
+            optimizer.state[parameter] = state
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._read_ahead()),
+            optimizer.register_step_post_hook(lambda *_: self._write_behind()),
+        ]
+
+    def _parameters(self) -> Iterator[Parameter]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def place(self, parameter: Parameter, slot: str) -> Tensor | None:
+        """The memory in the file for a tensor of the state; None if it has none there."""
+        begin = self._begins.get((parameter, slot))
+        if begin is None or not parameter.numel():
+            return None if begin is None else torch.empty_like(parameter)
+        count = parameter.numel()
+        flat = torch.frombuffer(self._memory, dtype=parameter.dtype, count=count, offset=begin)
+        return flat.as_strided(parameter.shape, parameter.stride())
+
+    def _read_ahead(self) -> None:
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def _write_behind(self) -> None:
+        if self._writing is None or self._writing.done():
+            if self._writing is not None:
+                self._writing.result()  # an error of the disk ends the training
+            self._writing = self._writer.submit(self._write)
+
+    def _write(self) -> None:
+        os.fdatasync(self._file)
+        self._memory.madvise(mmap.MADV_DONTNEED)  # the pages stay in the kernel's cache
+
+    def close(self) -> None:
+        """End the thread. The state stays readable as long as the optimizer has it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._writer.shutdown()
+        os.close(self._file)
+
+
+def _reserved(folder: Path, nbytes: int) -> int:
+    """A file without a name, with this many bytes of the disk; its descriptor."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="hpc_train-", dir=folder)
+        Path(name).unlink()
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        raise UserError(
+            f"memory.offload: {folder} cannot take {size(nbytes)} of the optimizer's state "
+            f"({error.strerror})",
+            "give a folder on the node's own disk, with more room",
+        ) from None
+    return descriptor
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
