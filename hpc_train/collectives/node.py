@@ -37,20 +37,24 @@ class NodeMemory:
         node: the ranks; they must be able to share memory.
         nbytes: size of this rank's part.
         signals: how many numbers each rank can set.
-        touch: let each rank be the first to touch its part, so that its memory is near (NUMA).
+        touched: how many bytes of its part will be used at once. None: all of it, and each rank is
+            the first to touch its part now, so that its memory is near (NUMA).
 
     Raises:
         SetupError: there is not enough shared memory, or this MPI cannot share memory here; raised
             on all ranks.
     """
 
-    def __init__(self, node: Group, nbytes: int, signals: int, *, touch: bool = True) -> None:
+    def __init__(
+        self, node: Group, nbytes: int, signals: int, *, touched: int | None = None
+    ) -> None:
         assert node.comm is not None
         self.node = node
         # Each signal has a row with one number for each rank, so a wait reads contiguous memory.
         header = aligned(8 * signals * node.size) if node.rank == 0 else 0
         size = header + aligned(nbytes) + MEMORY_ALIGNMENT  # MPI may give memory that is unaligned
-        total = sum(node.comm.allgather(size))
+        used = size if touched is None else size - nbytes + touched
+        total = sum(node.comm.allgather(used))
         with agreed(node):
             _check_room(total)  # other groups of the node may ask at the same time: hence SPARE
         with agreed(node):  # a library that cannot share memory says so on all ranks of the node
@@ -61,7 +65,7 @@ class NodeMemory:
         self._signals = [memoryview(row.numpy()) for row in rows]  # quicker to read than a tensor
         self.parts = [parts[0][aligned(8 * signals * node.size) :], *parts[1:]]
         """The ranks' parts, as uint8 tensors of one dimension, aligned, in the order of ranks."""
-        if touch:
+        if touched is None:
             self.parts[node.rank].zero_()
         self._window.Sync()
         node.barrier()

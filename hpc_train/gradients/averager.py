@@ -204,6 +204,7 @@ def _fill_rest(model: nn.Module, averager: GradientAverager, values: InitialValu
     for parameter in model.parameters():
         if parameter not in shared:
             values.fill(parameter, parameter.data)
+    model.unfilled = False  # type: ignore[assignment]
 
 
 def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -25,7 +24,7 @@ from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.division import Reach
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.sums import LevelSums, bucket_begins, cut_memory
-from hpc_train.models.initial import InitialValues
+from hpc_train.models.initial import InitialValues, untouched
 
 
 class SharedParameters:
@@ -51,13 +50,16 @@ class SharedParameters:
         self.sums, self.levels, self.progress = sums, sums.levels, progress
         self.numbers = [n for n, reach in enumerate(sums.division.reach) if reach is not Reach.RANK]
         self.buckets: list[Bucket] = [sums.buckets[number] for number in self.numbers]
-        self.memory: NodeMemory | None = None
-        if self.levels.node.size > 1:
-            room = bucket_begins(self.buckets)[-1] if self.levels.node.rank == 0 else 0
-            signals = max(1, self.SIGNALS * len(self.buckets))
-            self.memory = NodeMemory(self.levels.node, room, signals, touch=False)
         self.home = {p: n for n, bucket in enumerate(self.buckets) for p in bucket.parameters}
         """For each parameter, the index of its bucket in `buckets`."""
+        self.memory: NodeMemory | None = None
+        if self.levels.node.size > 1:
+            first = self.levels.node.rank == 0
+            room = bucket_begins(self.buckets)[-1] if first else 0
+            signals = max(1, self.SIGNALS * len(self.buckets))
+            self.memory = NodeMemory(
+                self.levels.node, room, signals, touched=self._touched() if first else 0
+            )
         self.slabs: dict[Parameter, Slab] = {}
         self._flats: list[Tensor] = []
         self._round = 0
@@ -72,7 +74,7 @@ class SharedParameters:
             values: makes their initial values; None: the parameters have them.
         """
         if self.memory is None:
-            self._flats = [torch.empty(b.numel, dtype=b.dtype) for b in self.buckets]
+            self._flats = [untouched([b.numel], b.dtype) for b in self.buckets]
         else:
             self._flats = cut_memory(
                 self.memory.parts[0], self.buckets, bucket_begins(self.buckets)
@@ -91,6 +93,10 @@ class SharedParameters:
             for parameter, view in bucket.views(flat).items():
                 parameter.data = view
         self._places = {p: p.data_ptr() for p in self.home}
+
+    def _touched(self) -> int:
+        """Bytes of the shared memory that will be used at once."""
+        return bucket_begins(self.buckets)[-1]
 
     def _filled(self, number: int) -> tuple[int, int]:
         """Start and end of what this rank fills of a bucket at the beginning, in elements."""

@@ -48,8 +48,8 @@ class StreamedParameters(SharedParameters):
     SIGNALS = 2  # a bucket is gathered; a rank no longer needs it
 
     def __init__(self, sums: LevelSums, progress: Progress, gates: Sequence[Gate]) -> None:
-        super().__init__(sums, progress)
         self.gates = list(gates)
+        super().__init__(sums, progress)
         self.streamed = {
             index for index, n in enumerate(self.numbers) if sums.division.reach[n] is Reach.JOB
         }
@@ -58,8 +58,19 @@ class StreamedParameters(SharedParameters):
         self._there: set[int] = set()  # buckets that are gathered, or are being gathered
         self._rounds = [0] * len(self.buckets)
         self._dropped = [0] * len(self.buckets)
-        with agreed(self.levels.node):
-            self._try_to_give_back()
+        try:
+            with agreed(self.levels.node):
+                self._try_to_give_back()
+        except SetupError:
+            if self.memory is not None:
+                self.memory.close()
+            raise
+
+    def _touched(self) -> int:
+        whole = super()._touched()
+        stages = [sum(p.nbytes for p in gate.module.parameters()) for gate in self.gates]
+        pairs = [sum(stages[place : place + 2]) for place in range(len(stages))]
+        return min(whole, whole // self.levels.nodes + max(pairs, default=0))
 
     def _needed_by(self, module: nn.Module) -> list[int]:
         found = {self.home[p] for p in module.parameters() if p in self.home}
@@ -155,10 +166,14 @@ class StreamedParameters(SharedParameters):
         for first, behind in ((begin, own), (last, end)):
             self._give_back(self._flats[index][first:behind])
 
-    def update(self) -> None:
-        """Forget the old parameters of other nodes, and begin to bring those of the first stage."""
+    def forget(self) -> None:
+        """Forget the parameters of other nodes, because they have changed. Collective."""
         for index in sorted(self._there):
             self._drop(index)
+
+    def update(self) -> None:
+        """Forget the old parameters of other nodes, and begin to bring those of the first stage."""
+        self.forget()
         if self.gates:
             self._start(self._of_stage[0])
 
@@ -175,8 +190,7 @@ class StreamedParameters(SharedParameters):
     def release(self) -> None:
         """Free the memory. Divided parameters have no elements from then on. Collective."""
         attend(self.gates, None)
-        for index in sorted(self._there):
-            self._drop(index)
+        self.forget()
         with self.levels.whole.waiting("parameters of other nodes"):
             self.progress.finish()
         for parameter in self.divided:

@@ -83,10 +83,10 @@ class ShardedAverager(BucketAverager):
         gates: Sequence[Gate] = (),
     ) -> None:
         self.levels = sums.levels
-        streamed = StreamedParameters(sums, progress, gates) if gates else None
+        job = Reach.JOB in sums.division.reach
+        streamed = StreamedParameters(sums, progress, gates) if gates and job else None
         self.parameters = streamed or SharedParameters(sums, progress)
         super().__init__(model, optimizer, self.levels.whole, lambda _: (buckets, sums), progress)
-        job = Reach.JOB in sums.division.reach
         self.shards = connect(self.levels.whole if job else self.levels.node)
         self._counts_whole = self.shards.group.rank == 0
         self.parameters.move(values)
@@ -127,6 +127,11 @@ class ShardedAverager(BucketAverager):
         """The model's parameters that this rank has only as pieces, unless a stage uses them."""
         there = self.parameters
         return there.divided if isinstance(there, StreamedParameters) else ()
+
+    def forget(self) -> None:
+        """Forget gathered parameters, because a checkpoint has others. Collective."""
+        if isinstance(self.parameters, StreamedParameters):
+            self.parameters.forget()
 
     def _divide_optimizer(self) -> None:
         pieces = {slab.parameter: piece for piece, slab in self.parameters.slabs.items()}

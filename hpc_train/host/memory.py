@@ -35,13 +35,13 @@ def free_bytes(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> i
 def _left(group: Path, root: Path, limit: str, usage: str) -> list[int]:
     """What a cgroup and those around it still allow. The page cache of files does not count."""
     found = []
-    while group != root and root in group.parents:
+    around = [one for one in (group, *group.parents) if one == root or root in one.parents]
+    for one in around:  # in a container the limit may be that of the root
         with suppress(OSError, ValueError):  # there is no limit
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            stat = dict(line.split() for line in (one / "memory.stat").read_text().splitlines())
             cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            used = int((group / usage).read_text()) - cache
-            found.append(int((group / limit).read_text()) - used)
-        group = group.parent
+            used = int((one / usage).read_text()) - cache
+            found.append(int((one / limit).read_text()) - used)
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -115,32 +115,33 @@ class InitialValues:
             some.copy_(whole.reshape(len(some), -1))
 
 
-def unfilled(build: type[ModuleT], **arguments: object) -> ModuleT:
+def unfilled(build: type[ModuleT], dtype: torch.dtype, **arguments: object) -> ModuleT:
     """Build a model whose parameters have no values yet, and so take no memory yet.
 
     The operating system gives memory to a page when it is first written. Modules are built on
     torch's device `meta`, so that nothing writes.
     """
     with torch.device("meta"):
-        model = build(**arguments)
+        model = build(**arguments).to(dtype)
     made: dict[int, Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    made[id(parameter)] = Parameter(_untouched(parameter), parameter.requires_grad)
+                    empty = untouched(parameter.shape, parameter.dtype)
+                    made[id(parameter)] = Parameter(empty, parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
     model.unfilled = True  # type: ignore[assignment]
     return model
 
 
-def _untouched(like: Tensor) -> Tensor:
-    """A tensor on the CPU with this shape and type, to which nothing has been written."""
+def untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU to which nothing has been written, not even by torch."""
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory  # what torch does with deterministic algorithms
     settings.fill_uninitialized_memory = False
     try:
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(shape, dtype=dtype)
     finally:
         settings.fill_uninitialized_memory = fills
 

@@ -30,10 +30,7 @@ class Results:
         with self._in_use():
             yield
         if any(result._version != version for result, version in self._kept):
-            raise UserError(
-                "memory.recompute is selective, and a block changes a Linear's result in place",
-                "give full, or let the block make a new tensor, as ReLU(inplace=False) does",
-            )
+            raise _changed()
 
     @contextmanager
     def given(self) -> Iterator[None]:
@@ -60,8 +57,18 @@ class Results:
         """The next of the kept results, or None if this is the pass whose results are kept."""
         if self._next is None:
             return None
+        result, version = self._kept[self._next]
         self._next += 1
-        return self._kept[self._next - 1][0].detach()
+        if result._version != version:
+            raise _changed()
+        return result.detach()
+
+
+def _changed() -> UserError:
+    return UserError(
+        "memory.recompute is selective, and the model changes a Linear's result in place",
+        "give full, or let the model make a new tensor, as ReLU(inplace=False) does",
+    )
 
 
 _in_use: ContextVar[Results | None] = ContextVar("results in use", default=None)

@@ -148,7 +148,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     x, weight, bias = lowered(x), lowered(weight), None if bias is None else lowered(bias)
     flat: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
-    return flat.view(*x.shape[:-1], -1)
+    return flat.view(*x.shape[:-1], weight.shape[0])
 
 
 class Linear(nn.Linear):

@@ -89,10 +89,13 @@ class Shape(ABC):
         """The module with its initial weights, drawn from torch's generator; loads torch."""
 
     @abstractmethod
-    def build_unfilled(self) -> Any:
+    def build_unfilled(self, dtype: Any) -> Any:
         """The module without values, which takes no memory yet: see `models.initial`; loads torch.
 
         Its seed is drawn from torch's generator, as in `build`.
+
+        Args:
+            dtype: torch's type of its parameters.
         """
 
     @abstractmethod

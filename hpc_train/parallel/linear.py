@@ -128,7 +128,8 @@ class ParallelLinear(nn.Module):
         """The layer's result, gathered before and summed after as the style says. Collective."""
         if self.gathers:
             x = self.over.start_gather(x, TOKENS).wait()
-        y = product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+        flat = product(x.reshape(-1, x.shape[-1]), weight, bias)
+        y = flat.view(*x.shape[:-1], weight.shape[0])
         if self.style == "rowwise":
             if self.cut:
                 return self.over.start_sum_scatter(y, TOKENS).wait()

@@ -46,6 +46,9 @@ def recompute(model: nn.Module, how: RecomputeBlocks) -> None:
     Raises:
         UserError: the model names no blocks, or a block lies inside another one.
     """
+    for module in model.modules():  # an earlier call no longer counts
+        if isinstance(module.forward, _Recomputed):
+            module.forward = module.forward.original
     if how == "none":
         return
     for name in block_names(model)[:: how if isinstance(how, int) else 1]:

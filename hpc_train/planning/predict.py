@@ -257,7 +257,8 @@ class StepModel:
         flat = gradients.engine == "horovod" or gradients.two_level == "off"
         parts, share = (self.dp, 1.0) if flat else (nodes, 1 / ranks)
         by = self.layout.dividing
-        again = 1.5 if (by.zero, by.scope) == (3, "all") else 1.0  # gathered forward and backward
+        # Each pass gathers parameters forward and backward, and the last one sends gradients.
+        again = by.passes + 0.5 if (by.zero, by.scope) == (3, "all") else 1.0
         return again * 2 * (parts - 1) / parts * share * self.state * self._kept(nodes)
 
     def _kept(self, nodes: int) -> float:

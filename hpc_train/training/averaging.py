@@ -271,7 +271,9 @@ class AveragingState(Statistics):
         return {"compressed_steps": self._steps} if self._steps else {}
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Give each node an equal share of the residuals."""
+        """Give each node an equal share of the residuals, and forget gathered parameters."""
+        if isinstance(self.averager, ShardedAverager):
+            self.averager.forget()
         if self.sums is not None and self.compressor is not None and "compressed_steps" in values:
             totals = {number: total * self._scale for number, total in self._totals.items()}
             self.compressor.load(totals, self.sums.levels.nodes, values["compressed_steps"])

@@ -16,7 +16,7 @@ from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.tokenizer import describe_tokenizer
-from hpc_train.errors import ConfigError, UserError
+from hpc_train.errors import ConfigError, HpcTrainError
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
@@ -28,6 +28,7 @@ from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.model import division_of, shape_of
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.device import choose_device, free_memory_of
+from hpc_train.training.sharing import SharingFacts, choose_zero
 from hpc_train.training.trainer import Trainer
 
 LEANER = 0.9  # share of the memory that a job needed, and did not get, which a remedy may need
@@ -60,7 +61,8 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         check_memory(job, runtime)
     with agreed(group):
         torch.manual_seed(config.run.seed)
-        model = shape.build_unfilled()  # each rank fills its part when the layout is known
+        dtype = getattr(torch, config.precision.parameters)
+        model = shape.build_unfilled(dtype)  # each rank fills its part when the layout is known
         sequence = config.model.sequence
         training = TokenDataset(directory, manifest, "train", sequence)
         held_out = None
@@ -87,7 +89,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         if not out_of_memory(error):
             raise
         room = round(job.needed() * LEANER)
-        raise UserError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
+        raise HpcTrainError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
 
 
 def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
@@ -100,8 +102,15 @@ def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
         ranks = place(topology, dp, parallel.tp, parallel.pp).ranks
         node = np.array(topology.node)[ranks]
         on_cpu = choose_device(runtime.node.rank).type == "cpu"
-        if memory.zero == "auto" and on_cpu and Candidate(sized, shape, node).replicas[1] > 1:
-            sized = replace(sized, memory=replace(memory, zero=1))
+        if memory.zero == "auto":
+            facts = SharingFacts(
+                engine=config.gradients.engine,
+                device="cpu" if on_cpu else "a GPU",
+                replicas=dp,
+                together=int(Candidate(sized, shape, node).replicas[1]),
+            )
+            zero, _ = choose_zero(config.gradients, facts)
+            sized = replace(sized, memory=replace(memory, zero=zero))
     return PlannedJob(sized, shape, node, on_cpu)
 
 

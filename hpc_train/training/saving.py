@@ -76,6 +76,7 @@ def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int
             include=section.include,
             exclude=section.exclude,
         )
+        checkpoints.state.extra.take({})
     return after
 
 

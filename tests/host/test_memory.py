@@ -39,3 +39,13 @@ def test_older_cgroups_limit_it_too(tmp_path):
     (group / "memory.usage_in_bytes").write_text(f"{10 * MB}\n")
     (group / "memory.stat").write_text("cache 3\ntotal_inactive_file 0\n")
     assert free_bytes(root, own) == 30 * MB
+
+
+def test_in_a_container_the_limit_is_that_of_the_root(tmp_path):
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    root.mkdir()
+    own.write_text("0::/\n")
+    (root / "memory.max").write_text(f"{50 * MB}\n")
+    (root / "memory.current").write_text(f"{20 * MB}\n")
+    (root / "memory.stat").write_text("inactive_file 0\n")
+    assert free_bytes(root, own) == 30 * MB

@@ -78,7 +78,7 @@ def test_a_model_that_is_filled_later_is_the_same_model(tie):
     torch.manual_seed(7)
     usual = GPT(**SIZES, tie_embeddings=tie)
     torch.manual_seed(7)
-    later = GptShape(**SIZES, tie_embeddings=tie).build_unfilled()
+    later = GptShape(**SIZES, tie_embeddings=tie).build_unfilled(torch.float32)
     values = InitialValues(later)
     for parameter in later.parameters():
         values.fill(parameter, parameter.data)
@@ -94,6 +94,6 @@ def test_a_model_without_values_takes_no_memory():
     from hpc_train.host.memory import proportional_bytes
 
     before = proportional_bytes()
-    model = unfilled(GPT, **SIZES | {"hidden": 2048, "vocab": 4096})
+    model = unfilled(GPT, torch.float32, **SIZES | {"hidden": 2048, "vocab": 4096})
     taken = proportional_bytes() - before
     assert taken < 0.05 * sum(p.nbytes for p in model.parameters())

@@ -198,3 +198,47 @@ def test_blocks_are_those_of_the_attribute_or_the_repeated_stages():
 def test_other_values_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"memory\.recompute is .*: give one of none, selective"):
         MemorySection(recompute=wrong)
+
+
+def test_results_that_the_model_changes_after_the_block_are_refused():
+    class Both(nn.Module):
+        memory_blocks = ("block",)
+
+        def __init__(self):
+            super().__init__()
+            self.block = Returning()
+
+        def forward(self, x):
+            hidden, y = self.block(x)
+            return (hidden.mul_(-3.0) + y).sum()
+
+    class Returning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            hidden = self.one(x)
+            return hidden, self.two(torch.relu(hidden - 0.1))
+
+    model = Both()
+    recompute(model, "selective")
+    with pytest.raises(UserError, match="the model changes a Linear's result in place"):
+        model(torch.randn(3, 4)).backward()
+
+
+def test_a_later_call_takes_the_place_of_an_earlier_one():
+    model, calls = Own(), []
+    model.blocks[0].first.register_forward_hook(lambda *_: calls.append(0))
+    for how, passes in (("full", 2), ("selective", 2), ("none", 1)):
+        recompute(model, how)
+        calls.clear()
+        model(inputs()).backward()
+        assert len(calls) == passes, how
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_a_block_may_get_nothing(how):
+    model = gpt(dropout=0.0)
+    recompute(model, how)
+    model(torch.zeros(0, 8, dtype=torch.long)).sum().backward()

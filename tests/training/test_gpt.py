@@ -10,7 +10,8 @@ from hpc_train.config.file import load
 from hpc_train.errors import DataError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.gpt import train_gpt
+from hpc_train.planning.model import planned_shape
+from hpc_train.training.gpt import job_of, train_gpt
 from tests.conftest import small_text
 
 
@@ -27,3 +28,22 @@ def test_a_damaged_copy_on_one_nodes_own_disk_is_refused_on_all(job, tmp_path, m
         train_gpt(settings, Runtime(job.world, Group(waiting=job.world.waiting)))
     assert f"rank {last} " in str(caught.value) or job.world.size == 1
     assert "train-00001.h5 has 5000 bytes" in str(caught.value)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("options", "zero"),
+    [
+        ([], 1),
+        (["--gradients.compression", "topk:0.1"], 0),
+        (["--gradients.average_every", "4"], 0),
+        (["--gradients.two_level", "off"], 0),
+        (["--gradients.engine", "horovod"], 0),
+        (["--memory.zero", "2"], 2),
+    ],
+)
+def test_the_memory_of_a_job_is_predicted_as_auto_will_choose(job, options, zero):
+    config = load(None, ["--model.vocab", "256", *options])
+    planned = job_of(config, planned_shape(config), job)
+    assert planned.config.memory.zero == zero
+    assert planned.needed() > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpc_train.models.shape import UNDIVIDED, Division, PartCost, Shape
 
@@ -41,12 +41,12 @@ al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
 
         return GPT(**asdict(self))
 
-    def build_unfilled(self) -> GPT:
+    def build_unfilled(self, dtype: Any) -> GPT:
         """The module without values, which takes no memory yet; loads torch."""
         from hpc_train.models.gpt.module import GPT
         from hpc_train.models.initial import unfilled
 
-        return unfilled(GPT, **asdict(self))
+        return unfilled(GPT, dtype, **asdict(self))
 
     def block(self) -> Block:
         """A block without dropout, to measure it; loads torch."""
