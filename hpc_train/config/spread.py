@@ -135,7 +135,7 @@ RECOMPUTED: tuple[Recompute, ...] = (
 class MemorySection:
     """Where parameters and the optimizer's state are kept."""
 
-    zero: Literal["auto"] | Zero = "auto"
+    zero: Literal["auto", 0, 1, 2, 3] = "auto"
     """With 1 the ranks of a node share the parameters' memory, and optimizer state and work are
     divided over ranks. With 2 gradients are divided, too. With 3 parameters are also divided over
     nodes, and gathered while a stage of the model computes. auto takes 1 for the program's own

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
 from hpc_train.seeds import mix
 from hpc_train.sharding import SliceSpec
@@ -115,35 +118,70 @@ class InitialValues:
             some.copy_(whole.reshape(len(some), -1))
 
 
+def fill(model: nn.Module) -> None:
+    """Give all parameters of a whole model their initial values, unless it is built `unfilled`."""
+    if _unfilled.get():
+        return
+    values = InitialValues(model)
+    for parameter in model.parameters():
+        values.fill(parameter, parameter.data)
+
+
 def unfilled(build: type[ModuleT], dtype: torch.dtype, **arguments: object) -> ModuleT:
     """Build a model whose parameters have no values yet, and so take no memory yet.
 
-    The operating system gives memory to a page when it is first written. Modules are built on
-    torch's device `meta`, so that nothing writes.
+    The operating system gives memory to a page when it is first written. torch's device `meta`
+    would do as well, but using it loads what compiles models, which takes longer than training
+    takes to begin.
+
+    Args:
+        build: the model's class, whose constructor calls `fill`.
+        dtype: the type of its parameters.
+        arguments: the constructor's.
     """
-    with torch.device("meta"):
-        model = build(**arguments).to(dtype)
-    made: dict[int, Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    empty = untouched(parameter.shape, parameter.dtype)
-                    made[id(parameter)] = Parameter(empty, parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+    token, usual = _unfilled.set(True), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _as_allocated(), _WithoutWrites():
+            model = build(**arguments)
+    finally:
+        torch.set_default_dtype(usual)
+        _unfilled.reset(token)
     model.unfilled = True  # type: ignore[assignment]
     return model
 
 
-def untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU to which nothing has been written, not even by torch."""
+_unfilled: ContextVar[bool] = ContextVar("models are built without values", default=False)
+
+
+class _WithoutWrites(TorchFunctionMode):
+    """Leaves out all that would write to a tensor in place, as modules do when they are made."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.startswith("__") and name != "requires_grad_":
+            return args[0] if args else next(iter((kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _as_allocated() -> Iterator[None]:
+    """A context in which torch does not fill new memory, as deterministic algorithms have it do."""
     settings: Any = torch.utils.deterministic
-    fills = settings.fill_uninitialized_memory  # what torch does with deterministic algorithms
+    fills = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
     try:
-        return torch.empty(shape, dtype=dtype)
+        yield
     finally:
         settings.fill_uninitialized_memory = fills
+
+
+def untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU to which nothing has been written, not even by torch."""
+    with _as_allocated():
+        return torch.empty(shape, dtype=dtype)
 
 
 def is_unfilled(model: nn.Module) -> bool:

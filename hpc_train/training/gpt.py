@@ -13,6 +13,7 @@ import hpc_train
 from hpc_train.config import ModelSection, RunConfig
 from hpc_train.data import manifest as manifests
 from hpc_train.data.check import check_shards, every_shard
+from hpc_train.data.loader import cut
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.tokenizer import describe_tokenizer
@@ -99,6 +100,7 @@ def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
     sized = replace(config, parallel=replace(parallel, dp=dp))
     topology = discover(runtime.world, runtime.node)
     with agreed(runtime.world):
+        cut(config.data.batch, dp, 0, config.data.micro_batch)
         ranks = place(topology, dp, parallel.tp, parallel.pp).ranks
         node = np.array(topology.node)[ranks]
         on_cpu = choose_device(runtime.node.rank).type == "cpu"

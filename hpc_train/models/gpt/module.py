@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.gpt import gpt2
-from hpc_train.models.initial import Initial, InitialValues
+from hpc_train.models.initial import Initial, fill
 from hpc_train.models.kept import kept_with_its_graph
 from hpc_train.models.linear import Linear
 
@@ -162,10 +162,7 @@ class GPT(nn.Module):
         self.loss = nn.CrossEntropyLoss()
         if tie_embeddings:
             self.head.output.weight = self.embedding.token.weight
-        if not self.embedding.token.weight.is_meta:
-            values = InitialValues(self)
-            for parameter in self.parameters():
-                values.fill(parameter, parameter.data)
+        fill(self)
 
     def initial(self, name: str) -> Initial:
         """How the parameter of this name begins."""
