@@ -49,7 +49,7 @@ class Holdings:
         self.trained_names: list[str] = []
         """The names of the parameters that require gradients."""
         self.pieces: set[str] = set()
-        """The names of the parameters of which other ranks have other parts."""
+        """The names of the divided parameters: each rank holds its own piece of them."""
         self._seen: Seen | None = None
         self._tensors: list[Tensor] = []  # keeps them alive: a freed tensor's id would come again
         self._held: dict[str, LocalTensor] = {}

@@ -174,7 +174,7 @@ def names_with_gradients(trained: TrainingState) -> list[str]:
 
 
 def names_of_pieces(trained: TrainingState) -> set[str]:
-    """The names in `model_tensors` of the parameters of which each rank has a piece only."""
+    """The names in `model_tensors` of the divided parameters: each rank holds its own piece."""
     return {MODEL + kept[0].name for kept in trained.streamed.values() if kept is not None}
 
 

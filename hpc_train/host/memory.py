@@ -48,7 +48,7 @@ def _left(group: Path, root: Path, limit: str, usage: str) -> list[int]:
 def proportional_bytes() -> int:
     """Bytes of this process now, of shared memory its share (Linux's PSS); 0 where it is unknown.
 
-    The kernel walks through all pages, which takes about 10 ms for each GB.
+    The kernel walks through all pages of the process, which takes long if there are many.
     """
     return _kilobytes("/proc/self/smaps_rollup", "Pss") << 10
 

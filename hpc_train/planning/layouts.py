@@ -125,7 +125,7 @@ class Options:
     """The values of section memory that layouts are tried with.
 
     Args:
-        zeros: the stages of zero; those above 0 for layouts with replicas that share a node.
+        zeros: the stages of zero; those above 0 for layouts whose replicas divide something.
         recompute: the values of recompute.
     """
 

@@ -43,14 +43,8 @@ class OffloadedState:
 
     def __init__(self, optimizer: Optimizer, folder: Path) -> None:
         self.optimizer = optimizer
-        self._slots = (
-            ("momentum_buffer",)
-            if isinstance(optimizer, SGD)
-            else (
-                "exp_avg",
-                "exp_avg_sq",
-            )
-        )
+        is_sgd = isinstance(optimizer, SGD)
+        self._slots = ["momentum_buffer"] if is_sgd else ["exp_avg", "exp_avg_sq"]
         room = sum(_aligned(p.nbytes) for p in self._parameters()) * len(self._slots)
         self._file = _reserved(folder, max(room, PAGE))
         self._memory = mmap.mmap(self._file, max(room, PAGE))
@@ -59,7 +53,7 @@ class OffloadedState:
         self._writing: Future[None] | None = None
         place = 0
         for parameter in self._parameters():
-            state: dict[str, Any] = {} if isinstance(optimizer, SGD) else {"step": torch.zeros(())}
+            state: dict[str, Any] = {} if is_sgd else {"step": torch.zeros(())}
             for slot in self._slots:
                 self._begins[parameter, slot] = place
                 place += _aligned(parameter.nbytes)
@@ -77,9 +71,9 @@ class OffloadedState:
     def place(self, parameter: Parameter, slot: str) -> Tensor | None:
         """The memory in the file for a tensor of the state; None if it has none there."""
         begin = self._begins.get((parameter, slot))
-        if begin is None or not parameter.numel():
-            return None if begin is None else torch.empty_like(parameter)
         count = parameter.numel()
+        if begin is None or not count:  # `frombuffer` makes no empty tensor
+            return None if begin is None else torch.empty_like(parameter)
         flat = torch.frombuffer(self._memory, dtype=parameter.dtype, count=count, offset=begin)
         return flat.as_strided(parameter.shape, parameter.stride())
 
@@ -109,7 +103,11 @@ def _reserved(folder: Path, nbytes: int) -> int:
     try:
         descriptor, name = tempfile.mkstemp(prefix="hpc_train-", dir=folder)
         Path(name).unlink()
-        os.posix_fallocate(descriptor, 0, nbytes)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError:
+            os.close(descriptor)
+            raise
     except OSError as error:
         raise UserError(
             f"memory.offload: {folder} cannot take {size(nbytes)} of the optimizer's state "

@@ -89,42 +89,46 @@ def test_a_gpt_with_two_micro_batches_under_way(how):
     assert_alike(plain, other)
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_a_users_blocks_draw_the_same_numbers_and_write_buffers_once(how):
+def check_alike(how, use):
+    """Use a user's model with and without recomputation, and compare."""
     plain, other = Own(), Own()
     recompute(other, how)
     for model in (plain, other):
         torch.manual_seed(3)
+        use(model)
+    assert_alike(plain, other)
+    return other
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_users_blocks_draw_the_same_numbers_and_write_buffers_once(how):
+    def use(model):
         losses = [model(inputs()), model(2 * inputs())]
         torch.manual_seed(4)
         for loss in reversed(losses):
             loss.backward()
-    assert_alike(plain, other)
+
+    check_alike(how, use)
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_graph_can_be_used_twice(how):
-    plain, other = Own(), Own()
-    recompute(other, how)
-    for model in (plain, other):
-        torch.manual_seed(3)
+    def use(model):
         loss = model(inputs())
         loss.backward(retain_graph=True)
         loss.backward()
-    assert_alike(plain, other)
+
+    check_alike(how, use)
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_frozen_layers_get_no_gradient(how):
-    plain, other = Own(), Own()
-    recompute(other, how)
-    for model in (plain, other):
+    def use(model):
         model.blocks[0].requires_grad_(False)
         model.blocks[1].first.requires_grad_(False)
-        torch.manual_seed(3)
         model(inputs()).backward()
-    assert "blocks.0.first.weight" not in gradients(other)
-    assert_alike(plain, other)
+
+    assert "blocks.0.first.weight" not in gradients(check_alike(how, use))
 
 
 @pytest.mark.parametrize("how", WAYS)

@@ -156,7 +156,7 @@ def compare(
 ) -> float:
     """Train under a layout and on one rank; returns how far they are apart. Collective.
 
-    So many ranks are taken for one node.
+    `per_node` ranks that follow one another stand for one node.
     """
     ranks = ranks_of(options)
     reference = root / "-".join(str(value) for value in shape.values())

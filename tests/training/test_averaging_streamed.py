@@ -44,6 +44,14 @@ def on_nodes(job, nodes):
     node.close()
 
 
+def train(job, nodes, directory, *options):
+    """Train as if the job's ranks were on these nodes."""
+    with on_nodes(job, nodes) as place:
+        trainer = make(config(directory, *options), place)
+        trainer.train()
+        trainer.close()
+
+
 @pytest.fixture
 def spoilt(monkeypatch):
     """What is given back is spoilt at once, also where it is smaller than a page."""
@@ -58,10 +66,7 @@ def spoilt(monkeypatch):
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
 @pytest.mark.parametrize("more", [[], ["--data.micro_batch", "2", "--memory.recompute", "full"]])
 def test_losses_are_those_of_one_rank(job, together, reference, spoilt, nodes, more):
-    with on_nodes(job, nodes) as place:
-        trainer = make(config(together / "run", *ZERO, *more), place)
-        trainer.train()
-        trainer.close()
+    train(job, nodes, together / "run", *ZERO, *more)
     if job.world.rank == 0:
         check_equal(together / "run", reference)
     job.world.barrier()
@@ -70,12 +75,9 @@ def test_losses_are_those_of_one_rank(job, together, reference, spoilt, nodes, m
 @pytest.mark.mpi
 @pytest.mark.parametrize("order", [("3", "0"), ("0", "3"), ("3", "3")])
 def test_a_run_goes_on_with_another_stage(job, together, reference, spoilt, order):
-    with on_nodes(job, NODES["two"]) as place:
-        for zero, steps in zip(order, (3, STEPS), strict=True):
-            options = ["--memory.zero", zero, "--run.steps", str(steps)]
-            trainer = make(config(together / "run", *options), place)
-            trainer.train()
-            trainer.close()
+    for zero, steps in zip(order, (3, STEPS), strict=True):
+        options = ["--memory.zero", zero, "--run.steps", str(steps)]
+        train(job, NODES["two"], together / "run", *options)
     if job.world.rank == 0:
         check_equal(together / "run", reference)
     job.world.barrier()
@@ -100,11 +102,8 @@ def test_a_node_keeps_its_chunks_only(job, together):
 
 @pytest.mark.mpi
 def test_weights_are_read_by_all_nodes(job, together, reference, spoilt):
-    with on_nodes(job, NODES["two"]) as place:
-        options = [*ZERO, "--checkpoint.weights", str(reference), "--run.steps", "1"]
-        trainer = make(config(together / "run", *options), place)
-        trainer.train()
-        trainer.close()
+    options = [*ZERO, "--checkpoint.weights", str(reference), "--run.steps", "1"]
+    train(job, NODES["two"], together / "run", *options)
     if job.world.rank == 0:
         alone = config(together / "one", "--checkpoint.weights", str(reference), "--run.steps", "1")
         make(alone, Runtime(Group(), Group())).train()

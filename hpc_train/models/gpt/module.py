@@ -150,7 +150,7 @@ class GPT(nn.Module):
         tie_embeddings: bool = True,
     ) -> None:
         super().__init__()
-        # Drawn first, because modules draw other numbers where they have memory.
+        # Drawn first, because modules draw numbers only if they are filled when they are built.
         self.initial_seed = int(torch.randint(1 << 62, (), device="cpu"))
         self.sequence = sequence
         self.sizes = {"vocab": vocab, "sequence": sequence, "layers": layers, "hidden": hidden}
