@@ -2,8 +2,9 @@
 
     mpirun -np 8 python -m tests.system.layouts --count 40 --seed 0
 
-A layout of fewer ranks than the job has leaves the others idle. Prints a line for each; ends with
-code 1 at the first whose losses or parameters differ.
+A layout of fewer ranks than the job has leaves the others idle. Half of the runs change their
+layout in the middle. Prints a line for each; ends with code 1 at the first whose losses or
+parameters differ.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import warnings
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -34,19 +36,22 @@ from hpc_train.training.trainer import Trainer
 
 ZEROS = ["auto", 0, 1, 2, 3]
 RECOMPUTED = ["none", "selective", "full", 2]
+FROZEN = ["", "", "", "embedding", "blocks.1", "bias", "norm"]  # in the names of parameters
 STEPS = 20
+HALF = STEPS // 2
 TOLERANCE = 1e-10
 
 
 def shapes(generator: random.Random) -> dict:
     return {
-        "vocab": 12,
+        "vocab": generator.choice([12, 20]),
         "sequence": 8,
         "layers": generator.randint(2, 6),
-        "hidden": 16,
+        "hidden": generator.choice([16, 20, 28]),
         "heads": 4,
         "dropout": generator.choice([0.0, 0.2]),
         "tie_embeddings": generator.random() < 0.6,
+        "frozen": generator.choice(FROZEN),
     }
 
 
@@ -92,24 +97,34 @@ CUBES = [  # the smallest layouts that have everything
 PER_SHAPE = 4  # layouts that are compared with one reference
 
 
-def train(directory: Path, shape: dict, options: dict, place: Runtime) -> None:
+def model_of(shape: dict) -> GPT:
+    """The model, with some parameters that are not trained."""
+    sizes = {key: value for key, value in shape.items() if key != "frozen"}
+    torch.manual_seed(7)
+    model = GPT(**sizes)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not shape["frozen"] or shape["frozen"] not in name)
+    return model
+
+
+def train(directory: Path, shape: dict, options: dict, steps: int, place: Runtime) -> None:
     fixed = {
         "run.dir": directory,
-        "run.steps": STEPS,
+        "run.steps": steps,
         "run.log_every": 1,
         "data.batch": 24,
-        "data.validation_every": 7,
+        "data.validation_every": HALF // 2,
         "precision.dtype": "float64",
         "optimizer.lr": 0.01,
+        "optimizer.schedule": "constant",  # the rate does not depend on the last step
         "optimizer.weight_decay": 0.1,
         "optimizer.clip_norm": 0.8,
     }
     words = [word for key, value in (fixed | options).items() for word in (f"--{key}", str(value))]
     text = torch.randint(12, (140, 9), generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(7)
     with redirect_stdout(StringIO()):
         task = TrainingTask(
-            GPT(**shape),
+            model_of(shape),
             TensorDataset(text[:100, :-1], text[:100, 1:]),
             lambda gpt, batch: gpt(*batch),
             validation=TensorDataset(text[100:, :-1], text[100:, 1:]),
@@ -151,25 +166,28 @@ def ranks_of(options: dict) -> int:
     return options["parallel.dp"] * options["parallel.tp"] * options["parallel.pp"]
 
 
-def compare(
-    job: Runtime, root: Path, name: str, shape: dict, options: dict, per_node: int
-) -> float:
-    """Train under a layout and on one rank; returns how far they are apart. Collective.
+def train_under(
+    job: Runtime, directory: Path, shape: dict, options: dict, per_node: int, steps: int
+) -> None:
+    """Train under a layout, or go on. Collective.
 
     `per_node` ranks that follow one another stand for one node.
     """
-    ranks = ranks_of(options)
-    reference = root / "-".join(str(value) for value in shape.values())
-    if job.world.rank == 0 and not reference.exists():
-        train(reference, shape, {}, Runtime(Group(), Group()))
-    inside = job.world.rank < ranks
+    inside = job.world.rank < ranks_of(options)
     part = job.world.split(0 if inside else 1, job.world.rank)
     if inside:
         node = part.split(part.rank // per_node, part.rank)
-        train(root / name, shape, options, Runtime(part, node))
+        train(directory, shape, options, steps, Runtime(part, node))
         node.close()
     part.close()
-    return job.world.from_first(lambda: difference(root / name, reference))
+
+
+def reference_of(job: Runtime, root: Path, shape: dict) -> Path:
+    """The run of one rank. Collective."""
+    reference = root / "-".join(str(value) for value in shape.values())
+    if job.world.rank == 0 and not reference.exists():
+        train(reference, shape, {}, STEPS, Runtime(Group(), Group()))
+    return reference
 
 
 def poison(parameters: StreamedParameters, tensor: torch.Tensor) -> None:
@@ -199,10 +217,16 @@ def main() -> int:
             if number % 2 and whole and runtime.horovod_built():
                 options = {**options, "gradients.engine": "horovod"}
             per_node = generator.choice([1, 2, 4, 8])
-            apart = compare(job, root, f"run {number}", shape, options, per_node)
+            case = {"ranks per node": per_node, **options}
+            reference, run = reference_of(job, root, shape), root / f"run {number}"
+            if number % 2:
+                before = layout(generator, job.world.size, shape)
+                train_under(job, run, shape, before, per_node, HALF)
+                case = {"before": before, **case}
+            train_under(job, run, shape, options, per_node, STEPS)
+            apart = job.world.from_first(partial(difference, run, reference))
             good = apart <= TOLERANCE
-            case = json.dumps(shape | options | {"ranks per node": per_node})
-            job.print(f"{'ok' if good else 'BAD'} {apart:.1e} {case}")
+            job.print(f"{'ok' if good else 'BAD'} {apart:.1e} {json.dumps(shape | case)}")
             if not good:
                 return 1
         job.world.barrier()
