@@ -17,7 +17,7 @@ from hpc_train.collectives import Collectives, connect
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Part, cut
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, UserError
 from hpc_train.gradients import GradientAverager, LossScaler
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.grid import ParallelGrid
@@ -138,7 +138,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
 
     Raises:
         ConfigError: the values do not fit the ranks or the data.
-        UserError: the model lacks an attribute that the layout needs.
+        UserError: the model lacks an attribute that the layout needs, or has nothing to train.
         SetupError: `gradients.engine` is horovod, and Horovod is missing.
     """
     group, parallel = runtime.world, config.parallel
@@ -162,6 +162,12 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     shared = sharing.decide(config, grid, engine, device, model, private=task.private_parameters)
 
     # The model: rank 0's weights, cut to this rank's part, on its device.
+    with agreed(group):
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UserError(
+                "no parameter of the model requires a gradient, so there is nothing to train",
+                "call requires_grad_(True) on those to train",
+            )
     model.to(getattr(torch, config.precision.parameters))
     state_bytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
     layout = apply(

@@ -18,14 +18,15 @@ SGD_MOMENTUM = 0.9
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
     """Build the optimizer of the model's parameters that require gradients.
 
-    Weight decay applies to matrices only, not to biases, norms and other vectors.
+    Weight decay applies to matrices only, not to biases, norms and other vectors. The part of a
+    model that a rank has may have no such parameter.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]] or groups[:1]
     if section.name == "sgd":
         return _lean(SGD)(groups, lr=section.lr, momentum=SGD_MOMENTUM, fused=True)
     return _lean(AdamW)(groups, lr=section.lr, betas=ADAM_BETAS, fused=True)
