@@ -62,8 +62,8 @@ def main(runtime):
     validation = TensorDataset(pixels[1500:], labels[1500:])
 
     config = hpc_train.load_config(options=[*DEFAULTS, *sys.argv[1:]])
-    torch.manual_seed(config.run.seed)
-    task = hpc_train.TrainingTask(Classifier(), training, loss, validation=validation)
+    # With the class, and not a module, each rank makes the initial values of its own part.
+    task = hpc_train.TrainingTask(Classifier, training, loss, validation=validation)
     trainer = hpc_train.Trainer(config, task, runtime)
     trainer.train()
     held_out = trainer.validate()  # every rank must call it

@@ -18,6 +18,7 @@ from hpc_train.gradients.ownership import is_wrapped, parameters_of, take_over
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.state import broadcast_state
 from hpc_train.host.allocator import keep_freed_memory
+from hpc_train.models.deferred import forget_recipes
 from hpc_train.models.initial import InitialValues
 from hpc_train.mpi import runtime
 from hpc_train.mpi.agreement import same
@@ -204,7 +205,7 @@ def _fill_rest(model: nn.Module, averager: GradientAverager, values: InitialValu
     for parameter in model.parameters():
         if parameter not in shared:
             values.fill(parameter, parameter.data)
-    model.unfilled = False  # type: ignore[assignment]
+    forget_recipes(model)
 
 
 def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object) -> None:

@@ -24,7 +24,8 @@ from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.division import Reach
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.sums import LevelSums, bucket_begins, cut_memory
-from hpc_train.models.initial import InitialValues, untouched
+from hpc_train.models.deferred import untouched
+from hpc_train.models.initial import InitialValues
 
 
 class SharedParameters:

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
 
+from hpc_train.models.deferred import deferred, recipes_of
 from hpc_train.seeds import mix
 from hpc_train.sharding import SliceSpec
 
@@ -118,6 +118,41 @@ class InitialValues:
             some.copy_(whole.reshape(len(some), -1))
 
 
+class RecordedValues(InitialValues):
+    """The values that a model's own code has given its parameters (see `models.deferred`).
+
+    Args:
+        model, names, specs: as for `InitialValues`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[str, str] | None = None,
+        specs: Mapping[str, SliceSpec] | None = None,
+    ) -> None:
+        super().__init__(model, names, specs)
+        self._recipes = recipes_of(model)
+
+    def fill(self, parameter: Parameter, into: Tensor, first: int = 0) -> None:
+        """Write rows of a parameter. Those that it has already are copied."""
+        name, spec = self._known[parameter]
+        mine = parameter.detach()
+        if name in self._recipes:
+            mine = self._recipes[name].make()
+            if mine.dim():
+                mine = mine.narrow(spec.dim, spec.start, spec.stop - spec.start)
+        into.copy_(mine[first : first + len(into)] if mine.dim() else mine)
+
+
+def values_of(
+    model: nn.Module, names: Mapping[str, str], specs: Mapping[str, SliceSpec]
+) -> InitialValues:
+    """What makes the initial values of a model that has none yet. As for `InitialValues`."""
+    kind = InitialValues if hasattr(model, "initial") else RecordedValues
+    return kind(model, names, specs)
+
+
 def fill(model: nn.Module) -> None:
     """Give all parameters of a whole model their initial values, unless it is built `unfilled`."""
     if _unfilled.get():
@@ -130,60 +165,16 @@ def fill(model: nn.Module) -> None:
 def unfilled(build: type[ModuleT], dtype: torch.dtype, **arguments: object) -> ModuleT:
     """Build a model whose parameters have no values yet, and so take no memory yet.
 
-    The operating system gives memory to a page when it is first written. torch's device `meta`
-    would do as well, but using it loads what compiles models, which takes longer than training
-    takes to begin.
-
     Args:
         build: the model's class, whose constructor calls `fill`.
         dtype: the type of its parameters.
         arguments: the constructor's.
     """
-    token, usual = _unfilled.set(True), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    token = _unfilled.set(True)
     try:
-        with _as_allocated(), _WithoutWrites():
-            model = build(**arguments)
+        return deferred(partial(build, **arguments), dtype)[0]
     finally:
-        torch.set_default_dtype(usual)
         _unfilled.reset(token)
-    model.unfilled = True  # type: ignore[assignment]
-    return model
 
 
 _unfilled: ContextVar[bool] = ContextVar("models are built without values", default=False)
-
-
-class _WithoutWrites(TorchFunctionMode):
-    """Leaves out all that would write to a tensor in place, as modules do when they are made."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.startswith("__") and name != "requires_grad_":
-            return args[0] if args else next(iter((kwargs or {}).values()))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _as_allocated() -> Iterator[None]:
-    """A context in which torch does not fill new memory, as deterministic algorithms have it do."""
-    settings: Any = torch.utils.deterministic
-    fills = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        settings.fill_uninitialized_memory = fills
-
-
-def untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU to which nothing has been written, not even by torch."""
-    with _as_allocated():
-        return torch.empty(shape, dtype=dtype)
-
-
-def is_unfilled(model: nn.Module) -> bool:
-    """Whether a model's parameters have no values yet."""
-    return getattr(model, "unfilled", False) is True

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
+from hpc_train.models.deferred import recipes_of
 from hpc_train.models.dropout import SampleDropout
-from hpc_train.models.initial import is_unfilled
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.placement import Coordinate
 from hpc_train.parallel import recompute as recomputing
@@ -87,8 +87,9 @@ def apply(
         UserError: the model lacks an attribute that the layout needs, or its sizes do not fit.
     """
     everyone = connect(grid.world)
-    parameters = () if is_unfilled(model) else model.parameters()
-    for tensor in [*parameters, *model.buffers()]:
+    later = recipes_of(model)  # those parameters get their values when the layout is known
+    filled = [p for name, p in model.named_parameters() if name not in later]
+    for tensor in [*filled, *model.buffers()]:
         everyone.broadcast_(tensor.data)
     whole = _Whole.of(model)
     tensor_group = connect(grid.tensor, device, overlap=overlap)

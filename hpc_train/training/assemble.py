@@ -19,12 +19,15 @@ from hpc_train.data.loader import Part, cut
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.gradients import GradientAverager, LossScaler
+from hpc_train.models.deferred import deferred, recipes_of
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.grid import ParallelGrid
+from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
 from hpc_train.parallel import batch_norm
 from hpc_train.parallel.apply import ParallelModel, apply
+from hpc_train.planning.schedules import size
 from hpc_train.training import averaging, sharing
 from hpc_train.training.device import choose_device, choose_matmul, make_deterministic, use_cores
 from hpc_train.training.learning_rate import last_step
@@ -32,6 +35,8 @@ from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.saving import check_best, policy_of
 
 logger = logging.getLogger(__name__)
+
+LARGE = 1 << 30  # bytes of a model that had better not be built whole on every rank
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -41,11 +46,14 @@ class TrainingTask:
     """The model that a job trains, its loss and its data. All ranks must pass the same.
 
     Args:
-        model: any module. All ranks pass the whole model and get rank 0's weights. Parts that other
-            ranks compute are removed from it. The model needs an attribute `tensor_plan` if tp is
-            above 1, and `stages` if pp is above 1 (docs/how-to/parallel.md). If it has a method
-            `seed_samples`, that is called before each forward pass with one integer per sample,
-            for masks that do not depend on the layout. torch's generator is seeded for each
+        model: any module, or a class or function without arguments that builds one. All ranks pass
+            the same. With a module that is built already, all ranks get rank 0's weights. With a
+            class or function, each rank fills its own part only, where that is possible, and
+            run.seed decides the values (docs/how-to/memory.md). Parts that other ranks compute are
+            removed. The model needs an attribute `tensor_plan` if tp is above 1, and `stages` if pp
+            is above 1 (docs/how-to/parallel.md). If it has a method `seed_samples`, that is called
+            before each forward pass with one integer per sample, for masks that do not depend on
+            the layout. torch's generator is seeded for each
             micro-batch too.
         dataset: any map-style data set of torch, or one with `fetch` (see `Loader`).
         loss: a function of the model and a batch. It returns the mean over the batch's samples, a
@@ -62,7 +70,7 @@ class TrainingTask:
             model, a loss or a hook wrote to shared parameters, each of the ranks would do so.
     """
 
-    model: nn.Module
+    model: nn.Module | Callable[[], nn.Module]
     dataset: Any
     loss: Loss | None = None
     validation: Any = None
@@ -142,7 +150,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         SetupError: `gradients.engine` is horovod, and Horovod is missing.
     """
     group, parallel = runtime.world, config.parallel
-    model, dtype = task.model, getattr(torch, config.precision.dtype)
+    dtype = getattr(torch, config.precision.dtype)
 
     # The grid of ranks, and the samples that each replica computes.
     topology = discover(group, runtime.node)
@@ -156,18 +164,15 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     device = choose_device(runtime.node.rank)
     choose_matmul(group, config.precision.matmul, device)
 
+    # The whole model, with values or without.
+    model = _built(config, task, group)
+
     # The engine that averages gradients, and whether ranks share parameters. The model must still
     # be whole, so that all ranks decide alike.
     engine = averaging.start_engine(config, grid, device)
     shared = sharing.decide(config, grid, engine, device, model, private=task.private_parameters)
 
     # The model: rank 0's weights, cut to this rank's part, on its device.
-    with agreed(group):
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UserError(
-                "no parameter of the model requires a gradient, so there is nothing to train",
-                "call requires_grad_(True) on those to train",
-            )
     model.to(getattr(torch, config.precision.parameters))
     state_bytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
     layout = apply(
@@ -213,6 +218,37 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         grid, plan, device, model, layout, replicas, optimizer, scaler, averager, collectives,
         checkpoints, state_bytes,
     )  # fmt: skip
+
+
+def _built(config: RunConfig, task: TrainingTask, group: Group) -> nn.Module:
+    """The task's model, whole. Collective.
+
+    Raises:
+        UserError: there is nothing to train, or ranks have built different models.
+    """
+    model, recipes = task.model, ""
+    with agreed(group):
+        if not isinstance(model, nn.Module):
+            parameters, seed = getattr(torch, config.precision.parameters), config.run.seed
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model, told = deferred(model, parameters, seed)
+            if told and group.rank == 0 and group.size > 1:
+                logger.info("%s", told)
+            recipes = "\n".join(f"{n} {r.describe()}" for n, r in recipes_of(model).items())
+        elif group.size > 1 and (nbytes := sum(p.nbytes for p in model.parameters())) > LARGE:
+            logger.info(
+                "every rank built the whole model (%s): give TrainingTask a function that builds "
+                "it, and each rank fills its own part only",
+                size(nbytes),
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UserError(
+                "no parameter of the model requires a gradient, so there is nothing to train",
+                "call requires_grad_(True) on those to train",
+            )
+    same(group, "how the model gets its initial values", recipes, "build the same on all ranks")
+    return model
 
 
 def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan:

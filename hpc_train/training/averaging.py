@@ -29,7 +29,8 @@ from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions, Engine
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.gradients.zero import ShardedAverager
-from hpc_train.models.initial import InitialValues, is_unfilled
+from hpc_train.models.deferred import is_unfilled
+from hpc_train.models.initial import InitialValues, values_of
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
@@ -128,7 +129,7 @@ def make_averager(
 def _values(model: nn.Module, layout: ParallelModel) -> InitialValues:
     """The initial values of this rank's part of a model."""
     names = {name: shard.name for name, shard in layout.shards.items()}
-    return InitialValues(model, names, {n: shard.spec for n, shard in layout.shards.items()})
+    return values_of(model, names, {n: shard.spec for n, shard in layout.shards.items()})
 
 
 def offload(

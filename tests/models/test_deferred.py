@@ -1,0 +1,187 @@
+"""Models that are built without values: what their code writes is repeated later, the same."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.errors import UserError
+from hpc_train.models.deferred import deferred, is_unfilled, recipes_of
+from hpc_train.models.initial import RecordedValues
+from hpc_train.sharding import SliceSpec
+
+
+def values(model):
+    """All values of a model, made late."""
+    made = RecordedValues(model)
+    for parameter in model.parameters():
+        made.fill(parameter, parameter.data)
+    return model
+
+
+def built(build, dtype=torch.float32, seed=3):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return deferred(build, dtype, seed)
+
+
+class Custom(nn.Module):
+    """Initial values as people write them: by `apply`, in place, by views, and tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(30, 8, padding_idx=2)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 30, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.empty(()))
+        self.register_buffer("mask", torch.empty(4, 4).fill_(1).tril_())
+        self.apply(self._start)
+        nn.init.constant_(self.scale, 2.5)
+        with torch.no_grad():
+            self.layers[0].weight[:2] = 7
+            self.layers[1].weight.mul_(1 / math.sqrt(6))
+        self.layers[2].weight.data.uniform_(-1, 1)
+
+    def _start(self, module):
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.normal_(module.weight, 0.0, 0.02)
+            nn.init.zeros_(module.bias)
+
+
+def test_what_the_models_code_writes_is_written_later():
+    model, told = built(Custom)
+    assert told == ""
+    assert is_unfilled(model)
+    assert torch.equal(model.mask, torch.ones(4, 4).tril())
+    assert torch.equal(model.norm.running_var, torch.ones(8))
+    values(model)
+    first, second, third = (layer.weight for layer in model.layers)
+    assert torch.equal(first[:2], torch.full((2, 8), 7.0))
+    assert 0 < first[2:].std() < 0.04
+    assert 0 < second.std() < 0.02
+    assert 0.3 < third.std() < 0.8
+    assert model.scale == 2.5
+    assert torch.equal(model.embedding.weight[2], torch.zeros(8))
+    assert model.embedding.weight[3:].std() > 0.7
+    assert model.head.weight is model.embedding.weight
+    assert not torch.equal(first[2:], second[2:])
+
+
+def test_values_do_not_depend_on_when_they_are_made():
+    one, other = values(built(Custom)[0]), built(Custom)[0]
+    torch.manual_seed(99)
+    state = torch.random.get_rng_state()
+    made = RecordedValues(other)
+    for parameter in reversed(list(other.parameters())):
+        made.fill(parameter, parameter.data)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
+    assert not torch.equal(one.scale.new_tensor(0), one.head.weight[0, 0])
+
+
+@pytest.mark.parametrize("spec", [SliceSpec((8, 8), 0, 4, 8), SliceSpec((8, 8), 1, 2, 4)])
+def test_a_slice_is_that_of_the_whole(spec):
+    whole = values(built(Custom)[0]).layers[1].weight.detach()
+    wanted = whole.narrow(spec.dim, spec.start, spec.stop - spec.start)
+    model, _ = built(Custom)
+    model.layers[1].weight = nn.Parameter(torch.empty_like(wanted))
+    made = RecordedValues(model, {}, {"layers.1.weight": spec})
+    into = torch.empty(2, wanted.shape[1])
+    made.fill(model.layers[1].weight, into, 1)
+    assert torch.equal(into, wanted[1:3])
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+KNOWN = [
+    transformer,
+    lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.GroupNorm(2, 4), nn.LSTM(4, 4)),
+    lambda: nn.MultiheadAttention(8, 2),
+    lambda: nn.Bilinear(3, 4, 5),
+    lambda: copy.deepcopy(nn.Sequential(nn.Linear(3, 3), nn.PReLU(3))),
+]
+
+
+@pytest.mark.parametrize("build", KNOWN)
+def test_torchs_own_modules_need_no_values(build):
+    model, told = built(build, torch.float64)
+    assert told == ""
+    values(model)
+    torch.manual_seed(5)
+    torch.set_default_dtype(torch.float64)
+    try:
+        usual = build()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, parameter in usual.named_parameters():
+        mine = model.get_parameter(name)
+        assert mine.dtype == torch.float64
+        if parameter.numel() > 5 and parameter.std() > 0:
+            assert 0.4 < mine.std() / parameter.std() < 2.5, name
+        elif not parameter.std():
+            assert torch.equal(mine, parameter), name
+
+
+def test_copies_of_a_layer_have_its_values():
+    model, _ = built(transformer)
+    one, other = values(model).layers
+    assert torch.equal(one.linear1.weight, other.linear1.weight)
+
+
+class Reading(nn.Module):
+    """Initial values that depend on others."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        nn.init.orthogonal_(self.one.weight)
+        with torch.no_grad():
+            self.two.weight.copy_(self.one.weight * 2)
+        self.made = nn.Parameter(torch.randn(5))
+
+
+def test_what_is_read_gets_its_values_at_once_and_is_named():
+    model, told = built(Reading)
+    assert set(recipes_of(model)) == {"one.bias", "two.bias"}
+    assert "whole, because" in told
+    values(model)
+    weight = model.one.weight.detach()
+    assert torch.allclose(weight @ weight.T, torch.eye(6), atol=1e-5)
+    assert torch.equal(model.two.weight, weight * 2)
+    again, _ = built(Reading)
+    assert torch.equal(values(again).one.bias, model.one.bias)
+    assert torch.equal(again.made, model.made)
+
+
+def test_a_parameter_that_is_never_filled_is_named():
+    class Forgotten(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+
+    with pytest.raises(UserError, match="parameter weight of the model is never given values"):
+        built(Forgotten)
+
+
+def test_a_function_that_builds_no_module_is_named():
+    with pytest.raises(UserError, match="returns a int"):
+        deferred(lambda: 3, torch.float32)
+
+
+def test_a_large_model_takes_no_memory():
+    from hpc_train.host.memory import proportional_bytes
+
+    before = proportional_bytes()
+    model, _ = built(lambda: nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(5))))
+    taken = proportional_bytes() - before
+    assert taken < 0.05 * sum(p.nbytes for p in model.parameters())
