@@ -7,8 +7,8 @@ It needs root, iproute2 and Open MPI 4, as benchmarks.two_level does.
 *States*: parameters, gradients and the moments of Adam of a GPT of 25 million parameters, on two
 and four emulated hosts. Each way to divide them has processes of its own. What they take is the
 proportional share of resident memory (Linux's PSS) while a block in the middle computes, less what
-the process took before the model was made. Activations are those of 16 tokens. Beside it is what
-`hpc_train.planning.state` predicts. Numbers are for a node, all of whose ranks are added up.
+the process took before the model was made. Beside it is what `hpc_train.planning.state` predicts,
+with half of the activations of 16 tokens. Numbers are for a node, all of whose ranks are added up.
 
 *Activations*: a forward and a backward pass of one process with 24 samples, as the difference to 8
 samples, which does not contain what does not depend on the micro-batch. The first number is the
@@ -201,7 +201,8 @@ def predicted_state(way: str, hosts: int, slots: int) -> float:
     shape = shape_of(load(None, model_options(STATES)).model, STATES["vocab"])
     stages = [4.0 * part.parameters for part in shape.parts()]
     by = Dividing(zero=int(zero), scope=scope, nodes=hosts, ranks=slots, bucket=BUCKET)
-    return slots * state_bytes(stages, 2, by).total / MB
+    activations = predicted_activations("none", 1, STATES) / 2
+    return slots * (state_bytes(stages, 2, by).total / MB + activations)
 
 
 def report_states() -> tuple[dict[str, float], dict[str, float]]:
@@ -251,11 +252,11 @@ def measure_peak(how: str, samples: int) -> tuple[float, float]:
     return max(itertools.accumulate(changes)) / MB, rss
 
 
-def predicted_activations(how: str, samples: int) -> float:
+def predicted_activations(how: str, samples: int, sizes: dict[str, int] = DEEP) -> float:
     """MB of activations by `hpc-train plan`."""
-    words = [*model_options(DEEP), f"--memory.recompute={how}", f"--data.batch={samples}"]
+    words = [*model_options(sizes), f"--memory.recompute={how}", f"--data.batch={samples}"]
     config = load(None, words)
-    shape = shape_of(config.model, DEEP["vocab"])
+    shape = shape_of(config.model, sizes["vocab"])
     runs = [range(len(shape.parts()))]
     ((activations, _),) = memory(config, shape, build("1f1b", 1, 1), runs, samples)
     return activations / MB

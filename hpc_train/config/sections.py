@@ -125,8 +125,9 @@ class DataSection:
     """Folder that `hpc-train prepare` has written. Every training needs one."""
     batch: int = 32
     """Samples per optimizer step over the whole job."""
-    micro_batch: int | None = None
-    """Samples that a rank computes at a time. By default it is batch / parallel.dp."""
+    micro_batch: int | Literal["auto"] | None = None
+    """Samples that a rank computes at a time. By default it is batch / parallel.dp. auto takes the
+    largest number that fits in memory, found by trial."""
     shuffle: bool = True
     """Whether every epoch has a new order of the samples, the same on every layout."""
     validation_every: int = 0
@@ -139,7 +140,16 @@ class DataSection:
     started."""
 
     def __post_init__(self) -> None:
-        at_least(self, "data", batch=1, micro_batch=1, validation_every=0, prefetch=0, workers=0)
+        at_least(self, "data", batch=1, validation_every=0, prefetch=0, workers=0)
+        if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
+            raise ConfigError(f"data.micro_batch is {self.micro_batch!r}", "give a number, or auto")
+        if self.micro_batch != "auto":
+            at_least(self, "data", micro_batch=1)
+
+    @property
+    def samples_at_a_time(self) -> int | None:
+        """The value of micro_batch, if it is a number."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,20 @@ class Turns:
         return self.begins[second] < self.begins[first] + self.sizes[first] or one == other
 
 
+def usual_size(sizes: Sequence[int]) -> int:
+    """The size of the bucket that the middle byte lies in, if the smallest buckets come first.
+
+    A few large buckets do not raise it, as they raise the mean. Many small ones do not lower it, as
+    they lower the median: each stage of a model may end with one.
+    """
+    past = 0
+    for size in sorted(sizes):
+        past += size
+        if 2 * past >= sum(sizes):
+            return size
+    return 0
+
+
 class PooledSums(LevelSums):
     """`LevelSums` whose divided buckets take turns in a pool. Collective to make.
 
@@ -83,8 +97,7 @@ class PooledSums(LevelSums):
         self.divided = sum(each is not Reach.RANK for each in reach)
         """The number of divided buckets."""
         sizes = [aligned(bucket.nbytes) for bucket in buckets[: self.divided]]
-        usual = sorted(sizes)[len(sizes) // 2] if sizes else 0
-        self.room = min(max([POOLED * usual, *sizes]), sum(sizes))
+        self.room = min(max([POOLED * usual_size(sizes), *sizes]), sum(sizes))
         """Size of the pool in bytes."""
         self.turns = Turns(sizes, self.room)
         super().__init__(levels, buckets, cross, reach=reach)

@@ -1,4 +1,4 @@
-"""Make the C library keep memory that torch has freed."""
+"""Make the C library keep memory that torch has freed, or return it."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(TRIM_THRESHOLD, LARGEST_TRIM)
         mallopt(MMAP_THRESHOLD, LARGEST_MMAP)
+
+
+def return_freed_memory() -> None:
+    """Return memory that this process has freed to the system, as far as it is not in between.
+
+    With another C library than glibc nothing happens.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

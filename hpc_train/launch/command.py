@@ -227,7 +227,7 @@ def shrinking(config: RunConfig | None) -> Callable[[int], tuple[int, list[str]]
         layout, data = config.parallel, config.data
         replica = layout.tp * layout.pp
         for dp in range(slots // replica, 0, -1):
-            if data.batch % (dp * (data.micro_batch or 1)) == 0:
+            if data.batch % (dp * (data.samples_at_a_time or 1)) == 0:
                 return dp * replica, ["--parallel.dp", str(dp)] if layout.dp else []
         return 0, []
 

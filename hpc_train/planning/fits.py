@@ -16,7 +16,7 @@ from hpc_train.config.spread import RECOMPUTED, Recompute, Zero
 from hpc_train.errors import ConfigError
 from hpc_train.models.shape import Shape
 from hpc_train.planning.layouts import Candidate
-from hpc_train.planning.schedules import size
+from hpc_train.planning.schedules import micro_batching, size, sizes_that_divide
 
 REMEDIES = 3  # number of remedies that are named
 MORE = "take more nodes, or fewer ranks on each"
@@ -50,6 +50,19 @@ class PlannedJob:
         """The layout of the job."""
         return Candidate(self.config, self.shape, self.node)
 
+    def largest_micro_batch(self, room: int) -> int:
+        """The largest micro-batch with which the job needs no more than `room` bytes, or 1."""
+        samples = self.config.data.batch // (self.config.parallel.dp or 1)
+        fit = [1]
+        for number in sizes_that_divide(samples)[1:]:
+            if self._with_micro_batch(number).needed() <= room:
+                fit.append(number)
+        return max(fit)
+
+    def _with_micro_batch(self, number: int) -> PlannedJob:
+        data = replace(self.config.data, micro_batch=number)
+        return replace(self, config=replace(self.config, data=data))
+
     def leaner(self) -> Iterator[tuple[str, int]]:
         """Keys that save memory, as options, each with what the job then needs. Cheap ones first.
 
@@ -78,6 +91,10 @@ class PlannedJob:
     def remedy(self, room: int) -> str:
         """The cheapest keys with which the job needs no more than `room` bytes."""
         found: list[str] = []
+        number = self.largest_micro_batch(room)
+        smaller = self._with_micro_batch(number)
+        if number < micro_batching(self.config)[0] and smaller.needed() <= room:
+            found.append(f"--data.micro_batch {number} (needs {size(smaller.needed())})")
         for text, needed in self.leaner():
             if needed <= room:
                 found.append(f"{text} (needs {size(needed)})")

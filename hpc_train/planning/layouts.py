@@ -23,7 +23,7 @@ from hpc_train.parallel.schedule import Name, build
 from hpc_train.parallel.simulate import enough
 from hpc_train.planning.machine import Machine
 from hpc_train.planning.model import division_of
-from hpc_train.planning.schedules import memory, micro_batching, size
+from hpc_train.planning.schedules import memory, micro_batching, size, sizes_that_divide
 from hpc_train.planning.state import Dividing
 
 GIB = 1 << 30
@@ -188,11 +188,11 @@ def variants(
     """
     every: tuple[Name, ...] = get_args(Name)
     virtual = {"interleaved": config.parallel.virtual_stages}
-    given = config.data.micro_batch
+    given = config.data.samples_at_a_time
     for schedule, cut, micro_batch, zero, recompute in product(
         every if sized.pp > 1 else every[1:2],
         (False, True) if sized.tp > 1 else (False,),
-        [given] if given else parts(samples),
+        [given] if given else sizes_that_divide(samples),
         options.zeros,
         options.recompute,
     ):
@@ -208,12 +208,6 @@ def variants(
                 data=replace(config.data, micro_batch=micro_batch),
                 memory=replace(config.memory, zero=zero, recompute=recompute),
             )
-
-
-def parts(samples: int) -> list[int]:
-    """Sizes of micro-batches that divide a replica's samples: powers of two, and all samples."""
-    powers = {1 << power for power in range(samples.bit_length())}
-    return sorted(part for part in {*powers, samples} if samples % part == 0)
 
 
 @functools.lru_cache(maxsize=256)

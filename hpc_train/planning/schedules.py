@@ -102,13 +102,19 @@ def micro_batching(config: RunConfig) -> tuple[int, int]:
         ConfigError: the batch is not a multiple of dp x micro-batch.
     """
     batch, dp = config.data.batch, config.parallel.dp or 1
-    size = config.data.micro_batch or max(1, batch // dp)
+    size = config.data.samples_at_a_time or max(1, batch // dp)
     if batch % (dp * size):
         raise ConfigError(
             f"data.batch {batch} is not divisible by parallel.dp {dp} x data.micro_batch {size}",
             "give a multiple of their product",
         )
     return size, batch // dp // size
+
+
+def sizes_that_divide(samples: int) -> list[int]:
+    """Sizes of micro-batches that divide a replica's samples: powers of two, and all samples."""
+    powers = {1 << power for power in range(samples.bit_length())}
+    return sorted(part for part in {*powers, samples} if samples % part == 0)
 
 
 def virtual_stages_of(section: ParallelSection, name: Name) -> int:

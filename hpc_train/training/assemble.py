@@ -64,6 +64,8 @@ class TrainingTask:
             and the same `sample_order_identity`.
         about: plain JSON values that readers of a checkpoint need to use the model.
         tokens_per_sample: tokens in each sample, to report tokens per second; 0 reports none.
+        most_at_a_time: the largest number of samples that `data.micro_batch: auto` tries to compute
+            at a time; None: all samples of a replica.
         private_parameters: whether parameters are read only by the modules that have them, and
             written only by the optimizer's step, once the Trainer is made. Then `memory.zero: auto`
             may share them between ranks, and they are brought to a module just before it runs. If a
@@ -77,6 +79,7 @@ class TrainingTask:
     identity: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] | None = None
     tokens_per_sample: int = 0
+    most_at_a_time: int | None = None
     private_parameters: bool = False
 
 
@@ -256,7 +259,15 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
     group, data, run = grid.world, config.data, config.run
     samples, held_out = len(task.dataset), task.validation is not None
     with agreed(group):
-        parts = cut(data.batch, grid.dp, grid.coordinate.dp, data.micro_batch)
+        searched = data.micro_batch == "auto"
+        if searched and run.deterministic:
+            raise ConfigError(
+                "data.micro_batch is auto, but run.deterministic is on: free memory would decide "
+                "how samples are added up",
+                "give data.micro_batch a number",
+            )
+        at_a_time = 1 if searched else data.samples_at_a_time
+        parts = cut(data.batch, grid.dp, grid.coordinate.dp, at_a_time)
         order = SampleOrder(samples, data.batch, seed=run.seed, shuffle=data.shuffle)
         last = last_step(run, order.steps_per_epoch)
         if data.validation_every and not held_out:

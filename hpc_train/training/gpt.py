@@ -58,8 +58,12 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         shape = trained_shape(config.model, manifest)
         shape.check(division_of(config.parallel))
     job = job_of(config, shape, runtime)
-    if config.run.preflight:
-        check_memory(job, runtime)
+    free, where = least_free(job, runtime)
+    with agreed(group):
+        if config.run.preflight:
+            check_fits(job, free, where)
+        searched = config.data.micro_batch == "auto"
+        most = job.largest_micro_batch(free) if searched else None
     with agreed(group):
         torch.manual_seed(config.run.seed)
         dtype = getattr(torch, config.precision.parameters)
@@ -82,6 +86,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         identity={"data": manifest.digest, "model.sequence": sequence, **shape.identity},
         about=about,
         tokens_per_sample=sequence,
+        most_at_a_time=most,
         private_parameters=True,
     )
     try:
@@ -94,13 +99,21 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
 
 
 def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
-    """The job with all sizes of its layout, on the nodes that its ranks run on. Collective."""
+    """The job with all sizes of its layout, on the nodes that its ranks run on. Collective.
+
+    If its micro-batch is to be found, it has the smallest one.
+    """
     parallel, memory = config.parallel, config.memory
     dp = parallel.dp or max(1, runtime.world.size // (parallel.tp * parallel.pp))
-    sized = replace(config, parallel=replace(parallel, dp=dp))
+    least = 1 if config.data.micro_batch == "auto" else config.data.micro_batch
+    sized = replace(
+        config,
+        parallel=replace(parallel, dp=dp),
+        data=replace(config.data, micro_batch=least),
+    )
     topology = discover(runtime.world, runtime.node)
     with agreed(runtime.world):
-        cut(config.data.batch, dp, 0, config.data.micro_batch)
+        cut(config.data.batch, dp, 0, sized.data.samples_at_a_time)
         ranks = place(topology, dp, parallel.tp, parallel.pp).ranks
         node = np.array(topology.node)[ranks]
         on_cpu = choose_device(runtime.node.rank).type == "cpu"
@@ -116,17 +129,11 @@ def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
     return PlannedJob(sized, shape, node, on_cpu)
 
 
-def check_memory(job: PlannedJob, runtime: Runtime) -> None:
-    """Check that all nodes have memory for a job, before anything is allocated. Collective.
-
-    Raises:
-        ConfigError: one has not; raised on all ranks.
-    """
+def least_free(job: PlannedJob, runtime: Runtime) -> tuple[int, str]:
+    """Bytes that are free on the node, or GPU, that has least, and which one. Collective."""
     device = choose_device(runtime.node.rank)
     here = runtime.world.host if job.on_cpu else f"a GPU of {runtime.world.host}"
-    free, where = min(runtime.world.gathered((free_memory_of(device), here), "the free memory"))
-    with agreed(runtime.world):
-        check_fits(job, free, where)
+    return min(runtime.world.gathered((free_memory_of(device), here), "the free memory"))
 
 
 def out_of_memory(error: BaseException) -> bool:

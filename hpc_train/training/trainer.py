@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.config import RunConfig
-from hpc_train.data.loader import Loader, MicroBatch, Step
+from hpc_train.data.loader import Loader, MicroBatch, Step, cut
 from hpc_train.data.reader import Reader
 from hpc_train.errors import NotFiniteError
 from hpc_train.gradients.scaling import clip_gradients
@@ -30,11 +31,14 @@ from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
+from hpc_train.parallel.simulate import enough
+from hpc_train.planning.schedules import OPTIMIZER_TENSORS
 from hpc_train.seeds import mix
 from hpc_train.training.assemble import TrainingTask, assemble
 from hpc_train.training.device import seed
 from hpc_train.training.evaluation import HELD_OUT
 from hpc_train.training.learning_rate import learning_rate
+from hpc_train.training.micro_batch import find_micro_batch, sizes_to_try
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.steps import guarded_steps
 
@@ -112,6 +116,8 @@ class Trainer:
             self.checkpoints.claim = claim
             if self.config.run.preflight:
                 preflight(self.runtime, directory, self.device, self.assembly.state_bytes)
+            if self.config.data.micro_batch == "auto":
+                self._find_micro_batch()
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
             if after >= self.plan.last:
                 logger.info("nothing to do: step %d of %d is done", after, self.plan.last)
@@ -130,6 +136,45 @@ class Trainer:
                     self._train_step(step, report)
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
+
+    def _find_micro_batch(self) -> None:
+        """Choose the size of micro-batches by trial. Collective."""
+        samples, most = self.config.data.batch // self.grid.dp, self.task.most_at_a_time
+        sizes = sizes_to_try(samples, self.grid.pp)
+        sizes = [size for size in sizes if size <= (most or samples)] or sizes[:1]
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        kept = OPTIMIZER_TENSORS[self.config.optimizer.name] * sum(p.nbytes for p in params)
+        later = kept if self.config.memory.offload == "none" else 0
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        self.model.train()
+        size = find_micro_batch(self.runtime, self.device, sizes, self._try_step, later)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        self._cut(size)
+
+    def _try_step(self, size: int) -> None:
+        """Compute gradients with micro-batches of a size, as many as are under way at once."""
+        self._cut(size)
+        few = enough(self.grid.pp, len(self.plan.parts))[-1]
+        gpipe = self.config.parallel.schedule == "gpipe"  # holds all of them
+        parts = self.plan.parts if gpipe else self.plan.parts[:few]
+        with agreed(self.group):
+            loader = Loader(
+                self.reader, self.plan.order, parts, first_step=1, last_step=1, prefetch=0
+            )
+            step = next(iter(loader))
+        loader.close()
+        self.averager.expect(len(parts))
+        self._backward(step)
+        self.averager.average()
+        self.averager.zero_grad()
+
+    def _cut(self, size: int) -> None:
+        """Cut this replica's samples into micro-batches."""
+        data, grid = self.config.data, self.grid
+        parts = cut(data.batch, grid.dp, grid.coordinate.dp, size)
+        self.plan = replace(self.plan, parts=parts)
+        self.averager.expect(len(parts))
 
     def validate(self) -> float:
         """The mean loss over the held-out data set. Collective."""

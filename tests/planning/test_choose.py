@@ -27,14 +27,13 @@ from hpc_train.planning.layouts import (
     Options,
     layouts,
     node_of_ranks,
-    parts,
     sizes,
     why_too_large,
 )
 from hpc_train.planning.machine import Compute, Link, Machine
 from hpc_train.planning.model import division_of, planned_shape
 from hpc_train.planning.predict import NO_COST, StepModel, predict, summing
-from hpc_train.planning.schedules import micro_batching
+from hpc_train.planning.schedules import micro_batching, sizes_that_divide
 from tests.cluster.test_traffic import crossing, sent_in_a_step
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
@@ -114,7 +113,7 @@ def test_ranks_lie_where_the_package_places_them():
 def test_a_micro_batch_that_is_given_stays():
     given_ = load(None, [*MODEL.split(), "--data.batch=32", "--data.micro_batch=2"])
     assert {micro_batching(layout.config)[0] for layout in found(given_, SHARED)} == {2}
-    assert parts(12) == [1, 2, 4, 12]
+    assert sizes_that_divide(12) == [1, 2, 4, 12]
 
 
 def test_zero_is_tried_where_replicas_divide_something():
