@@ -115,7 +115,7 @@ def train(directory: Path, shape: dict, options: dict, steps: int, place: Runtim
         "data.batch": 24,
         "data.validation_every": HALF // 2,
         "precision.dtype": "float64",
-        "optimizer.lr": 0.01,
+        "optimizer.lr": 0.003,
         "optimizer.schedule": "constant",  # the rate does not depend on the last step
         "optimizer.weight_decay": 0.1,
         "optimizer.clip_norm": 0.8,
