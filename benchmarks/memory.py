@@ -179,7 +179,9 @@ def measure_state(way: str) -> float:
     model.blocks[len(model.blocks) // 2].mlp.register_forward_hook(look)
     step()
     found = sum(levels.node.gathered(taken[0])) / MB
-    if run is not None:
+    if run is None:
+        averager.close()  # ends the gathers that go on behind the step
+    else:
         torch.distributed.destroy_process_group()
     job.close()
     return found
@@ -302,7 +304,8 @@ def measure_links(rounds: int) -> dict[str, Any]:
     job = runtime.start_runtime()
     torch.set_num_threads(1)
     levels, batch = Levels.of(job.world), text(job.world, 2, TRAINED)
-    steps = {f"zero {way}": ours(way, levels, TRAINED, batch)[2] for way in WAYS}
+    ways = {f"zero {way}": ours(way, levels, TRAINED, batch) for way in WAYS}
+    steps = {name: step for name, (_, _, step) in ways.items()}
     steps[FSDP] = fsdp(job.world, TRAINED, batch)[1]
     bytes_sent: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
@@ -322,6 +325,8 @@ def measure_links(rounds: int) -> dict[str, Any]:
     for name, loss in losses.items():
         if abs(loss - first) > 1e-3 * first:
             raise RuntimeError(f"{name} has a loss of {loss}, zero 0 one of {first}")
+    for _, averager, _ in ways.values():
+        averager.close()
     return {"seconds": seconds, "bytes": {k: v[-rounds:] for k, v in bytes_sent.items()}}
 
 
