@@ -53,11 +53,9 @@ class PlannedJob:
     def largest_micro_batch(self, room: int) -> int:
         """The largest micro-batch with which the job needs no more than `room` bytes, or 1."""
         samples = self.config.data.batch // (self.config.parallel.dp or 1)
-        fit = [1]
-        for number in sizes_that_divide(samples)[1:]:
-            if self._with_micro_batch(number).needed() <= room:
-                fit.append(number)
-        return max(fit)
+        larger = sizes_that_divide(samples)[1:]
+        fit = [n for n in larger if self._with_micro_batch(n).needed() <= room]
+        return max(fit, default=1)
 
     def _with_micro_batch(self, number: int) -> PlannedJob:
         data = replace(self.config.data, micro_batch=number)

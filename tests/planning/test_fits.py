@@ -36,6 +36,15 @@ def test_the_remedies_fit_and_the_cheapest_comes_first():
         assert job(*text.replace(" --", "\n--").replace(" ", "=").splitlines()).needed() <= room
 
 
+def test_a_smaller_micro_batch_comes_first_if_it_is_enough():
+    large = job("--memory.zero=1", "--data.batch=512", "--model.sequence=512")
+    assert large.largest_micro_batch(large.needed()) == 64
+    room = round(0.5 * large.needed())
+    number = large.largest_micro_batch(room)
+    assert 1 <= number < 64
+    assert large.remedy(room).startswith(f"give --data.micro_batch {number} (needs ")
+
+
 def test_less_is_needed_the_more_is_divided():
     needed = [job(f"--memory.zero={zero}").needed() for zero in (0, 1, 2, 3)]
     assert needed == sorted(needed, reverse=True)
