@@ -51,7 +51,7 @@ WRITES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class StridedPlace:
     """Where the elements of a tensor lie in its memory, in elements."""
 
     size: tuple[int, ...]
@@ -59,7 +59,7 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Place:
+    def of(cls, tensor: Tensor) -> StridedPlace:
         """That of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
@@ -81,7 +81,7 @@ class Write:
     function: Callable[..., Any]
     args: Sequence[Any]
     how: Mapping[str, Any]
-    place: Place
+    place: StridedPlace
     seed: int
 
     def repeat(self, flat: Tensor) -> None:
@@ -96,7 +96,7 @@ class Write:
 
 
 @dataclass(eq=False)
-class Blank:
+class Unwritten:
     """Memory without values, and what has to be written there.
 
     Args:
@@ -128,7 +128,7 @@ class Recipe:
     elements: int
     dtype: torch.dtype
     writes: Sequence[Write]
-    place: Place
+    place: StridedPlace
 
     def describe(self) -> str:
         """All that decides the values, as text."""
@@ -163,7 +163,7 @@ class Deferring(TorchFunctionMode):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed, self.drawn = seed, 0
-        self.blanks: dict[int, Blank] = {}
+        self.blanks: dict[int, Unwritten] = {}
         self.because: dict[int, str] = {}
 
     def __torch_function__(
@@ -196,7 +196,7 @@ class Deferring(TorchFunctionMode):
         plain = isinstance(made, Tensor) and made.device.type == "cpu"
         if plain and made.layout is torch.strided and made.untyped_storage().nbytes():
             storage = made.untyped_storage()
-            self.blanks[storage.data_ptr()] = Blank(storage, made.dtype)
+            self.blanks[storage.data_ptr()] = Unwritten(storage, made.dtype)
         return made
 
     def _blank_of(self, thing: object) -> int:
@@ -219,7 +219,9 @@ class Deferring(TorchFunctionMode):
         if target.dtype != blank.dtype:
             return False
         self.drawn += 1
-        blank.writes.append(Write(func, more, rest, Place.of(target), mix(self.seed, self.drawn)))
+        blank.writes.append(
+            Write(func, more, rest, StridedPlace.of(target), mix(self.seed, self.drawn))
+        )
         return True
 
     def _clone(self, source: Tensor) -> Tensor:
@@ -228,10 +230,10 @@ class Deferring(TorchFunctionMode):
             copy = torch.empty_like(source)
         storage = copy.untyped_storage()
         writes = self.blanks[self._blank_of(source)].writes
-        self.blanks[storage.data_ptr()] = Blank(storage, copy.dtype, [*writes])
+        self.blanks[storage.data_ptr()] = Unwritten(storage, copy.dtype, [*writes])
         return copy
 
-    def _give_values(self, blank: Blank) -> None:
+    def _give_values(self, blank: Unwritten) -> None:
         _repeat(blank.writes, blank.flat())
 
     def recipes(self, model: nn.Module) -> dict[str, Recipe]:
@@ -253,7 +255,9 @@ class Deferring(TorchFunctionMode):
                 blank = self.blanks[at]
                 _check_written(f"parameter {name}", blank.writes)
                 elements = blank.storage.nbytes() // blank.dtype.itemsize
-                found[name] = Recipe(elements, blank.dtype, blank.writes, Place.of(parameter))
+                found[name] = Recipe(
+                    elements, blank.dtype, blank.writes, StridedPlace.of(parameter)
+                )
         return found
 
     def describe_whole(self, model: nn.Module) -> str:

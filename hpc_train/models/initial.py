@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,11 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from hpc_train.models.deferred import deferred, recipes_of
+from hpc_train.models.deferred import ModuleT, deferred, recipes_of
 from hpc_train.seeds import mix
 from hpc_train.sharding import SliceSpec
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 AT_ONCE = 1 << 20  # elements that are made at once, so that little memory is needed besides
 PER_COUNT = 4  # numbers of 64 bits that Philox makes of one count
