@@ -21,7 +21,7 @@ from hpc_train.host.allocator import keep_freed_memory
 from hpc_train.models.deferred import forget_recipes
 from hpc_train.models.initial import InitialValues
 from hpc_train.mpi import runtime
-from hpc_train.mpi.agreement import same
+from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
@@ -191,20 +191,28 @@ def average_gradients(
     else:
         averager = mpi_averager(model, optimizer, levels, options)
     if options.values is not None:
-        _fill_rest(model, averager, options.values)
+        _fill_rest(model, averager, options.values, levels)
     if levels is not given:
         averager.at_close.append(levels.close)
     return averager
 
 
-def _fill_rest(model: nn.Module, averager: GradientAverager, values: InitialValues) -> None:
+def _fill_rest(
+    model: nn.Module, averager: GradientAverager, values: InitialValues, levels: Levels
+) -> None:
     """Fill the parameters that the averager has not moved elsewhere, and so has not filled."""
     from hpc_train.gradients.zero import ShardedAverager
 
     shared = averager.shared if isinstance(averager, ShardedAverager) else ()
-    for parameter in model.parameters():
-        if parameter not in shared:
-            values.fill(parameter, parameter.data)
+    with agreed(levels.whole):
+        for parameter in model.parameters():
+            if parameter not in shared:
+                values.fill(parameter, parameter.data)
+    if levels.nodes > 1:  # their processors may round otherwise
+        collectives = connect(levels.whole)
+        for parameter in model.parameters():
+            if parameter not in shared:
+                collectives.broadcast_(parameter.data)
     forget_recipes(model)
 
 

@@ -273,7 +273,8 @@ class BucketAverager:
         self._filling.adopt(self._new())
 
     def expect(self, passes: int) -> None:
-        """Do nothing: the averager learns how many backward passes a step has."""
+        """Forget how many backward passes a step had: the averager learns it by itself."""
+        self._filling.wait_for_calm()
 
     def refresh(self) -> None:
         """Average parameters that were added or unfrozen, too, with rank 0's values. Collective.

@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return memory that this process has freed to the system, as far as it is not in between.
+    """Return memory that this process has freed to the system, where whole pages are free.
 
     With another C library than glibc nothing happens.
     """

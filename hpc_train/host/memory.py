@@ -65,6 +65,14 @@ class PeakMemory:
         self._looked = float("-inf")
         self._excess = 0
 
+    @staticmethod
+    def can_be_measured() -> bool:
+        """Whether the operating system tells the peak, and lets it be counted anew."""
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+            return _kilobytes("/proc/self/status", "VmHWM") > 0
+        return False
+
     def take(self) -> int:
         """Bytes at the peak since the last call; 0 where the operating system does not tell."""
         peak = _kilobytes("/proc/self/status", "VmHWM")

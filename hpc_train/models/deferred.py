@@ -35,13 +35,15 @@ EMPTY = {
 # What neither reads nor writes a tensor's elements; __get__ and __set__ are those of properties.
 HARMLESS = {
     "__get__", "__set__", "__len__", "__hash__", "_make_subclass", "as_strided", "chunk",
-    "data_ptr", "detach", "diagonal", "dim", "element_size", "expand", "expand_as", "get_device",
+    "detach", "diagonal", "dim", "element_size", "expand", "expand_as", "get_device",
     "is_complex", "is_contiguous", "is_floating_point", "is_pinned", "is_same_size", "movedim",
     "narrow", "ndimension", "nelement", "numel", "permute", "register_hook", "requires_grad_",
     "select", "size", "split", "squeeze", "storage_offset", "stride", "swapaxes", "swapdims", "t",
-    "transpose", "unbind", "unsqueeze", "untyped_storage", "view_as",
+    "transpose", "unbind", "unsqueeze", "view_as",
 }  # fmt: skip
+ROW_MAJOR = torch.preserve_format, torch.contiguous_format
 VIEWS_OR_COPIES = {"contiguous", "flatten", "reshape", "unflatten", "view"}
+UNCHANGING = bool, int, float, complex, str, type(None), slice, type(...)
 WRITES = {
     "__setitem__", "add_", "bernoulli_", "cauchy_", "clamp_", "constant_", "div_", "erfinv_",
     "exp_", "exponential_", "fill_", "geometric_", "kaiming_normal_", "kaiming_uniform_",
@@ -179,14 +181,16 @@ class Deferring(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in WRITES and self._recorded(func, args, kwargs):
             return None if name == "__setitem__" else (args[0] if args else kwargs["tensor"])
-        if name == "clone" and _fills_memory(args[0]):
-            return self._clone(args[0])
+        if name == "clone" and kwargs.get("memory_format") in (None, *ROW_MAJOR):
+            source = args[0] if args else kwargs["input"]
+            if _has_own_memory(source):
+                return self._clone(source)
         if name in VIEWS_OR_COPIES:
             result = func(*args, **kwargs)
             if isinstance(result, Tensor) and self._blank_of(result) in found:
                 return result  # nothing was copied
         for at in found:
-            self.because[at] = name
+            self.because[at] = f"`{name}`"
             self._give_values(self.blanks.pop(at))
         return func(*args, **kwargs)
 
@@ -212,12 +216,17 @@ class Deferring(TorchFunctionMode):
         target: Tensor = args[0] if args else kwargs["tensor"]
         more = args[1:]
         at = self._blank_of(target)
-        others = tree_leaves((more, rest))
-        if not at or any(isinstance(other, (Tensor, torch.Generator)) for other in others):
+        # What is kept must not change later, and has to be the same text on all ranks.
+        if not at or not all(isinstance(other, UNCHANGING) for other in tree_leaves((more, rest))):
             return False
-        blank = self.blanks[at]
-        if target.dtype != blank.dtype:
+        blank, name = self.blanks[at], func.__name__
+        if target.dtype != blank.dtype or (name == "__setitem__" and not _basic(more[0])):
             return False
+        # A mistake of the model's code is an error here, on all ranks, and not when it is repeated.
+        if name == "__setitem__":
+            target[more[0]]
+        else:
+            func(target.new_zeros([min(2, size) for size in target.shape]), *more, **rest)
         self.drawn += 1
         blank.writes.append(
             Write(func, more, rest, StridedPlace.of(target), mix(self.seed, self.drawn))
@@ -237,23 +246,30 @@ class Deferring(TorchFunctionMode):
         _repeat(blank.writes, blank.flat())
 
     def recipes(self, model: nn.Module) -> dict[str, Recipe]:
-        """The recipes of the parameters without values, by their first names.
+        """The recipes of the parameters without values. Of several names, the first one is taken.
 
-        Buffers get their values.
+        Buffers and tensors elsewhere in the model get their values.
 
         Raises:
-            UserError: a tensor is never given values.
+            UserError: a parameter is never given values.
         """
-        for name, buffer in model.named_buffers():
-            if at := self._blank_of(buffer):
-                blank = self.blanks.pop(at)
-                _check_written(f"buffer {name}", blank.writes)
-                self._give_values(blank)
+        for tensor in [*model.buffers(), *_beside(model)]:
+            if at := self._blank_of(tensor):
+                self.because[at] = "an attribute of the model"
+                self._give_values(self.blanks.pop(at))
         found = {}
         for name, parameter in model.named_parameters():
             if at := self._blank_of(parameter.data):
                 blank = self.blanks[at]
-                _check_written(f"parameter {name}", blank.writes)
+                if not blank.writes:
+                    raise UserError(
+                        f"parameter {name} of the model is never given values",
+                        "fill it when the model is built, for instance with torch.nn.init",
+                    )
+                if parameter.nbytes < blank.storage.nbytes():  # one of several in this memory
+                    self.because[at] = "memory that several parameters share"
+                    self._give_values(self.blanks.pop(at))
+                    continue
                 elements = blank.storage.nbytes() // blank.dtype.itemsize
                 found[name] = Recipe(
                     elements, blank.dtype, blank.writes, StridedPlace.of(parameter)
@@ -270,26 +286,28 @@ class Deferring(TorchFunctionMode):
         mib = sum(p.nbytes for _, p in whole) / 2**20
         return (
             f"every rank built {mib:.1f} MiB of parameters whole, because "
-            + (f"`{why}` needs their values" if why else "they were made with their values")
+            + (f"{why} needs their values" if why else "they were made with their values")
             + f" (the largest is {name})"
         )
 
 
-def _check_written(what: str, writes: Sequence[Write]) -> None:
-    """Check that a tensor gets values.
-
-    Args:
-        what: the tensor, in words.
-        writes: what will be written to its memory.
-
-    Raises:
-        UserError: nothing will.
-    """
-    if not writes:
-        raise UserError(
-            f"{what} of the model is never given values",
-            "fill it when the model is built, for instance with torch.nn.init",
-        )
+def _beside(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors that a model has, but not as its parameters or buffers."""
+    seen = {id(module) for module in model.modules()}
+    modules = list(model.modules())
+    for module in modules:
+        known = ("_parameters", "_buffers", "_modules")
+        others = {key: value for key, value in vars(module).items() if key not in known}
+        own = {id(parameter) for parameter in module._parameters.values()}
+        for leaf in tree_leaves(others):
+            if isinstance(leaf, Tensor) and id(leaf) not in own:  # recurrent layers list their own
+                yield leaf
+            elif isinstance(leaf, nn.Module) and id(leaf) not in seen:
+                more = list(leaf.modules())
+                seen |= {id(one) for one in more}
+                modules += more
+                yield from leaf.parameters()
+                yield from leaf.buffers()
 
 
 def _basic(index: object) -> bool:
@@ -298,7 +316,7 @@ def _basic(index: object) -> bool:
     return all(one is None or one is ... or type(one) in (int, slice) for one in several)
 
 
-def _fills_memory(tensor: Tensor) -> bool:
+def _has_own_memory(tensor: Tensor) -> bool:
     """Whether a tensor is all of the memory that it lies in, and a copy has the same strides."""
     whole = tensor.nbytes == tensor.untyped_storage().nbytes()
     return whole and tensor.is_contiguous() and not tensor.storage_offset()
@@ -318,7 +336,7 @@ def deferred(
         The model, and in words which parameters have values already, and why.
 
     Raises:
-        UserError: a tensor is never given values, or `build` returns something else.
+        UserError: a parameter is never given values, or `build` returns something else.
     """
     usual, mode = torch.get_default_dtype(), Deferring(seed)
     torch.set_default_dtype(dtype)

@@ -266,6 +266,13 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
                 "how samples are added up",
                 "give data.micro_batch a number",
             )
+        compression = config.gradients.compression
+        if searched and compression != "none":
+            raise ConfigError(
+                f"data.micro_batch is auto, but gradients.compression is {compression}: trials "
+                "would leave parts of gradients behind",
+                "give data.micro_batch a number",
+            )
         at_a_time = 1 if searched else data.samples_at_a_time
         parts = cut(data.batch, grid.dp, grid.coordinate.dp, at_a_time)
         order = SampleOrder(samples, data.batch, seed=run.seed, shuffle=data.shuffle)

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from hpc_train.errors import UserError
 from hpc_train.host.allocator import return_freed_memory
 from hpc_train.host.memory import PeakMemory
+from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.schedules import size as size_text
 from hpc_train.planning.schedules import sizes_that_divide
@@ -52,7 +54,9 @@ class Need(NamedTuple):
         return self.rest + factor * self.activations
 
 
-def largest_that_fits(sizes: Sequence[int], needs: Callable[[int], Need]) -> tuple[int, float]:
+def largest_that_fits(
+    sizes: Sequence[int], needs: Callable[[int], Sequence[Need]]
+) -> tuple[int, float]:
     """The largest size that fits, and the share of the memory that it needs.
 
     Sizes are tried from the smallest to the largest. One is tried only if it would fit, judged by
@@ -60,25 +64,25 @@ def largest_that_fits(sizes: Sequence[int], needs: Callable[[int], Need]) -> tup
 
     Args:
         sizes: the smallest first. The first one is tried in any case.
-        needs: tries a size.
+        needs: tries a size. It returns what each rank needs.
     """
     best = sizes[0]
     need = needs(best)
     for size in sizes[1:]:
-        if need.of_size(size / best) > USED:
+        if max(one.of_size(size / best) for one in need) > USED:
             break
         tried = needs(size)
-        if tried.of_size(1) > USED:
+        if max(one.of_size(1) for one in tried) > USED:
             break
         best, need = size, tried
-    return best, need.of_size(1)
+    return best, max(one.of_size(1) for one in need)
 
 
 def find_micro_batch(
     runtime: Runtime,
     device: torch.device,
     sizes: Sequence[int],
-    step: Callable[[int], object],
+    step: Callable[[int], int],
     later: int,
 ) -> int:
     """The largest micro-batch whose step fits in the memory of all nodes, or GPUs. Collective.
@@ -87,23 +91,33 @@ def find_micro_batch(
         runtime: the job's runtime.
         device: the device that this rank computes on.
         sizes: the sizes to try, the smallest first.
-        step: computes the gradients of a step with micro-batches of a size, and forgets them.
+        step: computes the gradients of a step with micro-batches of a size, and forgets them. It
+            returns the bytes of the data that a real step has besides.
         later: bytes that this rank will allocate in its first real step.
+
+    Raises:
+        UserError: the operating system of a rank does not tell the peak of its memory.
     """
+    with agreed(runtime.world):
+        if device.type == "cpu" and not PeakMemory.can_be_measured():
+            raise UserError(
+                "data.micro_batch is auto, but the peak of memory cannot be measured here",
+                "give data.micro_batch a number",
+            )
     memory = _Memory(device)
     begin, free = memory.now(), free_memory_of(device)
     on_cpu = device.type == "cpu"
 
-    def needs(size: int) -> Need:
+    def needs(size: int) -> list[Need]:
         memory.peak()
-        step(size)
+        data = step(size)
         peak, rest = memory.peak(), memory.now()
-        mine = float(max(0, rest - begin) + later), float(max(0, peak - rest))
+        mine = float(max(0, rest - begin) + later + data), float(max(0, peak - rest))
         if on_cpu:  # the ranks of a node share its memory
             each = runtime.node.gathered(mine, "the memory of a trial")
             mine = sum(one for one, _ in each), sum(other for _, other in each)
         shares = mine[0] / max(1, free), mine[1] / max(1, free)
-        return Need(*max(runtime.world.gathered(shares, "the memory of a trial"), key=sum))
+        return [Need(*one) for one in runtime.world.gathered(shares, "the memory of a trial")]
 
     size, share = largest_that_fits(sizes, needs)
     if runtime.world.rank == 0:
@@ -120,21 +134,21 @@ class _Memory:
     """The memory that this rank uses of its device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.of_process = device, PeakMemory()
+        self.device = device
 
     def now(self) -> int:
         """Bytes in use, without those that could be given back."""
         if self.device.type == "cpu":
             return_freed_memory()
-            self.of_process.take()
-            return self.of_process.take()
+            self.peak()
+            return self.peak()
         used: int = getattr(torch, self.device.type).memory_allocated(self.device)
         return used
 
     def peak(self) -> int:
         """Bytes in use at the most since the last call."""
         if self.device.type == "cpu":
-            return self.of_process.take()
+            return PeakMemory().take()  # a new one looks anew at what is shared
         module = getattr(torch, self.device.type)
         most: int = module.max_memory_allocated(self.device)
         module.reset_peak_memory_stats(self.device)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
@@ -74,7 +75,7 @@ class Trainer:
         self.held_out = Reader(task.validation, lock)
         self.meter = Meter(config.data.batch, self.group.waiting, task.tokens_per_sample)
         self.memory = PeakMemory()
-        self._closed = False
+        self._closed = self._searched = False
 
     def close(self) -> None:
         """Release hooks, threads, shared memory and communicators. Collective.
@@ -116,7 +117,7 @@ class Trainer:
             self.checkpoints.claim = claim
             if self.config.run.preflight:
                 preflight(self.runtime, directory, self.device, self.assembly.state_bytes)
-            if self.config.data.micro_batch == "auto":
+            if self.config.data.micro_batch == "auto" and not self._searched:
                 self._find_micro_batch()
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
             if after >= self.plan.last:
@@ -145,15 +146,26 @@ class Trainer:
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         kept = OPTIMIZER_TENSORS[self.config.optimizer.name] * sum(p.nbytes for p in params)
         later = kept if self.config.memory.offload == "none" else 0
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self.model.train()
         size = find_micro_batch(self.runtime, self.device, sizes, self._try_step, later)
-        for buffer, before in buffers:
+        for module, name, buffer, before in buffers:  # a forward pass may have replaced them
             buffer.copy_(before)
+            module._buffers[name] = buffer
+        self._searched = True
         self._cut(size)
 
-    def _try_step(self, size: int) -> None:
-        """Compute gradients with micro-batches of a size, as many as are under way at once."""
+    def _try_step(self, size: int) -> int:
+        """Compute gradients with micro-batches of a size, as many as are under way at once.
+
+        Returns:
+            Bytes of the data that a real step has besides, which is read ahead.
+        """
         self._cut(size)
         few = enough(self.grid.pp, len(self.plan.parts))[-1]
         gpipe = self.config.parallel.schedule == "gpipe"  # holds all of them
@@ -168,6 +180,10 @@ class Trainer:
         self._backward(step)
         self.averager.average()
         self.averager.zero_grad()
+        read = sum(t.nbytes for t in tree_leaves(step) if isinstance(t, Tensor))
+        of_all = read * len(self.plan.parts) // len(parts)
+        ahead = self.config.data.prefetch if self.device.type == "cpu" else 0
+        return of_all * (1 + ahead) - read
 
     def _cut(self, size: int) -> None:
         """Cut this replica's samples into micro-batches."""

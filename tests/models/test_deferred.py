@@ -178,6 +178,68 @@ def test_a_function_that_builds_no_module_is_named():
         deferred(lambda: 3, torch.float32)
 
 
+class Elsewhere(nn.Module):
+    """Tensors that are neither parameters nor buffers, and parameters in one memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(3, 3)
+        nn.init.constant_(self.one.weight, 4.0)
+        self.alias = self.one.weight.data
+        self.plain = torch.empty(200).fill_(3)
+        self.hidden = [nn.Linear(2, 2)]
+        nn.init.constant_(self.hidden[0].weight, 5.0)
+        flat = torch.empty(8).fill_(6)
+        self.left, self.right = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+        self.register_buffer("scratch", torch.empty(3), persistent=False)
+        self.copied = nn.Parameter(torch.clone(input=self.one.bias.data))
+        state = {"weight": torch.full((3, 3), 7.0), "bias": torch.zeros(3)}
+        self.loaded = nn.Linear(3, 3)
+        self.loaded.load_state_dict(state)
+
+
+def test_tensors_elsewhere_in_the_model_have_their_values():
+    model, told = built(Elsewhere)
+    assert "needs their values" in told
+    values(model)
+    assert torch.equal(model.one.weight, torch.full((3, 3), 4.0))
+    assert torch.equal(model.alias, torch.full((3, 3), 4.0))
+    assert torch.equal(model.plain, torch.full((200,), 3.0))
+    assert torch.equal(model.hidden[0].weight, torch.full((2, 2), 5.0))
+    assert torch.equal(model.left, torch.full((4,), 6.0))
+    assert torch.equal(model.right, torch.full((4,), 6.0))
+    assert torch.equal(model.copied, model.one.bias)
+    assert torch.equal(model.loaded.weight, torch.full((3, 3), 7.0))
+
+
+def test_indices_that_change_later_do_not_change_the_values():
+    class Indexed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4).fill_(1))
+            rows = [0, 1]
+            with torch.no_grad():
+                self.weight[rows] = 5
+            rows[0] = 3
+
+    assert values(built(Indexed)[0]).weight.tolist() == [5, 5, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda p: nn.init.kaiming_uniform_(p), lambda p: p.__setitem__(99, 1.0)],
+)
+def test_mistakes_of_the_models_code_are_errors_when_it_is_built(wrong):
+    def build():
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.empty(5), requires_grad=False)
+        wrong(model.weight)
+        return model
+
+    with pytest.raises((ValueError, IndexError)):
+        built(build)
+
+
 def test_a_large_model_takes_no_memory():
     from hpc_train.host.memory import proportional_bytes
 

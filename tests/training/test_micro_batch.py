@@ -33,7 +33,7 @@ def test_the_largest_that_fits_is_found_without_a_trial_that_does_not(rest, of_s
 
     def needs(size):
         tried.append(rest + size * of_sample)
-        return Need(rest, size * of_sample)
+        return [Need(rest, size * of_sample), Need(rest / 2, size * of_sample / 3)]
 
     best, share = largest_that_fits(sizes, needs)
     fit = [size for size in sizes if rest + size * of_sample <= USED]
@@ -61,6 +61,22 @@ def test_a_node_with_little_memory_decides_for_all(job, together, reference, mon
     assert trainer.plan.parts[0].count == 1
     if job.world.rank == 0:
         check_equal(together / "run", reference)
+
+
+def test_a_node_with_more_activations_is_foreseen_though_another_needs_more_now():
+    tried = []
+
+    def needs(size):
+        tried.append(size)
+        return [Need(0.6, 0.01 * size), Need(0.0, 0.5 * size)]
+
+    assert largest_that_fits([1, 2, 4], needs)[0] == 1
+    assert tried == [1]
+
+
+def test_compressed_runs_need_a_number(tmp_path):
+    with pytest.raises(ConfigError, match=r"auto, but gradients\.compression is fp16"):
+        make(config(tmp_path, *AUTO, "--gradients.compression", "fp16"), Runtime(Group(), Group()))
 
 
 def test_deterministic_runs_need_a_number(tmp_path):
