@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,6 +17,8 @@ from hpc_train.errors import ConfigError
 from hpc_train.models.shape import Shape
 from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.schedules import micro_batching, size, sizes_that_divide
+
+Bytes = int | NDArray[np.int64]
 
 REMEDIES = 3  # number of remedies that are named
 MORE = "take more nodes, or fewer ranks on each"
@@ -38,34 +40,43 @@ class PlannedJob:
     node: NDArray[np.int64]
     on_cpu: bool = True
 
-    def needed(self) -> int:
-        """Bytes that the node needs that needs most, or on GPUs the rank that does.
+    def needs(self) -> NDArray[np.int64]:
+        """Bytes that each node needs, by its number; on GPUs what the rank needs that needs most.
 
         Libraries, and tensors that are held for a moment, are not counted.
         """
-        return self.layout.memory[1 if self.on_cpu else 0]
+        of_rank, of_nodes = self.layout.needs
+        return of_nodes if self.on_cpu else np.array([of_rank])
+
+    def needed(self) -> int:
+        """The most that a node needs, or on GPUs a rank, in bytes."""
+        return int(self.needs().max())
 
     @property
     def layout(self) -> Candidate:
         """The layout of the job."""
         return Candidate(self.config, self.shape, self.node)
 
-    def largest_micro_batch(self, room: int) -> int:
-        """The largest micro-batch with which the job needs no more than `room` bytes, or 1."""
+    def largest_micro_batch(self, room: Bytes) -> int:
+        """The largest micro-batch with which the job fits in `room`, or 1.
+
+        Args:
+            room: the most that it may need, for each number of `needs`.
+        """
         samples = self.config.data.batch // (self.config.parallel.dp or 1)
         larger = sizes_that_divide(samples)[1:]
-        fit = [n for n in larger if self._with_micro_batch(n).needed() <= room]
+        fit = [n for n in larger if (self._with_micro_batch(n).needs() <= room).all()]
         return max(fit, default=1)
 
     def _with_micro_batch(self, number: int) -> PlannedJob:
         data = replace(self.config.data, micro_batch=number)
         return replace(self, config=replace(self.config, data=data))
 
-    def leaner(self) -> Iterator[tuple[str, int]]:
-        """Keys that save memory, as options, each with what the job then needs. Cheap ones first.
+    def leaner(self) -> Iterator[tuple[str, PlannedJob]]:
+        """Keys that save memory, as options, each with the job that has them. Cheap ones first.
 
         Yields:
-            Options that the configuration does not have yet, and bytes as `needed` counts them.
+            Options that the configuration does not have yet, and the job.
         """
         memory = self.config.memory
         order: list[Recompute] = list(RECOMPUTED)
@@ -84,18 +95,18 @@ class PlannedJob:
                 job = replace(self, config=config)
                 if zero == memory.stage or job.layout.dividing.optimizing > 1:
                     text = " ".join(f"--{key} {value}" for key, value in keys.items())
-                    yield text, job.needed()
+                    yield text, job
 
-    def remedy(self, room: int) -> str:
-        """The cheapest keys with which the job needs no more than `room` bytes."""
+    def remedy(self, room: Bytes) -> str:
+        """The cheapest keys with which the job fits in `room`, as for `largest_micro_batch`."""
         found: list[str] = []
         number = self.largest_micro_batch(room)
         smaller = self._with_micro_batch(number)
-        if number < micro_batching(self.config)[0] and smaller.needed() <= room:
+        if number < micro_batching(self.config)[0] and (smaller.needs() <= room).all():
             found.append(f"--data.micro_batch {number} (needs {size(smaller.needed())})")
-        for text, needed in self.leaner():
-            if needed <= room:
-                found.append(f"{text} (needs {size(needed)})")
+        for text, job in self.leaner():
+            if (job.needs() <= room).all():
+                found.append(f"{text} (needs {size(job.needed())})")
         return f"give {', or '.join(found[:REMEDIES])}" if found else MORE
 
 
@@ -105,20 +116,22 @@ def _cost(zero: Zero, recompute: Recompute) -> float:
     return {0: 0.0, 1: 0.0, 2: 0.02, 3: 0.15}[zero] + again
 
 
-def check_fits(job: PlannedJob, free: int, where: str) -> None:
+def check_fits(job: PlannedJob, free: Bytes, where: Sequence[str]) -> None:
     """Check that a job fits in what is free.
 
     Args:
         job: the job.
-        free: bytes that the node, or the GPU, with least memory has left.
-        where: which one that is, in words.
+        free: bytes that are left, for each number of `PlannedJob.needs`.
+        where: the nodes, or the GPU with least memory, in words.
 
     Raises:
         ConfigError: it does not fit.
     """
-    needed = job.needed()
-    if needed > free:
+    needs = job.needs()
+    worst = int((needs - free).argmax())
+    needed, left = int(needs[worst]), int(np.broadcast_to(free, needs.shape)[worst])
+    if needed > left:
         raise ConfigError(
-            f"the training needs {size(needed)} of {where}, which has {size(free)} left",
+            f"the training needs {size(needed)} of {where[worst]}, which has {size(left)} left",
             job.remedy(free),
         )

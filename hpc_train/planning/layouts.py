@@ -87,9 +87,15 @@ class Candidate:
             bucket=config.gradients.bucket_bytes,
         )
 
-    @functools.cached_property
+    @property
     def memory(self) -> tuple[int, int]:
         """Bytes of the rank that needs most, and of the node that needs most."""
+        of_rank, of_nodes = self.needs
+        return of_rank, int(of_nodes.max())
+
+    @functools.cached_property
+    def needs(self) -> tuple[int, NDArray[np.int64]]:
+        """Bytes of the rank that needs most, and of each node, by its number."""
         parallel = self.config.parallel
         micro_batch: float
         micro_batch, number = micro_batching(self.config)
@@ -100,7 +106,8 @@ class Candidate:
         needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, self.dividing)
         of_rank = np.array([sum(need) for need in needs], dtype=float)[None, :, None]
         each = np.broadcast_to(of_rank, self.node.shape)
-        return round(of_rank.max()), round(np.bincount(self.node.ravel(), each.ravel()).max())
+        of_nodes = np.rint(np.bincount(self.node.ravel(), each.ravel()))
+        return round(of_rank.max()), of_nodes.astype(np.int64)
 
 
 @dataclass(frozen=True)

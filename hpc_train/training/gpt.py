@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import hpc_train
 from hpc_train.config import ModelSection, RunConfig
@@ -58,7 +60,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         shape = trained_shape(config.model, manifest)
         shape.check(division_of(config.parallel))
     job = job_of(config, shape, runtime)
-    free, where = least_free(job, runtime)
+    free, where = free_bytes_of(job, runtime)
     with agreed(group):
         if config.run.preflight:
             check_fits(job, free, where)
@@ -94,7 +96,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
     except (MemoryError, RuntimeError) as error:  # torch has no error of its own for processors
         if not out_of_memory(error):
             raise
-        room = round(job.needed() * LEANER)
+        room = np.rint(job.needs() * LEANER).astype(np.int64)
         raise HpcTrainError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
 
 
@@ -129,11 +131,17 @@ def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
     return PlannedJob(sized, shape, node, on_cpu)
 
 
-def least_free(job: PlannedJob, runtime: Runtime) -> tuple[int, str]:
-    """Bytes that are free on the node, or GPU, that has least, and which one. Collective."""
-    device = choose_device(runtime.node.rank)
-    here = runtime.world.host if job.on_cpu else f"a GPU of {runtime.world.host}"
-    return min(runtime.world.gathered((free_memory_of(device), here), "the free memory"))
+def free_bytes_of(job: PlannedJob, runtime: Runtime) -> tuple[NDArray[np.int64], Sequence[str]]:
+    """Bytes free on each node, or on the GPU that has least, and their names. Collective."""
+    mine = free_memory_of(choose_device(runtime.node.rank)), runtime.world.host
+    found = runtime.world.gathered(mine, "the free memory")
+    if not job.on_cpu:
+        free, host = min(found)
+        return np.array([free]), [f"a GPU of {host}"]
+    topology = discover(runtime.world, runtime.node)
+    of_nodes = dict(zip(topology.node, found, strict=True))
+    least = [of_nodes[number][0] for number in range(len(topology.hosts))]
+    return np.array(least), topology.hosts
 
 
 def out_of_memory(error: BaseException) -> bool:

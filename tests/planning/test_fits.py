@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from hpc_train.planning.model import planned_shape
 MODEL = "--model.vocab=256 --model.layers=8 --model.hidden=512 --model.heads=8 --data.batch=32"
 
 
+NODES = ("node0", "node1", "node2", "node3")
+
+
 def job(*options, nodes=4, ranks=2, **more) -> PlannedJob:
     config = load(None, [*MODEL.split(), f"--parallel.dp={nodes * ranks}", *options])
     node = np.repeat(np.arange(nodes), ranks).reshape(-1, 1, 1)
@@ -22,14 +26,14 @@ def job(*options, nodes=4, ranks=2, **more) -> PlannedJob:
 
 
 def test_a_job_that_fits_is_not_refused():
-    check_fits(job(), job().needed(), "node 1")
+    check_fits(job(), job().needed(), NODES)
 
 
 def test_the_remedies_fit_and_the_cheapest_comes_first():
     plain = job("--memory.zero=0")
     room = round(0.8 * plain.needed())
-    with pytest.raises(ConfigError, match="the training needs .* of node 1, which has") as caught:
-        check_fits(plain, room, "node 1")
+    with pytest.raises(ConfigError, match="the training needs .* of node0, which has") as caught:
+        check_fits(plain, room, NODES)
     options = re.findall(r"(--memory[^(]*) \(needs", caught.value.remedy)
     assert options[0] == "--memory.zero 1"
     for text in options:
@@ -45,6 +49,21 @@ def test_a_smaller_micro_batch_comes_first_if_it_is_enough():
     assert large.remedy(room).startswith(f"give --data.micro_batch {number} (needs ")
 
 
+def test_each_node_is_compared_with_what_it_has():
+    """A pipeline's first stage is the smallest, and so is its node's memory."""
+    config = ("--parallel.dp=1", "--parallel.pp=4", "--model.layers=11", "--memory.zero=0")
+    node = np.arange(4).reshape(1, 4, 1)
+    planned = replace(job(), config=load(None, [*MODEL.split(), *config]), node=node)
+    needs = planned.needs()
+    assert len(set(needs.tolist())) > 1
+    check_fits(planned, needs, NODES)
+    most = int(needs.argmax())
+    free = needs.copy()
+    free[most] -= 1 << 20
+    with pytest.raises(ConfigError, match=f"of {NODES[most]}, which has"):
+        check_fits(planned, free, NODES)
+
+
 def test_less_is_needed_the_more_is_divided():
     needed = [job(f"--memory.zero={zero}").needed() for zero in (0, 1, 2, 3)]
     assert needed == sorted(needed, reverse=True)
@@ -53,7 +72,7 @@ def test_less_is_needed_the_more_is_divided():
 
 def test_nothing_helps_a_job_that_is_far_too_large():
     with pytest.raises(ConfigError, match="take more nodes, or fewer ranks on each"):
-        check_fits(job(), 1 << 20, "node 1")
+        check_fits(job(), 1 << 20, NODES)
 
 
 def test_on_gpus_a_rank_counts_and_zero_is_no_remedy():
