@@ -52,7 +52,7 @@ def test_every_key_says_its_default_or_what_happens_without_one(texts):
         ("run.deterministic", "{true,false} Make repeated runs of one layout give the same bits. "
          "(default: false)"),
         ("parallel.schedule", "micro-batches. (default: 1f1b)"),
-        ("data.micro_batch", "By default it is batch / parallel.dp. (a whole number)"),
+        ("data.micro_batch", "found by trial. (a whole number or auto)"),
         ("checkpoint.include", "By default all are. (a list)"),
     ],
 )  # fmt: skip
