@@ -18,7 +18,7 @@ from hpc_train.models.shape import Shape
 from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.schedules import micro_batching, size, sizes_that_divide
 
-Bytes = int | NDArray[np.int64]
+BytesOfNodes = int | NDArray[np.int64]
 
 REMEDIES = 3  # number of remedies that are named
 MORE = "take more nodes, or fewer ranks on each"
@@ -57,7 +57,7 @@ class PlannedJob:
         """The layout of the job."""
         return Candidate(self.config, self.shape, self.node)
 
-    def largest_micro_batch(self, room: Bytes) -> int:
+    def largest_micro_batch(self, room: BytesOfNodes) -> int:
         """The largest micro-batch with which the job fits in `room`, or 1.
 
         Args:
@@ -97,7 +97,7 @@ class PlannedJob:
                     text = " ".join(f"--{key} {value}" for key, value in keys.items())
                     yield text, job
 
-    def remedy(self, room: Bytes) -> str:
+    def remedy(self, room: BytesOfNodes) -> str:
         """The cheapest keys with which the job fits in `room`, as for `largest_micro_batch`."""
         found: list[str] = []
         number = self.largest_micro_batch(room)
@@ -116,7 +116,7 @@ def _cost(zero: Zero, recompute: Recompute) -> float:
     return {0: 0.0, 1: 0.0, 2: 0.02, 3: 0.15}[zero] + again
 
 
-def check_fits(job: PlannedJob, free: Bytes, where: Sequence[str]) -> None:
+def check_fits(job: PlannedJob, free: BytesOfNodes, where: Sequence[str]) -> None:
     """Check that a job fits in what is free.
 
     Args:
