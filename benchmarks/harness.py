@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -190,6 +190,25 @@ def finish(
     print(line)
     if json_file:
         Path(json_file).write_text(line + "\n")
+
+
+def finish_parts(
+    name: str,
+    parts: Iterable[tuple[int, Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]]],
+    json_file: str | None,
+) -> None:
+    """Run the parts of a benchmark whose number is not 0, each of which returns ratios and medians.
+
+    Print the last line of all.
+    """
+    ratios: dict[str, float] = {}
+    middles: dict[str, float] = {}
+    for wanted, report in parts:
+        if wanted:
+            more, others = report()
+            ratios |= more
+            middles |= others
+    finish(name, ratios, middles, json_file)
 
 
 def machine() -> dict[str, Any]:

@@ -26,10 +26,8 @@ block. Its memory is counted as that of the states.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import itertools
-import json
 import os
 import socket
 import subprocess
@@ -47,6 +45,7 @@ from benchmarks import harness
 from hpc_train.config.file import load
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
+from hpc_train.host.allocator import return_freed_memory
 from hpc_train.host.memory import PeakMemory, proportional_bytes
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
@@ -190,7 +189,7 @@ def measure_state(way: str) -> float:
 def resident(group: Group) -> int:
     """Bytes of this process, without those that the C library could give back. Collective."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     group.barrier()
     found = proportional_bytes()
     group.barrier()
@@ -361,20 +360,14 @@ def main() -> None:
     if given.result:
         found = measure_state(given.way) if given.way else measure_links(given.links)
         if int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == 0:
-            Path(given.result).write_text(json.dumps(found))
+            harness.hand_back(given.result, found)
         return
-    ratios: dict[str, float] = {}
-    middles: dict[str, float] = {}
-    for wanted, report in (
+    parts = (
         (given.activations, report_activations),
         (given.states, report_states),
         (given.rounds, partial(report_links, given.rounds, given.mbit)),
-    ):
-        if wanted:
-            more, others = report()
-            ratios |= more
-            middles |= others
-    harness.finish("memory", ratios, middles, given.json)
+    )
+    harness.finish_parts("memory", parts, given.json)
 
 
 if __name__ == "__main__":

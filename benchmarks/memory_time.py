@@ -20,7 +20,6 @@ needs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -229,22 +228,16 @@ def main() -> None:
     if given.measure:
         found = measure_pipelines()
         if int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == 0:
-            Path(given.result).write_text(json.dumps(found))
+            harness.hand_back(given.result, found)
         return
     torch.set_num_threads(1)
     keep_freed_memory()
-    ratios: dict[str, float] = {}
-    middles: dict[str, float] = {}
-    for wanted, report in (
+    parts = (
         (given.rounds, partial(report_recomputation, given.rounds)),
         (given.offload, partial(report_offload, max(4, given.rounds), given.folder)),
         (given.pipelines, partial(report_pipelines, given.mbit)),
-    ):
-        if wanted:
-            more, others = report()
-            ratios |= more
-            middles |= others
-    harness.finish("memory_time", ratios, middles, given.json)
+    )
+    harness.finish_parts("memory_time", parts, given.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.state import broadcast_state
 from hpc_train.host.allocator import keep_freed_memory
 from hpc_train.models.deferred import forget_recipes
-from hpc_train.models.initial import InitialValues
 from hpc_train.mpi import runtime
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
@@ -191,29 +190,40 @@ def average_gradients(
     else:
         averager = mpi_averager(model, optimizer, levels, options)
     if options.values is not None:
-        _fill_rest(model, averager, options.values, levels)
+        _fill_rest(model, averager, options, levels)
+        forget_recipes(model)
     if levels is not given:
         averager.at_close.append(levels.close)
     return averager
 
 
 def _fill_rest(
-    model: nn.Module, averager: GradientAverager, values: InitialValues, levels: Levels
+    model: nn.Module, averager: GradientAverager, options: AveragingOptions, levels: Levels
 ) -> None:
-    """Fill the parameters that the averager has not moved elsewhere, and so has not filled."""
+    """Fill the parameters that the averager has not moved elsewhere, and so has not filled.
+
+    Then all nodes get the same bits. Collective.
+    """
     from hpc_train.gradients.zero import ShardedAverager
 
+    assert options.values is not None
     shared = averager.shared if isinstance(averager, ShardedAverager) else ()
     with agreed(levels.whole):
         for parameter in model.parameters():
             if parameter not in shared:
-                values.fill(parameter, parameter.data)
-    if levels.nodes > 1:  # their processors may round otherwise
-        collectives = connect(levels.whole)
-        for parameter in model.parameters():
-            if parameter not in shared:
-                collectives.broadcast_(parameter.data)
-    forget_recipes(model)
+                options.values.fill(parameter, parameter.data)
+    if levels.nodes == 1:
+        return
+    # Processors of other nodes may round otherwise. Parameters that are divided over nodes need
+    # nothing, because each step gathers them.
+    everyone = connect(levels.whole)
+    between = connect(levels.cross) if levels.node.rank == 0 else None
+    for parameter in model.parameters():
+        if parameter not in shared:
+            everyone.broadcast_(parameter.data)
+        elif options.scope == "node" and between is not None:
+            between.broadcast_(parameter.data)
+    levels.node.barrier()
 
 
 def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object) -> None:

@@ -61,7 +61,7 @@ class Turns:
 
 
 def usual_size(sizes: Sequence[int]) -> int:
-    """The size that half of all bytes lie in buckets of at most this size.
+    """The smallest size for which buckets up to this size have half of all bytes.
 
     A few large buckets do not raise it, as they raise the mean. Many small ones do not lower it, as
     they lower the median: each stage of a model may end with one.

@@ -28,7 +28,7 @@ from hpc_train.seeds import mix
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-RECIPES = "_recipes"  # the attribute of a model that has its recipes
+RECIPES = "_hpc_train_recipes"  # the attribute of a model that has its recipes
 EMPTY = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
@@ -62,7 +62,7 @@ class StridedPlace:
 
     @classmethod
     def of(cls, tensor: Tensor) -> StridedPlace:
-        """That of a tensor."""
+        """The place of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def of_memory(self, flat: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class Deferring(TorchFunctionMode):
 
     Attributes:
         blanks: the memory without values, by address.
-        because: what has made a tensor get its values, by the address of its memory.
+        because: why tensors got their values at once, by the address of their memory.
     """
 
     def __init__(self, seed: int) -> None:
@@ -190,7 +190,7 @@ class Deferring(TorchFunctionMode):
             if isinstance(result, Tensor) and self._blank_of(result) in found:
                 return result  # nothing was copied
         for at in found:
-            self.because[at] = f"`{name}`"
+            self.because[at] = f"`{name}` needs their values"
             self._give_values(self.blanks.pop(at))
         return func(*args, **kwargs)
 
@@ -255,7 +255,7 @@ class Deferring(TorchFunctionMode):
         """
         for tensor in [*model.buffers(), *_beside(model)]:
             if at := self._blank_of(tensor):
-                self.because[at] = "an attribute of the model"
+                self.because[at] = "an attribute of the model has them, too"
                 self._give_values(self.blanks.pop(at))
         found = {}
         for name, parameter in model.named_parameters():
@@ -267,7 +267,7 @@ class Deferring(TorchFunctionMode):
                         "fill it when the model is built, for instance with torch.nn.init",
                     )
                 if parameter.nbytes < blank.storage.nbytes():  # one of several in this memory
-                    self.because[at] = "memory that several parameters share"
+                    self.because[at] = "several of them lie in one tensor"
                     self._give_values(self.blanks.pop(at))
                     continue
                 elements = blank.storage.nbytes() // blank.dtype.itemsize
@@ -282,12 +282,11 @@ class Deferring(TorchFunctionMode):
         if not whole:
             return ""
         name, parameter = max(whole, key=lambda one: one[1].nbytes)
-        why = self.because.get(parameter.untyped_storage().data_ptr())
+        at, made = parameter.untyped_storage().data_ptr(), "they were made with their values"
         mib = sum(p.nbytes for _, p in whole) / 2**20
         return (
             f"every rank built {mib:.1f} MiB of parameters whole, because "
-            + (f"{why} needs their values" if why else "they were made with their values")
-            + f" (the largest is {name})"
+            f"{self.because.get(at, made)} (the largest is {name})"
         )
 
 
@@ -354,7 +353,7 @@ def deferred(
     return model, mode.describe_whole(model)
 
 
-def recipes_of(model: nn.Module) -> dict[str, Recipe]:
+def recipes_of(model: object) -> dict[str, Recipe]:
     """The recipes of a model's parameters that have no values yet, by name in the whole model."""
     return getattr(model, RECIPES, {})
 

@@ -123,21 +123,12 @@ class RecordedValues(InitialValues):
         model, names, specs: as for `InitialValues`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        names: Mapping[str, str] | None = None,
-        specs: Mapping[str, SliceSpec] | None = None,
-    ) -> None:
-        super().__init__(model, names, specs)
-        self._recipes = recipes_of(model)
-
     def fill(self, parameter: Parameter, into: Tensor, first: int = 0) -> None:
-        """Write rows of a parameter. Those that it has already are copied."""
+        """Write rows of a parameter. A parameter that has its values already is copied."""
         name, spec = self._known[parameter]
-        mine = parameter.detach()
-        if name in self._recipes:
-            mine = self._recipes[name].make()
+        mine, recipe = parameter.detach(), recipes_of(self.model).get(name)
+        if recipe is not None:
+            mine = recipe.make()
             if mine.dim():
                 mine = mine.narrow(spec.dim, spec.start, spec.stop - spec.start)
         into.copy_(mine[first : first + len(into)] if mine.dim() else mine)
@@ -146,8 +137,8 @@ class RecordedValues(InitialValues):
 def values_of(
     model: nn.Module, names: Mapping[str, str], specs: Mapping[str, SliceSpec]
 ) -> InitialValues:
-    """What makes the initial values of a model that has none yet. As for `InitialValues`."""
-    kind = InitialValues if hasattr(model, "initial") else RecordedValues
+    """The initial values of a model that has none yet. Arguments are as for `InitialValues`."""
+    kind = InitialValues if hasattr(model, "initial_seed") else RecordedValues
     return kind(model, names, specs)
 
 

@@ -53,8 +53,7 @@ class TrainingTask:
             removed. The model needs an attribute `tensor_plan` if tp is above 1, and `stages` if pp
             is above 1 (docs/how-to/parallel.md). If it has a method `seed_samples`, that is called
             before each forward pass with one integer per sample, for masks that do not depend on
-            the layout. torch's generator is seeded for each
-            micro-batch too.
+            the layout. torch's generator is seeded for each micro-batch, too.
         dataset: any map-style data set of torch, or one with `fetch` (see `Loader`).
         loss: a function of the model and a batch. It returns the mean over the batch's samples, a
             scalar. The batch is as the data set returned it, on the model's device. By default the
@@ -64,12 +63,12 @@ class TrainingTask:
             and the same `sample_order_identity`.
         about: plain JSON values that readers of a checkpoint need to use the model.
         tokens_per_sample: tokens in each sample, to report tokens per second; 0 reports none.
-        most_at_a_time: the largest number of samples that `data.micro_batch: auto` tries to compute
-            at a time; None: all samples of a replica.
         private_parameters: whether parameters are read only by the modules that have them, and
             written only by the optimizer's step, once the Trainer is made. Then `memory.zero: auto`
             may share them between ranks, and they are brought to a module just before it runs. If a
             model, a loss or a hook wrote to shared parameters, each of the ranks would do so.
+        most_at_a_time: the largest number of samples that `data.micro_batch: auto` tries to compute
+            at a time; None: all samples of a replica.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -79,8 +78,8 @@ class TrainingTask:
     identity: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] | None = None
     tokens_per_sample: int = 0
-    most_at_a_time: int | None = None
     private_parameters: bool = False
+    most_at_a_time: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

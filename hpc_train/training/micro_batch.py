@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from hpc_train.errors import UserError
 from hpc_train.host.allocator import return_freed_memory
@@ -128,6 +130,21 @@ def find_micro_batch(
             size, sizes[-1], 100 * share, whose, size_text(free),
         )  # fmt: skip
     return size
+
+
+@contextmanager
+def same_buffers_after(model: nn.Module) -> Iterator[None]:
+    """A context after which a model has the buffers that it had before, with their values."""
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    for module, name, buffer, before in buffers:  # a forward pass may have replaced them
+        buffer.copy_(before)
+        module._buffers[name] = buffer
 
 
 class _Memory:

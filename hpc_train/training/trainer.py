@@ -39,7 +39,11 @@ from hpc_train.training.assemble import TrainingTask, assemble
 from hpc_train.training.device import seed
 from hpc_train.training.evaluation import HELD_OUT
 from hpc_train.training.learning_rate import learning_rate
-from hpc_train.training.micro_batch import find_micro_batch, sizes_to_try
+from hpc_train.training.micro_batch import (
+    find_micro_batch,
+    same_buffers_after,
+    sizes_to_try,
+)
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.steps import guarded_steps
 
@@ -146,17 +150,9 @@ class Trainer:
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         kept = OPTIMIZER_TENSORS[self.config.optimizer.name] * sum(p.nbytes for p in params)
         later = kept if self.config.memory.offload == "none" else 0
-        buffers = [
-            (module, name, buffer, buffer.clone())
-            for module in self.model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
         self.model.train()
-        size = find_micro_batch(self.runtime, self.device, sizes, self._try_step, later)
-        for module, name, buffer, before in buffers:  # a forward pass may have replaced them
-            buffer.copy_(before)
-            module._buffers[name] = buffer
+        with same_buffers_after(self.model):
+            size = find_micro_batch(self.runtime, self.device, sizes, self._try_step, later)
         self._searched = True
         self._cut(size)
 

@@ -1,4 +1,4 @@
-"""Run hpc-train as one of a host's ranks, all of which share a limit of memory.
+"""Run hpc-train with a limit of memory that all ranks of a host share.
 
     python -m tests.cluster.limited TOKEN LIMIT_MB ARGUMENT ...
 

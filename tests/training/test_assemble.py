@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hpc_train.errors import UserError
+from hpc_train.models.deferred import Recipe
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.assemble import TrainingTask
@@ -83,6 +84,24 @@ def test_the_values_are_the_same_on_every_layout(job, together, reference, optio
     make(config(together / "run", *options), job, Regression).train()
     if job.world.rank == 0:
         check_equal(together / "run", reference)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("options", [["--memory.zero", "0"], ["--memory.zero", "1"]])
+def test_nodes_whose_processors_round_otherwise_begin_alike(job, together, monkeypatch, options):
+    """Two nodes of two ranks. The second one makes other values."""
+    node = job.world.split(job.world.rank // 2, job.world.rank)
+    usual = Recipe.make
+
+    def rounded(recipe):
+        return usual(recipe) + (job.world.rank // 2) * 1e-9
+
+    monkeypatch.setattr(Recipe, "make", rounded)
+    settings = config(together / "run", *options, "--memory.scope", "node")
+    with make(settings, Runtime(job.world, node), Regression) as trainer:
+        sums = [float(p.detach().double().sum()) for p in trainer.model.parameters()]
+        assert len({tuple(one) for one in job.world.gathered(sums)}) == 1
+    node.close()
 
 
 @pytest.mark.mpi
