@@ -128,11 +128,16 @@ class DataSection:
     micro_batch: int | Literal["auto"] | None = None
     """Samples that a rank computes at a time. By default it is batch / parallel.dp. auto takes the
     largest number that fits in memory, found by trial."""
-    shuffle: bool = True
-    """Whether every epoch has a new order of the samples, the same on every layout."""
+    shuffle: bool | Literal["full"] = True
+    """Whether every epoch has a new order of the samples, the same on every layout. Samples of
+    shards are shuffled by blocks, and within windows of a million samples; full takes each sample
+    from anywhere, which reads shards larger than memory slowly."""
     validation_every: int = 0
     """Number of steps between two passes over the held-out split. With 0 there is one at the end
     only."""
+    validation_batches: int = 0
+    """Number of batches of held-out samples in a pass, evenly spread over the split. 0 takes the
+    whole split."""
     prefetch: int = 2
     """Number of batches that a thread reads ahead. 0 reads each batch in its step."""
     workers: int = 0
@@ -140,7 +145,8 @@ class DataSection:
     started."""
 
     def __post_init__(self) -> None:
-        at_least(self, "data", batch=1, validation_every=0, prefetch=0, workers=0)
+        at_least(self, "data", batch=1, validation_every=0, validation_batches=0)
+        at_least(self, "data", prefetch=0, workers=0)
         if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
             raise ConfigError(f"data.micro_batch is {self.micro_batch!r}", "give a number, or auto")
         if self.micro_batch != "auto":

@@ -1,8 +1,8 @@
 """Check that a data folder matches its manifest, without torch and without an HDF5 library.
 
 `check_shards` is cheap and runs whenever a folder is opened. It compares each file's size, and
-looks in the bytes around the tokens for the HDF5 fields that describe these tokens. `damage` reads
-all tokens. Nothing parses HDF5, because the HDF5 library ends the process at some damaged files.
+looks in the bytes before the data for the HDF5 fields that describe it. `damage` reads everything.
+Nothing parses HDF5, because the HDF5 library ends the process at some damaged files.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import xxhash
+import numpy as np
 
 from hpc_train import files
-from hpc_train.data.manifest import PREPARE_AGAIN, TOKEN_BYTES, Manifest, Shard
+from hpc_train.data.blocks import block_hashes, damaged_block, ends_early, read_table
+from hpc_train.data.manifest import BLOCK_BYTES, PREPARE_AGAIN, TOKEN_BYTES, Manifest, Shard
 from hpc_train.errors import DataError
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
-AROUND_BYTES = 1 << 20  # most bytes before the tokens, and behind them; HDF5 takes some KiB
-PIECE_BYTES = 8 << 20
+BEFORE_BYTES = 1 << 20  # most bytes before the data; HDF5 takes some KiB
+PIECE_BYTES = 8 << 20  # a multiple of BLOCK_BYTES
 
 
 def every_shard(manifest: Manifest) -> list[Shard]:
@@ -62,19 +63,17 @@ def check_shard(path: Path, shard: Shard, dtype: str) -> None:
                 f"shard {path} has {found.st_size} bytes, its manifest says {shard.file_bytes}",
                 PREPARE_AGAIN,
             )
-        end = shard.offset + shard.nbytes(dtype)
-        if max(shard.offset, shard.file_bytes - end) > AROUND_BYTES:
+        begin = min(offset for offset, nbytes in shard.extents(dtype).values() if nbytes)
+        if begin > BEFORE_BYTES:
             raise _foreign(path)
-        before = files.read_at(descriptor, shard.offset, 0)
-        behind = files.read_at(descriptor, shard.file_bytes - end, end)
+        before = files.read_at(descriptor, begin, 0)
     except OSError as error:
         raise DataError(f"shard {path}: {error.strerror}", "check the file system") from None
     finally:
         os.close(descriptor)
     if not before.startswith(SIGNATURE):
         raise DataError(f"shard {path} is damaged (it is not an HDF5 file)", PREPARE_AGAIN)
-    around = before + behind
-    if not all(re.search(label, around, re.DOTALL) for label in _labels(shard, dtype)):
+    if not all(re.search(label, before, re.DOTALL) for label in _labels(shard, dtype)):
         raise _foreign(path)
 
 
@@ -92,18 +91,22 @@ def _foreign(path: Path) -> DataError:
 
 
 def _labels(shard: Shard, dtype: str) -> list[bytes]:
-    """Regular expressions for what an HDF5 file with these tokens holds around them.
+    """Regular expressions for what an HDF5 file with this data holds before it.
 
-    The fields are those of the HDF5 file format specification, IV.A.2: a fixed-point datatype
-    (class 0, little-endian, unsigned) and a contiguous layout (class 1, address, size), each
-    with its version before it. The hash is an attribute, which is text.
+    The fields are those of the HDF5 file format specification, IV.A.2: fixed-point datatypes
+    (class 0, little-endian) and contiguous layouts (class 1, address, size), each with its version
+    before it. The hash is an attribute, which is text.
     """
     size = TOKEN_BYTES[dtype]
     kind = size.to_bytes(4, "little") + bytes(2) + (8 * size).to_bytes(2, "little")
-    place = shard.offset.to_bytes(8, "little") + shard.nbytes(dtype).to_bytes(8, "little")
+    places = [
+        begin.to_bytes(8, "little") + nbytes.to_bytes(8, "little")
+        for begin, nbytes in shard.extents(dtype).values()
+        if nbytes
+    ]
     return [
         rb"[\x10\x20\x30\x40]\0\0\0" + re.escape(kind),
-        rb"[\x03\x04]\x01" + re.escape(place),
+        *(rb"[\x03\x04]\x01" + re.escape(place) for place in places),
         re.escape(shard.hash.encode()),
     ]
 
@@ -111,34 +114,50 @@ def _labels(shard: Shard, dtype: str) -> list[bytes]:
 def damage(
     path: Path, shard: Shard, dtype: str, tell: Callable[[int], None] = lambda count: None
 ) -> str | None:
-    """Read all tokens of a shard and compare their hash. Takes 8 MiB of memory.
+    """Read all blocks of a shard and compare their hashes. Takes 8 MiB of memory.
 
     Args:
         path: the shard's file.
         shard: the manifest's entry for it.
         dtype: the tokens' type.
-        tell: is called after each piece with the piece's number of bytes.
+        tell: is called after each piece of tokens with the piece's number of bytes.
 
     Returns:
         What is wrong with the shard, in words; None if nothing is.
     """
     try:
         check_shard(path, shard, dtype)
-        found = xxhash.xxh3_128()
-        begin, end = shard.offset, shard.offset + shard.nbytes(dtype)
         with files.opened(path) as descriptor:
-            piece = memoryview(bytearray(min(PIECE_BYTES, end - begin)))
-            while begin < end:
-                part = piece[: end - begin]
-                if files.read_into(descriptor, part, begin) < len(part):
-                    return f"shard {path} ends early"
-                found.update(part)
-                begin += len(part)
-                tell(len(part))
+            table = read_table(descriptor, path, shard, dtype)
+            extents = shard.extents(dtype)
+            for name in ("tokens", "documents"):
+                begin, nbytes = extents[name]
+                blocks = -(-nbytes // BLOCK_BYTES)
+                _compare(descriptor, path, name, (begin, nbytes), table[:blocks], tell)
+                table, tell = table[blocks:], lambda count: None
     except DataError as error:
         return error.cause
     except OSError as error:
         return f"shard {path}: {error.strerror}"
-    if found.hexdigest() != shard.hash:
-        return f"shard {path} is damaged: its tokens do not have the hash {shard.hash}"
     return None
+
+
+def _compare(
+    descriptor: int,
+    path: Path,
+    name: str,
+    extent: tuple[int, int],
+    table: np.ndarray,
+    tell: Callable[[int], None],
+) -> None:
+    begin, nbytes = extent
+    piece = memoryview(bytearray(min(PIECE_BYTES, nbytes)))
+    for done in range(0, nbytes, PIECE_BYTES):
+        part = piece[: nbytes - done]
+        if files.read_into(descriptor, part, begin + done) < len(part):
+            raise ends_early(path)
+        found, first = block_hashes(part), done // BLOCK_BYTES
+        wrong = np.flatnonzero(found != table[first : first + len(found)])
+        if wrong.size:
+            raise damaged_block(path, name, first + int(wrong[0]))
+        tell(len(part))

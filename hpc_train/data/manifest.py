@@ -17,39 +17,60 @@ from typing import Any
 from hpc_train.errors import DataError
 
 FILE_NAME = "manifest.json"
-FORMAT = "hpc_train.tokens/1"
+FORMAT = "hpc_train.tokens/2"
 PREPARE_AGAIN = "run `hpc-train prepare` again into a new folder"
 SPLITS = ("train", "validation")
 # The types of tokens, and the bytes of one token. No other types are read: a file could otherwise
 # ask for Python objects, whose bytes are addresses in this process's memory.
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
+BLOCK_BYTES = 1 << 18  # bytes that one hash is of
 LARGEST_SIZE = 1 << 62  # limit of sizes and their sums, so that they fit into 64 bits
-FILE_BYTES = 1 << 28  # largest manifest; one has some 200 bytes per shard
+FILE_BYTES = 1 << 28  # largest manifest; one has some 300 bytes per shard
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a file in the folder itself
 HASH = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One HDF5 file with one contiguous, uncompressed dataset `tokens`.
+    """One HDF5 file with contiguous, uncompressed datasets: `tokens`, `documents` and `hashes`.
+
+    Offsets are positions in the file, in bytes.
 
     Args:
         name: file name in the data folder.
         file_bytes: size of the whole file.
         tokens: number of tokens.
-        offset: position of the first token in the file, in bytes.
-        hash: xxh3-128 of the tokens' bytes, hexadecimal.
+        offset: offset of the first token.
+        documents: number of documents that begin in the shard. The dataset `documents` has the
+            position of the first token of each, int64.
+        documents_offset: offset of `documents`; 0 if no document begins here.
+        hashes_offset: offset of `hashes`. It has the xxh3-64 of each block of BLOCK_BYTES, uint64:
+            first the blocks of tokens, then those of documents. Last blocks may be shorter.
+        hash: xxh3-128 of the bytes of `hashes`, hexadecimal.
     """
 
     name: str
     file_bytes: int
     tokens: int
     offset: int
+    documents: int
+    documents_offset: int
+    hashes_offset: int
     hash: str
 
     def nbytes(self, dtype: str) -> int:
         """Size of the tokens in bytes, if their type is `dtype`."""
         return self.tokens * TOKEN_BYTES[dtype]
+
+    def extents(self, dtype: str) -> dict[str, tuple[int, int]]:
+        """The offset and the size in bytes of each dataset, if the tokens' type is `dtype`."""
+        tokens, documents = self.nbytes(dtype), 8 * self.documents
+        blocks = -(-tokens // BLOCK_BYTES) + -(-documents // BLOCK_BYTES)
+        return {
+            "tokens": (self.offset, tokens),
+            "documents": (self.documents_offset, documents),
+            "hashes": (self.hashes_offset, 8 * blocks),
+        }
 
 
 @dataclass(frozen=True)
@@ -146,11 +167,12 @@ def _shard(what: str, tree: Any, dtype: str) -> Shard:
     _check_keys(what, tree, [field.name for field in fields(Shard)])
     _check_text(f"{what}: name", tree["name"], PLAIN_NAME, "a plain file name")
     _check_text(f"{what}: hash", tree["hash"], HASH, "32 hexadecimal digits")
-    for key, least in (("file_bytes", 0), ("tokens", 1), ("offset", 0)):
-        _check_number(f"{what}: {key}", tree[key], least, LARGEST_SIZE)
+    for key in ("file_bytes", "tokens", "offset", "documents", "documents_offset", "hashes_offset"):
+        _check_number(f"{what}: {key}", tree[key], 1 if key == "tokens" else 0, LARGEST_SIZE)
     shard = Shard(**tree)
-    if shard.offset + shard.nbytes(dtype) > shard.file_bytes:
-        raise ValueError(f"{what}: its tokens end behind the end of the file")
+    for name, (offset, nbytes) in shard.extents(dtype).items():
+        if offset + nbytes > shard.file_bytes:
+            raise ValueError(f"{what}: its {name} end behind the end of the file")
     return shard
 
 

@@ -4,18 +4,22 @@ An epoch's order is a pseudo-random permutation. Each value of it is computed wh
 a Feistel network over the smallest power of four that holds all samples. The network is applied
 again while its result is not a sample. So no table is kept, and resuming anywhere costs nothing.
 The method is from Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002).
+`SampleOrder` says how blocks of samples are shuffled.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from hpc_train.errors import ConfigError
+from hpc_train.seeds import mix
 
 FEISTEL_ROUNDS = 8
+WINDOW = 1 << 20  # number of samples that are shuffled together where blocks are shuffled
 POSITIONS_AT_ONCE = 512  # number of positions that are permuted together
 Words = npt.NDArray[np.uint64]
 
@@ -65,18 +69,27 @@ class SampleOrder:
     Steps are counted from 1. An epoch consists of whole batches, and leaves out the samples that
     do not fill one. With shuffling these are other samples in each epoch.
 
+    A full shuffle takes every sample from anywhere. A data set that is stored in blocks is shuffled
+    so that a block is read by few ranks, and only for a while: an epoch permutes the blocks, cuts
+    them into windows of WINDOW samples, and permutes the samples of each window. A step's samples
+    are then sorted, so a rank, whose share of every batch lies at the same place, has to do with
+    the same blocks for a whole window. With at most WINDOW samples this is a full shuffle, too.
+
     Args:
         samples: number of samples in the data set.
         batch: number of samples per step over the whole job.
         seed: seed of the shuffling.
         shuffle: whether each epoch has a permutation of its own; if not, all epochs have the data
             set's order.
+        block: number of consecutive samples that are stored together; 1 gives a full shuffle.
 
     Raises:
         ConfigError: the data set has fewer samples than a batch.
     """
 
-    def __init__(self, samples: int, batch: int, *, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self, samples: int, batch: int, *, seed: int = 0, shuffle: bool = True, block: int = 1
+    ) -> None:
         if samples < batch:
             raise ConfigError(
                 f"a batch has {batch} samples, and the data set has {samples}",
@@ -86,9 +99,26 @@ class SampleOrder:
         self.batch = batch
         self.seed = seed
         self.shuffle = shuffle
+        self.block = min(block, samples)
         self.steps_per_epoch = samples // batch
         # Maps (first, count) to the first of the steps computed together, and to their indices.
         self._ahead: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
+
+    @classmethod
+    def of(
+        cls, dataset: Any, batch: int, *, seed: int = 0, shuffle: bool | Literal["full"] = True
+    ) -> SampleOrder:
+        """The order for a data set, by blocks if it has an attribute `samples_per_block`.
+
+        With shuffle "full" that attribute does not count.
+        """
+        block = 1 if shuffle == "full" else getattr(dataset, "samples_per_block", 1)
+        return cls(len(dataset), batch, seed=seed, shuffle=bool(shuffle), block=block)
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What decides the order besides seed, batch, shuffle, and number of samples."""
+        return {"samples per block": self.block} if self.shuffle and self.block > 1 else {}
 
     def epoch(self, step: int) -> int:
         """The epoch that a step belongs to, from 0."""
@@ -96,6 +126,11 @@ class SampleOrder:
 
     def indices(self, step: int, first: int, count: int) -> np.ndarray:
         """Indices in the data set, int64 (count,), of the samples from `first` on of a batch."""
+        if self.shuffle and self.block > 1:  # only the whole batch can be sorted
+            return self._computed(step, 0, self.batch)[first : first + count]
+        return self._computed(step, first, count)
+
+    def _computed(self, step: int, first: int, count: int) -> np.ndarray:
         since, ahead = self._ahead.get((first, count), (step, np.empty((0, count), np.int64)))
         if not 0 <= step - since < len(ahead):
             since, ahead = step, self._steps(step, first, count)
@@ -114,4 +149,28 @@ class SampleOrder:
         positions = begins[:, None] + np.arange(count, dtype=np.int64)
         if not self.shuffle:
             return positions
-        return Permutation(self.samples, self.seed, self.epoch(step))(positions)
+        if self.block == 1:
+            return Permutation(self.samples, self.seed, self.epoch(step))(positions)
+        return np.sort(self._in_windows(positions, self.epoch(step)), axis=1)
+
+    def _in_windows(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """The samples at some positions of an epoch: a permutation, of the same shape.
+
+        Blocks are permuted, but for the samples behind the last whole block. These come behind a
+        number of blocks that is another one in each epoch.
+        """
+        blocks, tail = divmod(self.samples, self.block)
+        whole = blocks * self.block
+        found = positions.copy()
+        windows = positions // WINDOW
+        for window in np.unique(windows):
+            begin = int(window) * WINDOW
+            size = min(WINDOW, self.samples - begin)
+            inside = windows == window
+            seed = mix(self.seed, int(window))
+            found[inside] = begin + Permutation(size, seed, epoch)(positions[inside] - begin)
+        tail_at = mix(self.seed, epoch) % (blocks + 1) * self.block
+        in_tail = (found >= tail_at) & (found < tail_at + tail)
+        found = np.where(in_tail, found - tail_at, found - np.where(found < tail_at, 0, tail))
+        block = Permutation(blocks, self.seed, epoch)(found // self.block)
+        return np.where(in_tail, whole + found, block * self.block + found % self.block)

@@ -1,31 +1,57 @@
-"""Samples of tokens, read from the shards of a data folder."""
+"""Samples of tokens, read from the shards of a data folder.
+
+Each block is verified when this process first needs it, and whenever its file has changed since.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from hpc_train import files
-from hpc_train.data.manifest import PREPARE_AGAIN, Manifest
+from hpc_train.data.blocks import damaged_block, ends_early, read_table
+from hpc_train.data.manifest import BLOCK_BYTES, PREPARE_AGAIN, Manifest
 from hpc_train.errors import DataError
 
-MAX_OPEN_FILES = 128
+READERS = 8  # threads that read together where the storage is slow
+SLOW_SECONDS = 2e-4  # seconds per read from which on threads pay: a disk's, not the page cache's
+Identity = tuple[int, int, int, int]
+
+
+def most_open_files() -> int:
+    """Number of shards that a process keeps open: a quarter of the files that it may open."""
+    return max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+
+
+@dataclass
+class _Open:
+    """An open shard, and the hashes of its blocks."""
+
+    path: Path
+    descriptor: int
+    identity: Identity
+    table: np.ndarray
 
 
 class TokenDataset:
     """Samples of consecutive tokens, read from the shards by file offset.
 
     A sample has `sequence` tokens, and as targets the token that follows each of them. Samples
-    overlap only in the last target, and do not cross shards. Several threads may call `fetch`; they
-    read one at a time.
+    overlap only in the last target, and do not cross shards. Several threads may call `fetch`; one
+    at a time is served, and reads with several threads where the storage is slow.
 
     Args:
         directory: the data folder.
@@ -35,6 +61,8 @@ class TokenDataset:
 
     Raises:
         DataError: the split has no whole sample.
+
+    The attribute `samples_per_block` says how many samples one verified block holds.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, split: str, sequence: int) -> None:
@@ -43,10 +71,13 @@ class TokenDataset:
         self.dtype = np.dtype(manifest.dtype).newbyteorder("<")
         self.vocab = manifest.vocab
         self.sequence = sequence
+        self.samples_per_block = max(1, BLOCK_BYTES // (sequence * self.dtype.itemsize))
         counts = [(shard.tokens - 1) // sequence for shard in self.shards]
         self.ends = np.cumsum(counts, dtype=np.int64)
-        self._files: OrderedDict[int, int] = OrderedDict()
-        self._reading = threading.Lock()  # opening a shard may close one that is being read
+        blocks = [-(-shard.nbytes(manifest.dtype) // BLOCK_BYTES) for shard in self.shards]
+        self.first_blocks = np.cumsum([0, *blocks], dtype=np.int64)  # of the shards, in all of them
+        self.offsets = np.array([shard.offset for shard in self.shards], np.int64)
+        self._renew()
         if len(self) == 0:
             raise DataError(
                 f"split {split} of {directory} has {manifest.tokens(split)} tokens in "
@@ -54,12 +85,22 @@ class TokenDataset:
                 "prepare more text, or use a smaller model.sequence",
             )
 
+    def _renew(self) -> None:
+        self._files: OrderedDict[int, _Open] = OrderedDict()
+        self._verified = np.zeros(self.first_blocks[-1], bool)
+        self._seen: dict[int, Identity] = {}  # the files whose blocks were verified
+        self._reading = threading.Lock()  # opening a shard may close one that is being read
+        self._pool: ThreadPoolExecutor | None = None
+        self._seconds = 0.0  # seconds that a read took, seen from a thread, in the last fetch
+
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy in a worker, which opens the shards itself."""
-        return {**vars(self), "_files": OrderedDict(), "_reading": None}
+        fresh = ("_files", "_verified", "_seen", "_reading", "_pool")
+        return {key: value for key, value in vars(self).items() if key not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _reading=threading.Lock())
+        vars(self).update(state)
+        self._renew()
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -71,12 +112,23 @@ class TokenDataset:
             Tokens and targets, int64 of shape (len(indices), T) each.
 
         Raises:
-            DataError: a shard cannot be read or ends early, or a token is not in the vocabulary.
+            DataError: a shard cannot be read, ends early or is damaged, or a token is not in the
+                vocabulary.
         """
-        rows = np.empty((len(indices), self.sequence + 1), self.dtype)
+        wanted = np.asarray(indices, np.int64)
+        rows = np.empty((len(wanted), self.sequence + 1), self.dtype)
+        # In the order of the files, so that a disk's head and read-ahead have the least to do.
+        order = np.argsort(wanted, kind="stable")
+        wanted = wanted[order]
+        numbers = np.searchsorted(self.ends, wanted, side="right")
+        before = np.where(numbers > 0, self.ends[numbers - 1], 0)
+        begins = (wanted - before) * (self.sequence * self.dtype.itemsize)  # bytes in the tokens
         with self._reading:
-            for row, index in zip(rows, indices, strict=True):
-                self._read(int(index), row)
+            most = most_open_files()
+            for first in range(0, len(wanted), most):
+                part = slice(first, first + most)
+                self._fetch(numbers[part], begins[part], rows, order[part])
+                self._keep_open(most)
         if rows.size and (largest := int(rows.max())) >= self.vocab:
             raise DataError(
                 f"token {largest} in {self.directory} is beyond its manifest's vocabulary of "
@@ -86,31 +138,143 @@ class TokenDataset:
         wide = torch.from_numpy(rows.astype(np.int64))
         return wide[:, :-1], wide[:, 1:]
 
-    def _read(self, index: int, row: np.ndarray) -> None:
-        number = int(np.searchsorted(self.ends, index, side="right"))
-        within = index - (int(self.ends[number - 1]) if number else 0)
-        shard = self.shards[number]
-        offset = shard.offset + within * self.sequence * self.dtype.itemsize
-        try:
-            count = files.read_into(self._open(number), row.view(np.uint8).data, offset)
-        except OSError as error:
-            path = self.directory / shard.name
-            raise DataError(f"shard {path}: {error.strerror}", "check the file system") from None
-        if count != row.nbytes:
-            raise DataError(f"shard {self.directory / shard.name} ends early", PREPARE_AGAIN)
+    def _fetch(
+        self, numbers: np.ndarray, begins: np.ndarray, rows: np.ndarray, order: np.ndarray
+    ) -> None:
+        """Read rows, each from a shard and from a byte of its tokens on, into places of `rows`."""
+        shards = {number: self._open(number) for number in dict.fromkeys(numbers.tolist())}
+        of_shard = self.first_blocks[numbers]
+        first = of_shard + begins // BLOCK_BYTES
+        last = of_shard + (begins + (rows.itemsize * rows.shape[1] - 1)) // BLOCK_BYTES
+        known = self._verified[first] & self._verified[last]
+        if not known.all() or self.samples_per_block == 1:  # a row may have blocks in between
+            self._verify(shards, first, last)
+        self._read(shards, numbers.tolist(), (self.offsets[numbers] + begins).tolist(), rows, order)
 
-    def _open(self, number: int) -> int:
+    def _read(
+        self,
+        shards: dict[int, _Open],
+        numbers: list[int],
+        begins: list[int],
+        rows: np.ndarray,
+        order: np.ndarray,
+    ) -> None:
+        """Read rows: each from a shard, from a byte of its file on, into its place in `rows`."""
+        memory = rows.reshape(-1).view(np.uint8).data
+        nbytes = rows.itemsize * rows.shape[1]
+        places = (order * nbytes).tolist()
+
+        def read(row: int) -> None:
+            shard, begin, place = shards[numbers[row]], begins[row], places[row]
+            part = memory[place : place + nbytes]
+            try:
+                count = files.call("read", os.preadv, shard.descriptor, [part], begin)
+                if count < nbytes:
+                    count += files.read_into(shard.descriptor, part[count:], begin + count)
+            except OSError as error:
+                raise _unreadable(shard.path, error) from None
+            if count < nbytes:
+                raise ends_early(shard.path)
+
+        self._each(read, range(len(places)))
+
+    def _verify(
+        self, shards: dict[int, _Open], first_block: np.ndarray, last_block: np.ndarray
+    ) -> None:
+        """Verify the blocks that rows need, and that were not verified yet."""
+        if self.samples_per_block == 1:
+            pairs = zip(first_block, last_block, strict=True)
+            needed = np.unique(np.concatenate([np.arange(a, b + 1) for a, b in pairs]))
+        else:
+            needed = np.unique(np.concatenate([first_block, last_block]))
+        fresh = needed[~self._verified[needed]]
+        owners = (np.searchsorted(self.first_blocks, fresh, side="right") - 1).tolist()
+
+        def verify(place: int) -> None:
+            number = owners[place]
+            of, shard = self.shards[number], shards[number]
+            block = int(fresh[place] - self.first_blocks[number])
+            begin, end = block * BLOCK_BYTES, of.nbytes(str(self.dtype))
+            memory = memoryview(bytearray(min(BLOCK_BYTES, end - begin)))
+            try:
+                for again in (False, True):
+                    count = files.read_into(shard.descriptor, memory, of.offset + begin)
+                    if count < len(memory):
+                        raise ends_early(shard.path)
+                    if xxhash.xxh3_64_intdigest(memory) == shard.table[block]:
+                        break
+                    if again:
+                        raise damaged_block(shard.path, "tokens", block)
+                    # The copy in memory may be what is wrong, so the disk is to be read again.
+                    drop = os.POSIX_FADV_DONTNEED
+                    os.posix_fadvise(shard.descriptor, of.offset + begin, len(memory), drop)
+            except OSError as error:
+                raise _unreadable(shard.path, error) from None
+
+        self._each(verify, range(len(fresh)))
+        self._verified[fresh] = True
+
+    def _each(self, read: Callable[[int], None], items: range) -> None:
+        """Call a function that reads, for each item; in threads where the last calls took long."""
+        begin = time.perf_counter()
+        at_once = 1
+        if len(items) > 1 and self._seconds > SLOW_SECONDS:
+            at_once = min(READERS, len(items))
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(READERS, "shards")
+            list(self._pool.map(read, items))
+        else:
+            for item in items:
+                read(item)
+        if items:
+            self._seconds = (time.perf_counter() - begin) * at_once / len(items)
+
+    def _open(self, number: int) -> _Open:
+        """The open shard, with nothing verified if its file has changed."""
         if number in self._files:
             self._files.move_to_end(number)
-            return self._files[number]
-        if len(self._files) == MAX_OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
+            shard = self._files[number]
+            if _identity(shard.descriptor) == shard.identity:
+                return shard
+            self._close(number)
         path = self.directory / self.shards[number].name
-        self._files[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                identity = _identity(descriptor)
+                table = read_table(descriptor, path, self.shards[number], str(self.dtype))
+            except BaseException:
+                os.close(descriptor)
+                raise
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if self._seen.setdefault(number, identity) != identity:
+            self._seen[number] = identity
+            self._verified[slice(*self.first_blocks[number : number + 2])] = False
+        self._files[number] = _Open(path, descriptor, identity, table)
         return self._files[number]
+
+    def _keep_open(self, most: int) -> None:
+        while len(self._files) > most:
+            self._close(next(iter(self._files)))
+
+    def _close(self, number: int) -> None:
+        os.close(self._files.pop(number).descriptor)
 
     def close(self) -> None:
         """Close the shards."""
         with self._reading:
-            while self._files:
-                os.close(self._files.popitem()[1])
+            self._keep_open(0)
+            if self._pool is not None:
+                self._pool.shutdown()
+                self._pool = None
+
+
+def _identity(descriptor: int) -> Identity:
+    """What tells a file from another one, and from itself after a change."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"shard {path}: {error.strerror}", "check the file system")

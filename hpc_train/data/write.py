@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import h5py
 import numpy as np
-import xxhash
 
 from hpc_train import files
+from hpc_train.data.blocks import block_hashes, hash_of_table
 from hpc_train.data.check import damage
 from hpc_train.data.manifest import Shard
 from hpc_train.errors import DataError
@@ -16,24 +17,50 @@ from hpc_train.errors import DataError
 ALIGNMENT = 4096
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> Shard:
+def write_shard(
+    path: Path,
+    tokens: np.ndarray,
+    documents: np.ndarray | None = None,
+    about: Mapping[str, str] | None = None,
+) -> Shard:
     """Write one shard, then read it back and compare.
 
     Args:
         path: a new file, in a folder that is not published yet.
         tokens: the tokens (N,), of a type in `manifest.TOKEN_BYTES`.
+        documents: positions at which documents begin, int64 (D,), rising; by default one at 0.
+        about: attributes of the file, such as the tokenizer and the source.
 
     Raises:
         DataError: the file has other tokens than were written.
         OSError: the file cannot be written.
     """
-    expected = xxhash.xxh3_128_hexdigest(tokens.data)
+    begins = np.zeros(1, "<i8") if documents is None else documents.astype("<i8")
+    columns = {"tokens": tokens, "documents": begins}
+    hashes = np.concatenate([block_hashes(column.data.cast("B")) for column in columns.values()])
+    columns["hashes"] = hashes
     with h5py.File(path, "x", alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
-        dataset = file.create_dataset("tokens", data=tokens)
-        dataset.attrs["hash"] = expected
-        offset = dataset.id.get_offset()
+        file.attrs.update(about or {})
+        # All descriptions come first, and all data behind them: `check_shard` looks for the
+        # descriptions at the beginning of the file.
+        for name, column in columns.items():
+            file.create_dataset(name, column.shape, column.dtype)
+        file["tokens"].attrs["hash"] = hash_of_table(hashes)
+        for name, column in columns.items():
+            if len(column):
+                file[name][:] = column
+        offsets = {name: file[name].id.get_offset() or 0 for name in columns}
     files.sync(path)
-    shard = Shard(path.name, path.stat().st_size, len(tokens), offset, expected)
+    shard = Shard(
+        name=path.name,
+        file_bytes=path.stat().st_size,
+        tokens=len(tokens),
+        offset=offsets["tokens"],
+        documents=len(begins),
+        documents_offset=offsets["documents"],
+        hashes_offset=offsets["hashes"],
+        hash=hash_of_table(hashes),
+    )
     if cause := damage(path, shard, str(tokens.dtype)):
         raise DataError(f"the disk did not keep what was written ({cause})", "check the disk")
     return shard

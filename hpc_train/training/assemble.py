@@ -213,7 +213,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         collectives,
         state,
         policy_of(config.checkpoint, config.run.nonfinite),
-        identity={**sample_order_identity(config, len(task.dataset)), **task.identity},
+        identity={**sample_order_identity(config, plan.order), **task.identity},
         about=task.about,
     )
     return Assembly(
@@ -274,7 +274,7 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
             )
         at_a_time = 1 if searched else data.samples_at_a_time
         parts = cut(data.batch, grid.dp, grid.coordinate.dp, at_a_time)
-        order = SampleOrder(samples, data.batch, seed=run.seed, shuffle=data.shuffle)
+        order = SampleOrder.of(task.dataset, data.batch, seed=run.seed, shuffle=data.shuffle)
         last = last_step(run, order.steps_per_epoch)
         if data.validation_every and not held_out:
             raise ConfigError(
@@ -294,11 +294,12 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
     return StepPlan(parts, order, last)
 
 
-def sample_order_identity(config: RunConfig, samples: int) -> dict[str, Any]:
+def sample_order_identity(config: RunConfig, order: SampleOrder) -> dict[str, Any]:
     """The values that decide which samples a step has, by configuration key."""
     return {
         "run.seed": config.run.seed,
         "data.batch": config.data.batch,
         "data.shuffle": config.data.shuffle,
-        "number of samples": samples,
+        "number of samples": order.samples,
+        **order.identity,
     }

@@ -171,13 +171,13 @@ class Loop(Stepping):
             reader = Reader(dataset, self._reading, collate_fn)
         ahead = self.options
         load = partial(Loader, reader, prefetch=ahead.prefetch, workers=ahead.workers)
-        self._running = self._epochs(load, len(dataset), batch, epochs, seed, shuffle, accumulate)
+        self._running = self._epochs(load, dataset, batch, epochs, seed, shuffle, accumulate)
         return Held(self._running, self._dropped)
 
     def _epochs(
         self,
         load: Callable[..., Loader],
-        samples: int,
+        dataset: Any,
         batch: int,
         epochs: int,
         seed: int,
@@ -185,20 +185,21 @@ class Loop(Stepping):
         accumulate: int,
     ) -> Generator[tuple[int, Iterator[Any]]]:
         """Check the arguments, restore the newest checkpoint, and deliver the epochs."""
-        self.checkpoints.identity |= {
-            "batch": batch,
-            "seed": seed,
-            "shuffle": shuffle,
-            "number of samples": samples,
-        }
         with agreed(self.group):
             check_integer("batch", batch, least=1)
             check_integer("epochs", epochs, least=0)
             parts = micro_batches(batch, self.group.size, self.group.rank, accumulate)
             check_passes(self.optimizer, accumulate)
-            order = SampleOrder(samples, batch, seed=seed, shuffle=shuffle)
+            order = SampleOrder.of(dataset, batch, seed=seed, shuffle=shuffle)
+        self.checkpoints.identity |= {
+            "batch": batch,
+            "seed": seed,
+            "shuffle": shuffle,
+            "number of samples": order.samples,
+            **order.identity,
+        }
         what = "what the loop was given (size of the data set, batch, epochs, seed ...)"
-        given = repr((samples, batch, epochs, seed, shuffle, accumulate))
+        given = repr((order.samples, batch, epochs, seed, shuffle, accumulate))
         same(self.group, what, given, "give all ranks the same")
         check_not_ended(self.group, self.checkpoints.directory)
         self.accumulate = accumulate

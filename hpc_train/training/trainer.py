@@ -219,12 +219,15 @@ class Trainer:
         With memory.zero 3 they also have as many micro-batches, some without samples, because they
         gather parameters together.
         """
-        total, replicas = len(self.task.validation), self.grid.dp
+        data, replicas = self.config.data, self.grid.dp
+        samples = range(len(self.task.validation))
+        if 0 < (some := data.validation_batches * data.batch) < len(samples):
+            samples = samples[:: len(samples) // some][:some]
         size, at_once = self.plan.parts[0].count, 2 * self.grid.pp - 1
-        mine = range(self.grid.coordinate.dp, total, replicas)
-        for first in range(0, -(-total // replicas), size * at_once):
-            samples = -(-total // replicas) if self.config.memory.zero == 3 else len(mine)
-            cuts = range(first, min(first + size * at_once, samples), size)
+        mine, most = samples[self.grid.coordinate.dp :: replicas], -(-len(samples) // replicas)
+        for first in range(0, most, size * at_once):
+            end = most if self.config.memory.zero == 3 else len(mine)
+            cuts = range(first, min(first + size * at_once, end), size)
             yield [mine[begin : begin + size] for begin in cuts]
 
     def _evaluate(self, batches: list[Any], samples: list[int]) -> list[Tensor]:

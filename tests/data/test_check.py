@@ -187,8 +187,8 @@ def test_a_damaged_shard_is_refused_or_verify_finds_it(sound, out, data):
             seen = samples(out)
         except DataError:
             assert cause is not None
-        else:
-            assert cause is not None or seen == samples(sound)
+        else:  # what cannot be reached by training may be damaged
+            assert seen == samples(sound)
         assert cause is None or shard.name in cause
 
 
@@ -277,7 +277,7 @@ def test_a_short_read_is_not_the_end_of_a_shard(sound, monkeypatch):
 
 def test_threads_may_read_from_one_data_set(sound, monkeypatch):
     """They share its open files, of which another thread's is not to be closed."""
-    monkeypatch.setattr("hpc_train.data.shards.MAX_OPEN_FILES", 1)
+    monkeypatch.setattr("hpc_train.data.shards.most_open_files", lambda: 1)
     manifest = read_manifest(sound)
     dataset = TokenDataset(sound, manifest, "train", SEQUENCE)
     whole = dataset.fetch(range(len(dataset)))[0]

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_train.data.order import Permutation, SampleOrder
@@ -78,3 +78,73 @@ def test_an_epochs_batches_do_not_overlap_and_leave_less_than_one_over():
 def test_too_little_data_for_a_batch_is_an_error():
     with pytest.raises(ConfigError, match=r"a batch has 11 samples, and the data set has 10"):
         SampleOrder(10, 11)
+
+
+@pytest.fixture
+def small_windows(monkeypatch):
+    monkeypatch.setattr("hpc_train.data.order.WINDOW", 64)
+
+
+@given(samples=st.integers(1, 500), block=st.integers(2, 70), seed=SEEDS, epoch=st.integers(0, 3))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_epoch_in_windows_visits_every_sample_once(small_windows, samples, block, seed, epoch):
+    order = SampleOrder(samples, 1, seed=seed, block=block)
+    steps = range(epoch * samples + 1, (epoch + 1) * samples + 1)
+    assert sorted(int(order.indices(step, 0, 1)[0]) for step in steps) == list(range(samples))
+
+
+@given(st.integers(1, 300), st.lists(st.integers(0, 24), max_size=4), st.integers(2, 40))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_batch_in_windows_does_not_depend_on_how_it_is_cut(small_windows, step, cuts, block):
+    order = SampleOrder(333, 24, seed=1, block=block)
+    borders = sorted({0, 24, *cuts})
+    pieces = [order.indices(step, a, b - a) for a, b in itertools.pairwise(borders)]
+    whole = SampleOrder(333, 24, seed=1, block=block).indices(step, 0, 24)
+    assert (np.concatenate(pieces) == whole).all()
+    assert (np.sort(whole) == whole).all()
+
+
+def test_each_epoch_leaves_other_samples_over(small_windows):
+    order = SampleOrder(103, 10, seed=0, block=8)
+    left = []
+    for epoch in range(40):
+        steps = range(epoch * 10 + 1, epoch * 10 + 11)
+        seen = np.concatenate([order.indices(step, 0, 10) for step in steps])
+        left += sorted(set(range(103)) - set(seen))
+    assert len(set(left)) > 50  # of 120, from 103 samples
+
+
+def test_a_rank_needs_few_blocks_and_every_step_many():
+    """A rank of 16 reads little more than its share of the blocks in a window, not all of them."""
+    ranks, batch, block, samples = 16, 512, 128, 1 << 20
+    order = SampleOrder(samples, batch, seed=5, block=block)
+    share = batch // ranks
+    needed = [set() for _ in range(ranks)]
+    for step in range(1, 801):
+        whole = order.indices(step, 0, batch) // block
+        assert len(set(whole)) > 0.9 * batch  # a full shuffle gives 0.97
+        for rank in range(ranks):
+            needed[rank] |= set(whole[rank * share : (rank + 1) * share])
+    assert max(map(len, needed)) < 3 * samples / block / ranks  # 16 times that without sorting
+
+
+def test_samples_of_a_block_are_scattered_as_by_a_full_shuffle():
+    """Of sorted data, 64 kinds of equal length, steps have as mixed samples as at random."""
+    samples, batch = 1 << 20, 256
+    spread = {}
+    for block in (1, 128):
+        order = SampleOrder(samples, batch, seed=3, block=block)
+        kinds = [order.indices(step, 0, batch) * 64 // samples for step in range(1, 400)]
+        counts = np.stack([np.bincount(some, minlength=64) for some in kinds])
+        spread[block] = counts.std()
+    assert spread[128] == pytest.approx(spread[1], rel=0.03)
+
+
+def test_ten_thousand_ranks_share_a_step_without_gap_and_find_any_step_at_once():
+    order = SampleOrder(10**12, 20_000, seed=2, block=128)
+    step = 10**12 // 20_000 // 2
+    pieces = [order.indices(step, 2 * rank, 2) for rank in range(10_000)]
+    whole = np.concatenate(pieces)
+    assert len(np.unique(whole)) == 20_000
+    assert whole.min() >= 0
+    assert whole.max() < 10**12

@@ -44,6 +44,21 @@ def make(settings, started) -> Trainer:
     return Trainer(settings, task, started)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_a_limited_validation_takes_the_same_samples_on_every_layout(group, together):
+    torch.manual_seed(group.rank)
+    held_out = text(61, 2)
+    model = GPT(vocab=13, sequence=8, layers=1, hidden=8, heads=2)
+    task = TrainingTask(model, text(60, 1), lambda gpt, batch: gpt(*batch), validation=held_out)
+    options = ["--data.batch", "12", "--data.validation_batches", "2", "--memory.zero", "0"]
+    trainer = Trainer(config(together / "run", *options), task, Runtime(group, group))
+    found = trainer.validate()
+    tokens, targets = (column[::2][:24] for column in held_out.tensors)
+    with torch.no_grad():
+        expected = trainer.model.eval()(tokens, targets).item()
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
 def records(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 

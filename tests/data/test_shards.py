@@ -1,0 +1,174 @@
+"""Samples of a token data set: the right ones, verified by block, whatever was read before."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_train.data.manifest import BLOCK_BYTES, Manifest
+from hpc_train.data.shards import TokenDataset
+from hpc_train.data.write import write_shard
+from hpc_train.errors import DataError
+
+VOCAB = 60_000
+SIZES = (5 * BLOCK_BYTES // 2 + 11, 300, BLOCK_BYTES // 2 - 1)  # tokens of two bytes each
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A folder of shards of several blocks, and the tokens in them."""
+    folder = tmp_path_factory.mktemp("stored")
+    generator = np.random.default_rng(0)
+    tokens = [generator.integers(0, VOCAB, size, np.uint16) for size in SIZES]
+    shards = [write_shard(folder / f"train-{n}.h5", some) for n, some in enumerate(tokens)]
+    manifest = Manifest(
+        vocab=VOCAB, dtype="uint16", tokenizer="bytes", documents=3, splits={"train": (*shards,)}
+    )
+    return folder, manifest, tokens
+
+
+@pytest.fixture
+def copied(stored, tmp_path):
+    """A copy of it, to be damaged."""
+    folder, manifest, _ = stored
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path, manifest
+
+
+def rows_of(tokens, sequence):
+    """The samples that the shards hold, with the token behind each."""
+    rows = [
+        some[start : start + sequence + 1]
+        for some in tokens
+        for start in range(0, len(some) - sequence, sequence)
+    ]
+    return np.stack(rows).astype(np.int64)
+
+
+def flip(path, place):
+    """Change one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), sequence=st.sampled_from([7, 128, 999, BLOCK_BYTES, 2 * BLOCK_BYTES + 3]))
+def test_any_samples_in_any_order(stored, data, sequence):
+    folder, manifest, tokens = stored
+    expected = rows_of(tokens, sequence)
+    dataset = TokenDataset(folder, manifest, "train", sequence)
+    assert len(dataset) == len(expected)
+    for _ in range(3):
+        wanted = data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=20))
+        inputs, targets = dataset.fetch(wanted)
+        assert (inputs.numpy() == expected[wanted][:, :-1]).all()
+        assert (targets.numpy() == expected[wanted][:, 1:]).all()
+    dataset.close()
+
+
+def test_threads_read_the_same_where_storage_is_slow(stored, monkeypatch):
+    folder, manifest, tokens = stored
+    monkeypatch.setattr("hpc_train.data.shards.SLOW_SECONDS", -1.0)
+    dataset = TokenDataset(folder, manifest, "train", 100)
+    before = threading.active_count()
+    wanted = np.random.default_rng(1).permutation(len(dataset))
+    assert (dataset.fetch(wanted)[0].numpy() == rows_of(tokens, 100)[wanted][:, :-1]).all()
+    assert threading.active_count() > before
+    dataset.close()
+    assert threading.active_count() == before
+
+
+def test_a_copy_in_a_worker_reads_the_same(stored):
+    folder, manifest, _ = stored
+    dataset = TokenDataset(folder, manifest, "train", 100)
+    first = dataset.fetch([3, 1])[0]
+    assert (pickle.loads(pickle.dumps(dataset)).fetch([3, 1])[0] == first).all()
+
+
+def test_a_flipped_bit_is_named_by_file_dataset_and_block(copied):
+    folder, manifest = copied
+    shard = manifest.splits["train"][0]
+    flip(folder / shard.name, shard.offset + BLOCK_BYTES + 5)
+    dataset = TokenDataset(folder, manifest, "train", 100)
+    dataset.fetch([0, 1])  # of a sound block
+    with pytest.raises(DataError, match=r"train-0.h5 is damaged: block 1 of its dataset tokens"):
+        dataset.fetch([BLOCK_BYTES // 200 + 3])
+    with pytest.raises(DataError, match="block 1"):  # as often as it is asked for
+        dataset.fetch([0, BLOCK_BYTES // 200 + 3])
+
+
+def test_damage_between_a_long_samples_ends_is_found(copied):
+    folder, manifest = copied
+    shard = manifest.splits["train"][0]
+    flip(folder / shard.name, shard.offset + 2 * BLOCK_BYTES + 9)
+    dataset = TokenDataset(folder, manifest, "train", 2 * BLOCK_BYTES + 3)
+    with pytest.raises(DataError, match="block 2"):
+        dataset.fetch([0])
+
+
+def test_the_table_of_hashes_is_verified(copied):
+    folder, manifest = copied
+    shard = manifest.splits["train"][1]
+    flip(folder / shard.name, shard.hashes_offset)
+    dataset = TokenDataset(folder, manifest, "train", 100)
+    with pytest.raises(DataError, match=r"train-1.h5 is damaged: its dataset hashes"):
+        dataset.fetch(range(len(dataset)))
+
+
+def test_a_shard_that_changes_under_a_run_is_verified_again(copied):
+    folder, manifest = copied
+    shard = manifest.splits["train"][0]
+    dataset = TokenDataset(folder, manifest, "train", 100)
+    whole = dataset.fetch(range(len(dataset)))[0]
+    os.utime(folder / shard.name)  # another time, and the same bytes
+    assert (dataset.fetch(range(len(dataset)))[0] == whole).all()
+    flip(folder / shard.name, shard.offset + 3)
+    os.utime(folder / shard.name, (1, 1))
+    with pytest.raises(DataError, match="block 0"):
+        dataset.fetch([0])
+
+
+def test_a_shard_that_is_replaced_while_it_is_closed_is_verified_again(copied, monkeypatch):
+    folder, manifest = copied
+    monkeypatch.setattr("hpc_train.data.shards.most_open_files", lambda: 1)
+    dataset = TokenDataset(folder, manifest, "train", 100)
+    last = len(dataset) - 1
+    dataset.fetch([0])
+    dataset.fetch([last])  # closes the first shard
+    content = bytearray((folder / "train-0.h5").read_bytes())
+    content[manifest.splits["train"][0].offset] ^= 1
+    (folder / "train-0.h5").unlink()
+    (folder / "train-0.h5").write_bytes(content)
+    with pytest.raises(DataError, match="block 0"):
+        dataset.fetch([0])
+    (folder / "train-0.h5").write_bytes(b"")
+    dataset.fetch([last])
+    with pytest.raises(DataError, match=r"train-0.h5"):
+        dataset.fetch([0])
+
+
+def test_a_copy_in_memory_that_is_wrong_is_read_again(stored, monkeypatch):
+    folder, manifest, tokens = stored
+    real, bad = os.preadv, [True]
+
+    def once(descriptor, buffers, offset):
+        count = real(descriptor, buffers, offset)
+        if len(buffers[0]) == BLOCK_BYTES and bad:
+            bad.clear()
+            buffers[0][7] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", once)
+    dataset = TokenDataset(folder, manifest, "train", 100)
+    assert (dataset.fetch([0])[0].numpy() == rows_of(tokens, 100)[:1, :-1]).all()
+    assert not bad
