@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpc_train.data.array_statistics import ArrayStatistics as ArrayStatistics
     from hpc_train.data.arrays import Arrays as Arrays
     from hpc_train.data.arrays import Tile as Tile
     from hpc_train.data.arrays import Window as Window
-    from hpc_train.data.array_statistics import ArrayStatistics as ArrayStatistics
 
 __all__ = ["ArrayStatistics", "Arrays", "Tile", "Window"]
 

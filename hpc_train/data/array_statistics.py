@@ -25,7 +25,7 @@ V = TypeVar("V")
 PIECE_VALUES = 1 << 22  # a piece has so many values, unless one chunk has more
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """What is needed of a group of ranks, such as `runtime.world`."""
 
     @property
@@ -83,6 +83,7 @@ class ArrayStatistics:
         return cls(mean, std, *whole)
 
 
+Piece = Callable[[], np.ndarray]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 Moments = tuple[int, float, float, int]  # values, their mean, sum of squared deviations, missing
 
@@ -108,7 +109,7 @@ def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
         yield begin, tuple(min(step, n - first) for first, step, n in lengths)
 
 
-def moments(values: np.ndarray) -> Moments:
+def moments_of(values: np.ndarray) -> Moments:
     """The moments of float32 values, in float64. NaNs are counted and left out."""
     wide = values.astype(np.float64).reshape(-1)
     there = ~np.isnan(wide)
@@ -136,7 +137,9 @@ def together(parts: Iterable[Moments]) -> Moments:
 
 
 def shared_moments(
-    names: Iterable[str], read: Callable[[str], Iterator[Callable[[], np.ndarray]]], ranks: Ranks
+    names: Iterable[str],
+    read: Callable[[str], Iterator[Piece]],
+    ranks: RankGroup,
 ) -> ArrayStatistics:
     """The statistics of variables, whose pieces the ranks read in turn. Collective.
 
@@ -154,7 +157,7 @@ def shared_moments(
         for name in names:
             # Two variables need not begin at the same rank, but their pieces are always the same.
             mine[name] = {
-                number: moments(piece())
+                number: moments_of(piece())
                 for number, piece in enumerate(read(name))
                 if number % ranks.size == ranks.rank
             }
@@ -176,7 +179,7 @@ def shared_moments(
     return ArrayStatistics(**found)
 
 
-def agreed_values(ranks: Ranks, value: V, failed: HpcTrainError | None, what: str) -> list[V]:
+def agreed_values(ranks: RankGroup, value: V, failed: HpcTrainError | None, what: str) -> list[V]:
     """The values of all ranks, or the error of the first one that has failed. Collective.
 
     Raises:

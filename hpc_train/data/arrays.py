@@ -7,7 +7,7 @@ ranks read them by file offset (`regions`), without the HDF5 library.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ import torch
 
 from hpc_train.data.array_statistics import (
     ArrayStatistics,
-    Ranks,
+    Piece,
+    RankGroup,
     agreed_values,
     boxes,
     shared_moments,
@@ -111,7 +112,7 @@ class Arrays:
         stack: bool = True,
         missing: Literal["nan", "refuse"] = "nan",
         normalise: ArrayStatistics | None = None,
-        group: Ranks | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         paths = [files] if isinstance(files, (str, Path)) else list(files)
         self.names = (variables,) if isinstance(variables, str) else tuple(variables)
@@ -185,7 +186,7 @@ class Arrays:
         """Close the files. They are opened again if samples are read later."""
         self._boxes.close()
 
-    def statistics(self, group: Ranks | None = None) -> ArrayStatistics:
+    def statistics(self, group: RankGroup | None = None) -> ArrayStatistics:
         """The mean and the standard deviation of each variable over all values of the files.
 
         NaNs are left out and counted. Collective if a group is given. Its ranks then share the
@@ -201,7 +202,7 @@ class Arrays:
         """
         return shared_moments(self.names, self._pieces, group or _Alone())
 
-    def _pieces(self, name: str) -> Iterator[Callable[[], np.ndarray]]:
+    def _pieces(self, name: str) -> Iterator[Piece]:
         for number, index in enumerate(self._boxes.indexes):
             stored = index.variables[name]
             chunk = stored.chunks.shape if stored.chunks else (1,) * len(stored.shape)
@@ -281,10 +282,10 @@ class Arrays:
     ) -> None:
         """Fill `out` with values of a file as float32 numbers, less a mean, by a deviation."""
         stored = self._boxes.indexes[number].variables[name]
-        if stored.dtype == np.float32 and stored.dtype.isnative and not stored.missing:
-            if (stored.scale, stored.add, *normal) == (1.0, 0.0, 0.0, 1.0):
-                self._boxes.read(number, name, begin, out)
-                return
+        as_it_is = (stored.scale, stored.add, *normal) == (1.0, 0.0, 0.0, 1.0)
+        if as_it_is and stored.dtype == np.float32 and not stored.missing:
+            self._boxes.read(number, name, begin, out)
+            return
         raw = np.empty(out.shape, stored.dtype)
         self._boxes.read(number, name, begin, raw)
         _convert(stored, raw, out, normal)
@@ -296,7 +297,7 @@ def _convert(stored: Stored, raw: np.ndarray, out: np.ndarray, normal: tuple[flo
     plain = (stored.scale, stored.add) == (1.0, 0.0)
     mean, deviation = normal
     with np.errstate(all="ignore"):  # values may be too large for float32; then they are infinite
-        wide = raw.astype(np.float32 if small and plain else np.float64)
+        wide: Any = raw.astype(np.float32 if small and plain else np.float64)
         if not plain:
             wide *= stored.scale
             wide += stored.add
@@ -341,7 +342,7 @@ def _normal(
     return {name: (statistics.mean[name], statistics.std[name] or 1.0) for name in names}
 
 
-def _indexed(paths: list[Path], names: tuple[str, ...], group: Ranks | None) -> list[FileIndex]:
+def _indexed(paths: list[Path], names: tuple[str, ...], group: RankGroup | None) -> list[FileIndex]:
     if group is None:
         return look_up(paths, names)
     found: list[FileIndex] = []

@@ -70,7 +70,9 @@ def known_filter(tree: Any) -> Filter:
     return Filter(code, tuple(values))
 
 
-def unfiltered(data: bytes, filters: Sequence[Filter], mask: int, nbytes: int) -> np.ndarray:
+def unfiltered(
+    data: bytes | memoryview, filters: Sequence[Filter], mask: int, nbytes: int
+) -> np.ndarray:
     """Undo the filters of a chunk, the last one first.
 
     Args:
@@ -102,7 +104,7 @@ def unfiltered(data: bytes, filters: Sequence[Filter], mask: int, nbytes: int) -
     return np.frombuffer(data, np.uint8)
 
 
-def _inflated(data: bytes, nbytes: int) -> bytes:
+def _inflated(data: bytes | memoryview, nbytes: int) -> bytes:
     stream = zlib.decompressobj()
     try:
         found = stream.decompress(data, max(nbytes, 1))
@@ -116,7 +118,7 @@ def _inflated(data: bytes, nbytes: int) -> bytes:
     return found
 
 
-def _unshuffled(data: bytes, size: int) -> bytes:
+def _unshuffled(data: bytes | memoryview, size: int) -> bytes | memoryview:
     count = len(data) // size
     if size == 1 or count < 2:
         return data
@@ -129,10 +131,10 @@ def _unshuffled(data: bytes, size: int) -> bytes:
     for byte in range(size):
         values[:, byte] = planes[byte]
     out[count * size :] = flat[count * size :]
-    return out.data  # type: ignore[return-value]
+    return out.data
 
 
-def _summed(data: bytes) -> bytes:
+def _summed(data: bytes | memoryview) -> bytes | memoryview:
     if len(data) < SUM_BYTES:
         raise ValueError("its checksum is not there")
     body, told = data[:-SUM_BYTES], int.from_bytes(data[-SUM_BYTES:], "little")
@@ -144,7 +146,7 @@ def _summed(data: bytes) -> bytes:
     return body
 
 
-def fletcher32(data: bytes) -> int:
+def fletcher32(data: bytes | memoryview) -> int:
     """HDF5's Fletcher-32 checksum of some bytes, which it takes for big-endian words."""
     flat = np.frombuffer(data, np.uint8)
     words = flat[: len(flat) // 2 * 2].view(">u2").astype(np.uint64)
@@ -214,7 +216,7 @@ def _loaded(code: int) -> Any:
     return None
 
 
-def _by_plugin(one: Filter, data: bytes, nbytes: int) -> bytes:
+def _by_plugin(one: Filter, data: bytes | memoryview, nbytes: int) -> bytes:
     function = _plugin(one.code)
     if function is None:
         raise ValueError(f"the filter {NAMES[one.code]} needs the package hdf5plugin")

@@ -25,7 +25,6 @@ import numpy as np
 MOST_VARIABLES = 10_000  # variables of one file
 MOST_CHUNKS = 1 << 22  # stored chunks of one variable; each takes 24 bytes on every rank
 ROOM_BYTES = 4 << 30  # memory that the helper may take for a file
-LINE_BYTES = 1 << 20  # longest request
 WIDTHS = {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "b": (1,), "f": (2, 4, 8)}
 REWRITE = "write it again as an ordinary contiguous or chunked variable"
 
@@ -51,7 +50,7 @@ def answer_requests(requests: Iterable[Any], descriptor: int, seconds: int) -> N
     _limit_memory()
     for request in requests:
         signal.alarm(seconds)
-        data = memoryview(json.dumps(_answer(request["path"], request["names"])).encode() + b"\n")
+        data = memoryview(json.dumps(answer(request["path"], request["names"])).encode() + b"\n")
         signal.alarm(0)
         while data:
             data = data[os.write(descriptor, data) :]
@@ -67,7 +66,8 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _answer(path: str, names: list[str] | None) -> dict[str, Any]:
+def answer(path: str, names: list[str] | None) -> dict[str, Any]:
+    """What a file says of its variables; None stands for all names. Never raises."""
     import h5py
 
     try:
@@ -158,10 +158,10 @@ def _conventions(file: Any, variable: Any, dtype: np.dtype[Any]) -> dict[str, An
 
     missing = [number("_FillValue"), number("missing_value")]
     plist = variable.id.get_create_plist()
-    if "_NCProperties" in file.attrs and missing[0] is None and dtype.itemsize > 1:
+    filled = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
+    if filled and "_NCProperties" in file.attrs and missing[0] is None and dtype.itemsize > 1:
         # NetCDF fills what nobody has written with a default value, and has no attribute for it.
-        if plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED:
-            missing.append(_number(variable.fillvalue))
+        missing.append(_number(variable.fillvalue))
     unsigned = attributes.get("_Unsigned")
     if dtype.kind == "i" and str(getattr(unsigned, "decode", lambda: unsigned)()).lower() == "true":
         told_as = dtype.str.replace("i", "u")
@@ -184,7 +184,7 @@ def _number(value: Any) -> float | int | None:
     if found.size != 1 or found.dtype.kind not in "iufb":
         return None
     number = found.reshape(-1)[0].item()
-    return int(number) if found.dtype.kind == "b" else number  # type: ignore[no-any-return]
+    return int(number) if found.dtype.kind == "b" else number
 
 
 def _chunked(file: Any, path: str, variable: Any) -> dict[str, Any]:

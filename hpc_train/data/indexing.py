@@ -23,7 +23,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import hpc_train
 from hpc_train import files
 from hpc_train.data import fork_server
 from hpc_train.data.hdf5_index import answer_requests
@@ -32,10 +31,13 @@ from hpc_train.errors import DataError, UserError
 
 INDEX_SUFFIX = ".index.json"
 INDEX_FORMAT = "hpc_train.arrays/1"
-ANSWER_SECONDS = 120  # for one file; a table of a million chunks takes some seconds
+INDEX_SECONDS = 120  # for one file; a table of a million chunks takes some seconds
 ANSWER_BYTES = 1 << 28  # longest answer for one file
 END_SECONDS = 5.0  # for a helper's exit code
+HELPER = ("-m", answer_requests.__module__)
 CHECK_FILE = "copy the file again; `h5dump -H FILE` says whether the HDF5 tools can read it"
+
+Answer = tuple[os.stat_result, dict[str, Any]]  # the file as it was, and its variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +110,6 @@ def index_path(path: Path) -> Path:
     return path.with_name(path.name + INDEX_SUFFIX)
 
 
-Answer = tuple[os.stat_result, dict[str, Any]]
-
-
 def _kept(path: Path) -> Answer | None:
     """What the index file says of a file; None if there is none for the file as it is now."""
     found, beside = _stat(path), index_path(path)
@@ -180,18 +179,12 @@ def ask_helper(paths: Sequence[Path], names: Sequence[str] | None) -> Iterator[A
         DataError: a file cannot be opened, or the helper has died or has not answered in time.
         UserError: MPI runs, and no helper can be started.
     """
-    with _helper(paths[0]) as helper:
+    with helper_process(paths[0]) as helper:
         for path in paths:
-            found = _stat(path)
-            request = {"path": str(path), "names": None if names is None else list(names)}
-            tree = helper.answer(path, json.dumps(request).encode() + b"\n")
-            if not isinstance(tree, dict) or not isinstance(tree.get("variables"), dict):
-                why = tree.get("error") if isinstance(tree, dict) else "no answer"
-                raise DataError(f"{path} cannot be read as HDF5: {str(why)[:400]}", CHECK_FILE)
-            yield found, tree["variables"]
+            yield helper.look_into(path, names)
 
 
-class _Helper:
+class Helper:
     """A helper process: where it reads and answers, how it is killed, and how it has ended."""
 
     def __init__(
@@ -200,25 +193,30 @@ class _Helper:
         self.asking, self.answering, self.kill, self.ended = asking, answering, kill, ended
         os.set_blocking(answering, False)
 
-    def answer(self, path: Path, request: bytes) -> Any:
+    def look_into(self, path: Path, names: Sequence[str] | None) -> Answer:
         """Ask about one file.
 
         Raises:
-            DataError: the helper has died, or has not answered in time.
+            DataError: it cannot be opened, or the helper has died or has not answered in time.
         """
+        found = _stat(path)
+        request = {"path": str(path), "names": None if names is None else list(names)}
         try:
-            os.write(self.asking, request)
-            line = self._line(path)
-            return json.loads(line)
+            os.write(self.asking, json.dumps(request).encode() + b"\n")
+            tree = json.loads(self._line(path))
         except BrokenPipeError:
             raise self._dead(path) from None
         except (ValueError, RecursionError):
             raise DataError(f"{path}: the HDF5 library has lost its memory", CHECK_FILE) from None
+        if not isinstance(tree, dict) or not isinstance(tree.get("variables"), dict):
+            why = tree.get("error") if isinstance(tree, dict) else "no answer"
+            raise DataError(f"{path} cannot be read as HDF5: {str(why)[:400]}", CHECK_FILE)
+        return found, tree["variables"]
 
     def _line(self, path: Path) -> bytes:
         poll, parts, size = select.poll(), [], 0
         poll.register(self.answering, select.POLLIN)
-        until = time.monotonic() + ANSWER_SECONDS
+        until = time.monotonic() + INDEX_SECONDS
         while (left := until - time.monotonic()) > 0:
             if not poll.poll(1000 * left):
                 continue
@@ -235,7 +233,7 @@ class _Helper:
             if part.endswith(b"\n"):
                 return b"".join(parts)
         raise DataError(
-            f"{path}: the HDF5 library has not answered within {ANSWER_SECONDS} s", CHECK_FILE
+            f"{path}: the HDF5 library has not answered within {INDEX_SECONDS} s", CHECK_FILE
         )
 
     def _dead(self, path: Path) -> DataError:
@@ -248,7 +246,7 @@ class _Helper:
 
 
 @contextmanager
-def _helper(path: Path) -> Iterator[_Helper]:
+def helper_process(path: Path) -> Iterator[Helper]:
     """Start a helper process, which is killed at the end of the block."""
     if not fork_server.mpi_runs():
         with _started() as helper:
@@ -265,12 +263,12 @@ def _helper(path: Path) -> Iterator[_Helper]:
 
 
 @contextmanager
-def _started() -> Iterator[_Helper]:
+def _started() -> Iterator[Helper]:
     """A child of this process, which does not use MPI."""
     environ = fork_server.of_workers(os.environb)
-    root = os.fsencode(Path(hpc_train.__file__).parents[1])
+    root = os.fsencode(Path(__file__).resolve().parents[2])
     environ[b"PYTHONPATH"] = b":".join(filter(None, [root, environ.get(b"PYTHONPATH")]))
-    words = [sys.executable, "-m", answer_requests.__module__, str(ANSWER_SECONDS)]
+    words = [sys.executable, *HELPER, str(INDEX_SECONDS)]
     with subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
@@ -288,18 +286,18 @@ def _started() -> Iterator[_Helper]:
             return None
 
         try:
-            yield _Helper(child.stdin.fileno(), child.stdout.fileno(), child.kill, ended)
+            yield Helper(child.stdin.fileno(), child.stdout.fileno(), child.kill, ended)
         finally:
             child.kill()
 
 
 @contextmanager
-def _forked() -> Iterator[_Helper]:
+def _forked() -> Iterator[Helper]:
     """A process that the fork server of `start_workers` has forked."""
     theirs, asking = multiprocessing.Pipe(duplex=False)
     answering, answers = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("forkserver").Process(
-        target=serve_forked, args=(theirs, answers, ANSWER_SECONDS), daemon=True
+        target=serve_forked, args=(theirs, answers, INDEX_SECONDS), daemon=True
     )
     with asking, answering:
         with theirs, answers:
@@ -310,7 +308,7 @@ def _forked() -> Iterator[_Helper]:
             return child.exitcode
 
         try:
-            yield _Helper(asking.fileno(), answering.fileno(), child.kill, ended)
+            yield Helper(asking.fileno(), answering.fileno(), child.kill, ended)
         finally:
             child.kill()
             child.join(END_SECONDS)

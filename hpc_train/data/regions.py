@@ -193,12 +193,12 @@ class BoxReader:
                 self._cached -= self._chunks.popitem(last=False)[1].nbytes
 
 
-Part = tuple[int, tuple[int, ...], tuple[int, ...]]
+_Part = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def _spans(
     shape: tuple[int, ...], begin: Sequence[int], out: np.ndarray
-) -> Iterator[tuple[np.ndarray, int, Part | None]]:
+) -> Iterator[tuple[np.ndarray, int, _Part | None]]:
     """The pieces of a box of a contiguous variable that are read at once.
 
     Yields the part of `out` that is filled, and its offset in bytes. If the piece has gaps, it

@@ -24,8 +24,8 @@ MOST_AXES = 32  # HDF5 has no more
 # chunks that nobody has written.
 VALUES_PER_BYTE = 2048
 SPARE_BYTES = 64 << 20
-KINDS = {f"{order}{kind}" for order in "<>" for kind in ("i2", "i4", "i8", "u2", "u4", "u8")}
-KINDS |= {"|i1", "|u1", *(f"{order}f{size}" for order in "<>" for size in (2, 4, 8))}
+STORED_TYPES = {f"{order}{kind}" for order in "<>" for kind in ("i2", "i4", "i8", "u2", "u4", "u8")}
+STORED_TYPES |= {"|i1", "|u1", *(f"{order}f{size}" for order in "<>" for size in (2, 4, 8))}
 COLUMNS = {"numbers": "<i8", "offsets": "<i8", "sizes": "<u4", "masks": "<u4"}
 
 
@@ -90,7 +90,7 @@ def parse_variable(tree: Any, file_bytes: int) -> Stored:
         raise ValueError("it is not an object")
     shape = _lengths("shape", tree.get("shape"), 0)
     kind = tree.get("dtype")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in STORED_TYPES:
         raise ValueError(f"its type is {ascii(kind)[:40]}")
     dtype = np.dtype(kind)
     if not all(shape[1:]):
@@ -130,6 +130,8 @@ def _value(what: str, value: Any) -> float:
         return 0
     if type(value) not in (int, float):
         raise ValueError(f"{what} is not a number")
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        raise ValueError(f"{what} has too many digits")
     return value  # type: ignore[no-any-return]
 
 
@@ -143,7 +145,8 @@ def _finite(what: str, value: Any) -> float:
 def _fitting(value: float, dtype: np.dtype[Any]) -> float:
     """The fill value as a number of the variable's type, which may be unsigned by an attribute."""
     if dtype.kind == "f":
-        return float(value)
+        with np.errstate(over="ignore"):
+            return float(dtype.type(value))
     limits = np.iinfo(dtype)
     if isinstance(value, int) and -limits.max <= value <= limits.max:
         return value if value >= limits.min else value % (1 << 8 * dtype.itemsize)
@@ -185,18 +188,23 @@ def _chunks(tree: dict[str, Any], shape: tuple[int, ...], dtype: np.dtype[Any], 
         if sum(one.code == code for one in filters) > 1:
             raise ValueError(f"filter {code} is there twice")
     columns = _columns(tree.get("table"))
-    numbers, offsets, sizes = (columns[name] for name in ("numbers", "offsets", "sizes"))
-    if len(numbers):
-        if numbers[0] < 0 or numbers[-1] >= math.prod(grid) or (np.diff(numbers) <= 0).any():
-            raise ValueError("its chunks are not those of its shape")
-        if offsets.min() < 0 or offsets.max() > file_bytes or sizes.min() == 0:
-            raise ValueError("a chunk lies outside of the file")
-        if (offsets + sizes.astype(np.int64)).max() > file_bytes:
-            raise ValueError("a chunk ends behind the end of the file")
-        # What cannot be compressed becomes a little longer.
-        if sizes.max() > nbytes + nbytes // 8 + (1 << 16):
-            raise ValueError("a chunk has more bytes than its values")
+    _check_table(columns, math.prod(grid), nbytes, file_bytes)
     return ChunkTable(chunk, grid, filters, **columns)
+
+
+def _check_table(columns: dict[str, np.ndarray], chunks: int, nbytes: int, file_bytes: int) -> None:
+    numbers, offsets, sizes = (columns[name] for name in ("numbers", "offsets", "sizes"))
+    if not len(numbers):
+        return
+    if numbers[0] < 0 or numbers[-1] >= chunks or (numbers[1:] <= numbers[:-1]).any():
+        raise ValueError("its chunks are not those of its shape")
+    if offsets.min() < 0 or offsets.max() > file_bytes or sizes.min() == 0:
+        raise ValueError("a chunk lies outside of the file")
+    if (offsets + sizes.astype(np.int64)).max() > file_bytes:
+        raise ValueError("a chunk ends behind the end of the file")
+    # What cannot be compressed becomes a little longer.
+    if sizes.max() > nbytes + nbytes // 8 + (1 << 16):
+        raise ValueError("a chunk has more bytes than its values")
 
 
 def _columns(table: Any) -> dict[str, np.ndarray]:
