@@ -16,11 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_train import files
-from hpc_train.data import Arrays, ArrayStatistics, Tile, Window, filters, regions
-from hpc_train.data.hdf5_index import answer_requests  # noqa: F401  # the helper's module loads
+from hpc_train.data import Arrays, ArrayStatistics, Tile, Window, array_statistics, filters, regions
 from hpc_train.data.loader import Loader, cut
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import DataError, UserError
+from hpc_train.errors import DataError, RankError, UserError
 from tests.data.fields import answers_here, field
 
 CHEAP = settings(
@@ -194,6 +193,25 @@ def test_the_checksum_is_that_of_hdf5_for_any_length(tmp_path, here):
     assert filters.fletcher32(bytes(6)) == 0
 
 
+def test_filters_of_hdf5plugin(tmp_path, here):
+    hdf5plugin = pytest.importorskip("hdf5plugin")
+    values = np.arange(300, dtype="<f4").reshape(15, 20)
+    made = {
+        "blosc": hdf5plugin.Blosc(),
+        "blosc2": hdf5plugin.Blosc2(),
+        "bshuf": hdf5plugin.Bitshuffle(),
+        "bzip2": hdf5plugin.BZip2(),
+        "lz4": hdf5plugin.LZ4(),
+        "zstd": hdf5plugin.Zstd(),
+    }
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, options in made.items():
+            file.create_dataset(name, data=values, chunks=(4, 20), fletcher32=True, **options)
+    found = Arrays(tmp_path / "a.h5", list(made)).fetch(range(15))
+    for channel in range(len(made)):
+        np.testing.assert_array_equal(found[:, channel], values)
+
+
 def test_threads_read_at_once(tmp_path, here, monkeypatch):
     """They share open files and decoded chunks, of which few are kept."""
     monkeypatch.setattr(regions, "MOST_OPEN", 1)
@@ -258,6 +276,43 @@ def test_a_file_that_becomes_shorter_while_it_is_open(tmp_path, here):
         file.truncate(3000)
     with pytest.raises(DataError, match=r"a.h5 ends early"):
         arrays.fetch([len(arrays) - 1])
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_statistics_have_the_same_bits_on_any_number_of_ranks(together, group, monkeypatch):
+    monkeypatch.setattr(array_statistics, "PIECE_VALUES", 50)
+    answers_here(monkeypatch)
+    if group.rank == 0:
+        values = field(together / "a.h5")
+        values[3, 1, 2:4] = np.nan
+        with h5py.File(together / "a.h5", "a") as file:
+            file["chunked"][...] = values
+        field(together / "b.h5", seed=1)
+    paths = [together / "a.h5", together / "b.h5"]
+    arrays = Arrays(paths, ["contiguous", "chunked"], group=group)
+    found = arrays.statistics(group)
+    assert found == arrays.statistics()
+    both = np.concatenate([field(together / f"c{group.rank}.h5", seed=n) for n in range(2)])
+    assert found.count == {"contiguous": both.size, "chunked": both.size - 2}
+    assert found.missing == {"contiguous": 0, "chunked": 2}
+    assert found.mean["contiguous"] == pytest.approx(both.mean(dtype="f8"), rel=1e-9)
+    assert found.std["contiguous"] == pytest.approx(both.std(dtype="f8"), rel=1e-9)
+
+
+@pytest.mark.ranks(2, 4)
+def test_an_error_on_one_rank_is_raised_on_all(together, group, monkeypatch):
+    answers_here(monkeypatch)
+    with pytest.raises(DataError, match=r"no.h5: No such file") as caught:
+        Arrays(together / "no.h5", "v", group=group)
+    assert caught.value.agreed
+    if group.rank == 0:
+        field(together / "a.h5")
+    arrays = Arrays(together / "a.h5", ["contiguous", "chunked"], group=group)
+    monkeypatch.setattr(array_statistics, "PIECE_VALUES", 50)
+    if group.rank == 1:
+        monkeypatch.setattr(regions.BoxReader, "read", lambda *_: 1 / 0)
+    with pytest.raises(RankError, match="rank 1: ZeroDivisionError"):
+        arrays.statistics(group)
 
 
 def test_statistics_are_written_and_read_with_all_digits(tmp_path):
