@@ -83,7 +83,7 @@ class ArrayStatistics:
         return cls(mean, std, *whole)
 
 
-Piece = Callable[[], np.ndarray]
+PieceReader = Callable[[], np.ndarray]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 Moments = tuple[int, float, float, int]  # values, their mean, sum of squared deviations, missing
 
@@ -138,7 +138,7 @@ def together(parts: Iterable[Moments]) -> Moments:
 
 def shared_moments(
     names: Iterable[str],
-    read: Callable[[str], Iterator[Piece]],
+    read: Callable[[str], Iterator[PieceReader]],
     ranks: RankGroup,
 ) -> ArrayStatistics:
     """The statistics of variables, whose pieces the ranks read in turn. Collective.

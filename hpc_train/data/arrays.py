@@ -18,7 +18,7 @@ import torch
 
 from hpc_train.data.array_statistics import (
     ArrayStatistics,
-    Piece,
+    PieceReader,
     RankGroup,
     agreed_values,
     boxes,
@@ -115,7 +115,8 @@ class Arrays:
         group: RankGroup | None = None,
     ) -> None:
         paths = [files] if isinstance(files, (str, Path)) else list(files)
-        self.names = (variables,) if isinstance(variables, str) else tuple(variables)
+        names = [variables] if isinstance(variables, str) else variables
+        self.names = tuple(name.strip("/") for name in names)
         self.stack = None if isinstance(variables, str) else stack
         self.window, self.tile, self.missing = window, tile, missing
         _check_arguments(paths, self.names, missing, window)
@@ -202,7 +203,7 @@ class Arrays:
         """
         return shared_moments(self.names, self._pieces, group or _Alone())
 
-    def _pieces(self, name: str) -> Iterator[Piece]:
+    def _pieces(self, name: str) -> Iterator[PieceReader]:
         for number, index in enumerate(self._boxes.indexes):
             stored = index.variables[name]
             chunk = stored.chunks.shape if stored.chunks else (1,) * len(stored.shape)

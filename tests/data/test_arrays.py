@@ -83,7 +83,7 @@ def test_windows_and_tiles_are_those_of_h5py(tmp_path, here, data):
         )
     expected = list(samples(whole, rows, rest, window, tile))
     try:
-        arrays = Arrays(paths, list(whole), window=window, tile=tile)
+        arrays = Arrays(paths, ["/" + name for name in whole], window=window, tile=tile)
     except DataError as error:
         assert "window" in str(error)
         assert not expected
