@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -398,5 +399,4 @@ def _corners(tile: Tile, shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, 
         range(0, have - wanted + 1, step)
         for have, wanted, step in zip(lengths, tile.shape, stride, strict=True)
     ]
-    return [tuple(corner) for corner in np.stack(np.meshgrid(*ranges, indexing="ij"), -1)
-            .reshape(-1, len(ranges)).tolist()]  # fmt: skip
+    return list(product(*ranges))

@@ -135,7 +135,7 @@ def _described(file: Any, path: str, variable: Any) -> dict[str, Any]:
     told = {
         "shape": [int(length) for length in variable.shape],
         "dtype": dtype.str,
-        "fill": _number(variable.fillvalue),
+        "fill": _fill(variable),
         **_conventions(file, variable, dtype),
     }
     layout = variable.id.get_create_plist().get_layout()
@@ -161,7 +161,7 @@ def _conventions(file: Any, variable: Any, dtype: np.dtype[Any]) -> dict[str, An
     filled = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
     if filled and "_NCProperties" in file.attrs and missing[0] is None and dtype.itemsize > 1:
         # NetCDF fills what nobody has written with a default value, and has no attribute for it.
-        missing.append(_number(variable.fillvalue))
+        missing.append(_fill(variable))
     unsigned = attributes.get("_Unsigned")
     if dtype.kind == "i" and str(getattr(unsigned, "decode", lambda: unsigned)()).lower() == "true":
         told_as = dtype.str.replace("i", "u")
@@ -176,6 +176,16 @@ def _conventions(file: Any, variable: Any, dtype: np.dtype[Any]) -> dict[str, An
         "scale": 1.0 if scale is None else float(scale),
         "add": 0.0 if add is None else float(add),
     }
+
+
+def _fill(variable: Any) -> float | int | None:
+    """The value of what nobody has written; None if the file has none (NetCDF's NOFILL)."""
+    import h5py
+
+    undefined = h5py.h5d.FILL_VALUE_UNDEFINED
+    if variable.id.get_create_plist().fill_value_defined() == undefined:
+        return None
+    return _number(variable.fillvalue)
 
 
 def _number(value: Any) -> float | int | None:

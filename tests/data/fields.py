@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import h5py
 import numpy as np
@@ -35,27 +34,3 @@ def answers_here(monkeypatch):
             yield path.stat(), tree["variables"]
 
     monkeypatch.setattr(indexing, "ask_helper", ask)
-
-
-class Gathering:
-    """Groups of threads that stand for ranks."""
-
-    def __init__(self, size):
-        self.values, self.barrier = [None] * size, threading.Barrier(size)
-        self.size = size
-
-    def of(self, rank):
-        """The group as this rank has it."""
-        return _Rank(self, rank)
-
-
-class _Rank:
-    def __init__(self, all_, rank):
-        self.all, self.rank, self.size = all_, rank, all_.size
-
-    def gathered(self, value, what=""):
-        self.all.values[self.rank] = value
-        self.all.barrier.wait()
-        found = list(self.all.values)
-        self.all.barrier.wait()
-        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 import threading
 import zlib
@@ -167,6 +168,23 @@ def test_netcdf_has_a_default_for_what_nobody_has_written(tmp_path, here):
         file.attrs["_NCProperties"] = "version=2"
         file.create_dataset("t", (3, 4), "f4", chunks=(1, 4), fillvalue=9.96921e36)[0] = 1
     assert np.isnan(Arrays(tmp_path / "a.nc", "t")[1].numpy()).all()
+
+
+def test_netcdf_files_may_have_no_fill_value(tmp_path, here):
+    with h5py.File(tmp_path / "a.nc", "w") as file:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((4,))
+        plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        space, kind = h5py.h5s.create_simple((8,)), h5py.h5t.IEEE_F32LE
+        library = ctypes.CDLL(h5py.h5p.__file__)
+        assert (
+            library.H5Pset_fill_value(ctypes.c_int64(plist.id), ctypes.c_int64(kind.id), None) == 0
+        )
+        variable = h5py.Dataset(h5py.h5d.create(file.id, b"v", kind, space, plist))
+        variable[:4] = 1
+        with pytest.raises(RuntimeError):
+            variable.fillvalue  # noqa: B018
+    np.testing.assert_array_equal(Arrays(tmp_path / "a.nc", "v").fetch(range(8)), [1] * 4 + [0] * 4)
 
 
 def test_filters_that_were_left_out_for_a_chunk(tmp_path, here):
