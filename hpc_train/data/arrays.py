@@ -33,6 +33,9 @@ from hpc_train.errors import DataError, HpcTrainError, UserError
 LARGEST_SAMPLE = 1 << 31  # bytes of one variable in one sample, which a damaged shape could exceed
 
 
+Index = tuple[int, ...]  # one number for each axis
+
+
 @dataclass(frozen=True)
 class Window:
     """Consecutive rows of the time axis that make a sample.
@@ -130,15 +133,15 @@ class Arrays:
         self._corners: list[tuple[int, ...]] = [()]
         if tile is not None:
             self._corners = _corners(tile, self._shapes)
-            kept = {n: shape[: len(shape) - len(tile.shape)] for n, shape in self._shapes.items()}
-            self._shapes = {name: shape + tile.shape for name, shape in kept.items()}
+            axes = len(tile.shape)
+            self._shapes = {n: shape[:-axes] + tile.shape for n, shape in self._shapes.items()}
         if self.stack and len(set(self._shapes.values())) > 1:
             raise DataError(
                 f"the variables have different shapes: {self._shapes}", "give stack=False"
             )
         window = window or Window(1)
-        self._parts = [(0, window.steps)]
-        self._parts += [(window.steps, window.ahead)] if window.ahead else []
+        parts = [(0, window.steps), (window.steps, window.ahead)]
+        self._parts = parts if window.ahead else parts[:1]
         length = window.steps + window.ahead
         for name, shape in self._shapes.items():
             if (nbytes := 8 * length * math.prod(shape)) > LARGEST_SAMPLE:
@@ -211,9 +214,7 @@ class Arrays:
             for begin, lengths in boxes(stored.shape, chunk):
                 yield partial(self._piece, number, name, begin, lengths)
 
-    def _piece(
-        self, number: int, name: str, begin: tuple[int, ...], lengths: tuple[int, ...]
-    ) -> np.ndarray:
+    def _piece(self, number: int, name: str, begin: Index, lengths: Index) -> np.ndarray:
         out = np.empty(lengths, np.float32)
         self._read_box(number, name, begin, out, (0.0, 1.0))
         return out
@@ -275,12 +276,7 @@ class Arrays:
             done += some
 
     def _read_box(
-        self,
-        number: int,
-        name: str,
-        begin: tuple[int, ...],
-        out: np.ndarray,
-        normal: tuple[float, float],
+        self, number: int, name: str, begin: Index, out: np.ndarray, normal: tuple[float, float]
     ) -> None:
         """Fill `out` with values of a file as float32 numbers, less a mean, by a deviation."""
         stored = self._boxes.indexes[number].variables[name]
@@ -385,15 +381,14 @@ def _corners(tile: Tile, shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, 
     """The first index of each tile along the last axes."""
     stride = tile.stride or tile.shape
     grids = {shape[-len(tile.shape) :] for shape in shapes.values()}
-    if len(grids) > 1 or len(stride) != len(tile.shape) or min(*tile.shape, *stride) < 1:
+    axes = {len(stride), len(tile.shape), *map(len, grids)}
+    if len(grids) > 1 or len(axes) > 1 or min(*tile.shape, *stride, *axes) < 1:
         raise UserError(
             f"{tile} is not possible for variables with rows of the shapes {shapes}",
             "give a length for each of the last axes, which are the same in all variables",
         )
     lengths = next(iter(grids))
-    if len(lengths) < len(tile.shape) or any(
-        have < wanted for have, wanted in zip(lengths, tile.shape, strict=True)
-    ):
+    if any(have < wanted for have, wanted in zip(lengths, tile.shape, strict=True)):
         raise UserError(f"{tile} is larger than a row of shape {lengths}", "use a smaller one")
     ranges = [
         range(0, have - wanted + 1, step)
