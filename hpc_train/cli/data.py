@@ -1,6 +1,7 @@
-"""`hpc-train data verify DIR [--each_node] [--json]`, on every rank of the job.
+"""`hpc-train data verify DIR [--each_node] [--json]`, on every rank of the job, and `data index`.
 
-It compares every shard of a data folder with its hash. The ranks divide the shards among them.
+`verify` compares every shard of a data folder with its hash. The ranks divide the shards among
+them. `index FILE...` writes down where the values of other people's HDF5 files lie.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ NAMES_SHOWN = 5  # names of damaged files in the error
 def options() -> Parser:
     """The options of the verb."""
     made = Parser(
-        "hpc-train data", description="Check a data folder that `hpc-train prepare` has made."
+        "hpc-train data",
+        description="Check a data folder that `hpc-train prepare` has made, or index HDF5 files.",
     )
     made.lists = "actions"
     actions = made.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
@@ -45,6 +47,15 @@ def options() -> Parser:
         help="have every node read all shards, for copies on the nodes' own disks",
     )
     verify.add_argument("--json", action="store_true", help="print JSON")
+    index = actions.add_parser(
+        "index",
+        help="write down where the values of HDF5 and NetCDF-4 files lie",
+        description="Write an index file beside each HDF5 or NetCDF-4 file: FILE.index.json. "
+        "hpc_train.data.Arrays then reads the values without the HDF5 library. Index a file again "
+        "when it has changed, and after a copy that does not keep its time. The exit code is 2 if "
+        "a file cannot be read.",
+    )
+    index.add_argument("files", metavar="FILE", nargs="+", help="the files")
     return made
 
 
@@ -52,6 +63,9 @@ def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if {"-h", "--help"} & set(arguments):
         options().parse_args(arguments)
+    if arguments[:1] == ["index"]:
+        index_files([Path(name) for name in options().parse_args(arguments).files])
+        return 0
     from hpc_train.job.program import run as run_program
 
     return run_program(lambda runtime: _run(arguments, runtime))
@@ -60,6 +74,31 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str], runtime: Runtime) -> None:
     given = options().parse_args(arguments)
     verify_data(runtime, given.folder, each_node=given.each_node, as_json=given.json)
+
+
+def index_files(paths: Sequence[Path]) -> None:
+    """Write the index file of each file, and print what can be read.
+
+    Raises:
+        DataError: some files cannot be read, or their index cannot be written.
+    """
+    from hpc_train.data.indexing import index_path, write_index
+
+    failed = []
+    for path in paths:
+        try:
+            readable, refused = write_index(path)
+        except DataError as error:
+            print(error.cause)
+            failed.append(error)
+            continue
+        print(f"{index_path(path)}: variables that can be read: {', '.join(readable) or 'none'}")
+        for name, why in refused.items():
+            print(f"  {name} cannot be read: {why}")
+    if failed:
+        if len(paths) == 1:
+            raise failed[0]
+        raise DataError(f"files that were not indexed: {len(failed)} of {len(paths)}", "see above")
 
 
 def verify_data(

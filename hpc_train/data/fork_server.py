@@ -20,8 +20,6 @@ from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hpc_train.errors import UserError
 from hpc_train.warm import beside
 from hpc_train.warm.meeting import Cold
@@ -55,7 +53,7 @@ def start_workers() -> None:
     """
     if _in_worker() or (_state is not None and not _state()):
         return
-    if _mpi_runs():
+    if mpi_runs():
         raise UserError(
             "MPI runs already, and a process that uses MPI must not start others",
             "call hpc_train.start_workers() before hpc_train.run(), hvd.init(), and the import of "
@@ -75,7 +73,9 @@ def why_no_processes() -> str:
     """
     if _in_worker():
         return "this is a worker itself"
-    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+    from torch import multiprocessing as of_torch  # here, as who only asks for a place has no torch
+
+    if of_torch.get_sharing_strategy() != "file_descriptor":
         return "torch's sharing strategy file_system would start a process"
     if _state is None:
         try:
@@ -139,7 +139,7 @@ def _start_warm() -> None:
                 [__file__, *map(str, numbers)],
                 mask={*OF_RANK},
                 numbers=numbers,
-                environ=_of_workers(os.environb),
+                environ=of_workers(os.environb),
             )
         except OSError as error:
             raise Cold(str(error)) from None
@@ -197,7 +197,8 @@ def _in_worker() -> bool:
     return importing or multiprocessing.parent_process() is not None
 
 
-def _mpi_runs() -> bool:
+def mpi_runs() -> bool:
+    """Whether this process uses MPI, so that it must not start others."""
     mpi = sys.modules.get("mpi4py.MPI")
     horovod = sys.modules.get("horovod.torch")
     return bool((mpi and mpi.Is_initialized()) or (horovod and horovod.is_initialized()))
@@ -217,7 +218,7 @@ def _check_guard() -> None:
             )
 
 
-def _of_workers(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+def of_workers(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """The environment of workers, made from the rank's."""
     names = tuple(map(os.fsencode, OF_LAUNCHERS))
     kept = {name: value for name, value in environ.items() if not name.startswith(names)}
@@ -227,7 +228,7 @@ def _of_workers(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
 @contextmanager
 def _environment_of_workers() -> Iterator[None]:
     mine = dict(os.environb)
-    for name in mine.keys() - _of_workers(mine).keys():
+    for name in mine.keys() - of_workers(mine).keys():
         del os.environb[name]
     os.environ.update(IN_WORKERS)
     try:

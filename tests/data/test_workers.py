@@ -80,7 +80,7 @@ def read_for_ever():
 def started():
     """A fork server, as a script has it that calls start_workers() first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "_mpi_runs", lambda: False)
+        patch.setattr(fork_server, "mpi_runs", lambda: False)
         fork_server.start_workers()
 
 
@@ -235,7 +235,7 @@ def test_fetch_and_a_collate_are_refused():
 
 def test_it_is_refused_when_mpi_runs(monkeypatch):
     monkeypatch.setattr(fork_server, "_state", None)
-    monkeypatch.setattr(fork_server, "_mpi_runs", lambda: True)
+    monkeypatch.setattr(fork_server, "mpi_runs", lambda: True)
     with pytest.raises(UserError, match="MPI runs already"):
         fork_server.start_workers()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ FIRST_RUN = ROOT / "docs/tutorial/first-run.md"
 
 def example(name, folder, *options, ranks=1):
     launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
-    cold = name == "own_model.py" and ranks == 2  # one stays cold
+    cold = name in ("own_model.py", "forecast.py") and ranks == 2  # some stay cold
     program = python(str(EXAMPLES / name), warm=not cold)
     done = run(*launcher, *program, *options, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -94,6 +95,20 @@ def test_an_own_model_and_data_set_under_the_trainer(tmp_path):
         assert (folder / "runs/wines/metrics.jsonl").exists()
         losses.append(float(text.split("loss on held-out wines: ")[1]))
     assert max(losses) < 0.2
+
+
+def test_a_forecast_from_files_of_others_learns_the_same_on_two_ranks(tmp_path):
+    losses, errors = [], []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        options = ["--run.log_every", "1", "--data.workers", "1"]
+        text = example("forecast.py", folder, *options, ranks=ranks)
+        errors.append(float(text.split("error of the forecast for waves-2003.h5: ")[1]))
+        records = (folder / "runs/waves/metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in records])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert max(errors) < losses[0][0] / 5
 
 
 @pytest.mark.slow("three layouts of up to four ranks")
