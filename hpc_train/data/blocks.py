@@ -1,7 +1,7 @@
 """Blocks of a shard, and the table of their hashes.
 
-A hash is of a block of BLOCK_BYTES bytes. So a reader that needs one sample verifies one block, and
-damage is named by dataset and block. The manifest has the hash of the table.
+A hash is of a block of HASHED_BYTES bytes. So a reader that needs one sample verifies one block,
+and damage is named by dataset and block. The manifest has the hash of the table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from hpc_train import files
-from hpc_train.data.manifest import BLOCK_BYTES, PREPARE_AGAIN, Shard
+from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, Shard
 from hpc_train.errors import DataError
 
 HASH_TYPE = np.dtype("<u8")
@@ -20,8 +20,8 @@ HASH_TYPE = np.dtype("<u8")
 
 def block_hashes(memory: memoryview) -> np.ndarray:
     """The xxh3-64 of each block of some bytes, uint64 (blocks,). The last block may be shorter."""
-    begins = range(0, len(memory), BLOCK_BYTES)
-    found = (xxhash.xxh3_64_intdigest(memory[begin : begin + BLOCK_BYTES]) for begin in begins)
+    begins = range(0, len(memory), HASHED_BYTES)
+    found = (xxhash.xxh3_64_intdigest(memory[begin : begin + HASHED_BYTES]) for begin in begins)
     return np.fromiter(found, HASH_TYPE, len(begins))
 
 
@@ -51,7 +51,7 @@ def read_table(descriptor: int, path: Path, shard: Shard, dtype: str) -> np.ndar
 
 def damaged_block(path: Path, dataset: str, block: int) -> DataError:
     """The error for a block that does not have its hash."""
-    begin = block * BLOCK_BYTES
+    begin = block * HASHED_BYTES
     return DataError(
         f"shard {path} is damaged: block {block} of its dataset {dataset} (from byte {begin} on) "
         "does not have its hash",

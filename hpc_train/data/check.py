@@ -17,12 +17,12 @@ import numpy as np
 
 from hpc_train import files
 from hpc_train.data.blocks import block_hashes, damaged_block, ends_early, read_table
-from hpc_train.data.manifest import BLOCK_BYTES, PREPARE_AGAIN, TOKEN_BYTES, Manifest, Shard
+from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, TOKEN_BYTES, Manifest, Shard
 from hpc_train.errors import DataError
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 BEFORE_BYTES = 1 << 20  # most bytes before the data; HDF5 takes some KiB
-PIECE_BYTES = 8 << 20  # a multiple of BLOCK_BYTES
+PIECE_BYTES = 8 << 20  # a multiple of HASHED_BYTES
 
 
 def every_shard(manifest: Manifest) -> list[Shard]:
@@ -132,7 +132,7 @@ def damage(
             extents = shard.extents(dtype)
             for name in ("tokens", "documents"):
                 begin, nbytes = extents[name]
-                blocks = -(-nbytes // BLOCK_BYTES)
+                blocks = -(-nbytes // HASHED_BYTES)
                 _compare(descriptor, path, name, (begin, nbytes), table[:blocks], tell)
                 table, tell = table[blocks:], lambda count: None
     except DataError as error:
@@ -156,7 +156,7 @@ def _compare(
         part = piece[: nbytes - done]
         if files.read_into(descriptor, part, begin + done) < len(part):
             raise ends_early(path)
-        found, first = block_hashes(part), done // BLOCK_BYTES
+        found, first = block_hashes(part), done // HASHED_BYTES
         wrong = np.flatnonzero(found != table[first : first + len(found)])
         if wrong.size:
             raise damaged_block(path, name, first + int(wrong[0]))

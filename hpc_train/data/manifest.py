@@ -23,7 +23,7 @@ SPLITS = ("train", "validation")
 # The types of tokens, and the bytes of one token. No other types are read: a file could otherwise
 # ask for Python objects, whose bytes are addresses in this process's memory.
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
-BLOCK_BYTES = 1 << 18  # bytes that one hash is of
+HASHED_BYTES = 1 << 18  # bytes that one hash is of
 LARGEST_SIZE = 1 << 62  # limit of sizes and their sums, so that they fit into 64 bits
 FILE_BYTES = 1 << 28  # largest manifest; one has some 300 bytes per shard
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a file in the folder itself
@@ -44,7 +44,7 @@ class Shard:
         documents: number of documents that begin in the shard. The dataset `documents` has the
             position of the first token of each, int64.
         documents_offset: offset of `documents`; 0 if no document begins here.
-        hashes_offset: offset of `hashes`. It has the xxh3-64 of each block of BLOCK_BYTES, uint64:
+        hashes_offset: offset of `hashes`. It has the xxh3-64 of each block of HASHED_BYTES, uint64:
             first the blocks of tokens, then those of documents. Last blocks may be shorter.
         hash: xxh3-128 of the bytes of `hashes`, hexadecimal.
     """
@@ -65,7 +65,7 @@ class Shard:
     def extents(self, dtype: str) -> dict[str, tuple[int, int]]:
         """The offset and the size in bytes of each dataset, if the tokens' type is `dtype`."""
         tokens, documents = self.nbytes(dtype), 8 * self.documents
-        blocks = -(-tokens // BLOCK_BYTES) + -(-documents // BLOCK_BYTES)
+        blocks = -(-tokens // HASHED_BYTES) + -(-documents // HASHED_BYTES)
         return {
             "tokens": (self.offset, tokens),
             "documents": (self.documents_offset, documents),

@@ -19,7 +19,9 @@ from hpc_train.errors import ConfigError
 from hpc_train.seeds import mix
 
 FEISTEL_ROUNDS = 8
-WINDOW = 1 << 20  # number of samples that are shuffled together where blocks are shuffled
+SHUFFLED_TOGETHER = (
+    1 << 20
+)  # number of samples that are shuffled together where blocks are shuffled
 POSITIONS_AT_ONCE = 512  # number of positions that are permuted together
 Words = npt.NDArray[np.uint64]
 
@@ -71,9 +73,9 @@ class SampleOrder:
 
     A full shuffle takes every sample from anywhere. A data set that is stored in blocks is shuffled
     so that a block is read by few ranks, and only for a while: an epoch permutes the blocks, cuts
-    them into windows of WINDOW samples, and permutes the samples of each window. A step's samples
-    are then sorted, so a rank, whose share of every batch lies at the same place, has to do with
-    the same blocks for a whole window. With at most WINDOW samples this is a full shuffle, too.
+    them into windows of SHUFFLED_TOGETHER samples, and permutes the samples of each window. A
+    step's samples are then sorted. So a rank, whose share of every batch lies at the same place,
+    reads from the same blocks for a whole window. A data set of one window is shuffled in full.
 
     Args:
         samples: number of samples in the data set.
@@ -162,10 +164,10 @@ class SampleOrder:
         blocks, tail = divmod(self.samples, self.block)
         whole = blocks * self.block
         found = positions.copy()
-        windows = positions // WINDOW
+        windows = positions // SHUFFLED_TOGETHER
         for window in np.unique(windows):
-            begin = int(window) * WINDOW
-            size = min(WINDOW, self.samples - begin)
+            begin = int(window) * SHUFFLED_TOGETHER
+            size = min(SHUFFLED_TOGETHER, self.samples - begin)
             inside = windows == window
             seed = mix(self.seed, int(window))
             found[inside] = begin + Permutation(size, seed, epoch)(positions[inside] - begin)

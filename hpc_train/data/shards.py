@@ -23,10 +23,10 @@ from torch import Tensor
 
 from hpc_train import files
 from hpc_train.data.blocks import damaged_block, ends_early, read_table
-from hpc_train.data.manifest import BLOCK_BYTES, PREPARE_AGAIN, Manifest
+from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, Manifest
 from hpc_train.errors import DataError
 
-READERS = 8  # threads that read together where the storage is slow
+SHARD_READERS = 8  # threads that read together where the storage is slow
 SLOW_SECONDS = 2e-4  # seconds per read from which on threads pay: a disk's, not the page cache's
 Identity = tuple[int, int, int, int]
 
@@ -71,10 +71,10 @@ class TokenDataset:
         self.dtype = np.dtype(manifest.dtype).newbyteorder("<")
         self.vocab = manifest.vocab
         self.sequence = sequence
-        self.samples_per_block = max(1, BLOCK_BYTES // (sequence * self.dtype.itemsize))
+        self.samples_per_block = max(1, HASHED_BYTES // (sequence * self.dtype.itemsize))
         counts = [(shard.tokens - 1) // sequence for shard in self.shards]
         self.ends = np.cumsum(counts, dtype=np.int64)
-        blocks = [-(-shard.nbytes(manifest.dtype) // BLOCK_BYTES) for shard in self.shards]
+        blocks = [-(-shard.nbytes(manifest.dtype) // HASHED_BYTES) for shard in self.shards]
         self.first_blocks = np.cumsum([0, *blocks], dtype=np.int64)  # of the shards, in all of them
         self.offsets = np.array([shard.offset for shard in self.shards], np.int64)
         self._renew()
@@ -144,8 +144,8 @@ class TokenDataset:
         """Read rows, each from a shard and from a byte of its tokens on, into places of `rows`."""
         shards = {number: self._open(number) for number in dict.fromkeys(numbers.tolist())}
         of_shard = self.first_blocks[numbers]
-        first = of_shard + begins // BLOCK_BYTES
-        last = of_shard + (begins + (rows.itemsize * rows.shape[1] - 1)) // BLOCK_BYTES
+        first = of_shard + begins // HASHED_BYTES
+        last = of_shard + (begins + (rows.itemsize * rows.shape[1] - 1)) // HASHED_BYTES
         known = self._verified[first] & self._verified[last]
         if not known.all() or self.samples_per_block == 1:  # a row may have blocks in between
             self._verify(shards, first, last)
@@ -194,8 +194,8 @@ class TokenDataset:
             number = owners[place]
             of, shard = self.shards[number], shards[number]
             block = int(fresh[place] - self.first_blocks[number])
-            begin, end = block * BLOCK_BYTES, of.nbytes(str(self.dtype))
-            memory = memoryview(bytearray(min(BLOCK_BYTES, end - begin)))
+            begin, end = block * HASHED_BYTES, of.nbytes(str(self.dtype))
+            memory = memoryview(bytearray(min(HASHED_BYTES, end - begin)))
             try:
                 for again in (False, True):
                     count = files.read_into(shard.descriptor, memory, of.offset + begin)
@@ -219,9 +219,9 @@ class TokenDataset:
         begin = time.perf_counter()
         at_once = 1
         if len(items) > 1 and self._seconds > SLOW_SECONDS:
-            at_once = min(READERS, len(items))
+            at_once = min(SHARD_READERS, len(items))
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(READERS, "shards")
+                self._pool = ThreadPoolExecutor(SHARD_READERS, "shards")
             list(self._pool.map(read, items))
         else:
             for item in items:

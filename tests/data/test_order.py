@@ -82,7 +82,7 @@ def test_too_little_data_for_a_batch_is_an_error():
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    monkeypatch.setattr("hpc_train.data.order.WINDOW", 64)
+    monkeypatch.setattr("hpc_train.data.order.SHUFFLED_TOGETHER", 64)
 
 
 @given(samples=st.integers(1, 500), block=st.integers(2, 70), seed=SEEDS, epoch=st.integers(0, 3))

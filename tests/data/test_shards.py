@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.data.manifest import BLOCK_BYTES, Manifest
+from hpc_train.data.manifest import HASHED_BYTES, Manifest
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError
 
 VOCAB = 60_000
-SIZES = (5 * BLOCK_BYTES // 2 + 11, 300, BLOCK_BYTES // 2 - 1)  # tokens of two bytes each
+SIZES = (5 * HASHED_BYTES // 2 + 11, 300, HASHED_BYTES // 2 - 1)  # tokens of two bytes each
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def flip(path, place):
 
 
 @settings(deadline=None, max_examples=40)
-@given(data=st.data(), sequence=st.sampled_from([7, 128, 999, BLOCK_BYTES, 2 * BLOCK_BYTES + 3]))
+@given(data=st.data(), sequence=st.sampled_from([7, 128, 999, HASHED_BYTES, 2 * HASHED_BYTES + 3]))
 def test_any_samples_in_any_order(stored, data, sequence):
     folder, manifest, tokens = stored
     expected = rows_of(tokens, sequence)
@@ -98,20 +98,20 @@ def test_a_copy_in_a_worker_reads_the_same(stored):
 def test_a_flipped_bit_is_named_by_file_dataset_and_block(copied):
     folder, manifest = copied
     shard = manifest.splits["train"][0]
-    flip(folder / shard.name, shard.offset + BLOCK_BYTES + 5)
+    flip(folder / shard.name, shard.offset + HASHED_BYTES + 5)
     dataset = TokenDataset(folder, manifest, "train", 100)
     dataset.fetch([0, 1])  # of a sound block
     with pytest.raises(DataError, match=r"train-0.h5 is damaged: block 1 of its dataset tokens"):
-        dataset.fetch([BLOCK_BYTES // 200 + 3])
+        dataset.fetch([HASHED_BYTES // 200 + 3])
     with pytest.raises(DataError, match="block 1"):  # as often as it is asked for
-        dataset.fetch([0, BLOCK_BYTES // 200 + 3])
+        dataset.fetch([0, HASHED_BYTES // 200 + 3])
 
 
 def test_damage_between_a_long_samples_ends_is_found(copied):
     folder, manifest = copied
     shard = manifest.splits["train"][0]
-    flip(folder / shard.name, shard.offset + 2 * BLOCK_BYTES + 9)
-    dataset = TokenDataset(folder, manifest, "train", 2 * BLOCK_BYTES + 3)
+    flip(folder / shard.name, shard.offset + 2 * HASHED_BYTES + 9)
+    dataset = TokenDataset(folder, manifest, "train", 2 * HASHED_BYTES + 3)
     with pytest.raises(DataError, match="block 2"):
         dataset.fetch([0])
 
@@ -163,7 +163,7 @@ def test_a_copy_in_memory_that_is_wrong_is_read_again(stored, monkeypatch):
 
     def once(descriptor, buffers, offset):
         count = real(descriptor, buffers, offset)
-        if len(buffers[0]) == BLOCK_BYTES and bad:
+        if len(buffers[0]) == HASHED_BYTES and bad:
             bad.clear()
             buffers[0][7] ^= 1
         return count
