@@ -16,12 +16,14 @@ from hpc_train.errors import DataError
 ALIGNMENT = 4096
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> Shard:
+def write_shard(path: Path, tokens: np.ndarray, documents: np.ndarray) -> Shard:
     """Write one shard, then read it back and compare.
 
     Args:
         path: a new file, in a folder that is not published yet.
         tokens: the tokens (N,), of a type in `manifest.TOKEN_BYTES`.
+        documents: the positions (D,) int64 at which documents begin, ascending. A shard that
+            continues a document has no 0 in it.
 
     Raises:
         DataError: the file has other tokens than were written.
