@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpc_train.mpi.group import Group
     from hpc_train.mpi.runtime import Runtime
 
-LOOK_SECONDS = 0.05  # seconds between two looks of a rank that waits for the others
+WAIT_SECONDS = 0.05  # seconds between two looks of a rank that waits for the others
 
 
 def options() -> Parser:
@@ -158,6 +158,6 @@ def prepare_together(world: Group, make: Callable[[], PrepareRequest]) -> Manife
             with world.waiting("the portions of the other ranks"):
                 while not everyone.Test():
                     dealing.look()
-                    time.sleep(LOOK_SECONDS)
+                    time.sleep(WAIT_SECONDS)
         settle(world, failure)
         return from_first(world, lambda: finish(preparation))

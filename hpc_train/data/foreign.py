@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc_train.data.inputs import InputFile, InputPart, Tell, TokenRecipe, opened_input, reading_from
+from hpc_train.data.inputs import (
+    InputFile,
+    InputPart,
+    Tell,
+    TokenRecipe,
+    opened_input,
+    reading_from,
+)
 from hpc_train.errors import DataError, SetupError
 
 STORED = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -198,17 +205,19 @@ def _megatron(part: InputPart, recipe: TokenRecipe) -> Iterator[tuple[np.ndarray
             first = True
             for number in range(index.documents[document], index.documents[document + 1]):
                 file.seek(int(index.offsets[number]))
-                tokens = np.frombuffer(file.read(int(index.sizes[number]) * stored.itemsize), stored)
+                tokens = np.frombuffer(
+                    file.read(int(index.sizes[number]) * stored.itemsize), stored
+                )
                 yield tokens, first, tokens.nbytes
                 first = False
 
 
 def _arrow(part: InputPart, recipe: TokenRecipe) -> Iterator[tuple[np.ndarray, bool, int]]:
-    pyarrow = import_pyarrow()
+    pa = import_pyarrow()
     with opened_input(part.file) as file:
         told = 0
         try:
-            batches = pyarrow.ipc.open_stream(file)
+            batches = pa.ipc.open_stream(file)
             if recipe.key not in batches.schema.names:
                 raise DataError(
                     f"{part.file.path} has no column {recipe.key}, but "
@@ -218,12 +227,12 @@ def _arrow(part: InputPart, recipe: TokenRecipe) -> Iterator[tuple[np.ndarray, b
             for batch in batches:
                 column: Any = batch.column(recipe.key)
                 kind = getattr(column.type, "value_type", column.type)
-                if kind is column.type or column.null_count or not pyarrow.types.is_integer(kind):
+                if kind is column.type or column.null_count or not pa.types.is_integer(kind):
                     raise DataError(
                         f"{part.file.path}: column {recipe.key} has other things than tokens",
                         "name the column of the tokens by --column",
                     )
-                ends = np.cumsum(pyarrow.compute.list_value_length(column).to_numpy())
+                ends = np.cumsum(pa.compute.list_value_length(column).to_numpy())
                 rows = np.split(column.flatten().to_numpy(), ends[:-1])
                 if not len(column):
                     continue
@@ -231,7 +240,7 @@ def _arrow(part: InputPart, recipe: TokenRecipe) -> Iterator[tuple[np.ndarray, b
                 nbytes = [0] * (len(rows) - 1) + [now - told]
                 told = now
                 yield from zip(rows, [True] * len(rows), nbytes, strict=True)
-        except pyarrow.ArrowException as error:
+        except pa.ArrowException as error:
             raise DataError(
                 f"{part.file.path} is damaged ({error})", "copy it again, or leave it out"
             ) from None
@@ -244,11 +253,11 @@ def import_pyarrow() -> Any:
         SetupError: it is missing.
     """
     try:
-        import pyarrow
+        import pyarrow as pa
         import pyarrow.compute
         import pyarrow.ipc
     except ImportError:
         raise SetupError(
             "the pyarrow library is missing", "`pip install 'hpc_train[arrow]'`"
         ) from None
-    return pyarrow
+    return pa

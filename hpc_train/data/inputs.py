@@ -122,9 +122,7 @@ def reading_from(path: str) -> Iterator[None]:
     try:
         yield
     except (gzip.BadGzipFile, zlib.error, EOFError, _Damaged) as error:
-        raise DataError(
-            f"{path} is damaged ({error})", "copy it again, or leave it out"
-        ) from None
+        raise DataError(f"{path} is damaged ({error})", "copy it again, or leave it out") from None
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror or error})",

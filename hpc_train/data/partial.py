@@ -37,7 +37,7 @@ from hpc_train.errors import DataError
 logger = logging.getLogger(__name__)
 
 LOCK, PLAN, PORTIONS, FAILED = "lock", "plan.json", "portions.jsonl", "failed"
-PROGRESS_SECONDS = 5.0  # seconds between two lines of progress
+TELL_SECONDS = 5.0  # seconds between two lines of progress
 
 
 class ShardPortion(NamedTuple):
@@ -84,20 +84,22 @@ class Preparation:
         return self.folder / "shards"
 
     def parts(self, portion: ShardPortion) -> list[InputPart]:
-        """The parts of files in a portion.
+        """The parts of files in a portion."""
+        with files.opened(self.folder / PORTIONS) as descriptor:
+            line = files.read_at(descriptor, portion.length, portion.offset)
+        return [InputPart(InputFile(*file), *rest) for file, *rest in json.loads(line)]
+
+    def check_shared(self) -> None:
+        """Make sure that this rank sees what rank 0 has written.
 
         Raises:
-            DataError: this rank does not see what rank 0 has written.
+            DataError: it does not.
         """
-        try:
-            with files.opened(self.folder / PORTIONS) as descriptor:
-                line = files.read_at(descriptor, portion.length, portion.offset)
-            return [InputPart(InputFile(*file), *rest) for file, *rest in json.loads(line)]
-        except (FileNotFoundError, ValueError):
+        if not self.attempt.is_dir():
             raise DataError(
-                f"{self.folder} is not the same folder on {socket.gethostname()} as on rank 0",
+                f"{self.target.parent} is not the same folder on all nodes",
                 "give an --out on a file system that all nodes share",
-            ) from None
+            )
 
     def entry(self, name: str) -> Path:
         """The file which says that a portion is finished."""
@@ -214,9 +216,7 @@ def load_plan(
     attempt = folder / f"attempt-{secrets.token_hex(8)}"
     attempt.mkdir()
     portions = tuple(ShardPortion(*row) for row in tree["portions"])
-    made = Preparation(
-        target, folder, attempt, recipe, tree["shard_tokens"], portions, frozenset()
-    )
+    made = Preparation(target, folder, attempt, recipe, tree["shard_tokens"], portions, frozenset())
     finished = set()
     for name in {portion.name for portion in portions} & _entries(folder):
         path = made.entry(name)
@@ -230,7 +230,7 @@ def load_plan(
 
 def _entries(folder: Path) -> set[str]:
     """The names of finished portions, among others."""
-    return {name.removesuffix(".json") for name in os.listdir(folder) if name.endswith(".json")}
+    return {path.stem for path in folder.iterdir() if path.suffix == ".json"}
 
 
 class AbandonedError(Exception):
@@ -265,7 +265,7 @@ class Dealing:
         self.close()
         attempt = self.preparation.attempt
         while True:
-            names = os.listdir(attempt)
+            names = {path.name for path in attempt.iterdir()}
             if FAILED in names:
                 raise AbandonedError
             self._taken.update(names)
@@ -287,7 +287,7 @@ class Dealing:
             AbandonedError: another rank has failed.
         """
         self._done += nbytes
-        if time.monotonic() - self._told < PROGRESS_SECONDS:
+        if time.monotonic() - self._told < TELL_SECONDS:
             return
         if (self.preparation.attempt / FAILED).exists():
             raise AbandonedError
@@ -298,13 +298,14 @@ class Dealing:
     def look(self) -> None:
         """Log the progress of all ranks on rank 0, if it is time."""
         now = time.monotonic()
-        if now - self._told < PROGRESS_SECONDS:
+        if now - self._told < TELL_SECONDS:
             return
         self._told = now
         if self.rank:
             return
         made = self.preparation
-        ready, taken = _entries(made.folder), set(os.listdir(made.attempt))
+        ready = _entries(made.folder)
+        taken = {path.name for path in made.attempt.iterdir()}
         total = sum(portion.nbytes for portion in made.portions)
         before = sum(one.nbytes for one in made.portions if one.name in made.finished)
         done = 0

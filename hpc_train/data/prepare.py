@@ -29,7 +29,6 @@ from hpc_train.data.inputs import InputFile, InputPart, TokenRecipe
 from hpc_train.data.manifest import FILE_NAME, Manifest, Shard, parse_manifest
 from hpc_train.data.partial import AbandonedError, Dealing, Preparation, ShardPortion, writing_to
 from hpc_train.data.portions import (
-    TEXTS,
     bytes_per_token,
     cut_portions,
     read_part,
@@ -265,8 +264,8 @@ def _remove_others(root: Path, key: str) -> None:
 def _make_plan(request: PrepareRequest, folder: Path) -> None:
     recipe, splits = request.recipe, request.split()
     tokens = max(1, int(request.shard_mb * (1 << 20)) // recipe.dtype.itemsize)
-    every = [part for parts in splits.values() for part in parts]
-    nbytes = tokens * bytes_per_token(every, recipe, _codec(recipe))
+    given = dict.fromkeys(part.file for parts in splits.values() for part in parts)
+    nbytes = tokens * bytes_per_token(whole_parts([*given]), recipe, _codec(recipe))
     named = {
         f"{split}-{number:05d}": portion
         for split, parts in splits.items()
@@ -291,6 +290,7 @@ def work(preparation: Preparation, dealing: Dealing) -> None:
     """
     try:
         with writing_to(preparation.target):
+            preparation.check_shared()
             codec = _codec(preparation.recipe)
             while portion := dealing.take():
                 _make_portion(preparation, portion, dealing, codec)
@@ -321,7 +321,9 @@ def _make_portion(
             documents -= 1  # the other split has its begin
     shards = writer.finish()
     for shard in shards:
-        files.call("rename", os.rename, dealing.scratch / shard.name, preparation.shards / shard.name)
+        files.call(
+            "rename", os.rename, dealing.scratch / shard.name, preparation.shards / shard.name
+        )
     files.sync_folder(preparation.shards)
     entry = {
         "split": portion.name.partition("-")[0],

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from hpc_train.data import manifest as manifests
-from hpc_train.data import prepare
+from hpc_train.data import texts as text_files
 from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import read_manifest
-from hpc_train.data.prepare import is_text, prepare_text
+from hpc_train.data.portions import whole_parts
+from hpc_train.data.prepare import prepare_text
 from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import DataError
 
@@ -246,13 +247,13 @@ def test_a_split_of_less_than_one_sample_is_an_error(texts, tmp_path):
 def test_one_long_line_is_cut_like_any_text(tmp_path):
     (tmp_path / "line").write_text("\u00e9" * 50_000)
     made = prepare_text([tmp_path / "line"], tmp_path / "out", validation=0.1)
-    assert 10_000 <= made.tokens("validation") <= 10_000 + 2 * prepare.LINE_BYTES
+    assert 10_000 <= made.tokens("validation") <= 10_000 + 2 * text_files.LINE_BYTES
     assert made.tokens("validation") % 2 == 1, "no character is cut; a separator ends each part"
     assert made.tokens("train") + made.tokens("validation") == 100_002
 
 
 def test_characters_at_the_border_of_two_pieces_are_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "TEXT_PIECE_BYTES", 3)
-    path = tmp_path / "a"
-    path.write_text("a€äb𝄞")
-    assert is_text(path)
+    monkeypatch.setattr(text_files, "TEXT_PIECE_BYTES", 3)
+    (tmp_path / "a").write_text("a€äb𝄞")
+    [part] = whole_parts(text_files.list_texts([tmp_path / "a"]))
+    assert text_files.is_text_part(part)
