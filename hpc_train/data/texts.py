@@ -72,7 +72,7 @@ def only_texts(listed: Sequence[InputFile]) -> list[InputFile]:
     """The files that begin like UTF-8 text. The sizes of compressed texts are estimated.
 
     Raises:
-        DataError: no file is text.
+        DataError: no file is text, or one cannot be read.
         SetupError: the `zstandard` library is needed and missing.
     """
     with ThreadPoolExecutor(SNIFFERS) as threads:
@@ -88,18 +88,16 @@ def only_texts(listed: Sequence[InputFile]) -> list[InputFile]:
 
 
 def _sniffed(file: InputFile) -> InputFile | None:
-    try:
-        with opened_input(file) as raw:
-            begin = (decompressed(raw, file.path) if file.compressed else raw).read(SNIFFED_BYTES)
-            read = raw.tell()
-    except DataError as error:
-        logger.warning("skipped: %s", error.cause)
-        return None
-    if not begin or not _is_utf8(io.BytesIO(begin), len(begin), whole=len(begin) < SNIFFED_BYTES):
+    with opened_input(file) as raw:
+        begin = (decompressed(raw, file.path) if file.compressed else raw).read(SNIFFED_BYTES)
+        read = raw.tell()
+    whole = len(begin) < SNIFFED_BYTES
+    # Of a JSON lines file every line is checked later.
+    known = file.format == "jsonl" or _is_utf8(io.BytesIO(begin), len(begin), whole=whole)
+    if not begin or not known:
         return None
     if not file.compressed:
         return file
-    whole = len(begin) < SNIFFED_BYTES
     return replace(file, nbytes=len(begin) if whole else file.size * len(begin) // read)
 
 
