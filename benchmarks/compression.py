@@ -37,7 +37,8 @@ from benchmarks import harness
 from benchmarks.gpt_step import SHAPE
 from benchmarks.gradient_averaging import build
 from hpc_train.config import OptimizerSection
-from hpc_train.data.prepare import find_texts, split_texts
+from hpc_train.data.portions import split_inputs
+from hpc_train.data.texts import list_texts, only_texts
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
@@ -155,14 +156,17 @@ def over_links(options: argparse.Namespace) -> None:
 def read_text() -> dict[str, Tensor]:
     """The standard library's modules as bytes. 5 percent are held out for validation."""
     library = Path(sysconfig.get_path("stdlib"))
-    texts = find_texts(sorted(library.glob("*.py")))
+    texts = only_texts(list_texts(sorted(library.glob("*.py"))))
     return {
         split: torch.from_numpy(
             np.frombuffer(
-                b"".join(part.path.read_bytes()[part.begin : part.end] for part in parts), np.uint8
+                b"".join(
+                    Path(part.file.path).read_bytes()[part.begin : part.end] for part in parts
+                ),
+                np.uint8,
             ).copy()
         )
-        for split, parts in split_texts(texts, 0.05).items()
+        for split, parts in split_inputs(texts, 0.05).items()
     }
 
 

@@ -1,37 +1,46 @@
-"""`hpc-train prepare text PATH... --out DIR`: turn text files into HDF5 shards."""
+"""`hpc-train prepare text|tokens PATH... --out DIR`: turn files into shards, on every rank."""
 
 from __future__ import annotations
 
+import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from hpc_train.cli.verb import Parser
+from hpc_train.cli.verb import Parser, positive
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from argparse import Namespace
+    from collections.abc import Callable, Sequence
+
+    from hpc_train.data.manifest import Manifest
+    from hpc_train.data.prepare import PrepareRequest
+    from hpc_train.mpi.group import Group
+    from hpc_train.mpi.runtime import Runtime
+
+WAIT_SECONDS = 0.05  # seconds between two looks of a rank that waits for the others
 
 
 def options() -> Parser:
     """The options of the verb."""
-    made = Parser("hpc-train prepare", description="Turn files into HDF5 shards with a manifest.")
+    made = Parser(
+        "hpc-train prepare",
+        description="Turn files into HDF5 shards with a manifest. Under a launcher the ranks share "
+        "the work, and any number of them makes the same shards. The same command continues a "
+        "preparation that was stopped.",
+    )
     made.lists = "kinds"
     kinds = made.add_subparsers(title="kinds", dest="kind", metavar="KIND", required=True)
     text = kinds.add_parser(
         "text",
         help="files or folders of text",
-        description="Turn files or folders of UTF-8 text into token shards.",
+        description="Turn files or folders of UTF-8 text into token shards. A file is one text, "
+        "and so is each line of a JSON lines file (.jsonl). Files may be compressed (.gz, .zst).",
     )
     text.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders to search")
-    text.add_argument("--out", required=True, metavar="DIR", help="the data folder to write")
     text.add_argument(
         "--tokenizer",
         default="bytes",
         help="bytes, or a file of the tokenizers library (default: %(default)s)",
-    )
-    text.add_argument(
-        "--shard_mb",
-        type=float,
-        default=256.0,
-        help="approximate size of a shard in MiB (default: %(default)s)",
     )
     text.add_argument(
         "--validation",
@@ -39,25 +48,116 @@ def options() -> Parser:
         default=0.01,
         help="share of the text that is held out for validation (default: %(default)s)",
     )
+    text.add_argument(
+        "--text_key",
+        default="text",
+        metavar="KEY",
+        help="the key of the text in JSON lines (default: %(default)s)",
+    )
+    tokens = kinds.add_parser(
+        "tokens",
+        help="token files of other programs",
+        description="Copy token files of other programs into shards: raw tokens (nanoGPT's .bin), "
+        "Megatron's pairs of .bin and .idx, and folders that Hugging Face's save_to_disk has "
+        "written.",
+    )
+    tokens.add_argument("paths", nargs="+", metavar="PATH", help="token files to train on")
+    tokens.add_argument(
+        "--held_out",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH",
+        help="token files for validation",
+    )
+    tokens.add_argument(
+        "--vocab", type=positive, default=0, metavar="N", help="vocabulary size of the tokens"
+    )
+    tokens.add_argument(
+        "--tokenizer",
+        default="",
+        help="the tokens' tokenizer, a file of the tokenizers library or bytes; it is copied "
+        "(default: none, so `generate` cannot write text)",
+    )
+    tokens.add_argument(
+        "--stored",
+        choices=("uint8", "uint16", "uint32", "int32", "int64"),
+        default="uint16",
+        help="type of the tokens in raw files (default: %(default)s)",
+    )
+    tokens.add_argument(
+        "--column",
+        default="input_ids",
+        help="the column of the tokens in a Hugging Face dataset (default: %(default)s)",
+    )
+    for kind in (text, tokens):
+        kind.add_argument("--out", required=True, metavar="DIR", help="the data folder to write")
+        kind.add_argument(
+            "--shard_mb",
+            type=float,
+            default=256.0,
+            help="approximate size of a shard in MiB (default: %(default)s)",
+        )
     return made
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    text = options().parse_args(arguments)
-    from hpc_train import log
-    from hpc_train.data.prepare import prepare_text
+    if {"-h", "--help"} & set(arguments):
+        options().parse_args(arguments)
+    from hpc_train.job.program import run as run_program
 
-    log.to_console(rank=0)
-    manifest = prepare_text(
-        text.paths,
-        text.out,
-        tokenizer=text.tokenizer,
-        shard_mb=text.shard_mb,
-        validation=text.validation,
-    )
-    print(
-        f"{text.out}: {manifest.documents} texts, vocabulary of {manifest.vocab}, "
+    return run_program(lambda runtime: _run(arguments, runtime), ask_scheduler=False)
+
+
+def _run(arguments: Sequence[str], runtime: Runtime) -> None:
+    given = options().parse_args(arguments)
+    manifest = prepare_together(runtime.world, lambda: _request(given))
+    runtime.print(
+        f"{given.out}: {manifest.documents} texts, vocabulary of {manifest.vocab}, "
         f"{manifest.tokens('train')} tokens to train on, {manifest.tokens('validation')} held out"
     )
-    return 0
+
+
+def _request(given: Namespace) -> PrepareRequest:
+    from hpc_train.data.prepare import text_request, tokens_request
+
+    values = {**vars(given)}
+    make = text_request if values.pop("kind") == "text" else tokens_request
+    return make(values.pop("paths"), values.pop("out"), **values)
+
+
+def prepare_together(world: Group, make: Callable[[], PrepareRequest]) -> Manifest:
+    """Prepare a data folder on all ranks. Collective.
+
+    Args:
+        world: the ranks, which all see the data folder and the input.
+        make: makes the request. Only rank 0 calls it.
+
+    Returns:
+        The manifest of the new folder, on all ranks.
+
+    Raises:
+        DataError: as `prepare.prepare_text`; on all ranks.
+        SetupError: a library is needed and missing; on all ranks.
+    """
+    from hpc_train.data.partial import Dealing
+    from hpc_train.data.prepare import begun, finish, work
+    from hpc_train.mpi.agreement import from_first, settle
+
+    with ExitStack() as held:  # rank 0 holds the partial folder until all ranks are ready
+        preparation = from_first(world, lambda: held.enter_context(begun(make())))
+        dealing = Dealing(preparation, world.rank, world.size)
+        failure: Exception | None = None
+        try:
+            work(preparation, dealing)
+        except Exception as error:  # noqa: BLE001  # all ranks raise it
+            failure = error
+        if world.comm is not None:
+            everyone = world.comm.Ibarrier()
+            with world.waiting("the portions of the other ranks"):
+                while not everyone.Test():
+                    dealing.look()
+                    time.sleep(WAIT_SECONDS)
+        settle(world, failure)
+        return from_first(world, lambda: finish(preparation))

@@ -1,44 +1,85 @@
-"""`hpc-train prepare`: turn text files into shards with a manifest.
+"""`hpc-train prepare`: turn texts, or token files of other programs, into shards with a manifest.
 
-The folder is built under a temporary name, and each shard is read back after it is written. The
-folder gets its final name last, so a folder with that name is complete.
+Rank 0 begins a preparation, all ranks work on it, and rank 0 finishes it. The data folder gets its
+name last, so a folder with that name is complete. What a killed preparation has finished stays in a
+partial folder, and the same command continues there.
 """
 
 from __future__ import annotations
 
-import codecs
+import hashlib
+import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
-import xxhash
 
 from hpc_train import files
-from hpc_train.data.manifest import FILE_NAME, Manifest, Shard
+from hpc_train.data import partial
+from hpc_train.data.check import check_shards
+from hpc_train.data.foreign import list_token_files
+from hpc_train.data.inputs import InputFile, InputPart, TokenRecipe
+from hpc_train.data.manifest import FILE_NAME, Manifest, Shard, parse_manifest
+from hpc_train.data.partial import AbandonedError, Dealing, Preparation, ShardPortion, writing_to
+from hpc_train.data.portions import (
+    bytes_per_token,
+    cut_portions,
+    read_part,
+    split_inputs,
+    whole_parts,
+)
+from hpc_train.data.texts import TEXT_PIECE_BYTES, is_text_part, list_texts, only_texts
 from hpc_train.data.tokenizer import BYTES, Tokenizer, describe_tokenizer, loads
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-TEXT_PIECE_BYTES = 8 << 20
-LINE_BYTES = 4096
+PLAN_FORMAT = 1  # a higher one, after the plan or the tokens have changed, continues no older plan
 TOKENIZER_FILE = "tokenizer.json"
+LARGEST_SHARD = 1.5  # a portion of more shards than this is cut
+NAMES_LOGGED = 5
 
 
 @dataclass(frozen=True)
-class Text:
-    """A part of a text file: the bytes from `begin` up to, but not including, `end`."""
+class PrepareRequest:
+    """What a user wants to be prepared.
 
-    path: Path
-    begin: int
-    end: int
+    Args:
+        target: the data folder to make.
+        recipe: how tokens are made.
+        shard_mb: approximate size of a shard in MiB.
+        options: further options that the result depends on.
+        listed: all files that were found.
+        split: makes the parts of each split, which may take a look into all files.
+    """
+
+    target: Path
+    recipe: TokenRecipe
+    shard_mb: float
+    options: Mapping[str, float]
+    listed: Sequence[InputFile]
+    split: Callable[[], dict[str, list[InputPart]]]
+
+    @property
+    def key(self) -> str:
+        """A hash of everything that the result depends on."""
+        tree = [
+            PLAN_FORMAT,
+            TEXT_PIECE_BYTES,
+            asdict(self.recipe),
+            self.shard_mb,
+            dict(self.options),
+            [astuple(file) for file in self.listed],
+        ]
+        return hashlib.blake2b(json.dumps(tree).encode(), digest_size=16).hexdigest()
 
 
 def prepare_text(
@@ -48,194 +89,365 @@ def prepare_text(
     tokenizer: str = BYTES,
     shard_mb: float = 256,
     validation: float = 0.01,
+    text_key: str = "text",
 ) -> Manifest:
-    """Turn text files into token shards.
-
-    Args:
-        paths: files, or folders that are searched with their subfolders. Files that are not UTF-8
-            text are skipped; the log says how many.
-        out: the data folder to make.
-        tokenizer: "bytes", or a file of the `tokenizers` library, which is copied to `out`.
-        shard_mb: approximate size of a shard in MiB.
-        validation: share of the text, by bytes, that is held out for validation. Texts are sorted
-            by a hash of their names, so that both splits have a mixture. The text at the border is
-            cut.
+    """Turn texts into token shards, in this process alone. `text_request` describes arguments.
 
     Returns:
         The manifest of the new folder.
 
     Raises:
-        DataError: there is no text, `out` exists already, or a file cannot be read or written.
+        DataError: there is no text, `out` exists already or is being prepared, or a file cannot be
+            read or written.
+        SetupError: a library is needed and missing.
+    """
+    return _prepare_alone(
+        text_request(
+            paths,
+            out,
+            tokenizer=tokenizer,
+            shard_mb=shard_mb,
+            validation=validation,
+            text_key=text_key,
+        )
+    )
+
+
+def _prepare_alone(request: PrepareRequest) -> Manifest:
+    with begun(request) as preparation:
+        work(preparation, Dealing(preparation))
+        return finish(preparation)
+
+
+def text_request(
+    paths: Sequence[str | Path],
+    out: str | Path,
+    *,
+    tokenizer: str = BYTES,
+    shard_mb: float = 256,
+    validation: float = 0.01,
+    text_key: str = "text",
+) -> PrepareRequest:
+    """List texts, and describe what to make of them.
+
+    Args:
+        paths: files, or folders that are searched with their subfolders. Files may be compressed
+            (.gz, .zst). Each file is a text, and each line of a JSON lines file (.jsonl) is one.
+            Files that are not UTF-8 text are skipped; the log says how many.
+        out: the data folder to make.
+        tokenizer: "bytes", or a file of the `tokenizers` library, which is copied to `out`.
+        shard_mb: approximate size of a shard in MiB.
+        validation: share of the text, by bytes, that is held out for validation. Files are sorted
+            by a hash of their names, so that both splits have a mixture. The file at the border is
+            cut, unless it is compressed.
+        text_key: the key of the text in JSON lines.
+
+    Raises:
+        DataError: a path does not exist, `out` exists already, or a value is not allowed.
         SetupError: the `tokenizers` library is needed and missing.
     """
     target = Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError(f"{target} exists already", "give another --out, or delete it first")
+    partial.check_target(target)
     if not 0 <= validation < 1:
         raise DataError(f"--validation is {validation}", "give a share of at least 0 and below 1")
+    _check_size(shard_mb)
+    description = describe_tokenizer(tokenizer)
+    recipe = TokenRecipe(description, loads(description).vocab, text_key)
+    listed = list_texts(paths)
+    return PrepareRequest(
+        target,
+        recipe,
+        shard_mb,
+        {"validation": validation},
+        listed,
+        lambda: split_inputs(only_texts(listed), validation),
+    )
+
+
+def tokens_request(
+    paths: Sequence[str | Path],
+    out: str | Path,
+    *,
+    held_out: Sequence[str | Path] = (),
+    vocab: int = 0,
+    tokenizer: str = "",
+    shard_mb: float = 256,
+    stored: str = "uint16",
+    column: str = "input_ids",
+) -> PrepareRequest:
+    """List token files of other programs, and describe what to make of them.
+
+    Args:
+        paths: token files to train on, as `foreign.list_token_files` describes them.
+        out: the data folder to make.
+        held_out: token files for validation.
+        vocab: vocabulary size; 0 takes the tokenizer's.
+        tokenizer: the tokenizer's file, which is copied to `out`; "" if there is none.
+        shard_mb: approximate size of a shard in MiB.
+        stored: NumPy's name for the type of raw tokens.
+        column: the column of the tokens in Arrow files.
+
+    Raises:
+        DataError: a file is none of these, `out` exists already, or a value is not allowed.
+        SetupError: a library is needed and missing.
+    """
+    target = Path(out)
+    partial.check_target(target)
+    _check_size(shard_mb)
+    description = describe_tokenizer(tokenizer) if tokenizer else ""
+    size = max(vocab, loads(description).vocab if description else 0)
+    if not 0 < size <= 1 << 32:
+        raise DataError("the vocabulary size is not known", "give --vocab or --tokenizer")
+    splits = {
+        "train": list_token_files(paths, stored),
+        "validation": list_token_files(held_out, stored),
+    }
+    return PrepareRequest(
+        target,
+        TokenRecipe(description, size, column),
+        shard_mb,
+        {"held_out": len(splits["validation"])},
+        [*splits["train"], *splits["validation"]],
+        lambda: {split: whole_parts(given) for split, given in splits.items()},
+    )
+
+
+def _check_size(shard_mb: float) -> None:
     if shard_mb <= 0:
         raise DataError(f"--shard_mb is {shard_mb}", "give a size above 0")
-    texts = find_texts(paths)
-    description = describe_tokenizer(tokenizer)
-    codec = loads(description)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+
+
+@contextmanager
+def begun(request: PrepareRequest) -> Iterator[Preparation]:
+    """Begin a preparation, or continue one that has the same key. Only rank 0 calls.
+
+    The partial folder is held until the block ends. If the block fails and no portion is finished,
+    the partial folder is removed.
+
+    Raises:
+        DataError: the folder exists already, is being prepared, or cannot be written; or a file
+            cannot be read.
+    """
+    target = request.target
+    with writing_to(target), partial.locked_partial(target) as root:
+        folder = root / request.key
+        try:
+            partial.check_target(target)
+            _remove_others(root, request.key)
+            if not (folder / partial.PLAN).exists():
+                _make_plan(request, folder)
+            preparation = partial.load_plan(target, folder, request.recipe, _is_sound)
+            if preparation.finished:
+                logger.info(
+                    "continues: %d of %d portions are finished",
+                    len(preparation.finished),
+                    len(preparation.portions),
+                )
+            yield preparation
+        except Exception:
+            if not any(folder.glob("*-*.json")):  # no portion is finished
+                shutil.rmtree(root, ignore_errors=True)
+            raise
+
+
+def _remove_others(root: Path, key: str) -> None:
+    for other in root.iterdir():
+        if other.name not in (key, partial.LOCK):
+            logger.info(
+                "the options or the input have changed since an earlier start, whose %d finished "
+                "portions are removed: it starts afresh",
+                len([*other.glob("*-*.json")]),
+            )
+            shutil.rmtree(other)
+
+
+def _make_plan(request: PrepareRequest, folder: Path) -> None:
+    recipe, splits = request.recipe, request.split()
+    tokens = max(1, int(request.shard_mb * (1 << 20)) // recipe.dtype.itemsize)
+    given = dict.fromkeys(part.file for parts in splits.values() for part in parts)
+    nbytes = tokens * bytes_per_token(whole_parts([*given]), recipe, _codec(recipe))
+    named = {
+        f"{split}-{number:05d}": portion
+        for split, parts in splits.items()
+        for number, portion in enumerate(cut_portions(parts, nbytes))
+    }
+    if request.options.get("validation") and not splits["validation"]:
+        logger.warning("nothing is held out for validation: compressed files are not cut")
+    partial.store_plan(folder, named, tokens)
+
+
+def _codec(recipe: TokenRecipe) -> Tokenizer | None:
+    return loads(recipe.tokenizer) if recipe.tokenizer else None
+
+
+def work(preparation: Preparation, dealing: Dealing) -> None:
+    """Make portions until there is none left. Every rank calls; they need not wait for each other.
+
+    It returns early if another rank has failed.
+
+    Raises:
+        DataError: a file cannot be read, has changed or has an error, or the disk is full.
+    """
     try:
-        partial.mkdir(parents=True)
-        manifest = _write_splits(texts, partial, codec, shard_mb, validation)
-        if description != BYTES:
-            files.write_text(partial / TOKENIZER_FILE, description)
-            manifest = replace(manifest, tokenizer=TOKENIZER_FILE)
-        _publish(partial, target, manifest)
-    except OSError as error:
-        raise DataError(
-            f"cannot write {target}: {error.strerror or error}",
-            "free some space, or get permission to write there",
-        ) from error
+        with writing_to(preparation.target):
+            preparation.check_shared()
+            codec = _codec(preparation.recipe)
+            while portion := dealing.take():
+                _make_portion(preparation, portion, dealing, codec)
+    except AbandonedError:
+        return
+    except BaseException:
+        dealing.fail()
+        raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        dealing.close()
+
+
+def _make_portion(
+    preparation: Preparation, portion: ShardPortion, dealing: Dealing, codec: Tokenizer | None
+) -> None:
+    dealing.scratch.mkdir(exist_ok=True)
+    recipe = preparation.recipe
+    writer = ShardWriter(dealing.scratch, portion.name, preparation.shard_tokens, recipe.dtype)
+    documents, left_out = 0, []
+    for part in preparation.parts(portion):
+        if part.file.format == "text" and not part.file.compressed and not is_text_part(part):
+            left_out.append(part.file.path)
+            continue
+        for tokens, first in read_part(part, recipe, codec, dealing.tell):
+            writer.add(tokens, first=first)
+            documents += first
+        if part.first and part.begin and part.file.format == "text":
+            documents -= 1  # the other split has its begin
+    shards = writer.finish()
+    for shard in shards:
+        files.call(
+            "rename", os.rename, dealing.scratch / shard.name, preparation.shards / shard.name
+        )
+    files.sync_folder(preparation.shards)
+    entry = {
+        "split": portion.name.partition("-")[0],
+        "documents": documents,
+        "left_out": left_out,
+        "shards": [asdict(shard) for shard in shards],
+    }
+    files.write_text(preparation.entry(portion.name), json.dumps(entry))
+
+
+class ShardWriter:
+    """Writes the tokens of a portion as one shard, or as several if they are many.
+
+    It takes memory for one and a half shards, and for the begins of documents.
+
+    Args:
+        folder: to write to.
+        name: of the portion.
+        size: tokens of a shard.
+        dtype: of the tokens.
+    """
+
+    def __init__(self, folder: Path, name: str, size: int, dtype: np.dtype[Any]) -> None:
+        self.folder, self.name, self.size = folder, name, size
+        self._buffer = np.empty(max(size, int(LARGEST_SHARD * size)), dtype)
+        self._count = 0
+        self._documents = array("q")
+        self._shards: list[Shard] = []
+
+    def add(self, tokens: np.ndarray, *, first: bool) -> None:
+        """Add tokens (N,).
+
+        Args:
+            tokens: the tokens.
+            first: whether a document begins with them.
+        """
+        if first and (not self._documents or self._documents[-1] != self._count):
+            self._documents.append(self._count)
+        while len(tokens):
+            if self._count == len(self._buffer):
+                self._write(self.size)
+            taken = tokens[: len(self._buffer) - self._count]
+            self._buffer[self._count : self._count + len(taken)] = taken
+            self._count += len(taken)
+            tokens = tokens[len(taken) :]
+
+    def finish(self) -> list[Shard]:
+        """Write what is left. Returns all shards."""
+        if self._count:
+            self._write(self._count)
+        return self._shards
+
+    def _write(self, count: int) -> None:
+        suffix = f"-{len(self._shards)}" if self._shards else ""
+        documents = np.array(self._documents, np.int64)
+        inside = documents < count
+        path = self.folder / f"{self.name}{suffix}.h5"
+        self._shards.append(write_shard(path, self._buffer[:count], documents[inside]))
+        left = self._count - count
+        self._buffer[:left] = self._buffer[count : self._count].copy()
+        self._count = left
+        self._documents = array("q", (documents[~inside] - count).tolist())
+
+
+def finish(preparation: Preparation) -> Manifest:
+    """Write the manifest, and give the data folder its name. Only rank 0 calls, after all others.
+
+    Returns:
+        The manifest of the new folder.
+
+    Raises:
+        DataError: there are no tokens, or the folder cannot be written.
+    """
+    with writing_to(preparation.target):
+        entries = [
+            json.loads(preparation.entry(portion.name).read_text())
+            for portion in preparation.portions
+        ]
+        left_out = sorted({path for entry in entries for path in entry["left_out"]})
+        if left_out:
+            logger.warning(
+                "left out what is not UTF-8 text in %d files, such as %s",
+                len(left_out),
+                ", ".join(left_out[:NAMES_LOGGED]),
+            )
+        manifest = _manifest(preparation.recipe, entries)
+        if not manifest.splits:
+            raise DataError("the files have no tokens", "give files with some text")
+        if manifest.tokenizer != BYTES:
+            files.write_text(preparation.shards / TOKENIZER_FILE, preparation.recipe.tokenizer)
+        _publish(preparation, manifest)
     return manifest
 
 
-def find_texts(paths: Sequence[str | Path]) -> list[Path]:
-    """The text files among files and in folders, sorted by a hash of their names.
-
-    Raises:
-        DataError: a path does not exist, or no file is text.
-    """
-    found: dict[Path, str] = {}
-    for given in map(Path, paths):
-        if not given.exists():
-            raise DataError(f"{given} does not exist", "give files or folders of text")
-        inside = [given] if given.is_file() else given.rglob("*")
-        found.update((path, str(path.relative_to(given))) for path in inside if path.is_file())
-    texts = [path for path in found if is_text(path)]
-    if not texts:
-        raise DataError(
-            f"no text in {', '.join(map(str, paths))} ({len(found)} files)",
-            "give files or folders of UTF-8 text",
-        )
-    if len(texts) < len(found):
-        logger.info("skipped %d files that are not UTF-8 text", len(found) - len(texts))
-    return sorted(
-        texts, key=lambda path: (xxhash.xxh3_64_intdigest(os.fsencode(found[path])), path)
+def _manifest(recipe: TokenRecipe, entries: Sequence[Any]) -> Manifest:
+    """The manifest of some portions, which went through a file, and so through all checks."""
+    splits: dict[str, Any] = {}
+    for entry in entries:
+        if entry["shards"]:
+            splits.setdefault(entry["split"], []).extend(entry["shards"])
+    draft = Manifest(
+        vocab=recipe.vocab,
+        dtype=str(recipe.dtype),
+        tokenizer=BYTES if recipe.tokenizer in ("", BYTES) else TOKENIZER_FILE,
+        documents=sum(entry["documents"] for entry in entries),
+        splits=splits,
     )
+    return parse_manifest(json.loads(draft.to_json()))
 
 
-def is_text(path: Path) -> bool:
-    """Whether a file is non-empty UTF-8 without zero bytes."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    size = 0
+def _is_sound(preparation: Preparation, entry: Any) -> bool:
     try:
-        with path.open("rb") as file:
-            while piece := file.read(TEXT_PIECE_BYTES):
-                decoder.decode(piece)
-                size += len(piece)
-                if b"\0" in piece:
-                    return False
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
+        check_shards(preparation.shards, _manifest(preparation.recipe, [entry]))
+    except (DataError, KeyError, TypeError, ValueError):
         return False
-    except OSError as error:
-        logger.warning("%s cannot be read (%s)", path, error.strerror)
-        return False
-    return size > 0
+    return True
 
 
-def split_texts(paths: Sequence[Path], validation: float) -> dict[str, list[Text]]:
-    """Split texts: the first ones are for validation, the rest for training.
-
-    The text at the border is cut at the end of a line, or inside a line of more than LINE_BYTES.
-    """
-    sizes = [path.stat().st_size for path in paths]
-    held_out = int(sum(sizes) * validation)
-    splits: dict[str, list[Text]] = {"train": [], "validation": []}
-    for path, size in zip(paths, sizes, strict=True):
-        border = min(size, max(0, held_out))
-        if 0 < border < size:
-            with path.open("rb") as file:
-                file.seek(border)
-                border += len(_rest_of_line(file))
-        held_out -= size
-        for split, begin, end in (("validation", 0, border), ("train", border, size)):
-            if begin < end:
-                splits[split].append(Text(path, begin, end))
-    return splits
-
-
-def _rest_of_line(file: BinaryIO) -> bytes:
-    """Read to the end of a line, but at most LINE_BYTES and the rest of a UTF-8 character."""
-    rest = file.readline(LINE_BYTES)
-    if len(rest) == LINE_BYTES and not rest.endswith(b"\n"):
-        while (following := file.read(1)) and following[0] & 0xC0 == 0x80:
-            rest += following
-        if following:
-            file.seek(-1, os.SEEK_CUR)
-    return rest
-
-
-def _write_splits(
-    paths: list[Path], directory: Path, codec: Tokenizer, shard_mb: float, validation: float
-) -> Manifest:
-    dtype = np.dtype(np.min_scalar_type(codec.vocab - 1))
-    tokens_per_shard = max(1, int(shard_mb * (1 << 20)) // dtype.itemsize)
-    splits = {
-        split: tuple(_write_shards(texts, directory, split, codec, dtype, tokens_per_shard))
-        for split, texts in split_texts(paths, validation).items()
-    }
-    return Manifest(
-        vocab=codec.vocab,
-        dtype=str(dtype),
-        tokenizer=BYTES,
-        documents=len(paths),
-        splits={split: shards for split, shards in splits.items() if shards},
-    )
-
-
-def _write_shards(
-    texts: list[Text], directory: Path, split: str, codec: Tokenizer, dtype: np.dtype, size: int
-) -> Iterator[Shard]:
-    number = 0
-    pending: list[np.ndarray] = []
-    count = 0
-    for tokens in _encoded(texts, codec, dtype):
-        pending.append(tokens)
-        count += len(tokens)
-        while count >= size:
-            joined = np.concatenate(pending)
-            yield write_shard(directory / f"{split}-{number:05d}.h5", joined[:size])
-            pending, count, number = [joined[size:]], count - size, number + 1
-    if count:
-        yield write_shard(directory / f"{split}-{number:05d}.h5", np.concatenate(pending))
-
-
-def _encoded(texts: list[Text], codec: Tokenizer, dtype: np.dtype) -> Iterator[np.ndarray]:
-    for text in texts:
-        for piece in _pieces(text):
-            encoded = codec.encode(piece)
-            made = np.frombuffer(encoded, np.uint8) if isinstance(encoded, bytes) else encoded
-            yield np.asarray(made).astype(dtype)
-        if codec.separator is not None:
-            yield np.array([codec.separator], dtype)
-
-
-def _pieces(text: Text) -> Iterator[bytes]:
-    """The pieces of a text, of some MiB each. They end where `_rest_of_line` ends."""
-    with text.path.open("rb") as file:
-        file.seek(text.begin)
-        while (position := file.tell()) < text.end:
-            piece = file.read(min(TEXT_PIECE_BYTES, text.end - position))
-            if not piece:
-                raise DataError(
-                    f"{text.path} has become shorter", "prepare files that nobody writes to"
-                )
-            if position + len(piece) < text.end:
-                piece += _rest_of_line(file)
-            yield piece
-
-
-def _publish(partial: Path, target: Path, manifest: Manifest) -> None:
+def _publish(preparation: Preparation, manifest: Manifest) -> None:
     """Write the manifest, then give the folder its final name."""
-    files.write_text(partial / FILE_NAME, manifest.to_json())
+    written = preparation.folder / FILE_NAME
+    files.write_text(written, manifest.to_json())
+    files.rename(written, preparation.shards / FILE_NAME)
     with suppress(FileNotFoundError):
-        target.rmdir()  # an empty folder of that name is fine
-    files.rename(partial, target)
+        preparation.target.rmdir()  # an empty folder of that name is fine
+    files.rename(preparation.shards, preparation.target)
+    shutil.rmtree(preparation.folder.parent, ignore_errors=True)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
+import gzip
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import h5py
@@ -11,9 +14,12 @@ import pytest
 
 from hpc_train.data import manifest as manifests
 from hpc_train.data import prepare
+from hpc_train.data import texts as text_files
 from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import read_manifest
-from hpc_train.data.prepare import is_text, prepare_text
+from hpc_train.data.partial import Dealing
+from hpc_train.data.portions import whole_parts
+from hpc_train.data.prepare import prepare_text
 from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import DataError
 
@@ -246,13 +252,190 @@ def test_a_split_of_less_than_one_sample_is_an_error(texts, tmp_path):
 def test_one_long_line_is_cut_like_any_text(tmp_path):
     (tmp_path / "line").write_text("\u00e9" * 50_000)
     made = prepare_text([tmp_path / "line"], tmp_path / "out", validation=0.1)
-    assert 10_000 <= made.tokens("validation") <= 10_000 + 2 * prepare.LINE_BYTES
+    assert 10_000 <= made.tokens("validation") <= 10_000 + 2 * text_files.LINE_BYTES
     assert made.tokens("validation") % 2 == 1, "no character is cut; a separator ends each part"
     assert made.tokens("train") + made.tokens("validation") == 100_002
 
 
 def test_characters_at_the_border_of_two_pieces_are_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "TEXT_PIECE_BYTES", 3)
-    path = tmp_path / "a"
-    path.write_text("a€äb𝄞")
-    assert is_text(path)
+    monkeypatch.setattr(text_files, "TEXT_PIECE_BYTES", 3)
+    (tmp_path / "a").write_text("a€äb𝄞")
+    [part] = whole_parts(text_files.list_texts([tmp_path / "a"]))
+    assert text_files.is_text_part(part)
+
+
+def seen(folder: Path) -> dict[str, bytes]:
+    """What is in a data folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def documents(monkeypatch):
+    """The positions of documents that each shard was written with, by the shard's name."""
+    found = {}
+    real = prepare.write_shard
+
+    def write_shard(path, tokens, positions):
+        found[path.name] = positions
+        return real(path, tokens, positions)
+
+    monkeypatch.setattr(prepare, "write_shard", write_shard)
+    return found
+
+
+def test_each_document_begins_behind_a_separator(texts, tmp_path, documents):
+    made = prepare_text([texts], tmp_path / "out", shard_mb=0.001, validation=0.2)
+    for split, shards in made.splits.items():
+        ended = True  # whether a document has ended before the next token
+        for shard in shards:
+            with h5py.File(tmp_path / "out" / shard.name) as file:
+                tokens = file["tokens"][:]
+            begins = np.concatenate([[ended], tokens[:-1] == 0]).astype(bool)
+            assert documents[shard.name].dtype == np.int64
+            assert documents[shard.name].tolist() == np.flatnonzero(begins).tolist(), split
+            ended = tokens[-1] == 0
+
+
+def packed(kind: str, content: bytes) -> bytes:
+    """Content as a file of two compressed frames; or unchanged."""
+    half = len(content) // 2
+    if kind == "gz":
+        return gzip.compress(content[:half]) + gzip.compress(content[half:])
+    if kind == "zst":
+        compress = pytest.importorskip("zstandard").ZstdCompressor().compress
+        return compress(content[:half]) + compress(content[half:])
+    return content
+
+
+@pytest.mark.parametrize("kind", ["", "gz", "zst"])
+@pytest.mark.parametrize("form", ["txt", "jsonl"])
+def test_other_formats_have_the_tokens_of_plain_texts(tmp_path, monkeypatch, kind, form):
+    """Texts are longer than what is encoded at once."""
+    monkeypatch.setattr(text_files, "TEXT_PIECE_BYTES", 100)
+    texts = ["a first\ntext €\n" * 40, "short", "x" * 5000]
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "other").mkdir()
+    suffix = f".{kind}" if kind else ""
+    for number, text in enumerate(texts):
+        (tmp_path / f"plain/{number}.txt").write_text(text)
+        packed_text = packed(kind, text.encode())
+        if form == "txt":
+            (tmp_path / f"other/{number}.txt{suffix}").write_bytes(packed_text)
+    if form == "jsonl":
+        lines = [json.dumps({"meta": 1, "text": text}) for text in ["", *texts]]
+        content = "\n\n".join(lines).encode()
+        (tmp_path / f"other/all.jsonl{suffix}").write_bytes(packed(kind, content))
+    found = []
+    for name in ("plain", "other"):
+        made = prepare_text([tmp_path / name], tmp_path / f"{name}.out", validation=0)
+        assert made.documents == 3
+        tokens = bytes(all_tokens(tmp_path / f"{name}.out", "train"))
+        assert tokens.endswith(b"\0")
+        found.append(sorted(tokens.split(b"\0")))
+    assert found[0] == found[1] == sorted([b"", *(text.encode() for text in texts)])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "line 203: "),
+        (b"[]", "line 203: it is not an object with a text under the key text"),
+        (b'{"txt": "a"}', "line 203: it is not an object with a text under the key text"),
+        (b'{"text": 1}', "line 203: it is not an object"),
+        (b'{"text": "\\u0000"}', "line 203: its text has a zero byte"),
+        (b'{"text": "\\ud800"}', "line 203: "),
+        (b'{"text": "\xff"}', "line 203: "),
+    ],
+)
+def test_a_bad_json_line_is_named(tmp_path, line, message):
+    sound = [b'{"text": "some words of a document"}'] * 202
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*sound, line, *sound]))
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/a.jsonl, {message}")):
+        prepare_text([tmp_path / "a.jsonl"], tmp_path / "out", shard_mb=0.001, validation=0)
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("harm", ["short", "other", "begin"])
+def test_a_damaged_compressed_file_is_named(tmp_path, kind, harm):
+    noise = random.Random(1)
+    content = packed(kind, "".join(f"{noise.random()}\n" for _ in range(20_000)).encode())
+    half = 0 if harm == "begin" else 3 * len(content) // 4
+    bad = content[:half] if harm == "short" else content[:half] + b"?" * (len(content) - half)
+    (tmp_path / f"a.txt.{kind}").write_bytes(bad)
+    with pytest.raises(DataError, match=f"a.txt.{kind} is (damaged|not UTF-8)"):
+        prepare_text([tmp_path / f"a.txt.{kind}"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_turns_out_not_to_be_text_is_left_out(texts, tmp_path, caplog):
+    (texts / "begins well").write_bytes(b"text\n" * 20_000 + b"\xff")
+    with caplog.at_level("INFO"):
+        made = prepare_text([texts], tmp_path / "out", validation=0)
+    assert made.documents == 20
+    assert f"left out what is not UTF-8 text in 1 files, such as {texts}/begins well" in caplog.text
+
+
+def failing(monkeypatch, count: int) -> None:
+    """Let the disk be full after so many shards."""
+    real, left = prepare.write_shard, [count]
+
+    def write_shard(*arguments):
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= 1
+        return real(*arguments)
+
+    monkeypatch.setattr(prepare, "write_shard", write_shard)
+
+
+def test_a_preparation_continues_where_it_has_failed(texts, tmp_path, monkeypatch, caplog):
+    how = {"shard_mb": 0.002, "validation": 0.1}
+    prepare_text([texts], tmp_path / "whole", **how)
+    with monkeypatch.context() as patch:
+        failing(patch, 4)
+        with pytest.raises(DataError, match="cannot write .*No space left"):
+            prepare_text([texts], tmp_path / "out", **how)
+    assert not (tmp_path / "out").exists()
+    (shard, *_) = tmp_path.glob(".out.partial/*/shards/train-00000.h5")
+    shard.write_bytes(b"lost")  # as a machine does that loses its power, if its disk has lied
+    with caplog.at_level("INFO"):
+        prepare_text([texts], tmp_path / "out", **how)
+    assert re.search(r"continues: [23] of \d+ portions are finished", caplog.text)
+    assert seen(tmp_path / "out") == seen(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "out", "whole"}
+
+
+@pytest.mark.parametrize("changed", ["options", "input"])
+def test_another_plan_starts_afresh(texts, tmp_path, monkeypatch, caplog, changed):
+    with monkeypatch.context() as patch:
+        failing(patch, 4)
+        with pytest.raises(DataError, match="No space left"):
+            prepare_text([texts], tmp_path / "out", shard_mb=0.002)
+    if changed == "input":
+        (texts / "0.txt").write_text("another text\n")
+    how = {"shard_mb": 0.002, "validation": 0.3 if changed == "options" else 0.01}
+    with caplog.at_level("INFO"):
+        prepare_text([texts], tmp_path / "out", **how)
+    assert "whose 4 finished portions are removed: it starts afresh" in caplog.text
+    prepare_text([texts], tmp_path / "whole", **how)
+    assert seen(tmp_path / "out") == seen(tmp_path / "whole")
+
+
+def test_a_file_that_changes_after_the_plan_is_refused(texts, tmp_path):
+    request = prepare.text_request([texts], tmp_path / "out")
+    with (
+        pytest.raises(DataError, match=r"5.txt has changed since the preparation began"),
+        prepare.begun(request) as preparation,
+    ):
+        with (texts / "sub/5.txt").open("a") as file:
+            file.write("more\n")
+        prepare.work(preparation, Dealing(preparation))
+
+
+def test_a_second_preparation_of_a_folder_is_refused(texts, tmp_path):
+    with prepare.begun(prepare.text_request([texts], tmp_path / "out")) as preparation:
+        with pytest.raises(DataError, match=f"out is being prepared by process {os.getpid()} on"):
+            prepare_text([texts], tmp_path / "out")
+        prepare.work(preparation, Dealing(preparation))
+        prepare.finish(preparation)
+    check_shards(tmp_path / "out", read_manifest(tmp_path / "out"))

@@ -1,0 +1,211 @@
+"""Input files of a preparation, the parts that they are cut into, and how their bytes are read."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+
+from hpc_train.data.tokenizer import BYTES
+from hpc_train.errors import DataError, SetupError
+
+COMPRESSED = (".gz", ".zst")
+RAW_BYTES = 1 << 16  # compressed bytes that are read at once
+BUFFER_BYTES = 1 << 20
+LARGEST_WINDOW = 1 << 31  # bytes that a zstd frame may look back; `zstd --long=31` makes such files
+
+Tell = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file as it was when the preparation began.
+
+    Args:
+        path: as the user has given it, or below a folder that the user has given.
+        format: text, jsonl, raw, megatron or arrow.
+        size: of the file, in bytes.
+        mtime_ns: time of its last change, in nanoseconds.
+        nbytes: length of its stream, in which parts are cut. It is the size, or for a compressed
+            file an estimate of its text, or for a Megatron file the bytes of its documents.
+        stored: NumPy's name for the type of the tokens in a token file.
+    """
+
+    path: str
+    format: str
+    size: int
+    mtime_ns: int
+    nbytes: int
+    stored: str = ""
+
+    @property
+    def compressed(self) -> bool:
+        """Whether it has to be read from its beginning."""
+        return Path(self.path).suffix.lower() in COMPRESSED and self.format in ("text", "jsonl")
+
+    def check(self, about: os.stat_result) -> None:
+        """Make sure that nobody has written to it.
+
+        Raises:
+            DataError: its size or its time is another one.
+        """
+        if (about.st_size, about.st_mtime_ns) != (self.size, self.mtime_ns):
+            raise DataError(
+                f"{self.path} has changed since the preparation began",
+                "prepare files that nobody writes to; the same command then starts afresh",
+            )
+
+
+@dataclass(frozen=True)
+class InputPart:
+    """A part of a file: `begin` up to, but not including, `end`, in bytes of its stream.
+
+    Args:
+        file: the file.
+        begin: where it begins.
+        end: where it ends.
+        first: whether a document begins with it.
+        last: whether its last document ends with it.
+    """
+
+    file: InputFile
+    begin: int
+    end: int
+    first: bool = True
+    last: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class TokenRecipe:
+    """How tokens are made.
+
+    Args:
+        tokenizer: a description that `tokenizer.loads` takes; "" if token files come without one.
+        vocab: vocabulary size.
+        key: the key of a JSON line's text, or the column of an Arrow file's tokens.
+    """
+
+    tokenizer: str = BYTES
+    vocab: int = 256
+    key: str = "text"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the tokens in shards."""
+        return np.dtype(np.min_scalar_type(self.vocab - 1))
+
+
+class _Damaged(Exception):
+    """A compressed file is damaged."""
+
+
+@contextmanager
+def reading_from(path: str) -> Iterator[None]:
+    """Turn errors of reading a file into one that names it.
+
+    Raises:
+        DataError: the file cannot be read, or its compressed content is damaged.
+    """
+    try:
+        yield
+    except (gzip.BadGzipFile, zlib.error, EOFError, _Damaged) as error:
+        raise DataError(f"{path} is damaged ({error})", "copy it again, or leave it out") from None
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error})",
+            "make it readable, or leave it out",
+        ) from None
+
+
+@contextmanager
+def opened_input(file: InputFile) -> Iterator[BinaryIO]:
+    """Open a file whose bytes may be read in any order.
+
+    Raises:
+        DataError: it cannot be read, or it changes while it is open.
+    """
+    with reading_from(file.path), Path(file.path).open("rb", BUFFER_BYTES) as opened:
+        file.check(os.fstat(opened.fileno()))
+        yield opened
+        file.check(os.fstat(opened.fileno()))
+
+
+@contextmanager
+def opened_text(file: InputFile) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
+    """Open a text file, compressed or not.
+
+    Yields:
+        Its text, and a function that says how many bytes of its stream are read, as estimated.
+
+    Raises:
+        DataError: it cannot be read, it changes while it is open, or it is damaged.
+        SetupError: the `zstandard` library is needed and missing.
+    """
+    with opened_input(file) as raw:
+        if not file.compressed:
+            yield cast("io.BufferedReader", raw), raw.tell
+            return
+        yield decompressed(raw, file.path), lambda: raw.tell() * file.nbytes // max(1, file.size)
+
+
+def decompressed(raw: BinaryIO, path: str) -> io.BufferedReader:
+    """The content of a compressed file, by the ending of its name.
+
+    Raises:
+        SetupError: the `zstandard` library is needed and missing.
+    """
+    zipped = path.lower().endswith(".gz")
+    stream: Any = gzip.GzipFile(fileobj=raw) if zipped else _Zstandard(raw)
+    return io.BufferedReader(stream, BUFFER_BYTES)
+
+
+class _Zstandard(io.RawIOBase):
+    """Reads zstd frames. The library's own reader takes a file that ends early for a whole one."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise SetupError(
+                "the zstandard library is missing", "`pip install 'hpc_train[zstd]'`"
+            ) from None
+        self._raw, self._error = raw, zstandard.ZstdError
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
+        self._frame: Any = None
+        self._read, self._made = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, memory: Any) -> int:
+        while not self._made:
+            self._read = self._read or self._raw.read(RAW_BYTES)
+            if not self._read:
+                if self._frame is not None:
+                    raise _Damaged("it ends early")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            try:
+                self._made = memoryview(self._frame.decompress(self._read))
+            except self._error as error:
+                raise _Damaged(error) from None
+            self._read = b""
+            if self._frame.eof:
+                self._read, self._frame = self._frame.unused_data, None
+        count = min(len(memory), len(self._made))
+        memory[:count] = self._made[:count]
+        self._made = self._made[count:]
+        return count

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import struct
+
+import h5py
+import numpy as np
+import pytest
+
+from hpc_train.data import prepare
+from hpc_train.data.check import check_shards
+from hpc_train.data.manifest import read_manifest
+from hpc_train.data.partial import Dealing
+from hpc_train.data.prepare import begun, finish, tokens_request, work
+from hpc_train.errors import DataError
+
+VOCAB = 50_000
+
+
+@pytest.fixture
+def rows():
+    """Documents of many lengths."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, VOCAB, size) for size in generator.integers(1, 200, 50)]
+
+
+@pytest.fixture
+def documents(monkeypatch):
+    """The positions of documents that each shard was written with, by the shard's name."""
+    found = {}
+    real = prepare.write_shard
+
+    def write_shard(path, tokens, positions):
+        found[path.name] = positions
+        return real(path, tokens, positions)
+
+    monkeypatch.setattr(prepare, "write_shard", write_shard)
+    return found
+
+
+def prepared(paths, out, **how):
+    """The manifest, and the tokens to train on with the begin of each shard."""
+    with begun(tokens_request(paths, out, **how)) as preparation:
+        work(preparation, Dealing(preparation))
+        made = finish(preparation)
+    check_shards(out, read_manifest(out))
+    tokens, begins = [], {}
+    for shard in made.splits["train"]:
+        begins[shard.name] = sum(map(len, tokens))
+        with h5py.File(out / shard.name) as file:
+            tokens.append(file["tokens"][:])
+    return made, np.concatenate(tokens), begins
+
+
+def write_megatron(path, rows, code=8, dtype="<u2"):
+    """A pair of files with two sequences in each document."""
+    halves = [half for row in rows for half in np.array_split(row, 2)]
+    sizes = np.array([len(half) for half in halves], "<i4")
+    offsets = np.cumsum([0, *sizes[:-1]], dtype="<i8") * np.dtype(dtype).itemsize
+    documents = np.arange(0, 2 * len(rows) + 1, 2, dtype="<i8")
+    np.concatenate(halves).astype(dtype).tofile(path.with_suffix(".bin"))
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(sizes), len(documents))
+    content = [header, sizes.tobytes(), offsets.tobytes(), documents.tobytes()]
+    path.with_suffix(".idx").write_bytes(b"".join(content))
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4")])
+@pytest.mark.parametrize("name", ["a.bin", "a.idx"])
+def test_megatron_documents_are_kept(tmp_path, rows, documents, code, dtype, name):
+    write_megatron(tmp_path / "a", rows, code, dtype)
+    made, tokens, begins = prepared(
+        [tmp_path / name], tmp_path / "out", vocab=VOCAB, shard_mb=0.002
+    )
+    assert len(begins) > 3
+    assert (made.vocab, made.dtype, made.documents) == (VOCAB, "uint16", len(rows))
+    assert tokens.tolist() == np.concatenate(rows).tolist()
+    found = [begins[shard] + place for shard in begins for place in documents[shard]]
+    assert found == np.cumsum([0, *map(len, rows[:-1])]).tolist()
+
+
+def test_raw_tokens_and_what_is_held_out(tmp_path, rows):
+    every = np.concatenate(rows).astype("<u2")
+    every.tofile(tmp_path / "train.bin")
+    every[:100].tofile(tmp_path / "val.bin")
+    how = {"held_out": [tmp_path / "val.bin"], "vocab": VOCAB, "shard_mb": 0.002}
+    made, tokens, begins = prepared([tmp_path / "train.bin"], tmp_path / "out", **how)
+    assert len(begins) > 3
+    assert tokens.tolist() == every.tolist()
+    assert made.tokens("validation") == 100
+    assert made.documents == 2
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_dataset_of_hugging_face(tmp_path, rows, documents, large):
+    pa = pytest.importorskip("pyarrow")
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    kind = (pa.large_list if large else pa.list_)(pa.int32())
+    column = pa.array([row.tolist() for row in rows], kind)
+    table = pa.table({"input_ids": column, "length": [len(row) for row in rows]})
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name, part in zip(names, (table.slice(0, 20), table.slice(20)), strict=True):
+        with pa.ipc.new_stream(str(folder / name), table.schema) as stream:
+            stream.write_table(part, max_chunksize=7)
+    state = {"_data_files": [{"filename": name} for name in names]}
+    (folder / "state.json").write_text(json.dumps(state))
+    made, tokens, begins = prepared([folder], tmp_path / "out", vocab=VOCAB, shard_mb=0.01)
+    assert made.documents == len(rows)
+    assert tokens.tolist() == np.concatenate(rows).tolist()
+    found = [begins[shard] + place for shard in begins for place in documents[shard]]
+    assert found == np.cumsum([0, *map(len, rows[:-1])]).tolist()
+    for column in ("length", "no such"):
+        with pytest.raises(DataError, match=f"column {column}"):
+            prepared([folder], tmp_path / "new", vocab=VOCAB, column=column)
+
+
+@pytest.mark.parametrize(
+    ("content", "how", "message"),
+    [
+        (b"\1\0\2\0", {}, "vocabulary size is not known"),
+        (b"\1\0\2", {"vocab": 10}, "has 3 bytes, which is no number of uint16 tokens"),
+        (b"\1\0\x0a\0", {"vocab": 10}, "has the token 10, but the vocabulary has 10"),
+        (b"\xff\xff\xff\xff", {"vocab": 10, "stored": "int32"}, "has the token -1"),
+    ],
+)
+def test_mistakes_with_raw_tokens(tmp_path, content, how, message):
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        prepared([tmp_path / "a.bin"], tmp_path / "out", **how)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+
+
+@pytest.mark.parametrize("harm", ["magic", "short", "tokens", "code"])
+def test_a_damaged_index_is_named(tmp_path, rows, harm):
+    write_megatron(tmp_path / "a", rows, code=99 if harm == "code" else 8)
+    index, tokens = tmp_path / "a.idx", tmp_path / "a.bin"
+    if harm == "magic":
+        index.write_bytes(b"?" + index.read_bytes()[1:])
+    if harm == "short":
+        index.write_bytes(index.read_bytes()[:-8])
+    if harm == "tokens":
+        tokens.write_bytes(tokens.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"a.idx is not a Megatron index of its .bin file"):
+        prepared([index], tmp_path / "out", vocab=VOCAB)
+
+
+def test_a_folder_that_is_no_dataset(tmp_path):
+    pytest.importorskip("pyarrow")
+    with pytest.raises(DataError, match=r"no state.json"):
+        prepared([tmp_path], tmp_path / "out", vocab=VOCAB)

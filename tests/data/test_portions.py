@@ -1,0 +1,77 @@
+"""However input is cut, all of it is read once and in order, and no character is cut."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_train.data import texts as text_files
+from hpc_train.data.inputs import TokenRecipe
+from hpc_train.data.portions import cut_portions, read_part, split_inputs
+from hpc_train.data.tokenizer import ByteTokenizer
+
+TEXTS = st.lists(
+    st.lists(st.text("aé€𝄞 \n", max_size=30), max_size=8).map("".join), min_size=1, max_size=6
+).filter(any)
+SIZES = st.integers(1, 60)
+
+
+def read(parts) -> tuple[bytes, list[int]]:
+    """The tokens of parts, and where documents begin."""
+    tokens, begins = b"", []
+    for part in parts:
+        for made, first in read_part(part, TokenRecipe(), ByteTokenizer(), lambda count: None):
+            if first:
+                begins.append(len(tokens))
+            tokens += made.tobytes()
+    return tokens, begins
+
+
+@given(TEXTS, SIZES, SIZES, SIZES, st.floats(0, 0.99), st.booleans())
+def test_all_text_is_read_once(texts, piece, line, portion, validation, as_lines):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(text_files, "TEXT_PIECE_BYTES", piece),
+        mock.patch.object(text_files, "LINE_BYTES", line),
+    ):
+        if as_lines:
+            content = "\n".join(json.dumps({"text": text}) for text in texts)
+            Path(folder, "all.jsonl").write_text(content)
+        else:
+            for number, text in enumerate(texts):
+                Path(folder, str(number)).write_text(text)
+        found = text_files.only_texts(text_files.list_texts([folder]))
+        splits = split_inputs(found, validation)
+        whole, documents = b"", []
+        for parts in (splits["validation"], splits["train"]):
+            portions = cut_portions(parts, portion)
+            assert [one.nbytes for portion in portions for one in portion].count(0) == 0
+            for one in portions:
+                read(one)[0].decode()  # no character is cut
+            tokens, begins = read([part for one in portions for part in one])
+            assert (tokens, begins) == read(parts)
+            assert not tokens or (tokens.endswith(b"\0") and begins[0] == 0)
+            whole += tokens
+            documents += tokens.split(b"\0")[:-1]
+    if as_lines:
+        assert documents == [text.encode() for text in texts if text]
+    else:
+        paths = [int(Path(file.path).name) for file in found]
+        assert whole.replace(b"\0", b"") == b"".join(texts[number].encode() for number in paths)
+        assert len(documents) - len(found) in (0, 1), "one may be cut between the splits"
+
+
+@given(st.integers(1, 500), st.integers(1, 2000))
+def test_portions_have_about_the_wanted_size(lines, portion):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "a").write_text("a line of text\n" * lines)
+        parts = split_inputs(text_files.list_texts([folder]), 0)["train"]
+        sizes = [sum(part.nbytes for part in one) for one in cut_portions(parts, portion)]
+    assert sum(sizes) == 15 * lines
+    wanted = 15 * lines / max(1, round(15 * lines / portion))
+    assert all(abs(size - wanted) <= 16 for size in sizes)
