@@ -41,7 +41,7 @@ def test_any_number_of_ranks_makes_the_same_folder(group, together):
     if group.rank == 0:
         alone = prepare_text([LIBRARY / "json"], together / "alone", **HOW)
         assert made == alone
-        assert len(made.splits["train"]) > 4
+        assert len(made.splits["train"]) > 3
         assert seen(together / "out") == seen(together / "alone")
         assert not list(together.glob(".*"))
 
