@@ -17,7 +17,8 @@ import pytest
 from hpc_train.cli.prepare import prepare_together
 from hpc_train.data import prepare
 from hpc_train.data.partial import FAILED
-from hpc_train.data.prepare import prepare_text, text_request
+from hpc_train.data.prepare import prepare_text
+from hpc_train.data.request import text_request
 from hpc_train.errors import DataError
 from tests.programs import COLD, ENVIRON, command, hpc_train, only_line, run, wait_for_end
 
@@ -41,7 +42,7 @@ def test_any_number_of_ranks_makes_the_same_folder(group, together):
     if group.rank == 0:
         alone = prepare_text([LIBRARY / "json"], together / "alone", **HOW)
         assert made == alone
-        assert len(made.splits["train"]) > 4
+        assert len(made.splits["train"]) > 3
         assert seen(together / "out") == seen(together / "alone")
         assert not list(together.glob(".*"))
 
