@@ -26,12 +26,7 @@ from hpc_train.data.check import check_shards
 from hpc_train.data.inputs import TokenRecipe
 from hpc_train.data.manifest import FILE_NAME, Manifest, Shard, parse_manifest
 from hpc_train.data.partial import AbandonedError, Dealing, Preparation, ShardPortion, writing_to
-from hpc_train.data.portions import (
-    bytes_per_token,
-    cut_portions,
-    read_part,
-    whole_parts,
-)
+from hpc_train.data.portions import bytes_per_token, cut_portions, read_part, whole_parts
 from hpc_train.data.request import PrepareRequest, text_request
 from hpc_train.data.texts import is_text_part
 from hpc_train.data.tokenizer import BYTES, Tokenizer, loads
@@ -54,7 +49,10 @@ def prepare_text(
     validation: float = 0.01,
     text_key: str = "text",
 ) -> Manifest:
-    """Turn texts into token shards, in this process alone. `request.text_request` describes arguments.
+    """Turn texts into token shards in this process alone.
+
+    Args:
+        paths, out, tokenizer, shard_mb, validation, text_key: as `request.text_request` takes them.
 
     Returns:
         The manifest of the new folder.
@@ -64,19 +62,14 @@ def prepare_text(
             read or written.
         SetupError: a library is needed and missing.
     """
-    return _prepare_alone(
-        text_request(
-            paths,
-            out,
-            tokenizer=tokenizer,
-            shard_mb=shard_mb,
-            validation=validation,
-            text_key=text_key,
-        )
+    request = text_request(
+        paths,
+        out,
+        tokenizer=tokenizer,
+        shard_mb=shard_mb,
+        validation=validation,
+        text_key=text_key,
     )
-
-
-def _prepare_alone(request: PrepareRequest) -> Manifest:
     with begun(request) as preparation:
         work(preparation, Dealing(preparation))
         return finish(preparation)
