@@ -1,6 +1,6 @@
 """`hpc-train prepare text` on 1, 2 and 4 ranks, with the bytes tokenizer and with a small BPE.
 
-    python -m benchmarks.prepare [--rounds 3] [--mb 200]
+    python -m benchmarks.prepare [--rounds 3] [--mb 400]
 
 The text is that of the Python standard library's sources, as many copies of them as make so many
 MB. Times are those of the whole commands, from their start to their end. All folders must have the
@@ -30,7 +30,7 @@ from hpc_train.mpi import environment
 
 NAME = "prepare"
 RANKS = (1, 2, 4)
-SHARD_MB = {"bytes": 16, "bpe": 4}
+SHARD_MB = {"bytes": 16, "bpe": 1}  # some 25 portions in either case
 VOCAB = 4096
 
 
@@ -137,14 +137,14 @@ def killed_and_continued(folder: Path, tokenizer: str) -> tuple[float, float, st
 
 def main() -> None:
     """Measure all numbers of ranks in turn, and print the results."""
-    options = harness.arguments("prepare texts on many ranks", rounds=3, mb=200)
+    options = harness.arguments("prepare texts on many ranks", rounds=3, mb=400)
     ratios: dict[str, float] = {}
     middles: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         for tokenizer in SHARD_MB:
-            # A BPE is some twenty times slower, so it gets less text.
-            nbytes = (options.mb if tokenizer == "bytes" else options.mb // 5) * 10**6
+            # A BPE is many times slower, so it gets less text.
+            nbytes = (options.mb if tokenizer == "bytes" else options.mb // 10) * 10**6
             shutil.rmtree(folder / "texts", ignore_errors=True)
             nbytes = write_texts(folder / "texts", nbytes)
             if tokenizer != "bytes":

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpc_train.data.manifest import Manifest
-    from hpc_train.data.prepare import PrepareRequest
+    from hpc_train.data.request import PrepareRequest
     from hpc_train.mpi.group import Group
     from hpc_train.mpi.runtime import Runtime
 
@@ -120,7 +120,7 @@ def _run(arguments: Sequence[str], runtime: Runtime) -> None:
 
 
 def _request(given: Namespace) -> PrepareRequest:
-    from hpc_train.data.prepare import text_request, tokens_request
+    from hpc_train.data.request import text_request, tokens_request
 
     values = {**vars(given)}
     make = text_request if values.pop("kind") == "text" else tokens_request

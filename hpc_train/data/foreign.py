@@ -21,7 +21,6 @@ from hpc_train.data.inputs import (
 )
 from hpc_train.errors import DataError, SetupError
 
-STORED = ("uint8", "uint16", "uint32", "int32", "int64")
 # The header of a Megatron index: magic, version, code of the tokens' type, and two numbers, of
 # sequences and of entries in the list of documents. Then follow the sequences' lengths (int32) and
 # byte offsets (int64), and for each document its first sequence (int64), with the end as one more.

@@ -26,7 +26,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,13 +190,17 @@ def store_plan(folder: Path, named: Mapping[str, Sequence[InputPart]], shard_tok
     (folder / "shards").mkdir(parents=True, exist_ok=True)
     portions, offset, lines = [], 0, []
     for name, parts in named.items():
-        line = json.dumps([astuple(part) for part in parts]) + "\n"
+        line = json.dumps([_row(part) for part in parts]) + "\n"
         portions.append([name, sum(part.nbytes for part in parts), offset, len(line)])
         lines.append(line)
         offset += len(line)
     files.write_text(folder / PORTIONS, "".join(lines))
     tree = {"shard_tokens": shard_tokens, "portions": portions}
     files.write_text(folder / PLAN, json.dumps(tree))
+
+
+def _row(part: InputPart) -> list[Any]:
+    return [[*vars(part.file).values()], part.begin, part.end, part.first, part.last]
 
 
 def load_plan(

@@ -11,7 +11,8 @@ from hpc_train.data import prepare
 from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import read_manifest
 from hpc_train.data.partial import Dealing
-from hpc_train.data.prepare import begun, finish, tokens_request, work
+from hpc_train.data.prepare import begun, finish, work
+from hpc_train.data.request import tokens_request
 from hpc_train.errors import DataError
 
 VOCAB = 50_000

@@ -20,6 +20,7 @@ from hpc_train.data.manifest import read_manifest
 from hpc_train.data.partial import Dealing
 from hpc_train.data.portions import whole_parts
 from hpc_train.data.prepare import prepare_text
+from hpc_train.data.request import text_request
 from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import DataError
 
@@ -422,7 +423,7 @@ def test_another_plan_starts_afresh(texts, tmp_path, monkeypatch, caplog, change
 
 
 def test_a_file_that_changes_after_the_plan_is_refused(texts, tmp_path):
-    request = prepare.text_request([texts], tmp_path / "out")
+    request = text_request([texts], tmp_path / "out")
     with (
         pytest.raises(DataError, match=r"5.txt has changed since the preparation began"),
         prepare.begun(request) as preparation,
@@ -433,7 +434,7 @@ def test_a_file_that_changes_after_the_plan_is_refused(texts, tmp_path):
 
 
 def test_a_second_preparation_of_a_folder_is_refused(texts, tmp_path):
-    with prepare.begun(prepare.text_request([texts], tmp_path / "out")) as preparation:
+    with prepare.begun(text_request([texts], tmp_path / "out")) as preparation:
         with pytest.raises(DataError, match=f"out is being prepared by process {os.getpid()} on"):
             prepare_text([texts], tmp_path / "out")
         prepare.work(preparation, Dealing(preparation))

@@ -1,0 +1,151 @@
+"""What a user wants to be prepared, with the files that were found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpc_train.data.foreign import list_token_files
+from hpc_train.data.inputs import InputFile, InputPart, TokenRecipe
+from hpc_train.data.partial import check_target
+from hpc_train.data.portions import split_inputs, whole_parts
+from hpc_train.data.texts import TEXT_PIECE_BYTES, list_texts, only_texts
+from hpc_train.data.tokenizer import BYTES, describe_tokenizer, loads
+from hpc_train.errors import DataError
+
+PLAN_FORMAT = 1  # a higher one, after the plan or the tokens have changed, continues no older plan
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """What a user wants to be prepared.
+
+    Args:
+        target: the data folder to make.
+        recipe: how tokens are made.
+        shard_mb: approximate size of a shard in MiB.
+        options: further options that the result depends on.
+        listed: all files that were found.
+        split: makes the parts of each split, which may take a look into all files.
+    """
+
+    target: Path
+    recipe: TokenRecipe
+    shard_mb: float
+    options: Mapping[str, float]
+    listed: Sequence[InputFile]
+    split: Callable[[], dict[str, list[InputPart]]]
+
+    @property
+    def key(self) -> str:
+        """A hash of everything that the result depends on."""
+        tree = [
+            PLAN_FORMAT,
+            TEXT_PIECE_BYTES,
+            asdict(self.recipe),
+            self.shard_mb,
+            dict(self.options),
+            [[*vars(file).values()] for file in self.listed],
+        ]
+        return hashlib.blake2b(json.dumps(tree).encode(), digest_size=16).hexdigest()
+
+
+def text_request(
+    paths: Sequence[str | Path],
+    out: str | Path,
+    *,
+    tokenizer: str = BYTES,
+    shard_mb: float = 256,
+    validation: float = 0.01,
+    text_key: str = "text",
+) -> PrepareRequest:
+    """List texts, and describe what to make of them.
+
+    Args:
+        paths: files, or folders that are searched with their subfolders. Files may be compressed
+            (.gz, .zst). Each file is a text, and each line of a JSON lines file (.jsonl) is one.
+            Files that are not UTF-8 text are skipped; the log says how many.
+        out: the data folder to make.
+        tokenizer: "bytes", or a file of the `tokenizers` library, which is copied to `out`.
+        shard_mb: approximate size of a shard in MiB.
+        validation: share of the text, by bytes, that is held out for validation. Files are sorted
+            by a hash of their names, so that both splits have a mixture. The file at the border is
+            cut, unless it is compressed.
+        text_key: the key of the text in JSON lines.
+
+    Raises:
+        DataError: a path does not exist, `out` exists already, or a value is not allowed.
+        SetupError: the `tokenizers` library is needed and missing.
+    """
+    target = Path(out)
+    check_target(target)
+    if not 0 <= validation < 1:
+        raise DataError(f"--validation is {validation}", "give a share of at least 0 and below 1")
+    _check_size(shard_mb)
+    description = describe_tokenizer(tokenizer)
+    recipe = TokenRecipe(description, loads(description).vocab, text_key)
+    listed = list_texts(paths)
+    return PrepareRequest(
+        target,
+        recipe,
+        shard_mb,
+        {"validation": validation},
+        listed,
+        lambda: split_inputs(only_texts(listed), validation),
+    )
+
+
+def tokens_request(
+    paths: Sequence[str | Path],
+    out: str | Path,
+    *,
+    held_out: Sequence[str | Path] = (),
+    vocab: int = 0,
+    tokenizer: str = "",
+    shard_mb: float = 256,
+    stored: str = "uint16",
+    column: str = "input_ids",
+) -> PrepareRequest:
+    """List token files of other programs, and describe what to make of them.
+
+    Args:
+        paths: token files to train on, as `foreign.list_token_files` describes them.
+        out: the data folder to make.
+        held_out: token files for validation.
+        vocab: vocabulary size; 0 takes the tokenizer's.
+        tokenizer: the tokenizer's file, which is copied to `out`; "" if there is none.
+        shard_mb: approximate size of a shard in MiB.
+        stored: NumPy's name for the type of raw tokens.
+        column: the column of the tokens in Arrow files.
+
+    Raises:
+        DataError: a file is none of these, `out` exists already, or a value is not allowed.
+        SetupError: a library is needed and missing.
+    """
+    target = Path(out)
+    check_target(target)
+    _check_size(shard_mb)
+    description = describe_tokenizer(tokenizer) if tokenizer else ""
+    size = max(vocab, loads(description).vocab if description else 0)
+    if not 0 < size <= 1 << 32:
+        raise DataError("the vocabulary size is not known", "give --vocab or --tokenizer")
+    splits = {
+        "train": list_token_files(paths, stored),
+        "validation": list_token_files(held_out, stored),
+    }
+    return PrepareRequest(
+        target,
+        TokenRecipe(description, size, column),
+        shard_mb,
+        {"held_out": len(splits["validation"])},
+        [*splits["train"], *splits["validation"]],
+        lambda: {split: whole_parts(given) for split, given in splits.items()},
+    )
+
+
+def _check_size(shard_mb: float) -> None:
+    if shard_mb <= 0:
+        raise DataError(f"--shard_mb is {shard_mb}", "give a size above 0")
