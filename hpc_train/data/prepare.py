@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 from hpc_train import files
 from hpc_train.data import partial
 from hpc_train.data.check import check_shards
-from hpc_train.data.inputs import TokenRecipe
+from hpc_train.data.inputs import InputPart, TokenRecipe
 from hpc_train.data.manifest import FILE_NAME, Manifest, Shard, parse_manifest
 from hpc_train.data.partial import AbandonedError, Dealing, Preparation, ShardPortion, writing_to
 from hpc_train.data.portions import bytes_per_token, cut_portions, read_part, whole_parts
@@ -165,9 +165,11 @@ def _make_portion(
 ) -> None:
     dealing.scratch.mkdir(exist_ok=True)
     recipe = preparation.recipe
-    writer = ShardWriter(dealing.scratch, portion.name, preparation.shard_tokens, recipe.dtype)
+    parts = preparation.parts(portion)
+    size, about = preparation.shard_tokens, _about(recipe, parts)
+    writer = ShardWriter(dealing.scratch, portion.name, size, recipe.dtype, about)
     documents, left_out = 0, []
-    for part in preparation.parts(portion):
+    for part in parts:
         if part.file.format == "text" and not part.file.compressed and not is_text_part(part):
             left_out.append(part.file.path)
             continue
@@ -191,6 +193,18 @@ def _make_portion(
     files.write_text(preparation.entry(portion.name), json.dumps(entry))
 
 
+def _about(recipe: TokenRecipe, parts: Sequence[InputPart]) -> dict[str, str]:
+    """What the file of a shard says of itself to people who open it."""
+    names = [Path(part.file.path).name for part in parts]
+    more = f" and {len(names) - NAMES_LOGGED} more" if len(names) > NAMES_LOGGED else ""
+    tokenizer = recipe.tokenizer if recipe.tokenizer in ("", BYTES) else TOKENIZER_FILE
+    return {
+        "schema": "tokens: consecutive tokens; documents: where documents begin among them",
+        "tokenizer": tokenizer or "unknown",
+        "source": ", ".join(names[:NAMES_LOGGED]) + more,
+    }
+
+
 class ShardWriter:
     """Writes the tokens of a portion as one shard, or as several if they are many.
 
@@ -201,10 +215,13 @@ class ShardWriter:
         name: of the portion.
         size: tokens of a shard.
         dtype: of the tokens.
+        about: attributes of the files.
     """
 
-    def __init__(self, folder: Path, name: str, size: int, dtype: np.dtype[Any]) -> None:
-        self.folder, self.name, self.size = folder, name, size
+    def __init__(
+        self, folder: Path, name: str, size: int, dtype: np.dtype[Any], about: Mapping[str, str]
+    ) -> None:
+        self.folder, self.name, self.size, self.about = folder, name, size, about
         self._buffer = np.empty(max(size, int(LARGEST_SHARD * size)), dtype)
         self._count = 0
         self._documents = array("q")
@@ -238,7 +255,8 @@ class ShardWriter:
         documents = np.array(self._documents, np.int64)
         inside = documents < count
         path = self.folder / f"{self.name}{suffix}.h5"
-        self._shards.append(write_shard(path, self._buffer[:count], documents[inside]))
+        tokens = self._buffer[:count]
+        self._shards.append(write_shard(path, tokens, documents[inside], self.about))
         left = self._count - count
         self._buffer[:left] = self._buffer[count : self._count].copy()
         self._count = left

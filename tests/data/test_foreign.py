@@ -7,7 +7,6 @@ import h5py
 import numpy as np
 import pytest
 
-from hpc_train.data import prepare
 from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import read_manifest
 from hpc_train.data.partial import Dealing
@@ -25,30 +24,16 @@ def rows():
     return [generator.integers(0, VOCAB, size) for size in generator.integers(1, 200, 50)]
 
 
-@pytest.fixture
-def documents(monkeypatch):
-    """The positions of documents that each shard was written with, by the shard's name."""
-    found = {}
-    real = prepare.write_shard
-
-    def write_shard(path, tokens, positions):
-        found[path.name] = positions
-        return real(path, tokens, positions)
-
-    monkeypatch.setattr(prepare, "write_shard", write_shard)
-    return found
-
-
 def prepared(paths, out, **how):
-    """The manifest, and the tokens to train on with the begin of each shard."""
+    """The manifest, the tokens to train on, and where documents begin among them."""
     with begun(tokens_request(paths, out, **how)) as preparation:
         work(preparation, Dealing(preparation))
         made = finish(preparation)
     check_shards(out, read_manifest(out))
-    tokens, begins = [], {}
+    tokens, begins = [], []
     for shard in made.splits["train"]:
-        begins[shard.name] = sum(map(len, tokens))
         with h5py.File(out / shard.name) as file:
+            begins += (file["documents"][:] + sum(map(len, tokens))).tolist()
             tokens.append(file["tokens"][:])
     return made, np.concatenate(tokens), begins
 
@@ -67,16 +52,15 @@ def write_megatron(path, rows, code=8, dtype="<u2"):
 
 @pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4")])
 @pytest.mark.parametrize("name", ["a.bin", "a.idx"])
-def test_megatron_documents_are_kept(tmp_path, rows, documents, code, dtype, name):
+def test_megatron_documents_are_kept(tmp_path, rows, code, dtype, name):
     write_megatron(tmp_path / "a", rows, code, dtype)
     made, tokens, begins = prepared(
         [tmp_path / name], tmp_path / "out", vocab=VOCAB, shard_mb=0.002
     )
-    assert len(begins) > 3
+    assert len(made.splits["train"]) > 3
     assert (made.vocab, made.dtype, made.documents) == (VOCAB, "uint16", len(rows))
     assert tokens.tolist() == np.concatenate(rows).tolist()
-    found = [begins[shard] + place for shard in begins for place in documents[shard]]
-    assert found == np.cumsum([0, *map(len, rows[:-1])]).tolist()
+    assert begins == np.cumsum([0, *map(len, rows[:-1])]).tolist()
 
 
 def test_raw_tokens_and_what_is_held_out(tmp_path, rows):
@@ -85,14 +69,14 @@ def test_raw_tokens_and_what_is_held_out(tmp_path, rows):
     every[:100].tofile(tmp_path / "val.bin")
     how = {"held_out": [tmp_path / "val.bin"], "vocab": VOCAB, "shard_mb": 0.002}
     made, tokens, begins = prepared([tmp_path / "train.bin"], tmp_path / "out", **how)
-    assert len(begins) > 3
+    assert len(made.splits["train"]) > 3
     assert tokens.tolist() == every.tolist()
     assert made.tokens("validation") == 100
     assert made.documents == 2
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_dataset_of_hugging_face(tmp_path, rows, documents, large):
+def test_a_dataset_of_hugging_face(tmp_path, rows, large):
     pa = pytest.importorskip("pyarrow")
     folder = tmp_path / "dataset"
     folder.mkdir()
@@ -108,8 +92,7 @@ def test_a_dataset_of_hugging_face(tmp_path, rows, documents, large):
     made, tokens, begins = prepared([folder], tmp_path / "out", vocab=VOCAB, shard_mb=0.01)
     assert made.documents == len(rows)
     assert tokens.tolist() == np.concatenate(rows).tolist()
-    found = [begins[shard] + place for shard in begins for place in documents[shard]]
-    assert found == np.cumsum([0, *map(len, rows[:-1])]).tolist()
+    assert begins == np.cumsum([0, *map(len, rows[:-1])]).tolist()
     for column in ("length", "no such"):
         with pytest.raises(DataError, match=f"column {column}"):
             prepared([folder], tmp_path / "new", vocab=VOCAB, column=column)

@@ -74,6 +74,13 @@ def test_one_long_text_is_cut_at_a_line(tmp_path):
     assert 800 < len(held_out) < 1100
 
 
+def test_a_shard_tells_people_what_it_is(texts, tmp_path):
+    prepare_text([texts], tmp_path / "out", validation=0)
+    with h5py.File(tmp_path / "out" / "train-00000.h5") as file:
+        assert file.attrs["tokenizer"] == "bytes"
+        assert file.attrs["source"].endswith("and 15 more")
+
+
 def test_the_same_texts_give_the_same_shards(texts, tmp_path):
     for name in ("a", "b"):
         prepare_text([texts], tmp_path / name, validation=0.1)
@@ -270,30 +277,16 @@ def seen(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture
-def documents(monkeypatch):
-    """The positions of documents that each shard was written with, by the shard's name."""
-    found = {}
-    real = prepare.write_shard
-
-    def write_shard(path, tokens, positions):
-        found[path.name] = positions
-        return real(path, tokens, positions)
-
-    monkeypatch.setattr(prepare, "write_shard", write_shard)
-    return found
-
-
-def test_each_document_begins_behind_a_separator(texts, tmp_path, documents):
+def test_each_document_begins_behind_a_separator(texts, tmp_path):
     made = prepare_text([texts], tmp_path / "out", shard_mb=0.001, validation=0.2)
     for split, shards in made.splits.items():
         ended = True  # whether a document has ended before the next token
         for shard in shards:
             with h5py.File(tmp_path / "out" / shard.name) as file:
-                tokens = file["tokens"][:]
+                tokens, documents = file["tokens"][:], file["documents"][:]
             begins = np.concatenate([[ended], tokens[:-1] == 0]).astype(bool)
-            assert documents[shard.name].dtype == np.int64
-            assert documents[shard.name].tolist() == np.flatnonzero(begins).tolist(), split
+            assert documents.dtype == np.int64
+            assert documents.tolist() == np.flatnonzero(begins).tolist(), split
             ended = tokens[-1] == 0
 
 
