@@ -68,7 +68,7 @@ def test_raw_tokens_and_what_is_held_out(tmp_path, rows):
     every.tofile(tmp_path / "train.bin")
     every[:100].tofile(tmp_path / "val.bin")
     how = {"held_out": [tmp_path / "val.bin"], "vocab": VOCAB, "shard_mb": 0.002}
-    made, tokens, begins = prepared([tmp_path / "train.bin"], tmp_path / "out", **how)
+    made, tokens, _ = prepared([tmp_path / "train.bin"], tmp_path / "out", **how)
     assert len(made.splits["train"]) > 3
     assert tokens.tolist() == every.tolist()
     assert made.tokens("validation") == 100
