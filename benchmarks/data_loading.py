@@ -17,23 +17,35 @@ MB/s count the new tokens as uint16, so a sample is 2048 bytes. These are the ca
 
 These are the candidates:
 
-- raw: os.preadv into one buffer that is used again and again. It delivers uint16, and nothing can
-  be faster. "raw, int64" also converts the tokens into a second buffer of this kind.
+- raw: os.preadv into one buffer that is used again and again. It delivers uint16, and is the limit
+  of calls that copy what they read. "raw, int64" also converts the tokens into a second buffer of
+  this kind. memmap can pass both, as it copies nothing, and as the system reads ahead for it.
 - ours: `TokenDataset.fetch`. In "ours, Loader" a thread reads two batches ahead.
 - h5py: slices of the dataset, a row or a whole batch of consecutive ones at once. memmap: the same
   with `numpy.memmap` on the shards.
 - DataLoader: torch's, with two worker processes that read rows with h5py.
-- streaming: mosaicml-streaming's `StreamingDataset` on a local folder, without hashes.
+- streaming: mosaicml-streaming's `StreamingDataset` on a local folder, without hashes. In the
+  sequential cases it is iterated over, and in the random ones indexed.
 - webdataset: tar files. It has no random access, so it only takes part in the sequential cases,
   where it delivers the samples in the order of its shuffle buffer of 1000.
 
-The consumer does nothing with a batch, so reading ahead gains only what a second core gives. The
-clock starts when the first batch has arrived, so that no candidate pays for starting workers. Each
-turn of a candidate is a process of its own. Before the warm cases it compares all samples with the
-expected ones, and the benchmark fails if one differs.
+raw, h5py and memmap read a sequential batch at once. All others get it sample by sample, as that is
+what they offer. streaming and webdataset run in the consumer's process, without workers.
 
-The peers are the extra `benchmarks`. What mosaicml-streaming asks for would replace torch and
-numpy. So install only what it uses here, best into an environment of its own:
+The consumer does nothing with a batch, so reading ahead gains only what a second core gives. The
+clock starts when the first batch has arrived, so that no candidate pays for starting workers. One
+that reads ahead has up to four more batches then. First touch with its 32 batches flatters it by as
+much. Each turn of a candidate is a process of its own. Before the warm cases it reads all of their
+samples once more, compares them with what h5py reads, and fails if one differs. What the clock
+measures is only counted.
+
+A pass of 20000 random samples of 2 GiB touches each part of the files several times. So in "random,
+dropped" much of it comes from what the system has read around earlier samples.
+
+The peers are the extra `benchmarks`. What mosaicml-streaming 0.13 asks for would replace torch, and
+numpy and transformers by older ones. So install only what it uses here, in an environment of its
+own. It was measured with numpy 2.4 and transformers 5, which are newer than it declares, and with a
+stand-in for torchvision, which it imports for images alone:
 
     pip install --no-deps mosaicml-streaming
     pip install webdataset brotli catalogue pillow python-snappy transformers zstd

@@ -149,34 +149,39 @@ class TokenDataset:
         known = self._verified[first] & self._verified[last]
         if not known.all() or self.samples_per_block == 1:  # a row may have blocks in between
             self._verify(shards, first, last)
-        self._read(shards, numbers.tolist(), (self.offsets[numbers] + begins).tolist(), rows, order)
+        self._read(shards, numbers, self.offsets[numbers] + begins, rows, order)
 
     def _read(
         self,
         shards: dict[int, _Open],
-        numbers: list[int],
-        begins: list[int],
+        numbers: np.ndarray,
+        begins: np.ndarray,
         rows: np.ndarray,
         order: np.ndarray,
     ) -> None:
-        """Read rows: each from a shard, from a byte of its file on, into its place in `rows`."""
+        """Read rows, each from a shard and from a byte of its file on, into places of `rows`."""
+        width, nbytes = rows.itemsize, rows.itemsize * rows.shape[1]
+        # Neighbours, which share a token, are one read.
+        apart = (np.diff(begins) != nbytes - width) | (np.diff(numbers) != 0)
+        runs = np.concatenate([[0], np.flatnonzero(apart) + 1, [len(order)]])
+        firsts, counts = runs[:-1], np.diff(runs).tolist()
+        of, at = [shards[number] for number in numbers[firsts].tolist()], begins[firsts].tolist()
+        places, starts = (order[firsts] * nbytes).tolist(), firsts.tolist()
         memory = rows.reshape(-1).view(np.uint8).data
-        nbytes = rows.itemsize * rows.shape[1]
-        places = (order * nbytes).tolist()
 
-        def read(row: int) -> None:
-            shard, begin, place = shards[numbers[row]], begins[row], places[row]
-            part = memory[place : place + nbytes]
-            try:
-                count = files.call("read", os.preadv, shard.descriptor, [part], begin)
-                if count < nbytes:
-                    count += files.read_into(shard.descriptor, part[count:], begin + count)
-            except OSError as error:
-                raise _unreadable(shard.path, error) from None
-            if count < nbytes:
-                raise ends_early(shard.path)
+        def read(run: int) -> None:
+            count, place = counts[run], places[run]
+            if count == 1:
+                _fill(of[run], memory[place : place + nbytes], at[run])
+                return
+            tokens = np.empty(count * (rows.shape[1] - 1) + 1, self.dtype)
+            _fill(of[run], tokens.view(np.uint8).data, at[run])
+            neighbours = np.lib.stride_tricks.as_strided(
+                tokens, (count, rows.shape[1]), (nbytes - width, width)
+            )
+            rows[order[starts[run] : starts[run] + count]] = neighbours
 
-        self._each(read, range(len(places)))
+        self._each(read, range(len(counts)))
 
     def _verify(
         self, shards: dict[int, _Open], first_block: np.ndarray, last_block: np.ndarray
@@ -274,6 +279,18 @@ def _identity(descriptor: int) -> Identity:
     """What tells a file from another one, and from itself after a change."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _fill(shard: _Open, memory: memoryview, begin: int) -> None:
+    """Fill memory with the bytes of a shard's file from a place on."""
+    try:
+        count = files.call("read", os.preadv, shard.descriptor, [memory], begin)
+        if count < len(memory):
+            count += files.read_into(shard.descriptor, memory[count:], begin + count)
+    except OSError as error:
+        raise _unreadable(shard.path, error) from None
+    if count < len(memory):
+        raise ends_early(shard.path)
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
