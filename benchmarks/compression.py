@@ -37,8 +37,8 @@ from benchmarks import harness
 from benchmarks.gpt_step import SHAPE
 from benchmarks.gradient_averaging import build
 from hpc_train.config import OptimizerSection
-from hpc_train.data.portions import split_inputs
-from hpc_train.data.texts import list_texts, only_texts
+from hpc_train.data.prepare.portions import split_inputs
+from hpc_train.data.prepare.texts import list_texts, only_texts
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group

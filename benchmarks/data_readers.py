@@ -74,7 +74,7 @@ def of_rows(rows: Any) -> Pair:
 
 
 def of_slab(slab: Any) -> Pair:
-    """Inputs and targets of consecutive samples, of which each begins with the last one's end."""
+    """Inputs and targets of consecutive samples. Two neighbours share one token."""
     return slab[:-1].reshape(-1, T), slab[1:].reshape(-1, T)
 
 

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks import harness
 from hpc_train.config.file import load
-from hpc_train.data.prepare import prepare_text
+from hpc_train.data.prepare.work import prepare_text
 from hpc_train.planning import machine as machines
 from hpc_train.planning.choose import Row, choose
 

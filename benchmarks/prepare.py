@@ -2,10 +2,10 @@
 
     python -m benchmarks.prepare [--rounds 3] [--mb 400]
 
-The text is that of the Python standard library's sources, as many copies of them as make so many
-MB. Times are those of the whole commands, from their start to their end. All folders must have the
-same bytes. At the end a preparation on two ranks is killed in the middle, and the same command
-continues it; that must give the same bytes, too.
+The text is the Python standard library's sources, copied until they have the size of --mb. Times
+are those of the whole commands, from their start to their end. All folders must have the same
+bytes. At the end a preparation on two ranks is killed in the middle, and the same command continues
+it; that must give the same bytes, too.
 """
 
 from __future__ import annotations

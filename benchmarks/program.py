@@ -45,7 +45,7 @@ from benchmarks.gradient_averaging import (
 )
 from hpc_train.config.file import load
 from hpc_train.data.loader import Step as Batches
-from hpc_train.data.prepare import prepare_text
+from hpc_train.data.prepare.work import prepare_text
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.job.program import run
 from hpc_train.models import GPT, linear

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.data.prepare import prepare_text
+from hpc_train.data.prepare.work import prepare_text
 from hpc_train.job import preemption
 from hpc_train.mpi import environment, runtime
 from hpc_train.mpi.group import Group

@@ -82,7 +82,7 @@ def index_files(paths: Sequence[Path]) -> None:
     Raises:
         DataError: some files cannot be read, or their index cannot be written.
     """
-    from hpc_train.data.indexing import index_path, write_index
+    from hpc_train.data.arrays.indexing import index_path, write_index
 
     failed = []
     for path in paths:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpc_train.data.manifest import Manifest
-    from hpc_train.data.request import PrepareRequest
+    from hpc_train.data.prepare.request import PrepareRequest
     from hpc_train.mpi.group import Group
     from hpc_train.mpi.runtime import Runtime
 
@@ -120,7 +120,7 @@ def _run(arguments: Sequence[str], runtime: Runtime) -> None:
 
 
 def _request(given: Namespace) -> PrepareRequest:
-    from hpc_train.data.request import text_request, tokens_request
+    from hpc_train.data.prepare.request import text_request, tokens_request
 
     values = {**vars(given)}
     make = text_request if values.pop("kind") == "text" else tokens_request
@@ -141,8 +141,8 @@ def prepare_together(world: Group, make: Callable[[], PrepareRequest]) -> Manife
         DataError: as `prepare.prepare_text`; on all ranks.
         SetupError: a library is needed and missing; on all ranks.
     """
-    from hpc_train.data.partial import Dealing
-    from hpc_train.data.prepare import begun, finish, work
+    from hpc_train.data.prepare.partial import Dealing
+    from hpc_train.data.prepare.work import begun, finish, work
     from hpc_train.mpi.agreement import from_first, settle
 
     with ExitStack() as held:  # rank 0 holds the partial folder until all ranks are ready

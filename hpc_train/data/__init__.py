@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_train.data.array_statistics import ArrayStatistics as ArrayStatistics
-    from hpc_train.data.arrays import Arrays as Arrays
-    from hpc_train.data.arrays import Tile as Tile
-    from hpc_train.data.arrays import Window as Window
+    from hpc_train.data.arrays.dataset import Arrays as Arrays
+    from hpc_train.data.arrays.dataset import Tile as Tile
+    from hpc_train.data.arrays.dataset import Window as Window
+    from hpc_train.data.arrays.statistics import ArrayStatistics as ArrayStatistics
 
 __all__ = ["ArrayStatistics", "Arrays", "Tile", "Window"]
 
@@ -21,5 +21,5 @@ __all__ = ["ArrayStatistics", "Arrays", "Tile", "Window"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "array_statistics" if name == "ArrayStatistics" else "arrays"
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    module = "statistics" if name == "ArrayStatistics" else "dataset"
+    return getattr(importlib.import_module(f"{__name__}.arrays.{module}"), name)

@@ -65,6 +65,12 @@ def _scramble(x: Words) -> Words:
     return x ^ (x >> np.uint64(31))
 
 
+def evenly(samples: int, most: int) -> range:
+    """The numbers of at most `most` samples, evenly spread over all; with 0 all numbers."""
+    every = range(samples)
+    return every[:: samples // most][:most] if 0 < most < samples else every
+
+
 class SampleOrder:
     """Says which samples each step's batch has.
 
@@ -113,8 +119,15 @@ class SampleOrder:
         """The order for a data set, by blocks if it has an attribute `samples_per_block`.
 
         With shuffle "full" that attribute does not count.
+
+        Raises:
+            ConfigError: as `SampleOrder` raises it, or that attribute is no number of samples.
         """
         block = 1 if shuffle == "full" else getattr(dataset, "samples_per_block", 1)
+        if not isinstance(block, int) or block < 1:
+            raise ConfigError(
+                f"samples_per_block of the data set is {block!r}", "make it a number of samples"
+            )
         return cls(len(dataset), batch, seed=seed, shuffle=bool(shuffle), block=block)
 
     @property

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from hpc_train.data.blocks import damaged_block, ends_early, read_table
 from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, Manifest
 from hpc_train.errors import DataError
 
-SHARD_READERS = 8  # threads that read together where the storage is slow
+SHARD_READERS = 8  # most threads that read together where the storage is slow
 SLOW_SECONDS = 2e-4  # seconds per read from which on threads pay: a disk's, not the page cache's
 Identity = tuple[int, int, int, int]
 
@@ -90,12 +89,11 @@ class TokenDataset:
         self._verified = np.zeros(self.first_blocks[-1], bool)
         self._seen: dict[int, Identity] = {}  # the files whose blocks were verified
         self._reading = threading.Lock()  # opening a shard may close one that is being read
-        self._pool: ThreadPoolExecutor | None = None
-        self._seconds = 0.0  # seconds that a read took, seen from a thread, in the last fetch
+        self._seconds = 0.0  # seconds that a thread took for a read last time
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy in a worker, which opens the shards itself."""
-        fresh = ("_files", "_verified", "_seen", "_reading", "_pool")
+        fresh = ("_files", "_verified", "_seen", "_reading")
         return {key: value for key, value in vars(self).items() if key not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -221,18 +219,29 @@ class TokenDataset:
 
     def _each(self, read: Callable[[int], None], items: range) -> None:
         """Call a function that reads, for each item; in threads where the last calls took long."""
+        if not items:
+            return
         begin = time.perf_counter()
-        at_once = 1
-        if len(items) > 1 and self._seconds > SLOW_SECONDS:
-            at_once = min(SHARD_READERS, len(items))
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(SHARD_READERS, "shards")
-            list(self._pool.map(read, items))
-        else:
-            for item in items:
-                read(item)
-        if items:
-            self._seconds = (time.perf_counter() - begin) * at_once / len(items)
+        at_once = min(SHARD_READERS, len(items)) if self._seconds > SLOW_SECONDS else 1
+        left, errors = iter(items), list[BaseException]()
+
+        def read_some() -> None:
+            try:
+                for item in left:  # each item goes to one thread: a range's iterator is atomic
+                    read(item)
+            except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
+                errors.append(error)
+
+        # Daemons, because a read that never returns must not keep the program from its end.
+        others = [threading.Thread(target=read_some, daemon=True) for _ in range(at_once - 1)]
+        for thread in others:
+            thread.start()
+        read_some()
+        for thread in others:
+            thread.join()
+        if errors:
+            raise errors[0]
+        self._seconds = (time.perf_counter() - begin) * at_once / len(items)
 
     def _open(self, number: int) -> _Open:
         """The open shard, with nothing verified if its file has changed."""
@@ -270,9 +279,6 @@ class TokenDataset:
         """Close the shards."""
         with self._reading:
             self._keep_open(0)
-            if self._pool is not None:
-                self._pool.shutdown()
-                self._pool = None
 
 
 def _identity(descriptor: int) -> Identity:

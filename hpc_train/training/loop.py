@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -130,7 +130,7 @@ class Loop(Stepping):
         batch: int,
         epochs: int,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | Literal["full"] = True,
         accumulate: int = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[tuple[int, Iterator[Any]]]:
@@ -150,7 +150,8 @@ class Loop(Stepping):
                 times `accumulate`.
             epochs: number of passes over the data set. Each has one step per whole batch.
             seed: seed of the sample order, which does not depend on the number of ranks.
-            shuffle: whether each epoch has a new order; otherwise all have the data set's own.
+            shuffle: whether each epoch has a new order; otherwise all have the data set's own. For
+                "full" see `SampleOrder.of`.
             accumulate: number of micro-batches that make a step's batch. Each has its own backward
                 pass (`backward`); the step is taken after the last one: `if loop.step_due`.
             collate_fn: puts a list of samples together, as `collate_fn` of torch's DataLoader.
@@ -181,7 +182,7 @@ class Loop(Stepping):
         batch: int,
         epochs: int,
         seed: int,
-        shuffle: bool,
+        shuffle: bool | Literal["full"],
         accumulate: int,
     ) -> Generator[tuple[int, Iterator[Any]]]:
         """Check the arguments, restore the newest checkpoint, and deliver the epochs."""

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
+from hpc_train.data.order import evenly
 from hpc_train.data.reader import Reader
 from hpc_train.errors import NotFiniteError
 from hpc_train.gradients.scaling import clip_gradients
@@ -220,9 +221,7 @@ class Trainer:
         gather parameters together.
         """
         data, replicas = self.config.data, self.grid.dp
-        samples = range(len(self.task.validation))
-        if 0 < (some := data.validation_batches * data.batch) < len(samples):
-            samples = samples[:: len(samples) // some][:some]
+        samples = evenly(len(self.task.validation), data.validation_batches * data.batch)
         size, at_once = self.plan.parts[0].count, 2 * self.grid.pp - 1
         mine, most = samples[self.grid.coordinate.dp :: replicas], -(-len(samples) // replicas)
         for first in range(0, most, size * at_once):

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from hpc_train.cli.prepare import prepare_together
-from hpc_train.data import prepare
-from hpc_train.data.partial import FAILED
-from hpc_train.data.prepare import prepare_text
-from hpc_train.data.request import text_request
+from hpc_train.data.prepare import work as prepare
+from hpc_train.data.prepare.partial import FAILED
+from hpc_train.data.prepare.request import text_request
+from hpc_train.data.prepare.work import prepare_text
 from hpc_train.errors import DataError
 from tests.programs import COLD, ENVIRON, command, hpc_train, only_line, run, wait_for_end
 

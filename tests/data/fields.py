@@ -7,7 +7,7 @@ import json
 import h5py
 import numpy as np
 
-from hpc_train.data import hdf5_index, indexing
+from hpc_train.data.arrays import hdf5_index, indexing
 
 ROWS = 32
 

@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_train import files
-from hpc_train.data import Arrays, ArrayStatistics, Tile, Window, array_statistics, filters, regions
+from hpc_train.data import Arrays, ArrayStatistics, Tile, Window
+from hpc_train.data.arrays import filters, regions
+from hpc_train.data.arrays import statistics as array_statistics
 from hpc_train.data.loader import Loader, cut
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import DataError, RankError, UserError
@@ -231,7 +233,7 @@ def test_filters_of_hdf5plugin(tmp_path, here):
 
 
 def test_threads_read_at_once(tmp_path, here, monkeypatch):
-    """They share open files and decoded chunks, of which few are kept."""
+    """They share open files and decoded chunks. Few chunks are kept."""
     monkeypatch.setattr(regions, "MOST_OPEN", 1)
     monkeypatch.setattr(regions, "CACHE_BYTES", 10_000)
     expected = np.concatenate([field(tmp_path / f"{n}.h5", seed=n) for n in range(3)])
@@ -259,7 +261,7 @@ def test_threads_read_at_once(tmp_path, here, monkeypatch):
 def test_a_pickled_one_is_small_and_reads_the_same(tmp_path, here):
     expected = field(tmp_path / "a.h5")
     arrays = Arrays(tmp_path / "a.h5", ["chunked"], window=Window(2, 1))
-    arrays.fetch(range(5))  # nothing of which goes with it
+    arrays.fetch(range(5))  # what it keeps for later does not go into the pickle
     data = pickle.dumps(arrays)
     assert len(data) < 4000
     past, ahead = pickle.loads(data)[4]

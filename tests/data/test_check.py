@@ -18,7 +18,7 @@ from hpc_train import files
 from hpc_train.data import manifest as manifests
 from hpc_train.data.check import check_shards, damage, every_shard
 from hpc_train.data.manifest import FILE_NAME, read_manifest
-from hpc_train.data.prepare import prepare_text
+from hpc_train.data.prepare.work import prepare_text
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import DataError
@@ -276,7 +276,7 @@ def test_a_short_read_is_not_the_end_of_a_shard(sound, monkeypatch):
 
 
 def test_threads_may_read_from_one_data_set(sound, monkeypatch):
-    """They share its open files, of which another thread's is not to be closed."""
+    """They share its open files. None may close a file that another one reads."""
     monkeypatch.setattr("hpc_train.data.shards.most_open_files", lambda: 1)
     manifest = read_manifest(sound)
     dataset = TokenDataset(sound, manifest, "train", SEQUENCE)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.data.order import Permutation, SampleOrder
+from hpc_train.data.order import Permutation, SampleOrder, evenly
 from hpc_train.errors import ConfigError
 
 SEEDS = st.integers(0, 2**40)
@@ -73,6 +73,24 @@ def test_an_epochs_batches_do_not_overlap_and_leave_less_than_one_over():
     assert [order.epoch(step) for step in (1, 10, 11, 20, 21)] == [0, 0, 1, 1, 2]
     second = np.concatenate([order.indices(step, 0, 10) for step in range(11, 21)])
     assert set(second) != set(seen)
+
+
+@given(samples=st.integers(1, 500), most=st.integers(0, 600))
+def test_some_samples_are_spread_evenly(samples, most):
+    some = evenly(samples, most)
+    assert len(some) == (min(samples, most) if most else samples)
+    assert some[0] == 0
+    assert samples - some[-1] <= samples // len(some) + samples % len(some)
+
+
+@pytest.mark.parametrize("block", [0, None, 2.5])
+def test_a_data_set_whose_blocks_are_no_number_is_refused(block):
+    class Blocks(list):
+        samples_per_block = block
+
+    with pytest.raises(ConfigError, match="samples_per_block"):
+        SampleOrder.of(Blocks(range(9)), 3)
+    assert SampleOrder.of(Blocks(range(9)), 3, shuffle="full").block == 1
 
 
 def test_too_little_data_for_a_batch_is_an_error():

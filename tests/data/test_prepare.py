@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from hpc_train.data import manifest as manifests
-from hpc_train.data import prepare
-from hpc_train.data import texts as text_files
 from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import read_manifest
-from hpc_train.data.partial import Dealing
-from hpc_train.data.portions import whole_parts
-from hpc_train.data.prepare import prepare_text
-from hpc_train.data.request import text_request
+from hpc_train.data.prepare import texts as text_files
+from hpc_train.data.prepare import work as prepare
+from hpc_train.data.prepare.partial import Dealing
+from hpc_train.data.prepare.portions import whole_parts
+from hpc_train.data.prepare.request import text_request
+from hpc_train.data.prepare.work import prepare_text
 from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import DataError
 
@@ -370,7 +370,7 @@ def test_what_turns_out_not_to_be_text_is_left_out(texts, tmp_path, caplog):
 
 
 def failing(monkeypatch, count: int) -> None:
-    """Let the disk be full after so many shards."""
+    """Let the disk be full after `count` shards."""
     real, left = prepare.write_shard, [count]
 
     def write_shard(*arguments):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -83,12 +84,29 @@ def test_threads_read_the_same_where_storage_is_slow(stored, monkeypatch):
     folder, manifest, tokens = stored
     monkeypatch.setattr("hpc_train.data.shards.SLOW_SECONDS", -1.0)
     dataset = TokenDataset(folder, manifest, "train", 100)
+    seen, real = set(), os.preadv
+
+    def noted(*arguments):
+        seen.add(threading.get_ident())
+        time.sleep(1e-4)  # as long as this thread waits, another one has its turn
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", noted)
     before = threading.active_count()
     wanted = np.random.default_rng(1).permutation(len(dataset))
     assert (dataset.fetch(wanted)[0].numpy() == rows_of(tokens, 100)[wanted][:, :-1]).all()
-    assert threading.active_count() > before
-    dataset.close()
+    assert len(seen) > 1
     assert threading.active_count() == before
+
+
+def test_an_error_in_a_thread_is_the_callers(copied, monkeypatch):
+    folder, manifest = copied
+    monkeypatch.setattr("hpc_train.data.shards.SLOW_SECONDS", -1.0)
+    shard = manifest.splits["train"][0]
+    flip(folder / shard.name, shard.offset + HASHED_BYTES + 5)
+    dataset = TokenDataset(folder, manifest, "train", 100)
+    with pytest.raises(DataError, match="block 1"):
+        dataset.fetch(range(len(dataset)))
 
 
 def test_a_copy_in_a_worker_reads_the_same(stored):

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from hpc_train.data.foreign import cut_tokens, read_tokens
-from hpc_train.data.inputs import InputFile, InputPart, Tell, TokenRecipe
-from hpc_train.data.texts import cut_text, read_text
+from hpc_train.data.prepare.foreign import cut_tokens, read_tokens
+from hpc_train.data.prepare.inputs import InputFile, InputPart, Tell, TokenRecipe
+from hpc_train.data.prepare.texts import cut_text, read_text
 from hpc_train.data.tokenizer import Tokenizer
 
 SAMPLED_BYTES = 1 << 15  # of a file, to see how many tokens its bytes make; less than is sniffed
@@ -107,7 +107,7 @@ def read_part(
 def bytes_per_token(
     parts: Sequence[InputPart], recipe: TokenRecipe, codec: Tokenizer | None
 ) -> float:
-    """How many bytes of the stream make a token, estimated from the begin of some parts."""
+    """How many bytes of the stream make a token, estimated from the first bytes of some parts."""
     nbytes = tokens = 0
 
     def tell(count: int) -> None:

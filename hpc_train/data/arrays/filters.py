@@ -223,7 +223,7 @@ def _by_plugin(one: Filter, data: bytes | memoryview, nbytes: int) -> bytes:
     library = ctypes.CDLL(None)
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
-    # The function frees what it is given, and gives what it has allocated.
+    # The function frees the memory that it gets. It allocates the memory that it returns.
     room = ctypes.c_size_t(max(len(data), nbytes))
     memory = ctypes.c_void_p(library.malloc(room))
     if not memory:

@@ -21,14 +21,20 @@ from typing import Any
 import numpy as np
 
 from hpc_train import files
-from hpc_train.data import partial
 from hpc_train.data.check import check_shards
-from hpc_train.data.inputs import InputPart, TokenRecipe
 from hpc_train.data.manifest import FILE_NAME, Manifest, Shard, parse_manifest
-from hpc_train.data.partial import AbandonedError, Dealing, Preparation, ShardPortion, writing_to
-from hpc_train.data.portions import bytes_per_token, cut_portions, read_part, whole_parts
-from hpc_train.data.request import PrepareRequest, text_request
-from hpc_train.data.texts import is_text_part
+from hpc_train.data.prepare import partial
+from hpc_train.data.prepare.inputs import InputPart, TokenRecipe
+from hpc_train.data.prepare.partial import (
+    AbandonedError,
+    Dealing,
+    Preparation,
+    ShardPortion,
+    writing_to,
+)
+from hpc_train.data.prepare.portions import bytes_per_token, cut_portions, read_part, whole_parts
+from hpc_train.data.prepare.request import PrepareRequest, text_request
+from hpc_train.data.prepare.texts import is_text_part
 from hpc_train.data.tokenizer import BYTES, Tokenizer, loads
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError

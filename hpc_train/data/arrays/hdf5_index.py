@@ -5,7 +5,7 @@ reads one line of JSON per file, {"path": ..., "names": [...] or null}. It answe
 line: {"variables": {name: ...}} or {"error": ...}. `stored.parse_variable` has the keys of a
 variable. A variable that cannot be read without the HDF5 library is {"refused": reason}.
 
-    python -m hpc_train.data.hdf5_index SECONDS     # requests on standard input
+    python -m hpc_train.data.arrays.hdf5_index SECONDS     # requests on standard input
 """
 
 from __future__ import annotations

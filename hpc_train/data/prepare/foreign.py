@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc_train.data.inputs import (
+from hpc_train.data.prepare.inputs import (
     InputFile,
     InputPart,
     Tell,

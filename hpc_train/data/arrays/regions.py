@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from hpc_train import files
-from hpc_train.data.filters import unfiltered
-from hpc_train.data.indexing import FileIndex
-from hpc_train.data.stored import ChunkTable, Stored
+from hpc_train.data.arrays.filters import unfiltered
+from hpc_train.data.arrays.indexing import FileIndex
+from hpc_train.data.arrays.stored import ChunkTable, Stored
 from hpc_train.errors import DataError
 
 MOST_OPEN = 128  # files that are kept open
 CACHE_BYTES = 64 << 20  # of decoded chunks that are kept for the next samples
-# A box of a contiguous variable consists of runs of bytes. They are read together with what lies
-# between them if that is at most so many times as much, or so few bytes.
+# A box of a contiguous variable consists of runs of bytes. One read takes several runs and the gaps
+# between them, if that is at most GAPS times the bytes of the runs, or at most SMALL_SPAN bytes.
 GAPS = 4
 SMALL_SPAN = 1 << 18
 MANY_CHUNKS = 1 << 12  # boxes of more chunks look only for those that are stored

@@ -22,7 +22,7 @@ from hpc_train import files
 from hpc_train.errors import DataError, HpcTrainError, RankError
 
 V = TypeVar("V")
-PIECE_VALUES = 1 << 22  # a piece has so many values, unless one chunk has more
+PIECE_VALUES = 1 << 22  # most values of a piece, unless one chunk has more
 
 
 class RankGroup(Protocol):

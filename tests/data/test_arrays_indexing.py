@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.data import Arrays, fork_server, hdf5_index, indexing
-from hpc_train.data.stored import COLUMNS, parse_variable
+from hpc_train.data import Arrays, fork_server
+from hpc_train.data.arrays import hdf5_index, indexing
+from hpc_train.data.arrays.stored import COLUMNS, parse_variable
 from hpc_train.errors import DataError, UserError
 from tests.data.fields import answers_here, field
 from tests.programs import ENVIRON, hpc_train, only_line, run
@@ -104,7 +105,7 @@ def arrays_of(path, name, answer):
         return [indexing._checked(path, names, answer)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hpc_train.data.arrays.look_up", told)
+        patch.setattr("hpc_train.data.arrays.dataset.look_up", told)
         return Arrays(path, name)
 
 
@@ -277,7 +278,7 @@ def test_an_index_file_that_is_damaged_is_named(tmp_path, text):
 def test_a_helper_ends_with_its_rank_and_does_not_hang(tmp_path):
     """A signal ends it if a file takes too long, also if nobody is left who would kill it."""
     code = (
-        "import time\nfrom hpc_train.data import hdf5_index\n"
+        "import time\nfrom hpc_train.data.arrays import hdf5_index\n"
         "hdf5_index.answer = lambda path, names: time.sleep(99)\n"
         "hdf5_index.answer_requests([{'path': '', 'names': None}], 1, 1)"
     )

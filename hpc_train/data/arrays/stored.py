@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.data.filters import DEFLATE, FLETCHER32, SHUFFLE, Filter, known_filter
+from hpc_train.data.arrays.filters import DEFLATE, FLETCHER32, SHUFFLE, Filter, known_filter
 
 LARGEST_CHUNK = 1 << 30  # bytes of a chunk's values
 LARGEST_LENGTH = 1 << 62  # of an axis, and of all values

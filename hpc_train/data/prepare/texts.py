@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from hpc_train.data.inputs import (
+from hpc_train.data.prepare.inputs import (
     COMPRESSED,
     InputFile,
     InputPart,
@@ -199,7 +199,7 @@ def _pieces_of(part: InputPart, stream: io.BufferedReader) -> Iterator[tuple[byt
 
 
 def _pieces(stream: io.BufferedReader, nbytes: int | None) -> Iterator[bytes]:
-    """The pieces of so many bytes, or of all. They end where `_rest_of_line` ends."""
+    """The pieces of the next `nbytes` bytes, or of all. They end where `_rest_of_line` ends."""
     left = nbytes
     while left is None or left > 0:
         piece = stream.read(TEXT_PIECE_BYTES if left is None else min(TEXT_PIECE_BYTES, left))

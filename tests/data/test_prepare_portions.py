@@ -10,9 +10,9 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.data import texts as text_files
-from hpc_train.data.inputs import TokenRecipe
-from hpc_train.data.portions import cut_portions, read_part, split_inputs
+from hpc_train.data.prepare import texts as text_files
+from hpc_train.data.prepare.inputs import TokenRecipe
+from hpc_train.data.prepare.portions import cut_portions, read_part, split_inputs
 from hpc_train.data.tokenizer import ByteTokenizer
 
 TEXTS = st.lists(

@@ -25,8 +25,8 @@ from typing import Any
 
 from hpc_train import files
 from hpc_train.data import fork_server
-from hpc_train.data.hdf5_index import answer_requests
-from hpc_train.data.stored import Stored, parse_variable
+from hpc_train.data.arrays.hdf5_index import answer_requests
+from hpc_train.data.arrays.stored import Stored, parse_variable
 from hpc_train.errors import DataError, UserError
 
 INDEX_SUFFIX = ".index.json"
@@ -266,7 +266,7 @@ def helper_process(path: Path) -> Iterator[Helper]:
 def _started() -> Iterator[Helper]:
     """A child of this process, which does not use MPI."""
     environ = fork_server.of_workers(os.environb)
-    root = os.fsencode(Path(__file__).resolve().parents[2])
+    root = os.fsencode(Path(__file__).resolve().parents[3])
     environ[b"PYTHONPATH"] = b":".join(filter(None, [root, environ.get(b"PYTHONPATH")]))
     words = [sys.executable, *HELPER, str(INDEX_SECONDS)]
     with subprocess.Popen(

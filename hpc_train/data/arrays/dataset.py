@@ -17,7 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hpc_train.data.array_statistics import (
+from hpc_train.data.arrays.indexing import FileIndex, look_up
+from hpc_train.data.arrays.regions import BoxReader
+from hpc_train.data.arrays.statistics import (
     ArrayStatistics,
     PieceReader,
     RankGroup,
@@ -25,9 +27,7 @@ from hpc_train.data.array_statistics import (
     boxes,
     shared_moments,
 )
-from hpc_train.data.indexing import FileIndex, look_up
-from hpc_train.data.regions import BoxReader
-from hpc_train.data.stored import Stored
+from hpc_train.data.arrays.stored import Stored
 from hpc_train.errors import DataError, HpcTrainError, UserError
 
 LARGEST_SAMPLE = 1 << 31  # bytes of one variable in one sample, which a damaged shape could exceed

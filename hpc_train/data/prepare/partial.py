@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpc_train import files
-from hpc_train.data.inputs import InputFile, InputPart, TokenRecipe
+from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
 from hpc_train.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc_train.data.foreign import list_token_files
-from hpc_train.data.inputs import InputFile, InputPart, TokenRecipe
-from hpc_train.data.partial import check_target
-from hpc_train.data.portions import split_inputs, whole_parts
-from hpc_train.data.texts import TEXT_PIECE_BYTES, list_texts, only_texts
+from hpc_train.data.prepare.foreign import list_token_files
+from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
+from hpc_train.data.prepare.partial import check_target
+from hpc_train.data.prepare.portions import split_inputs, whole_parts
+from hpc_train.data.prepare.texts import TEXT_PIECE_BYTES, list_texts, only_texts
 from hpc_train.data.tokenizer import BYTES, describe_tokenizer, loads
 from hpc_train.errors import DataError
 

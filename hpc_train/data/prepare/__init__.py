@@ -1,0 +1,1 @@
+"""Turns texts, or token files of other programs, into the shards of a data folder."""
