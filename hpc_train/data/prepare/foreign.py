@@ -92,8 +92,8 @@ def read_index(path: Path, nbytes: int) -> MegatronIndex:
     """Read a Megatron index.
 
     Args:
-        path: of the .idx file.
-        nbytes: size of the .bin file.
+        path: the .idx file.
+        nbytes: the size of the .bin file.
 
     Raises:
         DataError: it is not an index, or does not belong to that .bin file.

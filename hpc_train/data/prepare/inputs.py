@@ -32,8 +32,8 @@ class InputFile:
     Args:
         path: as the user has given it, or below a folder that the user has given.
         format: text, jsonl, raw, megatron or arrow.
-        size: of the file, in bytes.
-        mtime_ns: time of its last change, in nanoseconds.
+        size: the size of the file in bytes.
+        mtime_ns: the time of its last change in nanoseconds.
         nbytes: length of its stream, in which parts are cut. It is the size, or for a compressed
             file an estimate of its text, or for a Megatron file the bytes of its documents.
         stored: NumPy's name for the type of the tokens in a token file.
@@ -52,10 +52,10 @@ class InputFile:
         return Path(self.path).suffix.lower() in COMPRESSED and self.format in ("text", "jsonl")
 
     def check(self, about: os.stat_result) -> None:
-        """Make sure that nobody has written to it.
+        """Make sure that nobody has written to the file.
 
         Raises:
-            DataError: its size or its time is another one.
+            DataError: the size or the time of the last change is another one.
         """
         if (about.st_size, about.st_mtime_ns) != (self.size, self.mtime_ns):
             raise DataError(
@@ -70,8 +70,8 @@ class InputPart:
 
     Args:
         file: the file.
-        begin: where it begins.
-        end: where it ends.
+        begin: where the part begins.
+        end: where the part ends.
         first: whether a document begins with it.
         last: whether its last document ends with it.
     """
@@ -84,7 +84,7 @@ class InputPart:
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """The length of the part in bytes of the stream."""
         return self.end - self.begin
 
 

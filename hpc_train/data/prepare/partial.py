@@ -44,10 +44,10 @@ class ShardPortion(NamedTuple):
     """A portion of the input, which one rank makes into a shard, or into several.
 
     Args:
-        name: of its first shard without the ending, such as train-00003.
-        nbytes: bytes of its streams.
+        name: the name of its first shard without the ending, such as train-00003.
+        nbytes: number of bytes of its streams.
         offset: place of its line in the file of all portions, in bytes.
-        length: of the line, in bytes.
+        length: length of the line in bytes.
     """
 
     name: str
@@ -248,7 +248,7 @@ class Dealing:
 
     Args:
         preparation: the preparation.
-        rank: of this process, from 0 to size - 1.
+        rank: this process's number, from 0 to size - 1.
         size: number of ranks.
     """
 

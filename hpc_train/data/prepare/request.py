@@ -29,7 +29,7 @@ class PrepareRequest:
         shard_mb: approximate size of a shard in MiB.
         options: further options that the result depends on.
         listed: all files that were found.
-        split: makes the parts of each split, which may take a look into all files.
+        split: makes the parts of each split. It may open every file.
     """
 
     target: Path

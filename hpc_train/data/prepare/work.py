@@ -217,10 +217,10 @@ class ShardWriter:
     It takes memory for one and a half shards, and for the begins of documents.
 
     Args:
-        folder: to write to.
-        name: of the portion.
-        size: tokens of a shard.
-        dtype: of the tokens.
+        folder: the folder to write to.
+        name: the name of the portion.
+        size: number of tokens in a shard.
+        dtype: the type of the tokens.
         about: attributes of the files.
     """
 
