@@ -9,6 +9,7 @@ from __future__ import annotations
 import marshal
 import os
 import sys
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,8 +55,8 @@ def binding_variable(environ: Mapping[str, str]) -> str:
 def key_of(environ: Mapping[str, str]) -> dict[str, Any]:
     """The settings of this process that must be equal in all ranks of one server."""
     prefix = os.path.dirname(os.path.dirname(sys.executable))
-    packages = [f"{prefix}/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"]
-    packages += _folders(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+    packages = f"{prefix}/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    program = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     variables = {
         name: value
         for name, value in sorted(environ.items())
@@ -64,9 +65,8 @@ def key_of(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "variables": variables,
         "interpreter": (prefix, sys.version),
-        "packages": [
-            (name, os.stat(name).st_mtime_ns) for name in packages if os.path.exists(name)
-        ],
+        "packages": os.stat(packages).st_mtime_ns if os.path.exists(packages) else 0,
+        "program": zlib.crc32(packed(inodes_of(program))),
         "user": (*os.getresuid(), *os.getresgid(), *sorted(os.getgroups())),
         "spaces": [os.readlink(f"/proc/self/ns/{name}") for name in SPACES],
         "cgroup": text_of("/proc/self/cgroup"),
@@ -76,11 +76,20 @@ def key_of(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _folders(folder: str) -> list[str]:
-    """The folders of this package. Their times change when files are put into them."""
+def inodes_of(folder: str) -> list[tuple[str, int]]:
+    """The files in a folder and below it, with their inodes. A file that is replaced has a new one.
+
+    The times of folders would change when Python first puts its own `__pycache__` there. Times of
+    files would take a call for each file.
+    """
+    found = []
     with os.scandir(folder) as entries:
-        inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return sorted([folder, *(path for path in inside if not path.endswith("__pycache__"))])
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                found.append((entry.path, entry.inode()))
+            elif entry.name != "__pycache__":
+                found += inodes_of(entry.path)
+    return sorted(found)
 
 
 def _memory_policy() -> str:

@@ -245,6 +245,19 @@ def test_a_safe_path_is_kept(tmp_path):
     assert warmed(path, environ=own | safe).stdout == f"{tmp_path / 'below'}\n"
 
 
+def test_a_server_counts_as_old_when_a_file_is_replaced_but_not_when_python_caches_it(tmp_path):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "a.py").write_text("1")
+    before = key.inodes_of(str(tmp_path))
+    for folder in (tmp_path, tmp_path / "inside"):
+        (folder / "__pycache__").mkdir()
+        (folder / "__pycache__" / "a.pyc").write_text("1")
+    assert key.inodes_of(str(tmp_path)) == before
+    (tmp_path / "b.py").write_text("2")
+    (tmp_path / "b.py").replace(tmp_path / "inside" / "a.py")
+    assert key.inodes_of(str(tmp_path)) != before
+
+
 def test_threads_that_are_bound_by_a_variable_start_cold(tmp_path):
     path = script(tmp_path, "print('runs')")
     done = run(*python(path), environ={key.WHY: "1", "OMP_PROC_BIND": "close"})
