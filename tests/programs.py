@@ -43,6 +43,18 @@ ENVIRON = (
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
 )
+
+
+def own_server(name: str) -> dict[str, str]:
+    """Variables for a server that no other test uses, for tests that need their ranks to be warm.
+
+    A server has the key of its first rank. Ranks under mpirun have another key than programs
+    without a launcher, because mpirun adds to LD_LIBRARY_PATH. With one server for both, some start
+    cold.
+    """
+    return {NAME: f"{WARM[NAME]}-{name}"}
+
+
 LAUNCHERS = {
     "alone": [],
     "mpirun": ["mpirun", "-np"],

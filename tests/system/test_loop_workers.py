@@ -17,7 +17,7 @@ def script(directory, *, ranks=0, workers=2, stop_at=0, deadly=-1, late=False, w
     words = [SCRIPT, str(directory), *map(str, (workers, stop_at, deadly)), *["late"] * late]
     start = ["mpirun", "-np", str(ranks)] if ranks else []
     python = programs.python(*words) if warm else [sys.executable, *words]
-    return programs.run(*start, *python)
+    return programs.run(*start, *python, environ=programs.own_server("workers"))
 
 
 def batches(done):

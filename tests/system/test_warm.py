@@ -15,7 +15,10 @@ import psutil
 import pytest
 
 from hpc_train.warm import key, meeting
-from tests.programs import COLD, ENVIRON, hpc_train, python, run
+from tests import programs
+from tests.programs import COLD, hpc_train, python
+
+ENVIRON = programs.ENVIRON | programs.own_server("alone")
 
 # All that a program can see of how it was started.
 TELL = """
@@ -57,6 +60,10 @@ def script(folder: Path, text: str) -> str:
     path = folder / "program.py"
     path.write_text(text)
     return str(path)
+
+
+def run(*words: str, environ: dict[str, str] | None = None, **how):
+    return programs.run(*words, environ=ENVIRON | (environ or {}), **how)
 
 
 def warmed(*program: str, environ: dict[str, str] | None = None, **how):
