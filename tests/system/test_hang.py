@@ -108,7 +108,8 @@ def test_a_stopped_rank_of_2_x_2_x_2_is_named_too(program):
 
 
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(program):
-    with start(program, "--run.steps", "60", "--run.hang_timeout", "12") as process:
+    # As many steps as take some seconds: the rank has to be found before it ends.
+    with start(program, "--run.steps", "400", "--run.hang_timeout", "12") as process:
         text = wait_for_step(process, 3)
         stopped = rank_process(program, 1)
         stopped.suspend()
@@ -116,7 +117,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(progra
         stopped.send_signal(signal.SIGCONT)
         text += process.communicate(timeout=120)[0]
     assert process.returncode == 0, text
-    assert program.metrics("run")[-1]["step"] == 60
+    assert program.metrics("run")[-1]["step"] == 400
     assert "error" not in text
 
 
