@@ -128,6 +128,10 @@ class DataSection:
     micro_batch: int | Literal["auto"] | None = None
     """Samples that a rank computes at a time. By default it is batch / parallel.dp. auto takes the
     largest number that fits in memory, found by trial."""
+    loss: Literal["sample", "token"] = "sample"
+    """What the loss of a step is the mean over: its samples, each of which has the mean loss of its
+    own tokens, or all tokens of the step. They differ where samples have unequal numbers of tokens
+    that count."""
     shuffle: bool | Literal["full"] = True
     """Whether every epoch has a new order of the samples, the same on every layout. Samples of
     shards are shuffled by blocks, and within windows of a million samples; full takes each sample
@@ -311,6 +315,12 @@ class RunConfig:
                 f"memory.scope is all, but gradients.compression is {gradients.compression}, which "
                 "needs each node's whole sum",
                 "use --memory.scope node, or leave gradients.compression out",
+            )
+        averaged = gradients.reduction == "mean" and gradients.average_every == 1
+        if self.data.loss == "token" and not averaged:
+            raise ConfigError(
+                "data.loss is token, but the replicas' gradients are not averaged in every step",
+                "leave out gradients.average_every and gradients.reduction, or data.loss",
             )
         if gradients.reduction == "adasum" and self.optimizer.clip_norm:
             raise ConfigError(

@@ -41,10 +41,14 @@ class Part:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of a batch and its data, as the data set's `fetch` or the collate_fn returned it."""
+    """A part of a batch and its data, as the data set's `fetch` or the collate_fn returned it.
+
+    `items` is the number of samples, or what the loader's `counted` has counted.
+    """
 
     part: Part
     data: Any
+    items: int
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class Loader:
         ConfigError: prefetch or workers is negative.
 
     The attribute `give_up` is a function. The loader calls it before it reads a micro-batch and
-    while it waits for a step. If it returns True, iterating raises `GivenUp`.
+    while it waits for a step. If it returns True, iterating raises `GivenUp`. The attribute
+    `counted` may be a function of a batch, which gives the number of `items` of a micro-batch.
     """
 
     def __init__(
@@ -136,6 +141,7 @@ class Loader:
         self.prefetch, self.workers = prefetch, workers
         self.ahead = max(prefetch * len(parts), workers)
         self.give_up: Callable[[], bool] = lambda: False
+        self.counted: Callable[[Any], int] | None = None
         self._stop = threading.Event()
         self._queue: queue.Queue[Step | int | BaseException] = queue.Queue(max(1, prefetch))
         self._thread: threading.Thread | None = None
@@ -236,7 +242,11 @@ class Loader:
         return self._step(number, [fetch(part) for part in self.parts])
 
     def _step(self, number: int, data: Iterable[Any]) -> Step:
-        micro_batches = [MicroBatch(*pair) for pair in zip(self.parts, data, strict=True)]
+        count = self.counted
+        micro_batches = [
+            MicroBatch(part, batch, part.count if count is None else int(count(batch)))
+            for part, batch in zip(self.parts, data, strict=True)
+        ]
         return Step(number, self.order.epoch(number), micro_batches)
 
     def _tasks(self, numbers: Iterable[int]) -> Iterator[Task]:

@@ -77,9 +77,12 @@ class Pipeline:
         return self.group.rank == self.group.size - 1
 
     def train(
-        self, forward: Forward, samples: Sequence[int], *, factor: float = 1.0
+        self,
+        forward: Forward,
+        samples: Sequence[int],
+        weights: Sequence[float] | None = None,
     ) -> list[Tensor]:
-        """Compute the gradients of the mean of the micro-batches' losses.
+        """Compute the gradients of the weighted sum of the micro-batches' losses.
 
         Collective over the pipeline.
 
@@ -87,13 +90,15 @@ class Pipeline:
             forward: see `Forward`. Its errors are raised on this rank only.
             samples: number of samples of each micro-batch. Micro-batches with the same number have
                 activations of the same shape.
-            factor: the last rank multiplies the loss by it, and so all gradients.
+            weights: the factor of each micro-batch's loss; by default all have the same, and add up
+                to 1. A loss whose weight is 0 adds nothing to the gradients, even if it is NaN.
 
         Returns:
-            The micro-batches' losses on the last rank, an empty list on the others.
+            The micro-batches' losses, without their weights, on the last rank. An empty list on the
+            others.
         """
         made = schedules.build(self.name, self.group.size, len(samples), self.virtual_stages)
-        return self._run(made, forward, samples, factor)
+        return self._run(made, forward, samples, weights or [1 / len(samples)] * len(samples))
 
     def evaluate(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
         """Compute the losses only, otherwise as `train`. Call it under `torch.no_grad`."""
@@ -101,7 +106,11 @@ class Pipeline:
         return self._run(made, forward, samples)
 
     def _run(
-        self, schedule: Schedule, forward: Forward, samples: Sequence[int], factor: float = 1.0
+        self,
+        schedule: Schedule,
+        forward: Forward,
+        samples: Sequence[int],
+        weights: Sequence[float] = (),
     ) -> list[Tensor]:
         actions = schedule[self.group.rank]
         if self.transport is not None:
@@ -121,7 +130,7 @@ class Pipeline:
                 compute(live[key].deferred)
                 self._release(live.pop(key))
             else:
-                self._backward(action, live[key], samples, factor)
+                self._backward(action, live[key], samples, weights)
                 if action.kind is Kind.BACKWARD:
                     self._release(live.pop(key))
             self.peak_live = max(self.peak_live, len(live))
@@ -163,7 +172,9 @@ class Pipeline:
                 stack.enter_context(self.stages.recomputing(action.virtual_stage, live.input))
             yield
 
-    def _backward(self, action: Action, live: Live, samples: Sequence[int], factor: float) -> None:
+    def _backward(
+        self, action: Action, live: Live, samples: Sequence[int], weights: Sequence[float]
+    ) -> None:
         if self._stage(action) < self.virtual - 1:
             assert self.transport is not None
             live.gradient = self.transport.receive()
@@ -171,9 +182,11 @@ class Pipeline:
                 with self._pass_of(action, live):
                     torch.autograd.backward(live.output, live.gradient)
         else:
-            loss = live.output
-            if factor != 1 or len(samples) > 1:
-                loss = loss * factor / len(samples)
+            loss, weight = live.output, weights[action.micro_batch]
+            if not weight:
+                loss = loss.nan_to_num()  # torch's mean over no targets is NaN
+            if weight != 1:
+                loss = loss * weight
             with self._pass_of(action, live):
                 loss.backward()
         if live.input is not None and self.transport is not None:

@@ -38,7 +38,7 @@ def parallelize(
     - rowwise, for a Linear: each rank takes its part of the inputs, which are the outputs of a
       colwise layer.
     - vocab: for an Embedding, the Linear that computes the logits, and their CrossEntropyLoss.
-      Embedding and loss may have no options other than ignore_index.
+      Embedding and loss may have no options other than ignore_index and reduction mean or none.
     - sequence: for a module such as an embedding of positions. With sequence parallelism the
       module gets this rank's part of its input along the last dimension; else nothing changes.
 
@@ -159,7 +159,8 @@ class _Sharing:
             weight = self.part(layer.weight, 0)
             return VocabParallelEmbedding(weight, self.over, cut_output=self.cut)
         if isinstance(layer, nn.CrossEntropyLoss) and style == "vocab":
-            return VocabParallelCrossEntropy(self.over, layer.ignore_index)
+            each = layer.reduction == "none"
+            return VocabParallelCrossEntropy(self.over, layer.ignore_index, each=each)
         if isinstance(layer, SampleDropout) and style == "colwise":
             layer.section = (-1, self.over.group.rank, self.over.group.size)
             return layer
@@ -206,5 +207,5 @@ def _replaceable(layer: nn.Module) -> bool:
             return layer.padding_idx is None and not options
         case nn.CrossEntropyLoss():
             plain = layer.weight is None and not layer.label_smoothing
-            return plain and layer.reduction == "mean"
+            return plain and layer.reduction in ("mean", "none")
     return isinstance(layer, SampleDropout)

@@ -51,21 +51,24 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """The mean cross-entropy of logits, where each rank holds its part of the vocabulary.
+    """The cross-entropy of logits, where each rank holds its part of the vocabulary.
 
     Args:
         over: the ranks that share the logits.
         ignore_index: targets with this value do not count.
+        each: whether the result is the loss of each target, 0 for those that do not count; if not,
+            it is the mean over the targets that count.
     """
 
-    def __init__(self, over: Collectives, ignore_index: int = -100) -> None:
+    def __init__(self, over: Collectives, ignore_index: int = -100, *, each: bool = False) -> None:
         super().__init__()
-        self.over, self.ignore_index = over, ignore_index
+        self.over, self.ignore_index, self.each = over, ignore_index, each
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss in nats, a scalar, the same on all ranks. Collective over the tensor group.
+        """The loss in nats, the same on all ranks. Collective over the tensor group.
 
-        It is computed in float32 if the logits have 16 bits.
+        It is a scalar, or with `each` of shape (N). It is computed in float32 if the logits have 16
+        bits.
 
         Args:
             logits: this rank's part, of shape (N, V / tp).
@@ -84,7 +87,8 @@ class VocabParallelCrossEntropy(nn.Module):
         counted = targets != self.ignore_index
         _check_inside(targets[counted], logits.shape[-1] * self.over.group.size)
         losses: Tensor = _CrossEntropy.apply(logits, targets, self.over)
-        return losses.masked_fill(~counted, 0).sum() / counted.sum()
+        losses = losses.masked_fill(~counted, 0)
+        return losses if self.each else losses.sum() / counted.sum()
 
 
 def _check_inside(tokens: Tensor, vocab: int) -> None:

@@ -56,8 +56,13 @@ class TrainingTask:
             the layout. torch's generator is seeded for each micro-batch, too.
         dataset: any map-style data set of torch, or one with `fetch` (see `Loader`).
         loss: a function of the model and a batch. It returns the mean over the batch's samples, a
-            scalar. The batch is as the data set returned it, on the model's device. By default the
-            model is called with the parts of the batch, and returns the loss.
+            scalar, or with `data.loss: token` the mean over what `counted` counts. The batch is as
+            the data set returned it, on the model's device. By default the model is called with the
+            parts of the batch, and returns the loss. A model with an attribute `loss_over` gets the
+            value of `data.loss` there.
+        counted: a function of a batch, on the CPU. It returns how many of its tokens, or of other
+            items, its loss is the mean over. `data.loss: token` needs it. If it returns 0, the
+            batch does not count.
         validation: a held-out data set of the same kind; None: there is none.
         identity: values by configuration key. A checkpoint can be resumed only with the same values
             and the same `sample_order_identity`.
@@ -80,6 +85,7 @@ class TrainingTask:
     tokens_per_sample: int = 0
     private_parameters: bool = False
     most_at_a_time: int | None = None
+    counted: Callable[[Any], int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,6 +288,11 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
                 "prepare the data with more --validation, or leave the key out",
             )
         check_best(config.checkpoint, data, last, held_out=held_out)
+        if data.loss == "token" and task.counted is None:
+            raise ConfigError(
+                "data.loss is token, but nothing says how many tokens of a batch count",
+                "give TrainingTask `counted`, or leave data.loss out",
+            )
     sizes = f"{samples} {len(task.validation) if held_out else 0}"
     same(group, "the size of the data set", sizes, "give all ranks the same data")
     if len(parts) < grid.pp and group.rank == 0:

@@ -20,6 +20,7 @@ from hpc_train.data.manifest import Manifest
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import ConfigError, HpcTrainError
+from hpc_train.models.gpt.module import counted_targets
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
@@ -90,6 +91,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         tokens_per_sample=sequence,
         most_at_a_time=most,
         private_parameters=True,
+        counted=counted_targets,
     )
     try:
         Trainer(config, task, runtime).train()

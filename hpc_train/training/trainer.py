@@ -19,7 +19,7 @@ from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
 from hpc_train.data.order import evenly
 from hpc_train.data.reader import Reader
-from hpc_train.errors import NotFiniteError
+from hpc_train.errors import DataError, NotFiniteError
 from hpc_train.gradients.scaling import clip_gradients
 from hpc_train.host.memory import PeakMemory
 from hpc_train.job.deadline import of_job
@@ -73,6 +73,9 @@ class Trainer:
         self.grid, self.plan, self.device = made.grid, made.plan, made.device
         self.model, self.layout, self.optimizer = made.model, made.layout, made.optimizer
         self.averager, self.scaler = made.averager, made.scaler
+        self.counted = task.counted if config.data.loss == "token" else None
+        if hasattr(self.model, "loss_over"):
+            setattr(self.model, "loss_over", config.data.loss)  # noqa: B010  # torch types modules
         self.averager.expect(len(self.plan.parts))
         self.collectives, self.checkpoints = made.collectives, made.checkpoints
         lock = threading.RLock()  # both data sets may be parts of one
@@ -171,6 +174,7 @@ class Trainer:
             loader = Loader(
                 self.reader, self.plan.order, parts, first_step=1, last_step=1, prefetch=0
             )
+            loader.counted = self.counted
             step = next(iter(loader))
         loader.close()
         self.averager.expect(len(parts))
@@ -197,11 +201,17 @@ class Trainer:
         for indices in self._validation_rounds():
             read = [some or range(1) for some in indices]  # a sample in place of none: not counted
             with agreed(self.group):
-                batches = [_move(self._read_held_out(some), self.device) for some in read]
+                batches = [self._read_held_out(some) for some in read]
+                items = [
+                    int(self.counted(batch)) if self.counted and some else len(some)
+                    for batch, some in zip(batches, indices, strict=True)
+                ]
             with torch.no_grad():
-                losses = self._evaluate(batches, [len(some) for some in read])
-            for loss, some in zip(losses, indices, strict=False):  # other ranks have no losses
-                totals += torch.tensor([loss.item() * len(some), len(some)], dtype=torch.float64)
+                moved = [_move(batch, self.device) for batch in batches]
+                losses = self._evaluate(moved, [len(some) for some in read])
+            for loss, count in zip(losses, items, strict=False):  # other ranks have no losses
+                if count:  # the mean over nothing may be NaN
+                    totals += torch.tensor([loss.item() * count, count], dtype=torch.float64)
         self.model.train()
         self.collectives.sum_(totals)
         return float(totals[0] / totals[1])
@@ -277,7 +287,12 @@ class Trainer:
         return self.group.largest(used) / 1e9
 
     def _backward(self, step: Step) -> list[Tensor]:
-        """Accumulate the step's gradients. The last stage returns the micro-batches' losses."""
+        """Accumulate the step's gradients. Collective.
+
+        Returns:
+            On the last stage the micro-batches' losses times their weights, whose sum over all
+            replicas is dp times the loss of the step.
+        """
         self.averager.zero_grad()
         micro_batches = step.micro_batches
         batches = [_move(micro_batch.data, self.device) for micro_batch in micro_batches]
@@ -288,7 +303,27 @@ class Trainer:
 
         samples = [micro_batch.part.count for micro_batch in micro_batches]
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        return self.layout.pipeline.train(forward, samples, factor=scale)
+        weights = self._weights(step)
+        losses = self.layout.pipeline.train(forward, samples, [scale * one for one in weights])
+        return [one * weight for one, weight in zip(losses, weights, strict=False) if weight]
+
+    def _weights(self, step: Step) -> list[float]:
+        """The weights of the micro-batches' losses in this replica's share of the mean. Collective.
+
+        Raises:
+            DataError: nothing in the whole step counts; on all ranks.
+        """
+        items = [micro_batch.items for micro_batch in step.micro_batches]
+        if self.counted is None:
+            return [count / sum(items) for count in items]
+        total = self.grid.data.total(sum(items))
+        if not total:
+            error = DataError(
+                f"no token of step {step.number} counts", "use a larger data.batch, or other data"
+            )
+            error.agreed = True
+            raise error
+        return [count * self.grid.dp / total for count in items]
 
     def _loss(self, batch: Any) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
@@ -327,7 +362,7 @@ class Trainer:
         """The mean loss of a step's samples, which are divided among the ranks. Collective."""
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for loss in losses if self._speaks else []:
-            total += loss / len(losses)
+            total += loss
         self.collectives.sum_(total)
         return float(total) / self.grid.dp
 
@@ -368,7 +403,7 @@ class Trainer:
 
     def _loader(self, after: int) -> Loader:
         """The loader of all steps after step `after`."""
-        return Loader(
+        loader = Loader(
             self.reader,
             self.plan.order,
             self.plan.parts,
@@ -377,6 +412,8 @@ class Trainer:
             prefetch=self.config.data.prefetch,
             workers=self.config.data.workers,
         )
+        loader.counted = self.counted
+        return loader
 
     def _stop_requests(self, directory: Path) -> StopRequests:
         """The reasons to stop: signals, the stop file and `run.time_limit`."""

@@ -51,6 +51,24 @@ def test_loss_and_gradient_are_torchs(group, scale, ignored):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+def test_the_losses_of_single_targets_are_torchs(group):
+    model, text = Language(12), (torch.arange(24) % 12).view(2, 12)
+    model.loss = nn.CrossEntropyLoss(reduction="none")
+    text[1, 3:] = 5
+    targets, over = text.clone(), torch.arange(24.0).double()
+    targets[:, ::3] = targets[1] = -100
+    reference = deepcopy(model)
+    plan = dict.fromkeys(("token", "output", "loss"), "vocab")
+    specs = parallelize(model, plan, connect(group))
+    losses = [one.of(text, targets) for one in (model, reference)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-14)
+    for one in losses:
+        (one * over).sum().backward()
+    found = assembled(model.token.weight.grad, specs.get("token.weight"), group)
+    torch.testing.assert_close(found, reference.token.weight.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_with_all_targets_ignored_the_loss_is_nan_as_in_torch(group):
     loss, _ = in_parts(group, logits_of(4, 12), torch.full((4,), -100))
     assert loss.isnan()
@@ -96,7 +114,10 @@ class Language(nn.Module):
         self.double()
 
     def forward(self, text):
-        return self.loss(self.output(self.token(text)).flatten(0, 1), text.flatten())
+        return self.of(text, text)
+
+    def of(self, text, targets):
+        return self.loss(self.output(self.token(text)).flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from hpc_train.models.kept import kept_with_its_graph
 from hpc_train.models.linear import Linear
 
 INIT_STD = 0.02
+NOT_COUNTED = -100  # the target of a token that has none, as in torch
 
 
 class Attention(nn.Module):
@@ -108,6 +109,11 @@ class Head(nn.Module):
         return logits
 
 
+def counted_targets(batch: Sequence[Tensor]) -> int:
+    """Number of targets that count in a batch of tokens and targets, (B, T) each."""
+    return int((batch[1] != NOT_COUNTED).sum())
+
+
 class GPT(nn.Module):
     """A GPT language model.
 
@@ -123,6 +129,9 @@ class GPT(nn.Module):
         dropout: probability of dropping an element, after the embedding and in each residual
             branch.
         tie_embeddings: whether the output layer shares the token embedding's weights.
+
+    The attribute `loss_over` says what the loss is the mean over: "sample" or "token", as
+    `data.loss` does. The Trainer sets it.
     """
 
     stages = ("embedding", "blocks.*", "head")
@@ -159,7 +168,8 @@ class GPT(nn.Module):
         self.embedding = Embedding(vocab, sequence, hidden, dropout)
         self.blocks = nn.ModuleList(Block(hidden, heads, dropout, i) for i in range(layers))
         self.head = Head(hidden, vocab)
-        self.loss = nn.CrossEntropyLoss()
+        self.loss = nn.CrossEntropyLoss(ignore_index=NOT_COUNTED, reduction="none")
+        self.loss_over: Literal["sample", "token"] = "sample"
         if tie_embeddings:
             self.head.output.weight = self.embedding.token.weight
         fill(self)
@@ -193,10 +203,12 @@ class GPT(nn.Module):
 
         Args:
             tokens: int64 of shape (B, T).
-            targets: int64 of shape (B, T), the token that follows each one.
+            targets: int64 of shape (B, T), the token that follows each one. Those that are -100 do
+                not count.
 
         Returns:
-            Logits of shape (B, T, V), or the loss in nats per token, a scalar of 32 bits or more.
+            Logits of shape (B, T, V), or the loss in nats per token, a scalar of 32 bits or more. A
+            sample without a target that counts has a loss of 0.
         """
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -206,5 +218,8 @@ class GPT(nn.Module):
             return logits
         # The loss needs float32 also for 16-bit logits. autocast converts them on GPUs only.
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss: Tensor = self.loss(wide.flatten(0, 1), targets.flatten())
-        return loss
+        losses: Tensor = self.loss(wide.flatten(0, 1), targets.flatten()).view(targets.shape)
+        counted = targets != NOT_COUNTED
+        if self.loss_over == "token":
+            return losses.sum() / counted.sum().clamp(min=1)
+        return (losses.sum(1) / counted.sum(1).clamp(min=1)).mean()
