@@ -17,13 +17,13 @@ from typing import Any
 from hpc_train.errors import DataError
 
 FILE_NAME = "manifest.json"
-FORMAT = "hpc_train.tokens/2"
+FORMAT = "hpc_train.tokens/3"
 PREPARE_AGAIN = "run `hpc-train prepare` again into a new folder"
 SPLITS = ("train", "validation")
 # The types of tokens, and the bytes of one token. No other types are read: a file could otherwise
 # ask for Python objects, whose bytes are addresses in this process's memory.
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
-HASHED_BYTES = 1 << 18  # bytes that one hash is of
+HASHED_BYTES = 1 << 16  # bytes that one hash is of
 LARGEST_SIZE = 1 << 62  # limit of sizes and their sums, so that they fit into 64 bits
 FILE_BYTES = 1 << 28  # largest manifest; one has some 300 bytes per shard
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a file in the folder itself

@@ -277,7 +277,7 @@ def test_a_short_read_is_not_the_end_of_a_shard(sound, monkeypatch):
 
 def test_threads_may_read_from_one_data_set(sound, monkeypatch):
     """They share its open files. None may close a file that another one reads."""
-    monkeypatch.setattr("hpc_train.data.shards.most_open_files", lambda: 1)
+    monkeypatch.setattr("hpc_train.data.shard_files.most_open_files", lambda: 1)
     manifest = read_manifest(sound)
     dataset = TokenDataset(sound, manifest, "train", SEQUENCE)
     whole = dataset.fetch(range(len(dataset)))[0]

@@ -1,0 +1,295 @@
+"""Reads bytes of shards, and verifies each block when this process first needs it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hpc_train import files
+from hpc_train.data.blocks import damaged_block, ends_early, read_table
+from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, Manifest
+from hpc_train.errors import DataError
+
+SHARD_READERS = 8  # most threads that read together where the storage is slow
+SLOW_SECONDS = 5e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
+VERIFIED_TOGETHER = 16  # most blocks in one read
+BLOCK_BITS = HASHED_BYTES.bit_length() - 1
+Identity = tuple[int, int, int, int]
+
+
+def most_open_files() -> int:
+    """Number of shards that a process keeps open: a quarter of the files that it may open."""
+    return max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+
+
+@dataclass
+class _Open:
+    """An open shard, and the hashes of its blocks."""
+
+    path: Path
+    descriptor: int
+    identity: Identity
+    table: np.ndarray
+
+
+class ShardFiles:
+    """The shards of a split.
+
+    Several threads may call `read`. One at a time is served, and reads with several threads where
+    the storage is slow.
+
+    Args:
+        directory: the data folder.
+        manifest: its manifest.
+        split: "train" or "validation".
+
+    The attribute `shards` has the shards of the split, in the manifest's order.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
+        self.directory = directory
+        self.shards = manifest.splits.get(split, ())
+        self.dtype, self.vocab = np.dtype(manifest.dtype).newbyteorder("<"), manifest.vocab
+        extents = [shard.extents(manifest.dtype) for shard in self.shards]
+        names = ("tokens", "documents")
+        sizes = np.array([[one[name][1] for name in names] for one in extents], np.int64)
+        blocks = -(-sizes.reshape(-1, 2) // HASHED_BYTES)
+        # Blocks are counted through all shards. In each shard those of documents come second.
+        self._ends = blocks.sum(1).cumsum()
+        of_shards = self._ends - blocks.sum(1)
+        self._first_block = {"tokens": of_shards, "documents": of_shards + blocks[:, 0]}
+        self._offset = {
+            name: np.array([one[name][0] for one in extents], np.int64) for name in names
+        }
+        self._renew()
+
+    def _renew(self) -> None:
+        self._files: OrderedDict[int, _Open] = OrderedDict()
+        self._verified = np.zeros(self._ends[-1] if len(self._ends) else 0, bool)
+        self._seen: dict[int, Identity] = {}  # the files whose blocks were verified
+        self._reading = threading.Lock()  # opening a shard may close one that is being read
+        self._seconds = 0.0  # seconds that a read took last time
+        self._most = most_open_files()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for a copy in a worker, which opens the shards itself."""
+        fresh = ("_files", "_verified", "_seen", "_reading")
+        return {key: value for key, value in vars(self).items() if key not in fresh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._renew()
+
+    def read(
+        self,
+        numbers: np.ndarray,
+        begins: np.ndarray,
+        nbytes: np.ndarray,
+        memories: Sequence[list[memoryview]],
+        dataset: str = "tokens",
+    ) -> None:
+        """Fill memories with bytes that were verified.
+
+        Args:
+            numbers: the shard of each read, int64 (N,). It is fastest if they rise.
+            begins: the first byte of each read in the dataset, int64 (N,).
+            nbytes: the number of bytes of each read, at least 1, int64 (N,) or (1,).
+            memories: N lists, each with one memory of as many bytes.
+            dataset: "tokens" or "documents".
+
+        Raises:
+            DataError: a shard cannot be read, ends early or is damaged, or a token is not in the
+                vocabulary.
+        """
+        with self._reading:
+            for first in range(0, len(numbers), self._most):
+                part = slice(first, first + self._most)
+                sizes = nbytes if len(nbytes) == 1 else nbytes[part]
+                self._read(numbers[part], begins[part], sizes, memories[part], dataset)
+                self._keep_open(self._most)
+
+    def _read(
+        self,
+        numbers: np.ndarray,
+        begins: np.ndarray,
+        nbytes: np.ndarray,
+        memories: Sequence[list[memoryview]],
+        dataset: str,
+    ) -> None:
+        listed = numbers.tolist()
+        shards = {number: self._open(number) for number in dict.fromkeys(listed)}
+        of_shard = self._first_block[dataset][numbers]
+        first = of_shard + (begins >> BLOCK_BITS)
+        last = of_shard + ((begins + (nbytes - 1)) >> BLOCK_BITS)
+        verified = self._verified
+        if nbytes.max() > HASHED_BYTES:  # there may be blocks between the first and the last
+            pairs = zip(first, last, strict=True)
+            self._verify(shards, np.concatenate([np.arange(a, b + 1) for a, b in pairs]))
+        elif not (verified[first].all() and verified[last].all()):
+            self._verify(shards, np.concatenate([first, last]))
+        places = (begins + self._offset[dataset][numbers]).tolist()
+        if self._seconds > SLOW_SECONDS:
+
+            def fill(item: int) -> None:
+                _fill(shards[listed[item]], memories[item][0], 0, places[item])
+
+            self._each(fill, len(listed))
+            return
+        begin, preadv = time.perf_counter(), os.preadv
+        for number, memory, place in zip(listed, memories, places, strict=True):
+            shard = shards[number]
+            try:
+                count = preadv(shard.descriptor, memory, place)
+            except OSError as error:
+                raise _unreadable(shard.path, error) from None
+            if count < len(memory[0]):
+                _fill(shard, memory[0], count, place)
+        self._seconds = (time.perf_counter() - begin) / max(1, len(listed))
+
+    def _verify(self, shards: dict[int, _Open], needed: np.ndarray) -> None:
+        """Verify those of some blocks that were not verified yet."""
+        fresh = np.unique(needed[~self._verified[needed]])
+        if not fresh.size:
+            return
+        owners = self._ends.searchsorted(fresh, "right")
+        # Neighbours are one read. A shard's tokens and documents have different places in the file.
+        apart = (np.diff(fresh) > 1) | (np.diff(owners) > 0)
+        apart |= np.isin(fresh[1:], self._first_block["documents"])
+        groups = [
+            group[first : first + VERIFIED_TOGETHER].tolist()
+            for group in np.split(fresh, np.flatnonzero(apart) + 1)
+            for first in range(0, len(group), VERIFIED_TOGETHER)
+        ]
+
+        def verify(item: int) -> None:
+            blocks = groups[item]
+            number = int(self._ends.searchsorted(blocks[0], "right"))
+            self._verify_group(shards[number], number, blocks)
+
+        self._each(verify, len(groups))
+        self._verified[fresh] = True
+
+    def _verify_group(self, shard: _Open, number: int, blocks: list[int]) -> None:
+        """Read and verify neighbouring blocks of one dataset of a shard."""
+        of, begin = self.shards[number], int(self._first_block["tokens"][number])
+        documents = int(self._first_block["documents"][number])
+        dataset = "tokens" if blocks[0] < documents else "documents"
+        offset, nbytes = of.extents(str(self.dtype))[dataset]
+        first = blocks[0] - int(self._first_block[dataset][number])
+        offset, nbytes = offset + first * HASHED_BYTES, nbytes - first * HASHED_BYTES
+        array = np.empty(min(len(blocks) * HASHED_BYTES, nbytes), np.uint8)
+        memory = array.data
+        _fill(shard, memory, 0, offset)
+        for place, block in enumerate(blocks):
+            part = slice(place * HASHED_BYTES, (place + 1) * HASHED_BYTES)
+            wanted = int(shard.table[block - begin])
+            if xxhash.xxh3_64_intdigest(memory[part]) == wanted:
+                continue
+            # The copy in memory may be what is wrong, so the disk is to be read again.
+            at = offset + part.start
+            os.posix_fadvise(shard.descriptor, at, len(memory[part]), os.POSIX_FADV_DONTNEED)
+            _fill(shard, memory[part], 0, at)
+            if xxhash.xxh3_64_intdigest(memory[part]) != wanted:
+                raise damaged_block(shard.path, dataset, first + place)
+        if dataset == "tokens" and (largest := int(array.view(self.dtype).max())) >= self.vocab:
+            raise DataError(
+                f"shard {shard.path} has the token {largest}, which is beyond its manifest's "
+                f"vocabulary of {self.vocab}",
+                PREPARE_AGAIN,
+            )
+
+    def _each(self, read: Callable[[int], None], count: int) -> None:
+        """Call a function that reads, for 0 to count - 1; in threads where reads take long."""
+        at_once = min(SHARD_READERS, count) if self._seconds > SLOW_SECONDS else 1
+        left, errors = iter(range(count)), list[BaseException]()
+
+        def read_some() -> int:
+            done = 0
+            try:
+                for item in left:  # each item goes to one thread: a range's iterator is atomic
+                    read(item)
+                    done += 1
+            except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
+                errors.append(error)
+            return done
+
+        # Daemons, because a read that never returns must not keep the program from its end.
+        others = [threading.Thread(target=read_some, daemon=True) for _ in range(at_once - 1)]
+        for thread in others:
+            thread.start()
+        begin = time.perf_counter()
+        done = read_some()
+        # Only this thread's reads count: starting threads takes longer than reading from memory.
+        self._seconds = (time.perf_counter() - begin) / max(1, done)
+        for thread in others:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _open(self, number: int) -> _Open:
+        """The open shard, with nothing verified if its file has changed."""
+        shard = self._files.get(number)
+        if shard is not None:
+            self._files.move_to_end(number)
+            if _identity(shard.descriptor) == shard.identity:
+                return shard
+            self._close(number)
+        path = self.directory / self.shards[number].name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                identity = _identity(descriptor)
+                table = read_table(descriptor, path, self.shards[number], str(self.dtype))
+            except BaseException:
+                os.close(descriptor)
+                raise
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if self._seen.setdefault(number, identity) != identity:
+            self._seen[number] = identity
+            begin = int(self._first_block["tokens"][number])
+            self._verified[begin : self._ends[number]] = False
+        self._files[number] = _Open(path, descriptor, identity, table)
+        return self._files[number]
+
+    def _keep_open(self, most: int) -> None:
+        while len(self._files) > most:
+            self._close(next(iter(self._files)))
+
+    def _close(self, number: int) -> None:
+        os.close(self._files.pop(number).descriptor)
+
+    def close(self) -> None:
+        """Close the shards."""
+        with self._reading:
+            self._keep_open(0)
+
+
+def _identity(descriptor: int) -> Identity:
+    """What tells a file from another one, and from itself after a change."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _fill(shard: _Open, memory: memoryview, done: int, begin: int) -> None:
+    """Fill memory, which has `done` bytes already, with the bytes of a shard from a place on."""
+    try:
+        count = done + files.read_into(shard.descriptor, memory[done:], begin + done)
+    except OSError as error:
+        raise _unreadable(shard.path, error) from None
+    if count < len(memory):
+        raise ends_early(shard.path)
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"shard {path}: {error.strerror}", "check the file system")
