@@ -6,7 +6,6 @@ import os
 import resource
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from hpc_train.errors import DataError
 
 SHARD_READERS = 8  # most threads that read together where the storage is slow
 SLOW_SECONDS = 5e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
+CHECKED_SECONDS = 0.01  # seconds after which a file is looked at again, as it may have changed
 VERIFIED_TOGETHER = 16  # most blocks in one read
 BLOCK_BITS = HASHED_BYTES.bit_length() - 1
 Identity = tuple[int, int, int, int]
@@ -46,7 +46,8 @@ class ShardFiles:
     """The shards of a split.
 
     Several threads may call `read`. One at a time is served, and reads with several threads where
-    the storage is slow.
+    the storage is slow. A file that changes is verified again, but what is read within
+    CHECKED_SECONDS of the change may still be taken for verified.
 
     Args:
         directory: the data folder.
@@ -74,16 +75,18 @@ class ShardFiles:
         self._renew()
 
     def _renew(self) -> None:
-        self._files: OrderedDict[int, _Open] = OrderedDict()
+        self._files: dict[int, _Open] = {}  # those opened first come first
         self._verified = np.zeros(self._ends[-1] if len(self._ends) else 0, bool)
         self._seen: dict[int, Identity] = {}  # the files whose blocks were verified
+        self._checked: dict[int, _Open] = {}  # the shards that were looked at since `_since`
+        self._since = 0.0
         self._reading = threading.Lock()  # opening a shard may close one that is being read
         self._seconds = 0.0  # seconds that a read took last time
         self._most = most_open_files()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy in a worker, which opens the shards itself."""
-        fresh = ("_files", "_verified", "_seen", "_reading")
+        fresh = ("_files", "_verified", "_seen", "_checked", "_reading")
         return {key: value for key, value in vars(self).items() if key not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -94,7 +97,7 @@ class ShardFiles:
         self,
         numbers: np.ndarray,
         begins: np.ndarray,
-        nbytes: np.ndarray,
+        nbytes: int | np.ndarray,
         memories: Sequence[list[memoryview]],
         dataset: str = "tokens",
     ) -> None:
@@ -103,7 +106,7 @@ class ShardFiles:
         Args:
             numbers: the shard of each read, int64 (N,). It is fastest if they rise.
             begins: the first byte of each read in the dataset, int64 (N,).
-            nbytes: the number of bytes of each read, at least 1, int64 (N,) or (1,).
+            nbytes: the number of bytes of each read, at least 1: one for all, or int64 (N,).
             memories: N lists, each with one memory of as many bytes.
             dataset: "tokens" or "documents".
 
@@ -114,7 +117,7 @@ class ShardFiles:
         with self._reading:
             for first in range(0, len(numbers), self._most):
                 part = slice(first, first + self._most)
-                sizes = nbytes if len(nbytes) == 1 else nbytes[part]
+                sizes = nbytes if isinstance(nbytes, int) else nbytes[part]
                 self._read(numbers[part], begins[part], sizes, memories[part], dataset)
                 self._keep_open(self._most)
 
@@ -122,39 +125,44 @@ class ShardFiles:
         self,
         numbers: np.ndarray,
         begins: np.ndarray,
-        nbytes: np.ndarray,
+        nbytes: int | np.ndarray,
         memories: Sequence[list[memoryview]],
         dataset: str,
     ) -> None:
         listed = numbers.tolist()
-        shards = {number: self._open(number) for number in dict.fromkeys(listed)}
+        if (now := time.monotonic()) > self._since + CHECKED_SECONDS:
+            self._checked, self._since = {}, now
+        checked = self._checked
+        shards = {number: checked.get(number) or self._open(number) for number in {*listed}}
         of_shard = self._first_block[dataset][numbers]
         first = of_shard + (begins >> BLOCK_BITS)
         last = of_shard + ((begins + (nbytes - 1)) >> BLOCK_BITS)
-        verified = self._verified
-        if nbytes.max() > HASHED_BYTES:  # there may be blocks between the first and the last
-            pairs = zip(first, last, strict=True)
-            self._verify(shards, np.concatenate([np.arange(a, b + 1) for a, b in pairs]))
-        elif not (verified[first].all() and verified[last].all()):
+        sizes = [nbytes] * len(listed) if isinstance(nbytes, int) else nbytes.tolist()
+        if max(sizes) > HASHED_BYTES:  # there may be blocks between the first and the last
+            pairs = zip(first.tolist(), (last + 1).tolist(), strict=True)
+            if long := [
+                np.arange(*pair) for pair in pairs if not self._verified[slice(*pair)].all()
+            ]:
+                self._verify(shards, np.concatenate(long))
+        elif not (self._verified[first] & self._verified[last]).all():
             self._verify(shards, np.concatenate([first, last]))
         places = (begins + self._offset[dataset][numbers]).tolist()
-        if self._seconds > SLOW_SECONDS:
-
-            def fill(item: int) -> None:
-                _fill(shards[listed[item]], memories[item][0], 0, places[item])
-
-            self._each(fill, len(listed))
-            return
-        begin, preadv = time.perf_counter(), os.preadv
-        for number, memory, place in zip(listed, memories, places, strict=True):
-            shard = shards[number]
+        if self._seconds <= SLOW_SECONDS:
+            descriptors = {number: shard.descriptor for number, shard in shards.items()}
+            # A loop in C, because one in Python takes as long as reading a sample from memory.
+            begin, of_reads = time.perf_counter(), map(descriptors.__getitem__, listed)
             try:
-                count = preadv(shard.descriptor, memory, place)
-            except OSError as error:
-                raise _unreadable(shard.path, error) from None
-            if count < len(memory[0]):
-                _fill(shard, memory[0], count, place)
-        self._seconds = (time.perf_counter() - begin) / max(1, len(listed))
+                counts = list(map(os.preadv, of_reads, memories, places))
+            except OSError:
+                counts = []  # the next call says which file it is
+            self._seconds = (time.perf_counter() - begin) / len(listed)
+            if counts == sizes:
+                return
+
+        def fill(item: int) -> None:
+            _fill(shards[listed[item]], memories[item][0], places[item])
+
+        self._each(fill, len(listed))
 
     def _verify(self, shards: dict[int, _Open], needed: np.ndarray) -> None:
         """Verify those of some blocks that were not verified yet."""
@@ -189,7 +197,7 @@ class ShardFiles:
         offset, nbytes = offset + first * HASHED_BYTES, nbytes - first * HASHED_BYTES
         array = np.empty(min(len(blocks) * HASHED_BYTES, nbytes), np.uint8)
         memory = array.data
-        _fill(shard, memory, 0, offset)
+        _fill(shard, memory, offset)
         for place, block in enumerate(blocks):
             part = slice(place * HASHED_BYTES, (place + 1) * HASHED_BYTES)
             wanted = int(shard.table[block - begin])
@@ -198,7 +206,7 @@ class ShardFiles:
             # The copy in memory may be what is wrong, so the disk is to be read again.
             at = offset + part.start
             os.posix_fadvise(shard.descriptor, at, len(memory[part]), os.POSIX_FADV_DONTNEED)
-            _fill(shard, memory[part], 0, at)
+            _fill(shard, memory[part], at)
             if xxhash.xxh3_64_intdigest(memory[part]) != wanted:
                 raise damaged_block(shard.path, dataset, first + place)
         if dataset == "tokens" and (largest := int(array.view(self.dtype).max())) >= self.vocab:
@@ -240,10 +248,16 @@ class ShardFiles:
         """The open shard, with nothing verified if its file has changed."""
         shard = self._files.get(number)
         if shard is not None:
-            self._files.move_to_end(number)
-            if _identity(shard.descriptor) == shard.identity:
-                return shard
-            self._close(number)
+            found = os.fstat(shard.descriptor)  # of an open file only these can change
+            if (found.st_size, found.st_mtime_ns) != shard.identity[2:]:
+                self._close(number)
+                shard = None
+        if shard is None:
+            shard = self._files[number] = self._opened(number)
+        self._checked[number] = shard
+        return shard
+
+    def _opened(self, number: int) -> _Open:
         path = self.directory / self.shards[number].name
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -259,14 +273,14 @@ class ShardFiles:
             self._seen[number] = identity
             begin = int(self._first_block["tokens"][number])
             self._verified[begin : self._ends[number]] = False
-        self._files[number] = _Open(path, descriptor, identity, table)
-        return self._files[number]
+        return _Open(path, descriptor, identity, table)
 
     def _keep_open(self, most: int) -> None:
         while len(self._files) > most:
             self._close(next(iter(self._files)))
 
     def _close(self, number: int) -> None:
+        self._checked.pop(number, None)
         os.close(self._files.pop(number).descriptor)
 
     def close(self) -> None:
@@ -281,10 +295,10 @@ def _identity(descriptor: int) -> Identity:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _fill(shard: _Open, memory: memoryview, done: int, begin: int) -> None:
-    """Fill memory, which has `done` bytes already, with the bytes of a shard from a place on."""
+def _fill(shard: _Open, memory: memoryview, begin: int) -> None:
+    """Fill memory with the bytes of a shard from a place on."""
     try:
-        count = done + files.read_into(shard.descriptor, memory[done:], begin + done)
+        count = files.read_into(shard.descriptor, memory, begin)
     except OSError as error:
         raise _unreadable(shard.path, error) from None
     if count < len(memory):

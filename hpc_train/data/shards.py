@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,8 @@ from hpc_train.data.shard_files import ShardFiles
 from hpc_train.errors import DataError
 
 TOGETHER_BYTES = 1 << 18  # bytes of the samples that are shuffled as one block
+ALIGNED = 64  # bytes
+MOST_KEPT = 8  # most batches whose memory is used again
 
 
 class TokenDataset:
@@ -42,7 +47,9 @@ class TokenDataset:
         self.sequence = sequence
         itemsize = self.files.dtype.itemsize
         self.stride = sequence * itemsize  # bytes from a sample to the next one
-        self.nbytes = np.array([self.stride + itemsize], np.int64)  # of a sample
+        self.nbytes = self.stride + itemsize  # of a sample
+        # A batch's samples are read to aligned places: the system copies to others half as fast.
+        self.apart = -(-self.nbytes // ALIGNED) * ALIGNED  # bytes from a place to the next one
         self.samples_per_block = max(1, TOGETHER_BYTES // self.stride)
         counts = np.array([(shard.tokens - 1) // sequence for shard in self.files.shards], np.int64)
         self.ends = counts.cumsum()
@@ -57,12 +64,13 @@ class TokenDataset:
 
     def _renew(self) -> None:
         self._fetching = threading.Lock()
-        self._memory = np.empty(0, self.files.dtype)  # tokens of a batch as they are stored
-        self._rows: list[list[memoryview]] = []  # its parts for one sample each
+        self._memory = np.empty(0, np.uint8)  # the places for samples of a batch
+        self._places: list[list[memoryview]] = []
+        self._given: list[np.ndarray] = []  # memory of batches that were given away
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy in a worker."""
-        fresh = ("_fetching", "_memory", "_rows")
+        fresh = ("_fetching", "_memory", "_places", "_given")
         return {key: value for key, value in vars(self).items() if key not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -83,55 +91,80 @@ class TokenDataset:
                 vocabulary.
         """
         wanted, order = np.asarray(indices, np.int64), None
-        steps = wanted[1:] - wanted[:-1]
-        if steps.size and steps.min() < 0:
+        least = _least_step(wanted)
+        if least < 0:
             # In the order of the files a disk's head and read-ahead have the least to do.
             order = wanted.argsort(kind="stable")
             wanted = wanted[order]
-            steps = wanted[1:] - wanted[:-1]
+            least = _least_step(wanted)
         numbers = self.ends.searchsorted(wanted, "right")
         begins = wanted * self.stride - self.skipped[numbers]
-        rows = np.empty((len(wanted), self.sequence + 1), np.int64)
-        neighbours = (steps == 1) & (begins[1:] > 0)  # of one shard, so they share a token
         with self._fetching:
-            self._reserve(len(wanted))
-            if neighbours.any():
-                self._read_runs(numbers, begins, neighbours, rows, order)
+            self._reserve(max(1, len(wanted)))
+            rows = self._new_rows(len(wanted))
+            if least <= 1:
+                # The first sample of a shard is no neighbour of the last one of the shard before.
+                apart = (wanted[1:] - wanted[:-1] != 1) | (begins[1:] == 0)
+                self._read_runs(numbers, begins, np.flatnonzero(apart).tolist(), rows, order)
             else:
-                places = range(len(wanted)) if order is None else order.tolist()
-                self.files.read(numbers, begins, self.nbytes, [self._rows[n] for n in places])
-                np.copyto(rows, self._memory[: rows.size].reshape(rows.shape))
+                places = self._places[: len(wanted)]
+                if order is not None:
+                    places = [self._places[place] for place in order.tolist()]
+                self.files.read(numbers, begins, self.nbytes, places)
+                stored = self._memory.view(self.files.dtype).reshape(len(self._places), -1)
+                np.copyto(rows, stored[: len(rows), : self.sequence + 1])
         return torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
 
     def _read_runs(
         self,
         numbers: np.ndarray,
         begins: np.ndarray,
-        neighbours: np.ndarray,
+        lasts: list[int],
         rows: np.ndarray,
         order: np.ndarray | None,
     ) -> None:
-        """Read samples of which some are neighbours. Those are one read."""
-        firsts = np.concatenate([[0], np.flatnonzero(~neighbours) + 1])
-        counts = np.diff(firsts, append=len(numbers))
-        sizes = counts * self.sequence + 1
-        runs = np.split(self._memory[: sizes.sum()], sizes[:-1].cumsum())
-        memories = [[run.view(np.uint8).data] for run in runs]
-        nbytes = sizes * self.files.dtype.itemsize
-        self.files.read(numbers[firsts], begins[firsts], nbytes, memories)
-        for run, first, count in zip(runs, firsts.tolist(), counts.tolist(), strict=True):
+        """Read runs of neighbours, which share a token. `lasts` has the end of all but the last."""
+        firsts = [0, *(last + 1 for last in lasts)]
+        counts = [end - first for first, end in pairwise([*firsts, len(numbers)])]
+        sizes = [count * self.stride + self.files.dtype.itemsize for count in counts]
+        at = [first * self.apart for first in firsts]
+        runs = [self._memory[place : place + size] for place, size in zip(at, sizes, strict=True)]
+        memories = [[run.data] for run in runs]
+        self.files.read(numbers[firsts], begins[firsts], np.array(sizes), memories)
+        for run, first, count in zip(runs, firsts, counts, strict=True):
+            tokens = run.view(self.files.dtype)
             places = slice(first, first + count) if order is None else order[first : first + count]
-            rows[places, :-1] = run[:-1].reshape(count, self.sequence)
-            rows[places, -1] = run[self.sequence :: self.sequence]
+            rows[places, :-1] = tokens[:-1].reshape(count, self.sequence)
+            rows[places, -1] = tokens[self.sequence :: self.sequence]
 
     def _reserve(self, samples: int) -> None:
-        """Have memory for a number of samples. It is kept, as new memory takes time."""
-        if samples <= len(self._rows):
-            return
-        self._memory = np.empty(samples * (self.sequence + 1), self.files.dtype)
-        rows = self._memory.reshape(samples, -1).view(np.uint8)
-        self._rows = [[row.data] for row in rows]
+        """Have places for some samples."""
+        if samples > len(self._places):
+            memory = np.empty(samples * self.apart + ALIGNED, np.uint8)
+            begin = -memory.ctypes.data % ALIGNED
+            self._memory = memory[begin : begin + samples * self.apart]
+            rows = self._memory.reshape(samples, -1)[:, : self.nbytes]
+            self._places = [[row.data] for row in rows]
+
+    def _new_rows(self, samples: int) -> np.ndarray:
+        """Memory for a batch: that of an earlier one, if nothing refers to it any more.
+
+        The system has to clear new memory, which takes longer than filling it.
+        """
+        shape = samples, self.sequence + 1
+        size = math.prod(shape)
+        for place in range(len(self._given)):
+            # This list and the call refer to it; tensors do so through NumPy's arrays.
+            if self._given[place].size == size and getrefcount(self._given[place]) == 2:
+                return self._given[place].reshape(shape)
+        self._given = [*self._given[1 - MOST_KEPT :], np.empty(size, np.int64)]
+        return self._given[-1].reshape(shape)
 
     def close(self) -> None:
         """Close the shards."""
         self.files.close()
+
+
+def _least_step(numbers: np.ndarray) -> int:
+    """The smallest difference between a number and the next one; 2 if there is none."""
+    return int(np.minimum.reduce(numbers[1:] - numbers[:-1])) if len(numbers) > 1 else 2

@@ -107,7 +107,7 @@ def test_samples_are_consecutive_tokens_and_targets_follow_them(texts, tmp_path)
 
 
 def test_more_shards_than_open_files(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_train.data.shards.most_open_files", lambda: 2)
+    monkeypatch.setattr("hpc_train.data.shard_files.most_open_files", lambda: 2)
     made = prepare_text([texts], tmp_path / "out", shard_mb=0.001)
     dataset = TokenDataset(tmp_path / "out", made, "train", 16)
     before = len(list(Path("/proc/self/fd").iterdir()))

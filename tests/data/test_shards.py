@@ -146,7 +146,8 @@ def test_the_table_of_hashes_is_verified(copied):
         dataset.fetch(range(len(dataset)))
 
 
-def test_a_shard_that_changes_under_a_run_is_verified_again(copied):
+def test_a_shard_that_changes_under_a_run_is_verified_again(copied, monkeypatch):
+    monkeypatch.setattr("hpc_train.data.shard_files.CHECKED_SECONDS", 0.0)
     folder, manifest = copied
     shard = manifest.splits["train"][0]
     dataset = TokenDataset(folder, manifest, "train", 100)
