@@ -34,7 +34,8 @@ def options() -> Parser:
         "text",
         help="files or folders of text",
         description="Turn files or folders of UTF-8 text into token shards. A file is one text, "
-        "and so is each line of a JSON lines file (.jsonl). Files may be compressed (.gz, .zst).",
+        "and so is each line of a JSON lines file (.jsonl). Files may be compressed (.gz, .zst). "
+        "Shards keep where each text begins.",
     )
     text.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders to search")
     text.add_argument(

@@ -132,10 +132,15 @@ class DataSection:
     """What the loss of a step is the mean over: its samples, each of which has the mean loss of its
     own tokens, or all tokens of the step. They differ where samples have unequal numbers of tokens
     that count."""
+    across_documents: bool = True
+    """Whether a sample is taken from the stream of all documents, so that it may begin and end
+    inside of documents. With false it has whole documents, each for itself, and padding; documents
+    that are longer than a sample are cut."""
     shuffle: bool | Literal["full"] = True
     """Whether every epoch has a new order of the samples, the same on every layout. Samples of
-    shards are shuffled by blocks, and within windows of a million samples; full takes each sample
-    from anywhere, which reads shards larger than memory slowly."""
+    shards are shuffled by blocks, and within windows of a million samples, or of half a million
+    whole documents; full takes each sample from anywhere, which reads shards larger than memory
+    slowly."""
     validation_every: int = 0
     """Number of steps between two passes over the held-out split. With 0 there is one at the end
     only."""

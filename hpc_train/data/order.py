@@ -79,7 +79,7 @@ class SampleOrder:
 
     A full shuffle takes every sample from anywhere. A data set that is stored in blocks is shuffled
     so that a block is read by few ranks, and only for a while: an epoch permutes the blocks, cuts
-    them into windows of SHUFFLED_TOGETHER samples, and permutes the samples of each window. A
+    them into windows of `together` samples, and permutes the samples of each window. A
     step's samples are then sorted. So a rank, whose share of every batch lies at the same place,
     reads from the same blocks for a whole window. A data set of one window is shuffled in full.
 
@@ -90,13 +90,21 @@ class SampleOrder:
         shuffle: whether each epoch has a permutation of its own; if not, all epochs have the data
             set's order.
         block: number of consecutive samples that are stored together; 1 gives a full shuffle.
+        together: number of samples in a window; by default SHUFFLED_TOGETHER.
 
     Raises:
         ConfigError: the data set has fewer samples than a batch.
     """
 
     def __init__(
-        self, samples: int, batch: int, *, seed: int = 0, shuffle: bool = True, block: int = 1
+        self,
+        samples: int,
+        batch: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        block: int = 1,
+        together: int | None = None,
     ) -> None:
         if samples < batch:
             raise ConfigError(
@@ -108,6 +116,7 @@ class SampleOrder:
         self.seed = seed
         self.shuffle = shuffle
         self.block = min(block, samples)
+        self.together = together or SHUFFLED_TOGETHER
         self.steps_per_epoch = samples // batch
         # Maps (first, count) to the first of the steps computed together, and to their indices.
         self._ahead: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
@@ -118,7 +127,8 @@ class SampleOrder:
     ) -> SampleOrder:
         """The order for a data set, by blocks if it has an attribute `samples_per_block`.
 
-        With shuffle "full" that attribute does not count.
+        It may also have `samples_together`, the argument `together`. With shuffle "full" neither
+        counts.
 
         Raises:
             ConfigError: as `SampleOrder` raises it, or that attribute is no number of samples.
@@ -128,12 +138,19 @@ class SampleOrder:
             raise ConfigError(
                 f"samples_per_block of the data set is {block!r}", "make it a number of samples"
             )
-        return cls(len(dataset), batch, seed=seed, shuffle=bool(shuffle), block=block)
+        together = getattr(dataset, "samples_together", None)
+        every = bool(shuffle)
+        return cls(len(dataset), batch, seed=seed, shuffle=every, block=block, together=together)
 
     @property
     def identity(self) -> dict[str, int]:
         """What decides the order besides seed, batch, shuffle, and number of samples."""
-        return {"samples per block": self.block} if self.shuffle and self.block > 1 else {}
+        if not self.shuffle or self.block == 1:
+            return {}
+        found = {"samples per block": self.block}
+        if self.together != SHUFFLED_TOGETHER:
+            found["samples shuffled together"] = self.together
+        return found
 
     def epoch(self, step: int) -> int:
         """The epoch that a step belongs to, from 0."""
@@ -177,10 +194,10 @@ class SampleOrder:
         blocks, tail = divmod(self.samples, self.block)
         whole = blocks * self.block
         found = positions.copy()
-        windows = positions // SHUFFLED_TOGETHER
+        windows = positions // self.together
         for window in np.unique(windows):
-            begin = int(window) * SHUFFLED_TOGETHER
-            size = min(SHUFFLED_TOGETHER, self.samples - begin)
+            begin = int(window) * self.together
+            size = min(self.together, self.samples - begin)
             inside = windows == window
             seed = mix(self.seed, int(window))
             found[inside] = begin + Permutation(size, seed, epoch)(positions[inside] - begin)

@@ -16,7 +16,7 @@ class Meter:
         tokens_per_sample: number of tokens of a sample; 0 if samples have no tokens.
     """
 
-    def __init__(self, batch: int, watch: Watch, tokens_per_sample: int = 0) -> None:
+    def __init__(self, batch: int, watch: Watch, tokens_per_sample: float = 0) -> None:
         self.batch = batch
         self.watch = watch
         self.tokens_per_sample = tokens_per_sample

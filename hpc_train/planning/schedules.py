@@ -168,7 +168,8 @@ def memory(
     """
     parts, pp = shape.parts(division_of(config.parallel)), len(schedule)
     each = shape.kept(parts, config.memory.recompute)
-    kept = _sums(each, runs)
+    mask = 0 if config.data.across_documents else shape.sequence**2  # of the tokens that are seen
+    kept = [its + mask for its in _sums(each, runs)]
     # While a block's backward pass runs, the block has all of its activations, and those after it
     # have none any more.
     again = [

@@ -67,7 +67,8 @@ class TrainingTask:
         identity: values by configuration key. A checkpoint can be resumed only with the same values
             and the same `sample_order_identity`.
         about: plain JSON values that readers of a checkpoint need to use the model.
-        tokens_per_sample: tokens in each sample, to report tokens per second; 0 reports none.
+        tokens_per_sample: tokens in a sample, on average, to report tokens per second; 0 reports
+            none.
         private_parameters: whether parameters are read only by the modules that have them, and
             written only by the optimizer's step, once the Trainer is made. Then `memory.zero: auto`
             may share them between ranks, and they are brought to a module just before it runs. If a
@@ -82,7 +83,7 @@ class TrainingTask:
     validation: Any = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] | None = None
-    tokens_per_sample: int = 0
+    tokens_per_sample: float = 0
     private_parameters: bool = False
     most_at_a_time: int | None = None
     counted: Callable[[Any], int] | None = None

@@ -17,7 +17,7 @@ from hpc_train.data import manifest as manifests
 from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.loader import cut
 from hpc_train.data.manifest import Manifest
-from hpc_train.data.shards import TokenDataset
+from hpc_train.data.packing import PACKED_TOGETHER, PackedDataset
 from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import ConfigError, HpcTrainError
 from hpc_train.models.gpt.module import counted_targets
@@ -32,6 +32,7 @@ from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.model import division_of, shape_of
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.device import choose_device, free_memory_of
+from hpc_train.training.samples import open_samples
 from hpc_train.training.sharing import SharingFacts, choose_zero
 from hpc_train.training.trainer import Trainer
 
@@ -71,24 +72,29 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         torch.manual_seed(config.run.seed)
         dtype = getattr(torch, config.precision.parameters)
         model = shape.build_unfilled(dtype)  # each rank fills its part when the layout is known
-        sequence = config.model.sequence
-        training = TokenDataset(directory, manifest, "train", sequence)
-        held_out = None
-        if manifest.tokens("validation") > sequence:
-            held_out = TokenDataset(directory, manifest, "validation", sequence)
         about = {
             "kind": config.model.kind,
             "shape": asdict(shape),
             "dtype": config.precision.parameters,
             "tokenizer": describe_tokenizer(manifest.tokenizer, directory),
         }
+    sequence, crossing = config.model.sequence, config.data.across_documents
+    training, held_out = (
+        open_samples(directory, manifest, split, sequence, across_documents=crossing, group=group)
+        for split in ("train", "validation")
+    )
+    identity = {"data": manifest.digest, "model.sequence": sequence, **shape.identity}
+    tokens: float = sequence
+    if isinstance(training, PackedDataset):
+        identity |= {"data.across_documents": False, "documents packed together": PACKED_TOGETHER}
+        tokens = training.targets / len(training)  # without padding
     task = TrainingTask(
         model,
         training,
         validation=held_out,
-        identity={"data": manifest.digest, "model.sequence": sequence, **shape.identity},
+        identity=identity,
         about=about,
-        tokens_per_sample=sequence,
+        tokens_per_sample=tokens,
         most_at_a_time=most,
         private_parameters=True,
         counted=counted_targets,

@@ -93,6 +93,17 @@ def test_a_data_set_whose_blocks_are_no_number_is_refused(block):
     assert SampleOrder.of(Blocks(range(9)), 3, shuffle="full").block == 1
 
 
+def test_a_data_set_may_say_how_many_samples_are_shuffled_together():
+    class Blocks(list):
+        samples_per_block, samples_together = 10, 40
+
+    order = SampleOrder.of(Blocks(range(400)), 40)
+    assert order.identity == {"samples per block": 10, "samples shuffled together": 40}
+    for step in range(1, 11):  # four blocks each
+        assert len({*(order.indices(step, 0, 40) // 10).tolist()}) == 4
+    assert SampleOrder.of(Blocks(range(400)), 40, shuffle="full").identity == {}
+
+
 def test_too_little_data_for_a_batch_is_an_error():
     with pytest.raises(ConfigError, match=r"a batch has 11 samples, and the data set has 10"):
         SampleOrder(10, 11)

@@ -43,6 +43,25 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
     assert model(text, targets).item() == pytest.approx(math.log(11), rel=0.05)
 
 
+def test_documents_of_one_sample_have_the_losses_that_they_have_alone():
+    model, text = gpt(), tokens(2)
+    targets = text.roll(-1, 1)
+    targets[0, 5:] = targets[1, 7] = -100
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6]])
+    of_document = [(0, 0, 3), (0, 3, 5), (1, 0, 1), (1, 1, 7)]
+    losses = [
+        F.cross_entropy(model(text[None, row, a:b])[0], targets[row, a:b], reduction="sum")
+        for row, a, b in of_document
+    ]
+    model.loss_over = "token"
+    assert model(text, targets, positions).item() == pytest.approx(
+        sum(losses).item() / 12, rel=1e-13
+    )
+    model.loss_over = "sample"
+    by_sample = (sum(losses[:2]) / 5 + sum(losses[2:]) / 7).item() / 2
+    assert model(text, targets, positions).item() == pytest.approx(by_sample, rel=1e-13)
+
+
 @pytest.mark.parametrize("tie", [True, False])
 def test_tied_embeddings_are_one_parameter(tie):
     model = gpt(tie_embeddings=tie)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,10 @@ def test_memory_is_counted_on_every_rank():
     numbers = 12 * 64**2 + 13 * 64
     assert first[1] == 4 * 4 * (numbers + 256 * 64 + 32 * 64)
     assert last[1] == 4 * 4 * (numbers + 256 * 64 + 2 * 64)
+    config = replace(config, data=replace(config.data, across_documents=False))
+    masked = memory(config, planned_shape(config), schedule, runs, micro_batch=1)
+    masks = [4 * 32**2 * live for live in (2, 1)]
+    assert [m[0] - its[0] for m, its in zip(masked, (first, last), strict=True)] == masks
 
 
 def test_a_state_on_a_disk_does_not_count(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from hpc_train.mpi import runtime
 from tests.conftest import small_program
-from tests.programs import COLD, ENVIRON, hpc_train, python, ranks_of, run
+from tests.programs import COLD, ENVIRON, hpc_train, only_line, python, ranks_of, run
 
 ENGINES = ["mpi", "horovod"]
 if not runtime.horovod_built():  # pragma: no cover
@@ -240,6 +241,32 @@ def test_losses_do_not_depend_on_the_number_of_ranks_also_after_a_resume(program
     )
     assert_succeeded(program.train("bent", *constant, launcher="mpirun", ranks=2))
     assert program.losses("bent") == pytest.approx(program.losses("straight"), rel=1e-10)
+
+
+@pytest.mark.slow("it prepares texts, and starts four jobs")
+def test_whole_documents_have_the_same_losses_on_any_ranks_and_after_a_resume(program):
+    texts = [f"{n} " + "ab cd" * (n % 23) for n in range(600)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (program.root / "texts.jsonl").write_text("\n".join(lines))
+    words = ["prepare", "text", str(program.root / "texts.jsonl"), "--validation", "0.2"]
+    data = program.root / "documents"
+    assert_succeeded(run(*hpc_train(*words, "--out", str(data))))
+    own = ["--data.path", str(data), "--data.loss", "token", "--optimizer.schedule", "constant"]
+    own += ["--model.vocab", "264"]
+    apart = [*own, "--data.across_documents", "false"]
+    one = program.train("one", *apart, "--data.workers", "1")
+    assert_succeeded(one)
+    assert "samples of whole documents" in one.stdout
+    two = ["--run.steps", "5", "--parallel.tp", "2"]
+    assert_succeeded(program.train("bent", *apart, *two, launcher="mpirun", ranks=4))
+    done = program.train("bent", *apart, "--parallel.pp", "2", launcher="mpirun", ranks=2)
+    assert_succeeded(done)
+    assert program.losses("bent") == pytest.approx(program.losses("one"), rel=1e-10)
+    held_out = [program.metrics(name)[-1]["validation_loss"] for name in ("one", "bent")]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-10)
+    done = program.train("bent", *own, "--run.steps", "20")
+    assert done.returncode == 2
+    assert "data.across_documents False" in only_line(done.stderr)
 
 
 def test_generate_knows_only_the_tokens_of_the_text(program):

@@ -34,14 +34,21 @@ class Attention(nn.Module):
         self.qkv = Linear(hidden, 3 * hidden)
         self.out = Linear(hidden, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend within x of shape (B, T, C); returns the same shape."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend within x of shape (B, T, C); returns the same shape.
+
+        Args:
+            x: the activations.
+            mask: what is added to the logarithms of weights, (B, 1, T, T), from `document_mask`;
+                None attends to all tokens before.
+        """
         # Rows are ordered head by head, so that a rank's consecutive rows are whole heads. The
         # number of heads comes from the product, because each rank sees only its own heads.
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))  # (B, T, H, 3, C/H)
         query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind()  # (B, H, T, C/H) each
         attend = F.scaled_dot_product_attention  # it saves its inputs, which are kept, and y
-        y = kept_with_its_graph(attend, query, key, value, is_causal=True)
+        how = {"is_causal": True} if mask is None else {"attn_mask": mask}
+        y = kept_with_its_graph(attend, query, key, value, **how)
         joined: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return joined
 
@@ -72,9 +79,9 @@ class Block(nn.Module):
         self.mlp = Mlp(hidden)
         self.dropout_mlp = SampleDropout(dropout, 2 * index + 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform x of shape (B, T, C); returns the same shape."""
-        x = x + self.dropout_attention(self.attention(self.norm_attention(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Transform x of shape (B, T, C); returns the same shape. `Attention` takes the mask."""
+        x = x + self.dropout_attention(self.attention(self.norm_attention(x), mask))
         added: Tensor = self.dropout_mlp(self.mlp(self.norm_mlp(x)))
         return x + added
 
@@ -88,9 +95,10 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(sequence, hidden)
         self.dropout = SampleDropout(dropout, 0)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Embed int64 tokens of shape (B, T) in (B, T, C)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Embed int64 tokens of shape (B, T) in (B, T, C). By default they are at 0 to T - 1."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         embedded: Tensor = self.dropout(self.token(tokens) + self.position(positions))
         return embedded
 
@@ -109,8 +117,26 @@ class Head(nn.Module):
         return logits
 
 
+def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask with which a token attends to itself and to tokens before it in its document.
+
+    It has numbers to add, because torch makes them of truth values anew in each block, and keeps
+    them for the backward pass.
+
+    Args:
+        positions: int64 of shape (B, T), 0 where a document begins.
+        dtype: torch's type of the queries.
+
+    Returns:
+        0 or minus infinity, (B, 1, T, T).
+    """
+    document = (positions == 0).cumsum(1)
+    seen = (document.unsqueeze(2) == document.unsqueeze(1)).tril().unsqueeze(1)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
+
+
 def counted_targets(batch: Sequence[Tensor]) -> int:
-    """Number of targets that count in a batch of tokens and targets, (B, T) each."""
+    """Number of targets that count in a batch of tokens, targets and maybe positions."""
     return int((batch[1] != NOT_COUNTED).sum())
 
 
@@ -198,21 +224,32 @@ class GPT(nn.Module):
             if isinstance(module, SampleDropout):
                 module.seeds = seeds
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Compute logits, or with targets the mean cross-entropy.
 
         Args:
             tokens: int64 of shape (B, T).
             targets: int64 of shape (B, T), the token that follows each one. Those that are -100 do
                 not count.
+            positions: int64 of shape (B, T), the place of each token in its document, from 0. A
+                token attends to its own document only. By default a sample is one document.
 
         Returns:
             Logits of shape (B, T, V), or the loss in nats per token, a scalar of 32 bits or more. A
             sample without a target that counts has a loss of 0.
         """
-        x = self.embedding(tokens)
+        mask = None
+        if positions is not None:
+            device = positions.device.type
+            autocast = torch.is_autocast_enabled(device)
+            kind = next(self.parameters()).dtype
+            dtype = torch.get_autocast_dtype(device) if autocast else kind
+            mask = document_mask(positions, dtype)
+        x = self.embedding(tokens, positions)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         logits: Tensor = self.head(x)
         if targets is None:
             return logits

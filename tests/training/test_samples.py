@@ -1,0 +1,136 @@
+"""Training on whole documents: the mean over documents, the same on every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hpc_train.data.manifest import Manifest
+from hpc_train.data.write import write_shard
+from hpc_train.errors import DataError
+from hpc_train.models.gpt.module import counted_targets
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.samples import open_samples
+from hpc_train.training.trainer import Trainer
+from tests.training.test_trainer import alone, check_equal, config, records
+from tests.training.test_trainer_unequal import LAYOUTS, gpt
+
+SEQUENCE = 8
+MEAN = ["--data.loss", "token", "--data.across_documents", "false"]
+
+
+def documents(split):
+    generator = np.random.default_rng(len(split))
+    lengths = generator.integers(1, 20, 90 if split == "train" else 12)
+    return [generator.integers(0, 14, length).astype(np.uint8) for length in lengths]
+
+
+def prepared(folder):
+    """A folder of shards with documents, of which two shards share one."""
+    splits = {}
+    for split in ("train", "validation"):
+        texts = documents(split)
+        tokens, begins = np.concatenate(texts), np.cumsum([0, *map(len, texts)])[:-1]
+        middle = int(begins[len(begins) // 2] + len(texts[len(begins) // 2]) // 2)
+        splits[split] = tuple(
+            write_shard(folder / f"{split}-{n}.h5", tokens[part], begins[inside] - part.start)
+            for n, (part, inside) in enumerate(
+                [
+                    (slice(0, middle), begins < middle),
+                    (slice(middle, len(tokens)), begins >= middle),
+                ]
+            )
+        )
+    return Manifest(14, "uint8", "bytes", 102, splits)
+
+
+def pieces(split):
+    """The tokens that are computed together."""
+    texts = documents(split)
+    number = len(texts) // 2  # the one that two shards share
+    middle = texts.pop(number)
+    texts += [middle[: len(middle) // 2], middle[len(middle) // 2 :]]
+    for text in texts:
+        for begin in range(0, len(text) - 1, SEQUENCE):
+            yield torch.from_numpy(text[begin : begin + SEQUENCE + 1].astype(np.int64))
+
+
+def mean_over_documents(model, split):
+    """The mean loss of all targets, computed one piece of a document at a time."""
+    losses = [
+        F.cross_entropy(model(piece[None, :-1])[0], piece[1:], reduction="none")
+        for piece in pieces(split)
+    ]
+    return torch.cat(losses).mean()
+
+
+def trained(folder, manifest, settings, started, **model):
+    data = [
+        open_samples(folder, manifest, split, SEQUENCE, across_documents=False, group=started.world)
+        for split in ("train", "validation")
+    ]
+    task = TrainingTask(
+        gpt(**model),
+        data[0],
+        validation=data[1],
+        counted=counted_targets,
+        private_parameters=True,
+    )
+    with Trainer(settings, task, started) as trainer:
+        trainer.train()
+    return len(data[0])
+
+
+def test_the_loss_is_the_mean_over_the_documents_one_at_a_time(tmp_path):
+    manifest = prepared(tmp_path)
+    packed = open_samples(
+        tmp_path, manifest, "train", SEQUENCE, across_documents=False, group=Group()
+    )
+    model = gpt().double()
+    loss = mean_over_documents(model, "train")
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    options = [*MEAN, "--run.steps", "1", "--data.batch", str(len(packed))]
+    options += ["--optimizer.clip_norm", "0", "--optimizer.lr", "0", "--data.micro_batch", "1"]
+    trained(tmp_path, manifest, config(tmp_path / "run", *options), alone())
+    (record,) = records(tmp_path / "run")
+    assert record["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-12)
+    with torch.no_grad():
+        held_out = mean_over_documents(model, "validation").item()
+    assert record["validation_loss"] == pytest.approx(held_out, rel=1e-12)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_packed_documents_have_the_same_loss_on_every_layout(job, together, recompute):
+    options = [*MEAN, "--memory.recompute", recompute]
+    manifest = None
+    if job.world.rank == 0:
+        manifest = prepared(together)
+        trained(
+            together,
+            manifest,
+            config(together / "one", *options),
+            Runtime(Group(), Group()),
+            dropout=0.2,
+        )
+    manifest = job.world.from_first(lambda: manifest)
+    for name, layout in LAYOUTS.items():
+        settings = config(together / name, *options, *layout)
+        trained(together, manifest, settings, job, dropout=0.2)
+        if job.world.rank == 0:
+            check_equal(together / name, together / "one")
+
+
+def test_without_a_document_to_learn_from_there_is_an_error(tmp_path):
+    shard = write_shard(tmp_path / "a.h5", np.zeros(3, np.uint8), np.arange(3))
+    manifest = Manifest(14, "uint8", "bytes", 3, {"train": (shard,), "validation": ()})
+    how = {"across_documents": False, "group": Group()}
+    with pytest.raises(DataError, match="no document of two tokens"):
+        open_samples(tmp_path, manifest, "train", SEQUENCE, **how)
+    assert open_samples(tmp_path, manifest, "validation", SEQUENCE, **how) is None
