@@ -34,11 +34,13 @@ HASH = re.compile(r"[0-9a-f]{32}")
 class Shard:
     """One HDF5 file with contiguous, uncompressed datasets: `tokens`, `documents` and `hashes`.
 
-    Offsets are positions in the file, in bytes.
+    Offsets are positions in the file, in bytes. The tokens may lie in a file of others.
 
     Args:
         name: file name in the data folder.
         file_bytes: size of the whole file.
+        source: name of the link in the data folder to the file that has the tokens; "" if the
+            shard has them itself.
         tokens: number of tokens.
         offset: offset of the first token.
         documents: number of documents that begin in the shard. The dataset `documents` has the
@@ -51,6 +53,7 @@ class Shard:
 
     name: str
     file_bytes: int
+    source: str
     tokens: int
     offset: int
     documents: int
@@ -166,12 +169,14 @@ def _shards(split: str, trees: Any, dtype: str) -> tuple[Shard, ...]:
 def _shard(what: str, tree: Any, dtype: str) -> Shard:
     _check_keys(what, tree, [field.name for field in fields(Shard)])
     _check_text(f"{what}: name", tree["name"], PLAIN_NAME, "a plain file name")
+    if tree["source"] != "":
+        _check_text(f"{what}: source", tree["source"], PLAIN_NAME, "a plain file name")
     _check_text(f"{what}: hash", tree["hash"], HASH, "32 hexadecimal digits")
     for key in ("file_bytes", "tokens", "offset", "documents", "documents_offset", "hashes_offset"):
         _check_number(f"{what}: {key}", tree[key], 1 if key == "tokens" else 0, LARGEST_SIZE)
     shard = Shard(**tree)
     for name, (offset, nbytes) in shard.extents(dtype).items():
-        if offset + nbytes > shard.file_bytes:
+        if offset + nbytes > shard.file_bytes and not (name == "tokens" and shard.source):
             raise ValueError(f"{what}: its {name} end behind the end of the file")
     return shard
 
