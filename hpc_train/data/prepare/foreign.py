@@ -48,6 +48,9 @@ class TokenLayout(NamedTuple):
     copy: bool = False
 
 
+USUAL_LAYOUT = TokenLayout()
+
+
 class MegatronIndex(NamedTuple):
     """What a Megatron index says.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc_train.data.prepare.foreign import TokenLayout, list_token_files, one_type
+from hpc_train.data.prepare.foreign import USUAL_LAYOUT, TokenLayout, list_token_files, one_type
 from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
 from hpc_train.data.prepare.partial import check_target
 from hpc_train.data.prepare.portions import split_inputs, whole_parts
@@ -109,7 +109,7 @@ def tokens_request(
     vocab: int = 0,
     tokenizer: str = "",
     shard_mb: float = 256,
-    layout: TokenLayout = TokenLayout(),
+    layout: TokenLayout = USUAL_LAYOUT,
 ) -> PrepareRequest:
     """List token files of other programs, and describe what to make of them.
 
