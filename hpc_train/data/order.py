@@ -178,11 +178,11 @@ class SampleOrder:
         whole = blocks * self.block
         found = positions.copy()
         windows = positions // SHUFFLED_TOGETHER
-        for window in np.unique(windows):
-            begin = int(window) * SHUFFLED_TOGETHER
+        for window in range(windows.min(), windows.max() + 1):
+            begin = window * SHUFFLED_TOGETHER
             size = min(SHUFFLED_TOGETHER, self.samples - begin)
             inside = windows == window
-            seed = mix(self.seed, int(window))
+            seed = mix(self.seed, window)
             found[inside] = begin + Permutation(size, seed, epoch)(positions[inside] - begin)
         tail_at = mix(self.seed, epoch) % (blocks + 1) * self.block
         in_tail = (found >= tail_at) & (found < tail_at + tail)
