@@ -20,7 +20,7 @@ from hpc_train.data.reader import Reader
 from hpc_train.errors import ConfigError, UserError
 
 WEIGHTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)  # each enough for one position
-FEW = settings(max_examples=20, deadline=None)  # each example makes whole tables
+FEW = settings(max_examples=12, deadline=None)  # each example makes whole tables
 SHUFFLES = st.sampled_from([True, False, "full"])
 
 
