@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import DataError
 
 FILE_NAME = "manifest.json"
@@ -130,6 +131,32 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{path}: {error.strerror}", "make it readable") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error})", PREPARE_AGAIN) from None
+
+
+def read_manifests(directories: Sequence[Path]) -> list[Manifest]:
+    """Read the manifests of data folders that are trained on together.
+
+    Raises:
+        DataError: as `read_manifest` and `describe_tokenizer` raise it, or two folders have
+            vocabularies of different sizes, or different tokenizers.
+    """
+    found = [read_manifest(directory) for directory in directories]
+    if not found[1:]:
+        return found
+    remedy = "prepare all folders of a mixture with the same tokenizer"
+    texts = [
+        describe_tokenizer(one.tokenizer, at) for one, at in zip(found, directories, strict=True)
+    ]
+    for manifest, directory, text in zip(found, directories, texts, strict=True):
+        if manifest.vocab != found[0].vocab:
+            raise DataError(
+                f"{directory} has a vocabulary of {manifest.vocab} tokens, and {directories[0]} "
+                f"has one of {found[0].vocab}",
+                remedy,
+            )
+        if text != texts[0]:
+            raise DataError(f"{directory} has another tokenizer than {directories[0]}", remedy)
+    return found
 
 
 def parse_manifest(tree: Any) -> Manifest:

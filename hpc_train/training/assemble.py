@@ -282,8 +282,8 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
                 "prepare the data with more --validation, or leave the key out",
             )
         check_best(config.checkpoint, data, last, held_out=held_out)
-    sizes = f"{samples} {len(task.validation) if held_out else 0}"
-    same(group, "the size of the data set", sizes, "give all ranks the same data")
+    given = f"{samples} {len(task.validation) if held_out else 0} {order.identity}"
+    same(group, "the data set (its size, or its mixture)", given, "give all ranks the same data")
     if len(parts) < grid.pp and group.rank == 0:
         logger.warning(
             "a step has %d micro-batches, fewer than the %d stages of the pipeline, so ranks are "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from hpc_train.data import manifest as manifests
 from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.loader import cut
 from hpc_train.data.manifest import Manifest
+from hpc_train.data.mixture import Mixture
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import ConfigError, HpcTrainError
@@ -47,16 +48,19 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
     group = runtime.world
     check_same_program(config, group)
     with agreed(group):
-        if config.data.path is None:
+        if not config.data.folders:
             raise ConfigError("data.path is not given", "give the folder of `hpc-train prepare`")
-        directory = Path(config.data.path)
-        manifest = manifests.read_manifest(directory)
-    same(group, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
-    # Each node has its own view of the folder. Its ranks divide the files among them.
+        folders = [Path(folder) for folder in config.data.folders]
+        found = dict(zip(folders, manifests.read_manifests(folders), strict=True))
+    for directory, manifest in found.items():
+        same(group, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
+    # Each node has its own view of the folders. Its ranks divide the files among them.
     with agreed(group):
         node = runtime.node
-        check_shards(directory, manifest, every_shard(manifest)[node.rank :: node.size])
+        for directory, manifest in found.items():
+            check_shards(directory, manifest, every_shard(manifest)[node.rank :: node.size])
     with agreed(group):
+        directory, manifest = next(iter(found.items()))  # all have the same vocabulary
         shape = trained_shape(config.model, manifest)
         shape.check(division_of(config.parallel))
     job = job_of(config, shape, runtime)
@@ -71,10 +75,10 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         dtype = getattr(torch, config.precision.parameters)
         model = shape.build_unfilled(dtype)  # each rank fills its part when the layout is known
         sequence = config.model.sequence
-        training = TokenDataset(directory, manifest, "train", sequence)
-        held_out = None
-        if manifest.tokens("validation") > sequence:
-            held_out = TokenDataset(directory, manifest, "validation", sequence)
+        training = samples_of(config, found, "train")
+        held_out = samples_of(config, found, "validation")
+        digests = [one.digest for one in found.values()]
+        data = digests if len(digests) > 1 else digests[0]
         about = {
             "kind": config.model.kind,
             "shape": asdict(shape),
@@ -85,7 +89,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         model,
         training,
         validation=held_out,
-        identity={"data": manifest.digest, "model.sequence": sequence, **shape.identity},
+        identity={"data": data, "model.sequence": sequence, **shape.identity},
         about=about,
         tokens_per_sample=sequence,
         most_at_a_time=most,
@@ -98,6 +102,28 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             raise
         room = np.rint(job.needs() * LEANER).astype(np.int64)
         raise HpcTrainError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
+
+
+def samples_of(
+    config: RunConfig, found: Mapping[Path, Manifest], split: str
+) -> TokenDataset | Mixture | None:
+    """The samples of a split of the data folders, a mixture if several have it; None if none has.
+
+    Raises:
+        DataError: a folder has no whole sample to train on.
+        ConfigError: a folder's weight is too small.
+    """
+    sequence = config.model.sequence
+    weights = config.data.folders.values()
+    parts = [
+        # Each held-out sample is read once, whatever the weights are.
+        (TokenDataset(directory, manifest, split, sequence), weight if split == "train" else 1.0)
+        for (directory, manifest), weight in zip(found.items(), weights, strict=True)
+        if split == "train" or manifest.tokens(split) > sequence
+    ]
+    if len(parts) > 1:
+        return Mixture(parts)
+    return parts[0][0] if parts else None
 
 
 def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
