@@ -58,9 +58,9 @@ def options() -> Parser:
     tokens = kinds.add_parser(
         "tokens",
         help="token files of other programs",
-        description="Copy token files of other programs into shards: raw tokens (nanoGPT's .bin), "
-        "Megatron's pairs of .bin and .idx, and folders that Hugging Face's save_to_disk has "
-        "written.",
+        description="Make shards of token files of other programs: raw tokens (nanoGPT's .bin), "
+        "Megatron's pairs of .bin and .idx, folders that Hugging Face's save_to_disk has written, "
+        "and HDF5 files. Where the files allow it, tokens stay in them, and shards refer to them.",
     )
     tokens.add_argument("paths", nargs="+", metavar="PATH", help="token files to train on")
     tokens.add_argument(
@@ -89,7 +89,13 @@ def options() -> Parser:
     tokens.add_argument(
         "--column",
         default="input_ids",
-        help="the column of the tokens in a Hugging Face dataset (default: %(default)s)",
+        help="the column of the tokens in a Hugging Face dataset, or their dataset in an HDF5 "
+        "file (default: %(default)s)",
+    )
+    tokens.add_argument(
+        "--copy",
+        action="store_true",
+        help="copy the tokens into the shards in any case, so that the files can be removed",
     )
     for kind in (text, tokens):
         kind.add_argument("--out", required=True, metavar="DIR", help="the data folder to write")
@@ -106,8 +112,13 @@ def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if {"-h", "--help"} & set(arguments):
         options().parse_args(arguments)
+    from hpc_train.data.prepare.foreign import HDF5_SUFFIXES
     from hpc_train.job.program import run as run_program
 
+    if any(word.lower().endswith(HDF5_SUFFIXES) for word in arguments):
+        from hpc_train.data.fork_server import start_workers
+
+        start_workers()  # one of them looks into the files, as ranks never open HDF5
     return run_program(lambda runtime: _run(arguments, runtime), ask_scheduler=False)
 
 
@@ -121,11 +132,15 @@ def _run(arguments: Sequence[str], runtime: Runtime) -> None:
 
 
 def _request(given: Namespace) -> PrepareRequest:
+    from hpc_train.data.prepare.foreign import TokenLayout
     from hpc_train.data.prepare.request import text_request, tokens_request
 
     values = {**vars(given)}
-    make = text_request if values.pop("kind") == "text" else tokens_request
-    return make(values.pop("paths"), values.pop("out"), **values)
+    kind, paths, out = (values.pop(name) for name in ("kind", "paths", "out"))
+    if kind == "text":
+        return text_request(paths, out, **values)
+    layout = TokenLayout(*(values.pop(name) for name in TokenLayout._fields))
+    return tokens_request(paths, out, layout=layout, **values)
 
 
 def prepare_together(world: Group, make: Callable[[], PrepareRequest]) -> Manifest:

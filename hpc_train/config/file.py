@@ -153,11 +153,22 @@ def load(
 
 def paths_of(config: RunConfig) -> list[str]:
     """The values of PATH_KEYS that are set. Some may be other words, such as auto."""
-    return [value for value in attrgetter(*PATH_KEYS)(config) if value]
+    found = {key: [attrgetter(key)(config)] for key in PATH_KEYS}
+    found["data.path"] = [*config.data.folders]
+    return [path for paths in found.values() for path in paths if path]
 
 
-def _expanded(key: str, value: str, later: Collection[str]) -> str:
-    """A path with the home directory in place of ~, and the values of its variables."""
+def _expanded(key: str, value: Any, later: Collection[str]) -> Any:
+    """A path with the home directory in place of ~, and the values of its variables.
+
+    In a list, the path of each item. Items that have none stay as they are, and are refused later.
+    """
+    if isinstance(value, list):
+        return [_expanded(key, part, later) for part in value]
+    if isinstance(value, dict):
+        return value | {k: _expanded(key, path, later) for k, path in value.items() if k == "path"}
+    if not isinstance(value, str):
+        return value
     made = os.path.expandvars(value)
     unset = re.search(r"\$(?:\{(\w*)\}|(\w*))", made)
     why = f"the variable {unset[1] or unset[2]} is not set" if unset and unset[0] != "$" else ""

@@ -12,9 +12,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from jsonargparse import DefaultHelpFormatter
 
 from hpc_train.config.file import KEYS, PATH_KEYS, SECTIONS
+from hpc_train.config.mixture import FORM
 
 KINDS = ((bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"))
-PLACES = {"a whole number": "N", "a number": "NUMBER", "a path": "PATH"}
+PLACES = {"a whole number": "N", "a number": "NUMBER"}
 PRINTS = "Print the configuration that the file and all options make together, and exit."
 
 
@@ -37,14 +38,14 @@ class KeyHelp(DefaultHelpFormatter):
 
     def _get_default_metavar_for_optional(self, action: Action) -> str:
         if action.dest in KEYS:
-            return PLACES.get(taken(action.dest), "TEXT")
+            return "PATH" if action.dest in PATH_KEYS else PLACES.get(taken(action.dest), "TEXT")
         return "FILE"
 
 
 def taken(key: str) -> str:
     """The kind of value that a key takes, in words."""
     if key in PATH_KEYS:
-        return "a path"
+        return f"a path, or a list of {FORM}" if key == "data.path" else "a path"
     section, _, name = key.partition(".")
     return kind_in_words(get_type_hints(SECTIONS[section])[name])
 

@@ -8,11 +8,12 @@ by itself. What depends on the number of ranks or on the data is checked by the 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
 from hpc_train.config.durations import TIME_FORMS, parse_duration
+from hpc_train.config.mixture import check_mixture
 from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
 from hpc_train.errors import ConfigError
 
@@ -121,8 +122,10 @@ class ModelSection:
 class DataSection:
     """The training data and how it is cut into batches."""
 
-    path: str | None = None
-    """Folder that `hpc-train prepare` has written. Every training needs one."""
+    path: list[Any] | str | None = None
+    """Folder that `hpc-train prepare` has written. Every training needs one. For a mixture give a
+    list of {path: FOLDER, weight: NUMBER}. A folder's share of the samples is its weight, which is
+    1 by default, divided by the sum of all."""
     batch: int = 32
     """Samples per optimizer step over the whole job."""
     micro_batch: int | Literal["auto"] | None = None
@@ -154,12 +157,21 @@ class DataSection:
     started."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.path, list):
+            check_mixture(self.path)
         at_least(self, "data", batch=1, validation_every=0, validation_batches=0)
         at_least(self, "data", prefetch=0, workers=0)
         if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
             raise ConfigError(f"data.micro_batch is {self.micro_batch!r}", "give a number, or auto")
         if self.micro_batch != "auto":
             at_least(self, "data", micro_batch=1)
+
+    @property
+    def folders(self) -> dict[str, float]:
+        """The weight of each folder of path."""
+        if isinstance(self.path, list):
+            return {part["path"]: float(part.get("weight", 1)) for part in self.path}
+        return {} if self.path is None else {self.path: 1.0}
 
     @property
     def samples_at_a_time(self) -> int | None:

@@ -1,7 +1,7 @@
 """HDF5 shards, sample order and the loader. The rank and their number are passed as integers.
 
-`Arrays` is a data set of other people's HDF5 and NetCDF-4 files. Importing this package loads no
-torch; its names do so when they are first used.
+`Arrays` is a data set of other people's HDF5 and NetCDF-4 files, and `Mixture` draws from several
+data sets. Importing this package loads no torch; its names do so when they are first used.
 """
 
 from __future__ import annotations
@@ -14,12 +14,19 @@ if TYPE_CHECKING:
     from hpc_train.data.arrays.dataset import Tile as Tile
     from hpc_train.data.arrays.dataset import Window as Window
     from hpc_train.data.arrays.statistics import ArrayStatistics as ArrayStatistics
+    from hpc_train.data.mixture import Mixture as Mixture
 
-__all__ = ["ArrayStatistics", "Arrays", "Tile", "Window"]
+_HOMES = {
+    "ArrayStatistics": "arrays.statistics",
+    "Arrays": "arrays.dataset",
+    "Mixture": "mixture",
+    "Tile": "arrays.dataset",
+    "Window": "arrays.dataset",
+}
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "statistics" if name == "ArrayStatistics" else "dataset"
-    return getattr(importlib.import_module(f"{__name__}.arrays.{module}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -49,12 +49,19 @@ def read_table(descriptor: int, path: Path, shard: Shard, dtype: str) -> np.ndar
     return table
 
 
-def damaged_block(path: Path, dataset: str, block: int) -> DataError:
+def path_of(path: Path, shard: Shard, dataset: str) -> Path:
+    """The file that has a dataset of a shard, whose own file is `path`."""
+    return path.parent / shard.source if shard.source and dataset == "tokens" else path
+
+
+def damaged_block(path: Path, shard: Shard, dataset: str, block: int) -> DataError:
     """The error for a block that does not have its hash."""
-    begin = block * HASHED_BYTES
+    place, where = f"from byte {block * HASHED_BYTES} on", path_of(path, shard, dataset)
+    if where != path:
+        place += f", in {where.resolve()}"
     return DataError(
-        f"shard {path} is damaged: block {block} of its dataset {dataset} (from byte {begin} on) "
-        "does not have its hash",
+        f"shard {path} is damaged: block {block} of its dataset {dataset} ({place}) does not have "
+        "its hash",
         "copy the file again, or prepare the data again",
     )
 

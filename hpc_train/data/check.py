@@ -16,11 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from hpc_train import files
-from hpc_train.data.blocks import block_hashes, damaged_block, ends_early, read_table
+from hpc_train.data.blocks import block_hashes, damaged_block, ends_early, path_of, read_table
 from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, TOKEN_BYTES, Manifest, Shard
 from hpc_train.errors import DataError
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
+DATASETS = ("tokens", "documents", "hashes")
+NO_ADDRESS = (1 << 64) - 1  # HDF5's address of data that lie in another file
 BEFORE_BYTES = 1 << 20  # most bytes before the data; HDF5 takes some KiB
 PIECE_BYTES = 8 << 20  # a multiple of HASHED_BYTES
 
@@ -63,7 +65,9 @@ def check_shard(path: Path, shard: Shard, dtype: str) -> None:
                 f"shard {path} has {found.st_size} bytes, its manifest says {shard.file_bytes}",
                 PREPARE_AGAIN,
             )
-        begin = min(offset for offset, nbytes in shard.extents(dtype).values() if nbytes)
+        inside = [name for name in DATASETS if not (shard.source and name == "tokens")]
+        extents = [shard.extents(dtype)[name] for name in inside]
+        begin = min(offset for offset, nbytes in extents if nbytes)
         if begin > BEFORE_BYTES:
             raise _foreign(path)
         before = files.read_at(descriptor, begin, 0)
@@ -75,6 +79,23 @@ def check_shard(path: Path, shard: Shard, dtype: str) -> None:
         raise DataError(f"shard {path} is damaged (it is not an HDF5 file)", PREPARE_AGAIN)
     if not all(re.search(label, before, re.DOTALL) for label in _labels(shard, dtype)):
         raise _foreign(path)
+    if shard.source:
+        _check_source(path, shard, dtype)
+
+
+def _check_source(path: Path, shard: Shard, dtype: str) -> None:
+    """Check that the file of others that has a shard's tokens is long enough."""
+    source = path.parent / shard.source
+    descriptor = _open(source)
+    found = os.fstat(descriptor)
+    os.close(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"{source.resolve()} is not a file", PREPARE_AGAIN)
+    if found.st_size < shard.offset + shard.nbytes(dtype):
+        raise DataError(
+            f"{source.resolve()} has {found.st_size} bytes, fewer than when shard {path} was made",
+            PREPARE_AGAIN,
+        )
 
 
 def _open(path: Path) -> int:
@@ -99,9 +120,12 @@ def _labels(shard: Shard, dtype: str) -> list[bytes]:
     """
     size = TOKEN_BYTES[dtype]
     kind = size.to_bytes(4, "little") + bytes(2) + (8 * size).to_bytes(2, "little")
+    extents = shard.extents(dtype)
+    if shard.source:
+        extents["tokens"] = NO_ADDRESS, shard.nbytes(dtype)
     places = [
         begin.to_bytes(8, "little") + nbytes.to_bytes(8, "little")
-        for begin, nbytes in shard.extents(dtype).values()
+        for begin, nbytes in extents.values()
         if nbytes
     ]
     return [
@@ -129,12 +153,12 @@ def damage(
         check_shard(path, shard, dtype)
         with files.opened(path) as descriptor:
             table = read_table(descriptor, path, shard, dtype)
-            extents = shard.extents(dtype)
-            for name in ("tokens", "documents"):
-                begin, nbytes = extents[name]
-                blocks = -(-nbytes // HASHED_BYTES)
-                _compare(descriptor, path, name, (begin, nbytes), table[:blocks], tell)
-                table, tell = table[blocks:], lambda count: None
+        extents = shard.extents(dtype)
+        for name in ("tokens", "documents"):
+            blocks = -(-extents[name][1] // HASHED_BYTES)
+            with files.opened(path_of(path, shard, name)) as descriptor:
+                _compare(descriptor, path, shard, name, (extents[name], table[:blocks]), tell)
+            table, tell = table[blocks:], lambda count: None
     except DataError as error:
         return error.cause
     except OSError as error:
@@ -145,12 +169,12 @@ def damage(
 def _compare(
     descriptor: int,
     path: Path,
+    shard: Shard,
     name: str,
-    extent: tuple[int, int],
-    table: np.ndarray,
+    hashed: tuple[tuple[int, int], np.ndarray],
     tell: Callable[[int], None],
 ) -> None:
-    begin, nbytes = extent
+    (begin, nbytes), table = hashed
     piece = memoryview(bytearray(min(PIECE_BYTES, nbytes)))
     for done in range(0, nbytes, PIECE_BYTES):
         part = piece[: nbytes - done]
@@ -159,5 +183,5 @@ def _compare(
         found, first = block_hashes(part), done // HASHED_BYTES
         wrong = np.flatnonzero(found != table[first : first + len(found)])
         if wrong.size:
-            raise damaged_block(path, name, first + int(wrong[0]))
+            raise damaged_block(path, shard, name, first + int(wrong[0]))
         tell(len(part))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import DataError
 
 FILE_NAME = "manifest.json"
@@ -34,11 +35,13 @@ HASH = re.compile(r"[0-9a-f]{32}")
 class Shard:
     """One HDF5 file with contiguous, uncompressed datasets: `tokens`, `documents` and `hashes`.
 
-    Offsets are positions in the file, in bytes.
+    Offsets are positions in the file, in bytes. The tokens may lie in a file of others.
 
     Args:
         name: file name in the data folder.
         file_bytes: size of the whole file.
+        source: name of the link in the data folder to the file that has the tokens; "" if the
+            shard has them itself.
         tokens: number of tokens.
         offset: offset of the first token.
         documents: number of documents that begin in the shard. The dataset `documents` has the
@@ -51,6 +54,7 @@ class Shard:
 
     name: str
     file_bytes: int
+    source: str
     tokens: int
     offset: int
     documents: int
@@ -129,6 +133,32 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{path} is damaged ({error})", PREPARE_AGAIN) from None
 
 
+def read_manifests(directories: Sequence[Path]) -> list[Manifest]:
+    """Read the manifests of data folders that are trained on together.
+
+    Raises:
+        DataError: as `read_manifest` and `describe_tokenizer` raise it, or two folders have
+            vocabularies of different sizes, or different tokenizers.
+    """
+    found = [read_manifest(directory) for directory in directories]
+    if not found[1:]:
+        return found
+    remedy = "prepare all folders of a mixture with the same tokenizer"
+    texts = [
+        describe_tokenizer(one.tokenizer, at) for one, at in zip(found, directories, strict=True)
+    ]
+    for manifest, directory, text in zip(found, directories, texts, strict=True):
+        if manifest.vocab != found[0].vocab:
+            raise DataError(
+                f"{directory} has a vocabulary of {manifest.vocab} tokens, and {directories[0]} "
+                f"has one of {found[0].vocab}",
+                remedy,
+            )
+        if text != texts[0]:
+            raise DataError(f"{directory} has another tokenizer than {directories[0]}", remedy)
+    return found
+
+
 def parse_manifest(tree: Any) -> Manifest:
     """Make a manifest from its file's JSON tree, and check every value.
 
@@ -166,12 +196,14 @@ def _shards(split: str, trees: Any, dtype: str) -> tuple[Shard, ...]:
 def _shard(what: str, tree: Any, dtype: str) -> Shard:
     _check_keys(what, tree, [field.name for field in fields(Shard)])
     _check_text(f"{what}: name", tree["name"], PLAIN_NAME, "a plain file name")
+    if tree["source"] != "":
+        _check_text(f"{what}: source", tree["source"], PLAIN_NAME, "a plain file name")
     _check_text(f"{what}: hash", tree["hash"], HASH, "32 hexadecimal digits")
     for key in ("file_bytes", "tokens", "offset", "documents", "documents_offset", "hashes_offset"):
         _check_number(f"{what}: {key}", tree[key], 1 if key == "tokens" else 0, LARGEST_SIZE)
     shard = Shard(**tree)
     for name, (offset, nbytes) in shard.extents(dtype).items():
-        if offset + nbytes > shard.file_bytes:
+        if offset + nbytes > shard.file_bytes and not (name == "tokens" and shard.source):
             raise ValueError(f"{what}: its {name} end behind the end of the file")
     return shard
 

@@ -118,6 +118,7 @@ class SampleOrder:
         self.block = min(block, samples)
         self.together = together or SHUFFLED_TOGETHER
         self.steps_per_epoch = samples // batch
+        self.at_once = POSITIONS_AT_ONCE
         # Maps (first, count) to the first of the steps computed together, and to their indices.
         self._ahead: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
 
@@ -128,11 +129,15 @@ class SampleOrder:
         """The order for a data set, by blocks if it has an attribute `samples_per_block`.
 
         It may also have `samples_together`, the argument `together`. With shuffle "full" neither
-        counts.
+        counts. A data set with a method `sample_order`, such as `Mixture`, makes the order itself.
+        The method takes what this one takes, but for the data set.
 
         Raises:
             ConfigError: as `SampleOrder` raises it, or that attribute is no number of samples.
         """
+        if hasattr(dataset, "sample_order"):
+            made: SampleOrder = dataset.sample_order(batch, seed=seed, shuffle=shuffle)
+            return made
         block = 1 if shuffle == "full" else getattr(dataset, "samples_per_block", 1)
         if not isinstance(block, int) or block < 1:
             raise ConfigError(
@@ -143,9 +148,14 @@ class SampleOrder:
         return cls(len(dataset), batch, seed=seed, shuffle=every, block=block, together=together)
 
     @property
-    def identity(self) -> dict[str, int]:
+    def by_blocks(self) -> bool:
+        """Whether blocks are shuffled. The samples of a step are then sorted."""
+        return self.shuffle and self.block > 1
+
+    @property
+    def identity(self) -> dict[str, Any]:
         """What decides the order besides seed, batch, shuffle, and number of samples."""
-        if not self.shuffle or self.block == 1:
+        if not self.by_blocks:
             return {}
         found = {"samples per block": self.block}
         if self.together != SHUFFLED_TOGETHER:
@@ -158,7 +168,7 @@ class SampleOrder:
 
     def indices(self, step: int, first: int, count: int) -> np.ndarray:
         """Indices in the data set, int64 (count,), of the samples from `first` on of a batch."""
-        if self.shuffle and self.block > 1:  # only the whole batch can be sorted
+        if self.by_blocks:  # only the whole batch can be sorted
             return self._computed(step, 0, self.batch)[first : first + count]
         return self._computed(step, first, count)
 
@@ -176,14 +186,23 @@ class SampleOrder:
         Permuting a few positions takes as long as permuting hundreds, so steps are computed ahead.
         """
         within = (step - 1) % self.steps_per_epoch
-        steps = min(max(1, POSITIONS_AT_ONCE // count), self.steps_per_epoch - within)
+        steps = min(max(1, self.at_once // count), self.steps_per_epoch - within)
         begins = (within + np.arange(steps, dtype=np.int64)) * self.batch + first
         positions = begins[:, None] + np.arange(count, dtype=np.int64)
+        found = self.at(self.epoch(step), positions)
+        return self._sorted(found) if self.by_blocks else found
+
+    def at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """The samples at some positions of an epoch, unsorted: int64, of the same shape."""
         if not self.shuffle:
             return positions
         if self.block == 1:
-            return Permutation(self.samples, self.seed, self.epoch(step))(positions)
-        return np.sort(self._in_windows(positions, self.epoch(step)), axis=1)
+            return Permutation(self.samples, self.seed, epoch)(positions)
+        return self._in_windows(positions, epoch)
+
+    def _sorted(self, found: np.ndarray) -> np.ndarray:
+        """The samples of whole batches, (steps, batch), each batch sorted."""
+        return np.sort(found, axis=1)
 
     def _in_windows(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         """The samples at some positions of an epoch: a permutation, of the same shape.
@@ -195,11 +214,11 @@ class SampleOrder:
         whole = blocks * self.block
         found = positions.copy()
         windows = positions // self.together
-        for window in np.unique(windows):
-            begin = int(window) * self.together
+        for window in range(windows.min(), windows.max() + 1):
+            begin = window * self.together
             size = min(self.together, self.samples - begin)
             inside = windows == window
-            seed = mix(self.seed, int(window))
+            seed = mix(self.seed, window)
             found[inside] = begin + Permutation(size, seed, epoch)(positions[inside] - begin)
         tail_at = mix(self.seed, epoch) % (blocks + 1) * self.block
         in_tail = (found >= tail_at) & (found < tail_at + tail)

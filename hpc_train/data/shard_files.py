@@ -7,6 +7,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import xxhash
 
 from hpc_train import files
-from hpc_train.data.blocks import damaged_block, ends_early, read_table
+from hpc_train.data.blocks import damaged_block, ends_early, path_of, read_table
 from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, Manifest
 from hpc_train.errors import DataError
 
@@ -37,7 +38,7 @@ class _Open:
     """An open shard, and the hashes of its blocks."""
 
     path: Path
-    descriptor: int
+    descriptors: dict[str, int]  # by dataset
     identity: Identity
     table: np.ndarray
 
@@ -148,7 +149,7 @@ class ShardFiles:
             self._verify(shards, np.concatenate([first, last]))
         places = (begins + self._offset[dataset][numbers]).tolist()
         if self._seconds <= SLOW_SECONDS:
-            descriptors = {number: shard.descriptor for number, shard in shards.items()}
+            descriptors = {number: one.descriptors[dataset] for number, one in shards.items()}
             # A loop in C, because one in Python takes as long as reading a sample from memory.
             begin, of_reads = time.perf_counter(), map(descriptors.__getitem__, listed)
             try:
@@ -160,7 +161,7 @@ class ShardFiles:
                 return
 
         def fill(item: int) -> None:
-            _fill(shards[listed[item]], memories[item][0], places[item])
+            _fill(shards[listed[item]], dataset, memories[item][0], places[item])
 
         self._each(fill, len(listed))
 
@@ -197,7 +198,7 @@ class ShardFiles:
         offset, nbytes = offset + first * HASHED_BYTES, nbytes - first * HASHED_BYTES
         array = np.empty(min(len(blocks) * HASHED_BYTES, nbytes), np.uint8)
         memory = array.data
-        _fill(shard, memory, offset)
+        _fill(shard, dataset, memory, offset)
         for place, block in enumerate(blocks):
             part = slice(place * HASHED_BYTES, (place + 1) * HASHED_BYTES)
             wanted = int(shard.table[block - begin])
@@ -205,10 +206,11 @@ class ShardFiles:
                 continue
             # The copy in memory may be what is wrong, so the disk is to be read again.
             at = offset + part.start
-            os.posix_fadvise(shard.descriptor, at, len(memory[part]), os.POSIX_FADV_DONTNEED)
-            _fill(shard, memory[part], at)
+            descriptor, size = shard.descriptors[dataset], len(memory[part])
+            os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_DONTNEED)
+            _fill(shard, dataset, memory[part], at)
             if xxhash.xxh3_64_intdigest(memory[part]) != wanted:
-                raise damaged_block(shard.path, dataset, first + place)
+                raise damaged_block(shard.path, of, dataset, first + place)
         if dataset == "tokens" and (largest := int(array.view(self.dtype).max())) >= self.vocab:
             raise DataError(
                 f"shard {shard.path} has the token {largest}, which is beyond its manifest's "
@@ -248,7 +250,7 @@ class ShardFiles:
         """The open shard, with nothing verified if its file has changed."""
         shard = self._files.get(number)
         if shard is not None:
-            found = os.fstat(shard.descriptor)  # of an open file only these can change
+            found = os.fstat(shard.descriptors["tokens"])  # of an open file only these can change
             if (found.st_size, found.st_mtime_ns) != shard.identity[2:]:
                 self._close(number)
                 shard = None
@@ -258,22 +260,23 @@ class ShardFiles:
         return shard
 
     def _opened(self, number: int) -> _Open:
-        path = self.directory / self.shards[number].name
+        of = self.shards[number]
+        path = self.directory / of.name
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                identity = _identity(descriptor)
-                table = read_table(descriptor, path, self.shards[number], str(self.dtype))
-            except BaseException:
-                os.close(descriptor)
-                raise
+            with ExitStack() as held:
+                own = tokens = _opened_in(held, path)
+                if of.source:
+                    tokens = _opened_in(held, path_of(path, of, "tokens"))
+                identity = _identity(tokens)
+                table = read_table(own, path, of, str(self.dtype))
+                held.pop_all()
         except OSError as error:
             raise _unreadable(path, error) from None
         if self._seen.setdefault(number, identity) != identity:
             self._seen[number] = identity
             begin = int(self._first_block["tokens"][number])
             self._verified[begin : self._ends[number]] = False
-        return _Open(path, descriptor, identity, table)
+        return _Open(path, {"tokens": tokens, "documents": own}, identity, table)
 
     def _keep_open(self, most: int) -> None:
         while len(self._files) > most:
@@ -281,12 +284,20 @@ class ShardFiles:
 
     def _close(self, number: int) -> None:
         self._checked.pop(number, None)
-        os.close(self._files.pop(number).descriptor)
+        for descriptor in {*self._files.pop(number).descriptors.values()}:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Close the shards."""
         with self._reading:
             self._keep_open(0)
+
+
+def _opened_in(held: ExitStack, path: Path) -> int:
+    """A descriptor of a file, which is closed at the end of the block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    return descriptor
 
 
 def _identity(descriptor: int) -> Identity:
@@ -295,10 +306,10 @@ def _identity(descriptor: int) -> Identity:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _fill(shard: _Open, memory: memoryview, begin: int) -> None:
-    """Fill memory with the bytes of a shard from a place on."""
+def _fill(shard: _Open, dataset: str, memory: memoryview, begin: int) -> None:
+    """Fill memory with the bytes of a shard's dataset from a place in its file on."""
     try:
-        count = files.read_into(shard.descriptor, memory, begin)
+        count = files.read_into(shard.descriptors[dataset], memory, begin)
     except OSError as error:
         raise _unreadable(shard.path, error) from None
     if count < len(memory):

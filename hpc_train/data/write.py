@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -22,6 +24,7 @@ def write_shard(
     tokens: np.ndarray,
     documents: np.ndarray | None = None,
     about: Mapping[str, str] | None = None,
+    source: tuple[Path, int] | None = None,
 ) -> Shard:
     """Write one shard, then read it back and compare.
 
@@ -30,6 +33,8 @@ def write_shard(
         tokens: the tokens (N,), of a type in `manifest.TOKEN_BYTES`.
         documents: positions at which documents begin, int64 (D,), rising; by default one at 0.
         about: attributes of the file, such as the tokenizer and the source.
+        source: a file that has the tokens, and the offset of the first one. The shard then refers
+            to it, through a link beside the shard, and has no copy of the tokens.
 
     Raises:
         DataError: the file has other tokens than were written.
@@ -37,25 +42,29 @@ def write_shard(
     """
     begins = np.zeros(1, "<i8") if documents is None else documents.astype("<i8")
     columns = {"tokens": tokens, "documents": begins}
+    link = _link_to(source[0], path.parent) if source else ""
     hashes = np.concatenate([block_hashes(column.data.cast("B")) for column in columns.values()])
     columns["hashes"] = hashes
     with h5py.File(path, "x", alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
         file.attrs.update(about or {})
         # All descriptions come first, and all data behind them: `check_shard` looks for the
         # descriptions at the beginning of the file.
+        outside = [(str(source[0].absolute()), source[1], tokens.nbytes)] if source else None
         for name, column in columns.items():
-            file.create_dataset(name, column.shape, column.dtype)
+            place = outside if name == "tokens" else None
+            file.create_dataset(name, column.shape, column.dtype, external=place)
         file["tokens"].attrs["hash"] = hash_of_table(hashes)
         for name, column in columns.items():
-            if len(column):
+            if len(column) and not (source and name == "tokens"):
                 file[name][:] = column
         offsets = {name: file[name].id.get_offset() or 0 for name in columns}
     files.sync(path)
     shard = Shard(
         name=path.name,
         file_bytes=path.stat().st_size,
+        source=link,
         tokens=len(tokens),
-        offset=offsets["tokens"],
+        offset=source[1] if source else offsets["tokens"],
         documents=len(begins),
         documents_offset=offsets["documents"],
         hashes_offset=offsets["hashes"],
@@ -64,3 +73,12 @@ def write_shard(
     if cause := damage(path, shard, str(tokens.dtype)):
         raise DataError(f"the disk did not keep what was written ({cause})", "check the disk")
     return shard
+
+
+def _link_to(source: Path, folder: Path) -> str:
+    """Make a link to a file, and return its name. It is the same for the same file."""
+    target = str(source.absolute())
+    name = f"source-{hashlib.blake2b(target.encode(), digest_size=8).hexdigest()}.bin"
+    with suppress(FileExistsError):
+        (folder / name).symlink_to(target)
+    return name

@@ -26,10 +26,11 @@ def planned_shape(config: RunConfig) -> Shape:
     """
     if config.model.vocab is not None:
         return shape_of(config.model, config.model.vocab)
-    if config.data.path is None:
+    if not config.data.folders:
         raise ConfigError("the vocabulary size is not known", "give model.vocab, or data.path")
     try:
-        return shape_of(config.model, manifests.read_manifest(Path(config.data.path)).vocab)
+        found = manifests.read_manifests([Path(folder) for folder in config.data.folders])
+        return shape_of(config.model, found[0].vocab)
     except DataError as error:
         raise ConfigError(
             f"the vocabulary size is not known: {error.cause}", "give model.vocab"

@@ -294,8 +294,8 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
                 "data.loss is token, but nothing says how many tokens of a batch count",
                 "give TrainingTask `counted`, or leave data.loss out",
             )
-    sizes = f"{samples} {len(task.validation) if held_out else 0}"
-    same(group, "the size of the data set", sizes, "give all ranks the same data")
+    given = f"{samples} {len(task.validation) if held_out else 0} {order.identity}"
+    same(group, "the data set (its size, or its mixture)", given, "give all ranks the same data")
     if len(parts) < grid.pp and group.rank == 0:
         logger.warning(
             "a step has %d micro-batches, fewer than the %d stages of the pipeline, so ranks are "

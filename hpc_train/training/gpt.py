@@ -17,7 +17,7 @@ from hpc_train.data import manifest as manifests
 from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.loader import cut
 from hpc_train.data.manifest import Manifest
-from hpc_train.data.packing import PACKED_TOGETHER, PackedDataset
+from hpc_train.data.packing import PACKED_TOGETHER
 from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import ConfigError, HpcTrainError
 from hpc_train.models.gpt.module import counted_targets
@@ -32,7 +32,7 @@ from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.model import division_of, shape_of
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.device import choose_device, free_memory_of
-from hpc_train.training.samples import open_samples
+from hpc_train.training.samples import samples_of, tokens_in
 from hpc_train.training.sharing import SharingFacts, choose_zero
 from hpc_train.training.trainer import Trainer
 
@@ -49,16 +49,19 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
     group = runtime.world
     check_same_program(config, group)
     with agreed(group):
-        if config.data.path is None:
+        if not config.data.folders:
             raise ConfigError("data.path is not given", "give the folder of `hpc-train prepare`")
-        directory = Path(config.data.path)
-        manifest = manifests.read_manifest(directory)
-    same(group, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
-    # Each node has its own view of the folder. Its ranks divide the files among them.
+        folders = [Path(folder) for folder in config.data.folders]
+        found = dict(zip(folders, manifests.read_manifests(folders), strict=True))
+    for directory, manifest in found.items():
+        same(group, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
+    # Each node has its own view of the folders. Its ranks divide the files among them.
     with agreed(group):
         node = runtime.node
-        check_shards(directory, manifest, every_shard(manifest)[node.rank :: node.size])
+        for directory, manifest in found.items():
+            check_shards(directory, manifest, every_shard(manifest)[node.rank :: node.size])
     with agreed(group):
+        directory, manifest = next(iter(found.items()))  # all have the same vocabulary
         shape = trained_shape(config.model, manifest)
         shape.check(division_of(config.parallel))
     job = job_of(config, shape, runtime)
@@ -78,23 +81,20 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             "dtype": config.precision.parameters,
             "tokenizer": describe_tokenizer(manifest.tokenizer, directory),
         }
-    sequence, crossing = config.model.sequence, config.data.across_documents
-    training, held_out = (
-        open_samples(directory, manifest, split, sequence, across_documents=crossing, group=group)
-        for split in ("train", "validation")
-    )
-    identity = {"data": manifest.digest, "model.sequence": sequence, **shape.identity}
-    tokens: float = sequence
-    if isinstance(training, PackedDataset):
+    training, held_out = (samples_of(config, found, name, group) for name in manifests.SPLITS)
+    assert training is not None  # only held-out samples may be missing
+    digests = [one.digest for one in found.values()]
+    data = digests if len(digests) > 1 else digests[0]
+    identity = {"data": data, "model.sequence": config.model.sequence, **shape.identity}
+    if not config.data.across_documents:
         identity |= {"data.across_documents": False, "documents packed together": PACKED_TOGETHER}
-        tokens = training.targets / len(training)  # without padding
     task = TrainingTask(
         model,
         training,
         validation=held_out,
         identity=identity,
         about=about,
-        tokens_per_sample=tokens,
+        tokens_per_sample=tokens_in(training),
         most_at_a_time=most,
         private_parameters=True,
         counted=counted_targets,

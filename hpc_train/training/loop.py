@@ -199,8 +199,8 @@ class Loop(Stepping):
             "number of samples": order.samples,
             **order.identity,
         }
-        what = "what the loop was given (size of the data set, batch, epochs, seed ...)"
-        given = repr((order.samples, batch, epochs, seed, shuffle, accumulate))
+        what = "what the loop was given (data set, batch, epochs, seed ...)"
+        given = repr((order.samples, order.identity, batch, epochs, seed, shuffle, accumulate))
         same(self.group, what, given, "give all ranks the same")
         check_not_ended(self.group, self.checkpoints.directory)
         self.accumulate = accumulate

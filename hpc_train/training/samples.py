@@ -1,13 +1,16 @@
-"""The samples that a split of prepared text has."""
+"""The samples that a split of prepared texts has."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from hpc_train.config import RunConfig
 from hpc_train.data.manifest import Manifest
+from hpc_train.data.mixture import Mixture
 from hpc_train.data.packing import DocumentWindows, PackedDataset
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.shards import TokenDataset
@@ -16,6 +19,53 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
+
+Samples = TokenDataset | PackedDataset
+
+
+def samples_of(
+    config: RunConfig, found: Mapping[Path, Manifest], split: str, group: Group
+) -> Samples | Mixture | None:
+    """The samples of a split of the data folders, a mixture if several have it. Collective.
+
+    Args:
+        config: the configuration.
+        found: the manifests of the folders, in the order of `data.path`.
+        split: "train" or "validation".
+        group: all ranks of the job.
+
+    Returns:
+        The samples; None if no folder has held-out ones.
+
+    Raises:
+        DataError: a folder has no whole sample to train on, or a shard cannot be read or is
+            damaged; on all ranks.
+        ConfigError: a folder's weight is too small; on all ranks.
+    """
+    sequence, crossing = config.model.sequence, config.data.across_documents
+    parts: list[tuple[Samples, float]] = []
+    for (directory, manifest), weight in zip(
+        found.items(), config.data.folders.values(), strict=True
+    ):
+        samples = open_samples(
+            directory, manifest, split, sequence, across_documents=crossing, group=group
+        )
+        if samples is not None:  # each held-out sample is read once, whatever the weights are
+            parts.append((samples, weight if split == "train" else 1.0))
+    if len(parts) > 1:
+        with agreed(group):
+            return Mixture(parts)
+    return parts[0][0] if parts else None
+
+
+def tokens_in(samples: Samples | Mixture) -> float:
+    """The tokens of a sample, on average, without padding."""
+    if isinstance(samples, Mixture):
+        own = [tokens_in(dataset) for dataset in samples.datasets]
+        return float(np.average(own, weights=samples.quotas))
+    if isinstance(samples, PackedDataset):
+        return samples.targets / len(samples)
+    return samples.sequence
 
 
 def open_samples(
@@ -26,7 +76,7 @@ def open_samples(
     *,
     across_documents: bool,
     group: Group,
-) -> TokenDataset | PackedDataset | None:
+) -> Samples | None:
     """Open the samples of a split. Collective.
 
     The ranks divide the packing of documents among them.

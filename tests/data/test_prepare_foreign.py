@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 
@@ -9,9 +10,11 @@ import pytest
 
 from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import read_manifest
+from hpc_train.data.prepare.foreign import TokenLayout
 from hpc_train.data.prepare.partial import Dealing
 from hpc_train.data.prepare.request import tokens_request
 from hpc_train.data.prepare.work import begun, finish, work
+from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import DataError
 
 VOCAB = 50_000
@@ -26,7 +29,8 @@ def rows():
 
 def prepared(paths, out, **how):
     """The manifest, the tokens to train on, and where documents begin among them."""
-    with begun(tokens_request(paths, out, **how)) as preparation:
+    layout = TokenLayout(**{name: how.pop(name) for name in {*TokenLayout._fields} & {*how}})
+    with begun(tokens_request(paths, out, layout=layout, **how)) as preparation:
         work(preparation, Dealing(preparation))
         made = finish(preparation)
     check_shards(out, read_manifest(out))
@@ -51,14 +55,16 @@ def write_megatron(path, rows, code=8, dtype="<u2"):
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4")])
-@pytest.mark.parametrize("name", ["a.bin", "a.idx"])
-def test_megatron_documents_are_kept(tmp_path, rows, code, dtype, name):
+@pytest.mark.parametrize(("name", "copy"), [("a.bin", False), ("a.idx", True)])
+def test_megatron_documents_are_kept(tmp_path, rows, code, dtype, name, copy):
     write_megatron(tmp_path / "a", rows, code, dtype)
-    made, tokens, begins = prepared(
-        [tmp_path / name], tmp_path / "out", vocab=VOCAB, shard_mb=0.002
-    )
-    assert len(made.splits["train"]) > 3
-    assert (made.vocab, made.dtype, made.documents) == (VOCAB, "uint16", len(rows))
+    how = {"vocab": VOCAB, "shard_mb": 0.002, "copy": copy}
+    made, tokens, begins = prepared([tmp_path / name], tmp_path / "out", **how)
+    shards = made.splits["train"]
+    assert len(shards) > 3
+    assert all(bool(shard.source) != copy for shard in shards)
+    kept = "uint16" if copy or code == 8 else "uint32"
+    assert (made.vocab, made.dtype, made.documents) == (VOCAB, kept, len(rows))
     assert tokens.tolist() == np.concatenate(rows).tolist()
     assert begins == np.cumsum([0, *map(len, rows[:-1])]).tolist()
 
@@ -132,3 +138,52 @@ def test_a_folder_that_is_no_dataset(tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(DataError, match=r"no state.json"):
         prepared([tmp_path], tmp_path / "out", vocab=VOCAB)
+
+
+def test_tokens_that_stay_in_their_file_are_verified_there(tmp_path, rows):
+    every = np.concatenate(rows).astype("<u2")
+    every.tofile(tmp_path / "train.bin")
+    made, _, _ = prepared([tmp_path / "train.bin"], tmp_path / "out", vocab=VOCAB, shard_mb=0.002)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {shard.source for shard in made.splits["train"]} < names
+    assert sum(path.lstat().st_size for path in (tmp_path / "out").glob("*.bin")) < 1000
+
+    def fetched():
+        dataset = TokenDataset(tmp_path / "out", made, "train", 7)
+        found = dataset.fetch(range(len(dataset)))[0].numpy()
+        dataset.close()
+        return found
+
+    begins = np.cumsum([0] + [shard.tokens for shard in made.splits["train"]])
+    expected = [
+        every[place : place + 7]
+        for begin, end in itertools.pairwise(begins)
+        for place in range(begin, end - 7, 7)
+    ]
+    assert (fetched() == expected).all()
+    every[17] ^= 1
+    every.tofile(tmp_path / "train.bin")
+    with pytest.raises(
+        DataError, match=r"block 0 of its dataset tokens \(from byte 0 on, in .*/train.bin\)"
+    ):
+        fetched()
+    (tmp_path / "train.bin").write_bytes(every.tobytes()[:-1])
+    with pytest.raises(DataError, match=r"train.bin has \d+ bytes, fewer than"):
+        check_shards(tmp_path / "out", made)
+    (tmp_path / "train.bin").unlink()
+    with pytest.raises(DataError, match="missing"):
+        check_shards(tmp_path / "out", made)
+
+
+@pytest.mark.parametrize("how", [{}, {"chunks": (100,), "compression": "gzip"}])
+def test_a_dataset_of_an_hdf5_file(tmp_path, rows, how):
+    every = np.concatenate(rows)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("deep/tokens", data=every.astype("<u2"), **how)
+    given = {"vocab": VOCAB, "shard_mb": 0.002, "column": "deep/tokens"}
+    made, tokens, begins = prepared([tmp_path / "a.h5"], tmp_path / "out", **given)
+    assert tokens.tolist() == every.tolist()
+    assert begins == [0]
+    assert all(bool(shard.source) != bool(how) for shard in made.splits["train"])
+    with pytest.raises(DataError, match="no such variable. Its variables are: deep/tokens"):
+        prepared([tmp_path / "a.h5"], tmp_path / "other", vocab=VOCAB)

@@ -36,7 +36,7 @@ def ended(folder, **fields):
 
 
 def test_options_are_those_of_the_command_line(desk):
-    keys = {"optimizer.lr": 1e-3, "data.path": "[a, b]"}
+    keys = {"optimizer.lr": 1e-3, "data.path": [{"path": "a b", "weight": 2}]}
     options = {"nodes": 2, "time": "2h", "exclusive": True, "directive": ["--qos=a", "-l b"]}
     job = jobs.submit("my.yaml", keys, scheduler="slurm", account=None, **options)
     assert job == Job(job.run) == Job(str(job.run))
@@ -44,7 +44,8 @@ def test_options_are_those_of_the_command_line(desk):
     script = (job.run_dir / "job.sh").read_text()
     for line in ("--nodes=2", "--time=02:00:00", "--exclusive", "--qos=a", "-l b"):
         assert f"#SBATCH {line}\n" in script
-    assert "--optimizer.lr 0.001 --data.path '[a, b]')" in script
+    path = """'[{'"'"'path'"'"': '"'"'a b'"'"', '"'"'weight'"'"': 2}]'"""
+    assert f"--optimizer.lr 0.001 --data.path {path})" in script
 
 
 def test_another_program_runs_on_each_rank(desk):

@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from hpc_train.config import GradientsSection
-from hpc_train.errors import ConfigError, Stopped, UserError
+from hpc_train.data import Mixture
+from hpc_train.errors import CheckpointMismatch, ConfigError, Stopped, UserError
 from hpc_train.launch.protocol import DEADLINE
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
@@ -30,7 +31,14 @@ def data():
     return TensorDataset(inputs, inputs.abs().argmax(1) % 3)
 
 
-def train(started, directory, engine="mpi", stop_at=None, dropout=0.0, **more):
+def mixture():
+    """The same samples in two data sets, one of which gives most samples of every step."""
+    inputs, targets = data().tensors
+    parts = [TensorDataset(inputs[part], targets[part]) for part in (slice(20), slice(20, None))]
+    return Mixture([(parts[0], 3), (parts[1], 1)])
+
+
+def train(started, directory, engine="mpi", stop_at=None, dropout=0.0, dataset=None, **more):
     """Train; returns the steps' mean losses and the final weights."""
     torch.manual_seed(started.world.rank)
     model = torch.nn.Sequential(
@@ -40,7 +48,7 @@ def train(started, directory, engine="mpi", stop_at=None, dropout=0.0, **more):
     options = LoopOptions(gradients=GradientsSection(engine=engine), every=4, keep=0, **more)
     loop = Loop(started, directory, model, optimizer, options)
     seen = []
-    for epoch, batches in loop.epochs(data(), batch=BATCH, epochs=EPOCHS):
+    for epoch, batches in loop.epochs(dataset or data(), batch=BATCH, epochs=EPOCHS):
         for inputs, targets in batches:
             optimizer.zero_grad()
             loss = cross_entropy(model(inputs), targets)
@@ -68,6 +76,24 @@ def test_any_number_of_ranks_gives_the_same_losses(job, together, engine, tmp_pa
     assert [loss for _, loss in many] == pytest.approx([loss for _, loss in one], rel=1e-12)
     for mine, other in zip(weights, reference, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.mpi
+def test_a_mixture_gives_the_same_losses_and_goes_on_where_it_stopped(job, together, tmp_path):
+    one, _ = train(alone(), tmp_path / "one", dataset=mixture())
+    with pytest.raises(Stopped):
+        train(job, together / "cut", stop_at=7, dataset=mixture())
+    many, _ = train(job, together / "cut", dataset=mixture())
+    assert [loss for _, loss in many] == pytest.approx([loss for _, loss in one[7:]], rel=1e-12)
+    with pytest.raises(CheckpointMismatch, match=r"weights of the mixture \[3.0, 1.0\]"):
+        train(job, together / "cut", dataset=Mixture([(one, 1) for one in mixture().datasets]))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_other_weights_are_refused(job, together):
+    dataset = Mixture([(data(), 1), (data(), 1 + job.world.rank)])
+    with pytest.raises(UserError, match=r"rank 1 .*what the loop was given \(data set, batch"):
+        train(job, together / "run", dataset=dataset)
 
 
 @pytest.mark.mpi

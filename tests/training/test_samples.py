@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from hpc_train.data.manifest import Manifest
+from hpc_train.data.order import SampleOrder
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError
 from hpc_train.models.gpt.module import counted_targets
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.assemble import TrainingTask
-from hpc_train.training.samples import open_samples
+from hpc_train.training.samples import open_samples, samples_of, tokens_in
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import alone, check_equal, config, records
 from tests.training.test_trainer_unequal import LAYOUTS, gpt
 
 SEQUENCE = 8
+APART = {"across_documents": False, "group": Group()}
 MEAN = ["--data.loss", "token", "--data.across_documents", "false"]
 
 
@@ -87,9 +91,7 @@ def trained(folder, manifest, settings, started, **model):
 
 def test_the_loss_is_the_mean_over_the_documents_one_at_a_time(tmp_path):
     manifest = prepared(tmp_path)
-    packed = open_samples(
-        tmp_path, manifest, "train", SEQUENCE, across_documents=False, group=Group()
-    )
+    packed = open_samples(tmp_path, manifest, "train", SEQUENCE, **APART)
     model = gpt().double()
     loss = mean_over_documents(model, "train")
     loss.backward()
@@ -127,10 +129,26 @@ def test_packed_documents_have_the_same_loss_on_every_layout(job, together, reco
             check_equal(together / name, together / "one")
 
 
+def test_folders_of_whole_documents_are_mixed(tmp_path):
+    found = {}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        found[tmp_path / name] = prepared(tmp_path / name)
+    folders = [{"path": str(folder), "weight": n + 1} for n, folder in enumerate(found)]
+    options = ["--data.path", json.dumps(folders), "--model.sequence", str(SEQUENCE)]
+    settings = config(tmp_path / "run", *MEAN, *options)
+    mixed = samples_of(settings, found, "train", Group())
+    order = SampleOrder.of(mixed, 24)
+    columns = mixed.fetch(order.indices(1, 0, 24))
+    assert [column.shape for column in columns] == [(24, SEQUENCE)] * 3
+    assert int((order.indices(1, 0, 24) >= len(mixed) // 2).sum()) == 16
+    alone = open_samples(*next(iter(found.items())), "train", SEQUENCE, **APART)
+    assert tokens_in(mixed) == tokens_in(alone) == alone.targets / len(alone) < SEQUENCE
+
+
 def test_without_a_document_to_learn_from_there_is_an_error(tmp_path):
     shard = write_shard(tmp_path / "a.h5", np.zeros(3, np.uint8), np.arange(3))
     manifest = Manifest(14, "uint8", "bytes", 3, {"train": (shard,), "validation": ()})
-    how = {"across_documents": False, "group": Group()}
     with pytest.raises(DataError, match="no document of two tokens"):
-        open_samples(tmp_path, manifest, "train", SEQUENCE, **how)
-    assert open_samples(tmp_path, manifest, "validation", SEQUENCE, **how) is None
+        open_samples(tmp_path, manifest, "train", SEQUENCE, **APART)
+    assert open_samples(tmp_path, manifest, "validation", SEQUENCE, **APART) is None

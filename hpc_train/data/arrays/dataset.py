@@ -7,10 +7,11 @@ ranks read them by file offset (`regions`), without the HDF5 library.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,7 +129,7 @@ class Arrays:
         indexes = _indexed([Path(path).absolute() for path in paths], self.names, group)
         self._boxes = BoxReader(indexes)
         rows = [_rows(index) for index in indexes]
-        self._row_ends = np.cumsum(rows, dtype=np.int64)
+        self._row_ends = [*accumulate(rows)]
         self._shapes = {name: _row_shape(indexes, name) for name in self.names}
         self._corners: list[tuple[int, ...]] = [()]
         if tile is not None:
@@ -148,7 +149,7 @@ class Arrays:
                 raise DataError(f"a sample of {name} takes {nbytes} bytes", "make tiles of it")
         pieces = [sum(rows)] if window.continuous else rows
         counts = [max(0, (have - length) // window.stride + 1) for have in pieces]
-        self._window_ends = np.cumsum(counts, dtype=np.int64)
+        self._window_ends = [*accumulate(counts)]
         if not len(self):
             raise DataError(
                 f"the files have {sum(rows)} rows in all: not one window of {length}"
@@ -158,7 +159,7 @@ class Arrays:
             )
 
     def __len__(self) -> int:
-        return int(self._window_ends[-1]) * len(self._corners)
+        return self._window_ends[-1] * len(self._corners)
 
     def __deepcopy__(self, memo: Any) -> Arrays:
         return self  # several threads may read from it
@@ -253,18 +254,18 @@ class Arrays:
             raise IndexError(f"window {window} of {self._window_ends[-1]}")
         if spec.continuous:
             return window * spec.stride
-        file = int(np.searchsorted(self._window_ends, window, side="right"))
-        within = window - (int(self._window_ends[file - 1]) if file else 0)
-        return (int(self._row_ends[file - 1]) if file else 0) + within * spec.stride
+        file = bisect_right(self._window_ends, window)
+        within = window - (self._window_ends[file - 1] if file else 0)
+        return (self._row_ends[file - 1] if file else 0) + within * spec.stride
 
     def _read_rows(self, name: str, row: int, corner: tuple[int, ...], out: np.ndarray) -> None:
         """Fill `out` with rows of a variable, which may lie in several files."""
         before = (0,) * (out.ndim - 1 - len(corner)) + corner
         done = 0
         while done < len(out):
-            file = int(np.searchsorted(self._row_ends, row + done, side="right"))
-            within = row + done - (int(self._row_ends[file - 1]) if file else 0)
-            some = min(len(out) - done, int(self._row_ends[file]) - row - done)
+            file = bisect_right(self._row_ends, row + done)
+            within = row + done - (self._row_ends[file - 1] if file else 0)
+            some = min(len(out) - done, self._row_ends[file] - row - done)
             part = out[done : done + some]
             self._read_box(file, name, (within, *before), part, self._normal[name])
             if self.missing == "refuse" and np.isnan(part).any():

@@ -96,6 +96,9 @@ class BoxReader:
             out[...] = stored.fill
         else:
             file = self._file(number)
+            if out.shape[1:] == stored.shape[1:] and out.flags.c_contiguous:  # whole rows
+                self._fill(number, file, out, stored.offset + begin[0] * (out.nbytes // len(out)))
+                return
             for place, offset, part in _spans(stored.shape, begin, out):
                 if place.flags.c_contiguous and part is None:
                     self._fill(number, file, place, stored.offset + offset)
@@ -148,15 +151,16 @@ class BoxReader:
         if not whole:
             out[...] = stored.fill
         for place in places:
-            values = self._chunk(number, name, stored, int(place))
+            values = self._chunk(number, name, stored, place)
             source, target = [], []
-            at = np.unravel_index(int(table.numbers[place]), table.grid)
-            for n, length, wanted in zip(at, table.shape, box, strict=True):
-                first = max(int(n) * length, wanted.start)
-                last = min((int(n) + 1) * length, wanted.stop)
-                source.append(slice(first - int(n) * length, last - int(n) * length))
+            left = int(table.numbers[place])
+            for length, grid, wanted in reversed([*zip(table.shape, table.grid, box, strict=True)]):
+                left, n = divmod(left, grid)
+                first = max(n * length, wanted.start)
+                last = min((n + 1) * length, wanted.stop)
+                source.append(slice(first - n * length, last - n * length))
                 target.append(slice(first - wanted.start, last - wanted.start))
-            out[tuple(target)] = values[tuple(source)]
+            out[tuple(reversed(target))] = values[tuple(reversed(source))]
 
     def _chunk(self, number: int, name: str, stored: Stored, place: int) -> np.ndarray:
         """The values of a chunk, from the last decoded ones or from the file."""
@@ -222,21 +226,27 @@ def _spans(
         yield out[index], offset, part
 
 
-def _chunks_of(table: ChunkTable, box: Sequence[slice]) -> tuple[np.ndarray, bool]:
+def _chunks_of(table: ChunkTable, box: Sequence[slice]) -> tuple[list[int], bool]:
     """The places in a table of the chunks of a box, and whether the box has no others."""
     lows = [one.start // length for one, length in zip(box, table.shape, strict=True)]
     highs = [-(-one.stop // length) for one, length in zip(box, table.shape, strict=True)]
+    every = len(table.numbers) == math.prod(table.grid)  # then each chunk is in its place
+    if every and all(high - low == 1 for low, high in zip(lows, highs, strict=True)):
+        place = 0
+        for low, length in zip(lows, table.grid, strict=True):
+            place = place * length + low
+        return [place], True
     count = math.prod(high - low for low, high in zip(lows, highs, strict=True))
     if count <= MANY_CHUNKS:
         wanted = np.zeros(1, np.int64)
         for low, high, length in zip(lows, highs, table.grid, strict=True):
             wanted = (wanted[:, None] * length + np.arange(low, high)).reshape(-1)
-        if len(table.numbers) == math.prod(table.grid):  # each chunk is in its place
-            return wanted, True
+        if every:
+            return wanted.tolist(), True
         places = np.searchsorted(table.numbers, wanted)
         inside = places < len(table.numbers)
         inside[inside] = table.numbers[places[inside]] == wanted[inside]
-        return places[inside], bool(inside.all())
+        return places[inside].tolist(), bool(inside.all())
     ends = [0, 0]
     for low, high, length in zip(lows, highs, table.grid, strict=True):
         ends = [ends[0] * length + low, ends[1] * length + high - 1]
@@ -247,4 +257,4 @@ def _chunks_of(table: ChunkTable, box: Sequence[slice]) -> tuple[np.ndarray, boo
     ):
         inside &= (n >= low) & (n < high)
     places = first + np.flatnonzero(inside)
-    return places, len(places) == count
+    return places.tolist(), len(places) == count

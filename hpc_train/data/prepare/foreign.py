@@ -1,16 +1,19 @@
-"""Token files that other programs have written: raw tokens, Megatron's pairs, Arrow folders."""
+"""Token files of other programs: raw tokens, Megatron's pairs, Arrow folders, HDF5 datasets."""
 
 from __future__ import annotations
 
 import json
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpc_train.data.arrays.indexing import FileIndex, look_up
+from hpc_train.data.arrays.regions import BoxReader
 from hpc_train.data.prepare.inputs import (
     InputFile,
     InputPart,
@@ -27,7 +30,25 @@ from hpc_train.errors import DataError, SetupError
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+HDF5_SUFFIXES = (".h5", ".hdf5")
 READ_TOKENS = 1 << 20
+
+
+class TokenLayout(NamedTuple):
+    """How files of other programs have their tokens, and whether shards get a copy.
+
+    Args:
+        stored: NumPy's name for the type of raw tokens.
+        column: the column of the tokens in Arrow files, or their dataset in HDF5 files.
+        copy: whether shards get the tokens in any case.
+    """
+
+    stored: str = "uint16"
+    column: str = "input_ids"
+    copy: bool = False
+
+
+USUAL_LAYOUT = TokenLayout()
 
 
 class MegatronIndex(NamedTuple):
@@ -48,12 +69,13 @@ class MegatronIndex(NamedTuple):
     ends: np.ndarray
 
 
-def list_token_files(paths: Sequence[str | Path], stored: str) -> list[InputFile]:
+def list_token_files(paths: Sequence[str | Path], layout: TokenLayout) -> list[InputFile]:
     """The token files among files and folders, in the order in which they are given.
 
     Args:
-        paths: raw files (.bin), Megatron pairs by either name, or folders of Hugging Face datasets.
-        stored: NumPy's name for the type of raw tokens.
+        paths: raw files (.bin), Megatron pairs by either name, folders of Hugging Face datasets, or
+            HDF5 files.
+        layout: how they have their tokens.
 
     Raises:
         DataError: a path is not one of these, or is damaged.
@@ -63,6 +85,8 @@ def list_token_files(paths: Sequence[str | Path], stored: str) -> list[InputFile
         with reading_from(str(given)):
             if given.is_dir():
                 found += _arrow_files(given)
+            elif given.suffix.lower() in HDF5_SUFFIXES:
+                found.append(_hdf5_file(given, layout.column))
             elif (index := given.with_suffix(".idx")).exists():
                 tokens = given.with_suffix(".bin")
                 about = read_index(index, tokens.stat().st_size)
@@ -70,21 +94,72 @@ def list_token_files(paths: Sequence[str | Path], stored: str) -> list[InputFile
                 found.append(_listed(tokens, "megatron", total, about.stored))
             else:
                 size = given.stat().st_size
-                if size % np.dtype(stored).itemsize:
+                if size % np.dtype(layout.stored).itemsize:
                     raise DataError(
-                        f"{given} has {size} bytes, which is no number of {stored} tokens",
+                        f"{given} has {size} bytes, which is no number of {layout.stored} tokens",
                         "give the type of its tokens by --stored",
                     )
-                found.append(_listed(given, "raw", size, stored))
+                found.append(_listed(given, "raw", size, layout.stored))
     return found
 
 
-def _listed(path: Path, form: str, nbytes: int | None = None, stored: str = "") -> InputFile:
+def _listed(
+    path: Path, form: str, nbytes: int | None = None, stored: str = "", offset: int = 0
+) -> InputFile:
     about = path.stat()
-    size = about.st_size
-    return InputFile(
-        str(path), form, size, about.st_mtime_ns, size if nbytes is None else nbytes, stored
-    )
+    nbytes = about.st_size if nbytes is None else nbytes
+    return InputFile(str(path), form, about.st_size, about.st_mtime_ns, nbytes, stored, offset)
+
+
+def _hdf5_file(path: Path, column: str) -> InputFile:
+    stored = _hdf5_index(str(path), column).variables[column]
+    if len(stored.shape) != 1 or stored.dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: dataset {column} is of {stored.dtype} and {len(stored.shape)} dimensions, "
+            "not tokens one after the other",
+            "name the dataset of the tokens by --column",
+        )
+    nbytes = stored.shape[0] * stored.dtype.itemsize
+    if stored.offset is None:
+        return _listed(path, "hdf5", nbytes, stored.dtype.str)
+    return _listed(path, "raw", nbytes, stored.dtype.str, stored.offset)
+
+
+@lru_cache(maxsize=8)
+def _hdf5_index(path: str, column: str) -> FileIndex:
+    [index] = look_up([Path(path)], [column])
+    return index
+
+
+def one_type(given: Sequence[InputFile], vocab: int) -> tuple[str, str]:
+    """NumPy's name for the type of all tokens, if shards can refer to the files that have them.
+
+    Args:
+        given: the token files.
+        vocab: vocabulary size of the tokens.
+
+    Returns:
+        The name, or "" and the reason why shards cannot.
+    """
+    for file in given:
+        kind = np.dtype(file.stored or "V")
+        what = "tokens one after the other"
+        if file.format == "megatron":
+            index = _index_of(file)
+            follow = np.diff(index.offsets) == index.sizes[:-1].astype(np.int64) * kind.itemsize
+            if not (follow.all() and (index.offsets[:1] == 0).all()):
+                return "", f"{file.path} does not have its sequences {what.partition(' ')[2]}"
+        elif file.format != "raw":
+            return "", f"{file.path} does not have {what}"
+        if kind.newbyteorder("<") != kind or kind.str[1:] not in ("u1", "u2", "u4", "i4"):
+            return "", f"{file.path} has tokens of {kind.str}"
+        if kind.newbyteorder("=") != np.dtype(given[0].stored).newbyteorder("="):
+            return "", f"{given[0].path} and {file.path} have tokens of two types"
+    if not given:
+        return "", ""
+    kind = np.dtype(given[0].stored)
+    too_small = vocab > 1 << 8 * kind.itemsize
+    return ("", f"{given[0].path} has tokens of {kind.name}") if too_small else (kind.name, "")
 
 
 @lru_cache(maxsize=1)
@@ -141,7 +216,7 @@ def _arrow_files(folder: Path) -> list[InputFile]:
 
 def cut_tokens(file: InputFile, position: int) -> int:
     """The place at which a raw or Megatron file may be cut, at or soon behind a position."""
-    if file.format == "raw":
+    if file.format in ("raw", "hdf5"):
         width = np.dtype(file.stored).itemsize
         return -(-position // width) * width
     ends = _index_of(file).ends
@@ -170,7 +245,7 @@ def read_tokens(
         DataError: the file cannot be read, has changed, or has a token outside of the vocabulary.
         SetupError: the `pyarrow` library is needed and missing.
     """
-    read = {"raw": _raw, "megatron": _megatron, "arrow": _arrow}[part.file.format]
+    read = {"raw": _raw, "megatron": _megatron, "arrow": _arrow, "hdf5": _hdf5}[part.file.format]
     for tokens, first, nbytes in read(part, recipe):
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < recipe.vocab:
             wrong = int(tokens.max()) if tokens.max() >= recipe.vocab else int(tokens.min())
@@ -185,7 +260,7 @@ def read_tokens(
 def _raw(part: InputPart, recipe: TokenRecipe) -> Iterator[tuple[np.ndarray, bool, int]]:
     stored, first = np.dtype(part.file.stored), part.first
     with opened_input(part.file) as file:
-        file.seek(part.begin)
+        file.seek(part.file.offset + part.begin)
         left = part.nbytes // stored.itemsize
         while left:
             tokens = np.fromfile(file, stored, min(left, READ_TOKENS))
@@ -193,6 +268,17 @@ def _raw(part: InputPart, recipe: TokenRecipe) -> Iterator[tuple[np.ndarray, boo
                 break
             left -= len(tokens)
             yield tokens, first, tokens.nbytes
+            first = False
+
+
+def _hdf5(part: InputPart, recipe: TokenRecipe) -> Iterator[tuple[np.ndarray, bool, int]]:
+    index, stored, first = _hdf5_index(part.file.path, recipe.key), np.dtype(part.file.stored), True
+    with opened_input(part.file), closing(BoxReader([index])) as reader:
+        begin, end = part.begin // stored.itemsize, part.end // stored.itemsize
+        for place in range(begin, end, READ_TOKENS):
+            tokens = np.empty(min(READ_TOKENS, end - place), stored)
+            reader.read(0, recipe.key, (place,), tokens)
+            yield tokens, first and part.first, tokens.nbytes
             first = False
 
 

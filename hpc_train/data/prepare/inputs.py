@@ -31,12 +31,13 @@ class InputFile:
 
     Args:
         path: as the user has given it, or below a folder that the user has given.
-        format: text, jsonl, raw, megatron or arrow.
+        format: text, jsonl, raw, megatron, arrow or hdf5.
         size: the size of the file in bytes.
         mtime_ns: the time of its last change in nanoseconds.
         nbytes: length of its stream, in which parts are cut. It is the size, or for a compressed
             file an estimate of its text, or for a Megatron file the bytes of its documents.
         stored: NumPy's name for the type of the tokens in a token file.
+        offset: offset of its first token, in bytes.
     """
 
     path: str
@@ -45,6 +46,7 @@ class InputFile:
     mtime_ns: int
     nbytes: int
     stored: str = ""
+    offset: int = 0
 
     @property
     def compressed(self) -> bool:
@@ -95,16 +97,22 @@ class TokenRecipe:
     Args:
         tokenizer: a description that `tokenizer.loads` takes; "" if token files come without one.
         vocab: vocabulary size.
-        key: the key of a JSON line's text, or the column of an Arrow file's tokens.
+        key: the key of a JSON line's text, or the name of an Arrow file's column, or of an HDF5
+            file's dataset, that has the tokens.
+        in_place: NumPy's name for the type of the tokens if shards refer to the files that have
+            them; "" if shards get the tokens.
     """
 
     tokenizer: str = BYTES
     vocab: int = 256
     key: str = "text"
+    in_place: str = ""
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type of the tokens in shards."""
+        if self.in_place:
+            return np.dtype(f"u{np.dtype(self.in_place).itemsize}")
         return np.dtype(np.min_scalar_type(self.vocab - 1))
 
 

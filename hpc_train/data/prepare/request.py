@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc_train.data.prepare.foreign import list_token_files
+from hpc_train.data.prepare.foreign import USUAL_LAYOUT, TokenLayout, list_token_files, one_type
 from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
 from hpc_train.data.prepare.partial import check_target
 from hpc_train.data.prepare.portions import split_inputs, whole_parts
@@ -16,7 +17,9 @@ from hpc_train.data.prepare.texts import TEXT_PIECE_BYTES, list_texts, only_text
 from hpc_train.data.tokenizer import BYTES, describe_tokenizer, loads
 from hpc_train.errors import DataError
 
-PLAN_FORMAT = 1  # a higher one, after the plan or the tokens have changed, continues no older plan
+logger = logging.getLogger(__name__)
+
+PLAN_FORMAT = 2  # a higher one, after the plan or the tokens have changed, continues no older plan
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,12 @@ def tokens_request(
     vocab: int = 0,
     tokenizer: str = "",
     shard_mb: float = 256,
-    stored: str = "uint16",
-    column: str = "input_ids",
+    layout: TokenLayout = USUAL_LAYOUT,
 ) -> PrepareRequest:
     """List token files of other programs, and describe what to make of them.
+
+    Tokens stay in the files that have them, and shards refer to them, if all files allow it: if
+    they have one type, one after the other.
 
     Args:
         paths: token files to train on, as `foreign.list_token_files` describes them.
@@ -118,8 +123,7 @@ def tokens_request(
         vocab: vocabulary size; 0 takes the tokenizer's.
         tokenizer: the tokenizer's file, which is copied to `out`; "" if there is none.
         shard_mb: approximate size of a shard in MiB.
-        stored: NumPy's name for the type of raw tokens.
-        column: the column of the tokens in Arrow files.
+        layout: how the files have their tokens.
 
     Raises:
         DataError: a file is none of these, `out` exists already, or a value is not allowed.
@@ -133,16 +137,20 @@ def tokens_request(
     if not 0 < size <= 1 << 32:
         raise DataError("the vocabulary size is not known", "give --vocab or --tokenizer")
     splits = {
-        "train": list_token_files(paths, stored),
-        "validation": list_token_files(held_out, stored),
+        "train": list_token_files(paths, layout),
+        "validation": list_token_files(held_out, layout),
     }
+    given = [*splits["train"], *splits["validation"]]
+    kind, why = ("", "") if layout.copy else one_type(given, size)
+    if why:
+        logger.info("the tokens are copied: %s", why)
     return PrepareRequest(
         target,
-        TokenRecipe(description, size, column),
+        TokenRecipe(description, size, layout.column, kind),
         shard_mb,
         {"held_out": len(splits["validation"])},
-        [*splits["train"], *splits["validation"]],
-        lambda: {split: whole_parts(given) for split, given in splits.items()},
+        given,
+        lambda: {split: whole_parts(some) for split, some in splits.items()},
     )
 
 

@@ -176,6 +176,8 @@ def _make_portion(
     writer = ShardWriter(dealing.scratch, portion.name, size, recipe.dtype, about)
     documents, left_out = 0, []
     for part in parts:
+        if recipe.in_place:
+            writer.refer_to(Path(part.file.path), part.file.offset + part.begin)
         if part.file.format == "text" and not part.file.compressed and not is_text_part(part):
             left_out.append(part.file.path)
             continue
@@ -185,10 +187,8 @@ def _make_portion(
         if part.first and part.begin and part.file.format == "text":
             documents -= 1  # the other split has its begin
     shards = writer.finish()
-    for shard in shards:
-        files.call(
-            "rename", os.rename, dealing.scratch / shard.name, preparation.shards / shard.name
-        )
+    for name in {name for shard in shards for name in (shard.name, shard.source) if name}:
+        files.call("rename", os.rename, dealing.scratch / name, preparation.shards / name)
     files.sync_folder(preparation.shards)
     entry = {
         "split": portion.name.partition("-")[0],
@@ -232,6 +232,18 @@ class ShardWriter:
         self._count = 0
         self._documents = array("q")
         self._shards: list[Shard] = []
+        self._source: tuple[Path, int] | None = None
+
+    def refer_to(self, source: Path, offset: int) -> None:
+        """Write what was added. The next tokens stay in a file of others.
+
+        Args:
+            source: the file that has them, one after the other and of the writer's type.
+            offset: offset of the first one, in bytes.
+        """
+        if self._count:
+            self._write(self._count)
+        self._source = source, offset
 
     def add(self, tokens: np.ndarray, *, first: bool) -> None:
         """Add tokens (N,).
@@ -262,7 +274,10 @@ class ShardWriter:
         inside = documents < count
         path = self.folder / f"{self.name}{suffix}.h5"
         tokens = self._buffer[:count]
-        self._shards.append(write_shard(path, tokens, documents[inside], self.about))
+        shard = write_shard(path, tokens, documents[inside], self.about, self._source)
+        self._shards.append(shard)
+        if self._source:
+            self._source = self._source[0], self._source[1] + tokens.nbytes
         left = self._count - count
         self._buffer[:left] = self._buffer[count : self._count].copy()
         self._count = left
