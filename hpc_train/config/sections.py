@@ -131,6 +131,10 @@ class DataSection:
     micro_batch: int | Literal["auto"] | None = None
     """Samples that a rank computes at a time. By default it is batch / parallel.dp. auto takes the
     largest number that fits in memory, found by trial."""
+    micro_tokens: int | None = None
+    """Largest number of tokens, with padding, that a rank computes at a time. It takes the place of
+    micro_batch for a data set whose method lengths says how long its samples are. By default
+    micro_batch decides."""
     loss: Literal["sample", "token"] = "sample"
     """What the loss of a step is the mean over: its samples, each of which has the mean loss of its
     own tokens, or all tokens of the step. They differ where samples have unequal numbers of tokens
@@ -165,6 +169,11 @@ class DataSection:
             raise ConfigError(f"data.micro_batch is {self.micro_batch!r}", "give a number, or auto")
         if self.micro_batch != "auto":
             at_least(self, "data", micro_batch=1)
+        at_least(self, "data", micro_tokens=1)
+        if self.micro_tokens is not None and self.micro_batch is not None:
+            raise ConfigError(
+                "data.micro_batch and data.micro_tokens are both given", "give one of them"
+            )
 
     @property
     def folders(self) -> dict[str, float]:
@@ -334,10 +343,12 @@ class RunConfig:
                 "use --memory.scope node, or leave gradients.compression out",
             )
         averaged = gradients.reduction == "mean" and gradients.average_every == 1
-        if self.data.loss == "token" and not averaged:
+        unequal = self.data.loss == "token" or self.data.micro_tokens is not None
+        if unequal and not averaged:
+            given = "loss is token" if self.data.loss == "token" else "micro_tokens is given"
             raise ConfigError(
-                "data.loss is token, but the replicas' gradients are not averaged in every step",
-                "leave out gradients.average_every and gradients.reduction, or data.loss",
+                f"data.{given}, but the replicas' gradients are not averaged in every step",
+                f"leave out gradients.average_every and reduction, or data.{given.split()[0]}",
             )
         if gradients.reduction == "adasum" and self.optimizer.clip_norm:
             raise ConfigError(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hpc_train.data.fork_server import why_no_processes
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
@@ -28,15 +30,39 @@ class GivenUp(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive samples of a step's batch: a rank's share, or one of its micro-batches.
+    """Some samples of a step's batch: a rank's share, or one of its micro-batches.
 
     Args:
-        first: position of the first sample in the step's whole batch.
-        count: number of samples.
+        places: the samples' positions in the step's whole batch, rising.
+        longest: the length of the longest one; 0 if all samples of the data set have one length.
+        counted: whether the samples count. If not, they are read because all ranks need as many
+            micro-batches.
     """
 
-    first: int
-    count: int
+    places: range | tuple[int, ...]
+    longest: int = 0
+    counted: bool = True
+
+    @property
+    def first(self) -> int:
+        """The position of the first sample."""
+        return self.places[0]
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return len(self.places)
+
+    @property
+    def form(self) -> tuple[int, int]:
+        """Number of samples and the longest one, which decide the shape of activations."""
+        return self.count, self.longest
+
+    def items(self, batch: Any, counted: Callable[[Any], int] | None) -> int:
+        """What the loss of these samples is a mean over: the samples, or what `counted` counts."""
+        if not self.counted:
+            return 0
+        return self.count if counted is None else int(counted(batch))
 
 
 @dataclass(frozen=True)
@@ -85,7 +111,8 @@ def cut(batch: int, ranks: int, rank: int, micro_batch: int | None = None) -> li
         )
     share = batch // ranks
     size = micro_batch or share
-    return [Part(rank * share + first, size) for first in range(0, share, size)]
+    firsts = range(rank * share, (rank + 1) * share, size)
+    return [Part(range(first, first + size)) for first in firsts]
 
 
 class Loader:
@@ -100,7 +127,7 @@ class Loader:
     Args:
         dataset: a data set that `Reader` takes, or a `Reader`.
         order: which samples belong to which step.
-        parts: this rank's micro-batches, from `cut`.
+        parts: this rank's micro-batches, from `cut`, or a function of the step that returns them.
         first_step, last_step: the steps to deliver.
         prefetch: number of steps that a thread reads ahead; with 0 each is read when it is needed.
         workers: number of worker processes, each of which reads at least one micro-batch ahead.
@@ -121,7 +148,7 @@ class Loader:
         self,
         dataset: Any,
         order: SampleOrder,
-        parts: list[Part],
+        parts: list[Part] | Callable[[int], list[Part]],
         *,
         first_step: int,
         last_step: int,
@@ -136,10 +163,10 @@ class Loader:
             dataset = Reader(dataset, collate_fn=collate_fn)
         self.reader: Reader = dataset
         self.order = order
-        self.parts = parts
+        self.parts_of = parts if callable(parts) else lambda step: parts
         self.steps = range(first_step, last_step + 1)
         self.prefetch, self.workers = prefetch, workers
-        self.ahead = max(prefetch * len(parts), workers)
+        self.ahead = 0  # number of micro-batches that are read ahead
         self.give_up: Callable[[], bool] = lambda: False
         self.counted: Callable[[Any], int] | None = None
         self._stop = threading.Event()
@@ -149,7 +176,10 @@ class Loader:
         self._looked = threading.Event()
 
     def __iter__(self) -> Iterator[Step]:
-        if self.workers and self.steps:
+        if not self.steps:
+            return
+        self.ahead = max(self.prefetch * len(self.parts_of(self.steps.start)), self.workers)
+        if self.workers:
             self._start_processes()
         for number in self.steps:
             if self._thread is not None:
@@ -236,23 +266,27 @@ class Loader:
         def fetch(part: Part) -> Any:
             if self.give_up():
                 raise GivenUp
-            indices = self.order.indices(number, part.first, part.count)
-            return self.reader.read_of_step(indices, self.order.seed, number, part.first)
+            indices = self._indices(number, part)
+            return self.reader.read_of_step(indices, self.order.seed, number, part.places)
 
-        return self._step(number, [fetch(part) for part in self.parts])
+        return self._step(number, [fetch(part) for part in self.parts_of(number)])
+
+    def _indices(self, number: int, part: Part) -> np.ndarray:
+        if isinstance(part.places, range):
+            return self.order.indices(number, part.first, part.count)
+        return self.order.indices(number, 0, self.order.batch)[list(part.places)]
 
     def _step(self, number: int, data: Iterable[Any]) -> Step:
-        count = self.counted
         micro_batches = [
-            MicroBatch(part, batch, part.count if count is None else int(count(batch)))
-            for part, batch in zip(self.parts, data, strict=True)
+            MicroBatch(part, batch, part.items(batch, self.counted))
+            for part, batch in zip(self.parts_of(number), data, strict=True)
         ]
         return Step(number, self.order.epoch(number), micro_batches)
 
     def _tasks(self, numbers: Iterable[int]) -> Iterator[Task]:
         for number in numbers:
-            for part in self.parts:
-                yield number, part.first, self.order.indices(number, part.first, part.count)
+            for part in self.parts_of(number):
+                yield number, part.places, self._indices(number, part)
 
     def _take(self, processes: Processes) -> None:
         """Take steps from worker processes."""
@@ -305,7 +339,7 @@ class Loader:
 
     def _put_steps(self, numbers: range, data: Iterator[Any]) -> None:
         for number in numbers:
-            of_step = [batch for _, batch in zip(self.parts, data, strict=False)]
+            of_step = [batch for _, batch in zip(self.parts_of(number), data, strict=False)]
             if self._stop.is_set():
                 return
             self._put(self._step(number, of_step))

@@ -123,16 +123,16 @@ class Reader:
         with self.lock:
             return self._together(self._samples(indices))
 
-    def read_of_step(self, indices: Indices, seed: int, number: int, first: int) -> Any:
+    def read_of_step(self, indices: Indices, seed: int, number: int, places: Sequence[int]) -> Any:
         """Read a batch like `read`, with seeds that depend on the step and the sample's position.
 
         Args:
             indices: the samples to read.
             seed: the seed of the sample order.
             number: the step's number.
-            first: position of the first sample in the step's whole batch.
+            places: the samples' positions in the step's whole batch.
         """
-        return self.read(indices, lambda place: mix(seed, SAMPLE_STREAM, number, first + place))
+        return self.read(indices, lambda item: mix(seed, SAMPLE_STREAM, number, places[item]))
 
     @property
     def sources(self) -> str:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from hpc_train.data.reader import Reader
 from hpc_train.errors import HpcTrainError, RankError
 
-Task = tuple[int, int, np.ndarray]  # step, position of the first sample in its batch, indices
+Task = tuple[int, Sequence[int], np.ndarray]  # step, positions in its batch, indices
 
 
 class _Micro(Dataset[bytes]):
@@ -45,11 +45,11 @@ class _Micro(Dataset[bytes]):
         self.reader: Reader | None = None  # made in the worker, as its lock cannot be pickled
 
     def __getitem__(self, task: Task) -> bytes:
-        number, first, indices = task
+        number, places, indices = task
         if self.reader is None:
             self.reader = Reader(self.dataset, collate_fn=self.collate_fn)
         try:
-            read = self.reader.read_of_step(indices, self.seed, number, first)
+            read = self.reader.read_of_step(indices, self.seed, number, places)
             return bytes(ForkingPickler.dumps(read))
         except HpcTrainError as error:
             return pickle.dumps(error)

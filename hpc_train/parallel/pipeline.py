@@ -6,7 +6,7 @@ micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -79,7 +79,7 @@ class Pipeline:
     def train(
         self,
         forward: Forward,
-        samples: Sequence[int],
+        forms: Sequence[Hashable],
         weights: Sequence[float] | None = None,
     ) -> list[Tensor]:
         """Compute the gradients of the weighted sum of the micro-batches' losses.
@@ -88,8 +88,8 @@ class Pipeline:
 
         Args:
             forward: see `Forward`. Its errors are raised on this rank only.
-            samples: number of samples of each micro-batch. Micro-batches with the same number have
-                activations of the same shape.
+            forms: a value for each micro-batch, such as its number of samples. Micro-batches with
+                equal values have activations of the same shape.
             weights: the factor of each micro-batch's loss; by default all have the same, and add up
                 to 1. A loss whose weight is 0 adds nothing to the gradients, even if it is NaN.
 
@@ -97,31 +97,31 @@ class Pipeline:
             The micro-batches' losses, without their weights, on the last rank. An empty list on the
             others.
         """
-        made = schedules.build(self.name, self.group.size, len(samples), self.virtual_stages)
-        return self._run(made, forward, samples, weights or [1 / len(samples)] * len(samples))
+        made = schedules.build(self.name, self.group.size, len(forms), self.virtual_stages)
+        return self._run(made, forward, forms, weights or [1 / len(forms)] * len(forms))
 
-    def evaluate(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
+    def evaluate(self, forward: Forward, forms: Sequence[Hashable]) -> list[Tensor]:
         """Compute the losses only, otherwise as `train`. Call it under `torch.no_grad`."""
-        made = schedules.forward_only(self.group.size, len(samples), self.virtual_stages)
-        return self._run(made, forward, samples)
+        made = schedules.forward_only(self.group.size, len(forms), self.virtual_stages)
+        return self._run(made, forward, forms)
 
     def _run(
         self,
         schedule: Schedule,
         forward: Forward,
-        samples: Sequence[int],
+        forms: Sequence[Hashable],
         weights: Sequence[float] = (),
     ) -> list[Tensor]:
         actions = schedule[self.group.rank]
         if self.transport is not None:
-            received = (self._received(action, samples) for action in actions)
+            received = (self._received(action, forms) for action in actions)
             self.transport.expect(message for message in received if message is not None)
         live: dict[tuple[int, int], Live] = {}
         losses = []
         for action in actions:
             key = (action.micro_batch, action.virtual_stage)
             if action.kind is Kind.FORWARD:
-                live[key] = self._forward(action, forward, samples)
+                live[key] = self._forward(action, forward, forms)
                 if self._stage(action) == self.virtual - 1:
                     losses.append(live[key].output.detach())
                 if not torch.is_grad_enabled():
@@ -130,7 +130,7 @@ class Pipeline:
                 compute(live[key].deferred)
                 self._release(live.pop(key))
             else:
-                self._backward(action, live[key], samples, weights)
+                self._backward(action, live[key], forms, weights)
                 if action.kind is Kind.BACKWARD:
                     self._release(live.pop(key))
             self.peak_live = max(self.peak_live, len(live))
@@ -141,7 +141,7 @@ class Pipeline:
     def _stage(self, action: Action) -> int:
         return action.virtual_stage * self.group.size + self.group.rank
 
-    def _forward(self, action: Action, forward: Forward, samples: Sequence[int]) -> Live:
+    def _forward(self, action: Action, forward: Forward, forms: Sequence[Hashable]) -> Live:
         if self.stages is None:
             return Live(
                 forward(action.micro_batch, action.virtual_stage), SeedsInUse(self.dropouts)
@@ -155,11 +155,11 @@ class Pipeline:
             action.virtual_stage, given, lambda: forward(action.micro_batch, action.virtual_stage)
         )
         if self._stage(action) < self.virtual - 1:
-            message = self._activation(action.micro_batch, self._stage(action) + 1, samples, +1)
+            message = self._activation(action.micro_batch, self._stage(action) + 1, forms, +1)
             # A received buffer may be filled again before an output that shares its memory is sent.
             shared = given is not None and _share(output, given)
             self.transport.send(message, output.clone() if shared else output)
-            back = self._gradient(action.micro_batch, self._stage(action), samples, +1)
+            back = self._gradient(action.micro_batch, self._stage(action), forms, +1)
             self.transport.learn(back.kind, output)
         return Live(output, SeedsInUse(self.dropouts), given)
 
@@ -173,7 +173,7 @@ class Pipeline:
             yield
 
     def _backward(
-        self, action: Action, live: Live, samples: Sequence[int], weights: Sequence[float]
+        self, action: Action, live: Live, forms: Sequence[Hashable], weights: Sequence[float]
     ) -> None:
         if self._stage(action) < self.virtual - 1:
             assert self.transport is not None
@@ -195,7 +195,7 @@ class Pipeline:
                 gradient = torch.zeros_like(live.input)
             if live.gradient is not None and _share(gradient, live.gradient):
                 gradient = gradient.clone()
-            message = self._gradient(action.micro_batch, self._stage(action) - 1, samples, -1)
+            message = self._gradient(action.micro_batch, self._stage(action) - 1, forms, -1)
             self.transport.send(message, gradient)
         if action.micro_batch == 0:
             live.gradient = None  # autograd may have made it a parameter's `grad`: do not reuse it
@@ -207,32 +207,34 @@ class Pipeline:
             if tensor is not None and self.transport is not None:
                 self.transport.release(tensor.detach())
 
-    def _received(self, action: Action, samples: Sequence[int]) -> Message | None:
+    def _received(self, action: Action, forms: Sequence[Hashable]) -> Message | None:
         """The message that an action waits for; None if it needs none."""
         stage = self._stage(action)
         if action.kind is Kind.FORWARD and stage > 0:
-            return self._activation(action.micro_batch, stage, samples, -1)
+            return self._activation(action.micro_batch, stage, forms, -1)
         if action.kind in (Kind.BACKWARD, Kind.INPUT) and stage < self.virtual - 1:
-            return self._gradient(action.micro_batch, stage, samples, +1)
+            return self._gradient(action.micro_batch, stage, forms, +1)
         return None
 
     def _activation(
-        self, micro_batch: int, stage: int, samples: Sequence[int], peer: int
+        self, micro_batch: int, stage: int, forms: Sequence[Hashable], peer: int
     ) -> Message:
         """Describe the input of a virtual stage. `peer` is -1 or +1: the rank before or after."""
         return Message(
             (self.group.rank + peer) % self.group.size,
             (micro_batch * self.virtual + stage) * 2 % TAGS,
-            ("activation", stage, samples[micro_batch]),
+            ("activation", stage, forms[micro_batch]),
             f"the activation of micro-batch {micro_batch + 1}",
         )
 
-    def _gradient(self, micro_batch: int, stage: int, samples: Sequence[int], peer: int) -> Message:
+    def _gradient(
+        self, micro_batch: int, stage: int, forms: Sequence[Hashable], peer: int
+    ) -> Message:
         """Describe the gradient of a virtual stage's output; `peer` as above."""
         return Message(
             (self.group.rank + peer) % self.group.size,
             ((micro_batch * self.virtual + stage) * 2 + 1) % TAGS,
-            ("gradient", stage, samples[micro_batch]),
+            ("gradient", stage, forms[micro_batch]),
             f"the gradient of micro-batch {micro_batch + 1}",
             told=False,
         )

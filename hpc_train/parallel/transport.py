@@ -20,6 +20,7 @@ from hpc_train.mpi.group import Group
 AHEAD = 2  # number of receives that are posted before they are waited for
 TAGS = 1 << 14  # MPI guarantees tags up to 32767; half of them are for tensors
 FORM_TAGS = TAGS  # tags from here on are for shapes
+POOLED_FORMS = 16  # shapes whose buffers are kept from step to step; with more, none are
 
 MessageForm = tuple[tuple[int, ...], torch.dtype]
 
@@ -123,6 +124,8 @@ class Transport:
             for request, _ in self._sent:
                 request.wait()
         self._sent = []
+        if len(self._pool) > POOLED_FORMS:
+            self._pool.clear()
 
     def _post(self) -> None:
         """Post the next receives, up to the first one with an unknown form."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from hpc_train.config import ModelSection, ParallelSection, RunConfig
+from hpc_train.config import DataSection, ModelSection, ParallelSection, RunConfig
 from hpc_train.data import manifest as manifests
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.models.kinds import SHAPES
@@ -22,8 +22,9 @@ def planned_shape(config: RunConfig) -> Shape:
     """The shape of a model before training. The vocabulary is model.vocab, or the data's.
 
     Raises:
-        ConfigError: neither is known.
+        ConfigError: neither is known, or `check_one_length` has failed.
     """
+    check_one_length(config.data)
     if config.model.vocab is not None:
         return shape_of(config.model, config.model.vocab)
     if not config.data.folders:
@@ -35,6 +36,19 @@ def planned_shape(config: RunConfig) -> Shape:
         raise ConfigError(
             f"the vocabulary size is not known: {error.cause}", "give model.vocab"
         ) from None
+
+
+def check_one_length(section: DataSection) -> None:
+    """Check that micro-batches are not cut by length: all samples of prepared text have one.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if section.micro_tokens is not None:
+        raise ConfigError(
+            "data.micro_tokens is given, but all samples of prepared text have one length",
+            "give data.micro_batch",
+        )
 
 
 def division_of(section: ParallelSection) -> Division:

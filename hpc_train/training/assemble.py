@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.collectives import Collectives, connect
 from hpc_train.config import RunConfig
+from hpc_train.data.by_length import PartsByLength, lengths_of
 from hpc_train.data.loader import Part, cut
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import ConfigError, UserError
@@ -54,7 +55,9 @@ class TrainingTask:
             is above 1 (docs/how-to/parallel.md). If it has a method `seed_samples`, that is called
             before each forward pass with one integer per sample, for masks that do not depend on
             the layout. torch's generator is seeded for each micro-batch, too.
-        dataset: any map-style data set of torch, or one with `fetch` (see `Loader`).
+        dataset: any map-style data set of torch, or one with `fetch` (see `Loader`). For
+            `data.micro_tokens` it has a method `lengths`, which returns the lengths of some
+            samples, int64, for their indices, and takes little time.
         loss: a function of the model and a batch. It returns the mean over the batch's samples, a
             scalar, or with `data.loss: token` the mean over what `counted` counts. The batch is as
             the data set returned it, on the model's device. By default the model is called with the
@@ -94,12 +97,13 @@ class StepPlan:
     """The samples that this replica computes in each step.
 
     Args:
-        parts: the parts of a step's batch that this replica computes, one for each micro-batch.
+        parts: the parts of a step's batch that this replica computes, one for each micro-batch, or
+            with `data.micro_tokens` a function of the step that returns them.
         order: the order of all samples.
         last: the number of the last step.
     """
 
-    parts: list[Part]
+    parts: list[Part] | PartsByLength
     order: SampleOrder
     last: int
 
@@ -135,6 +139,11 @@ class Assembly:
     collectives: Collectives
     checkpoints: Checkpoints
     state_bytes: int
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's losses count. In each replica those of one rank do."""
+        return self.layout.pipeline.is_last and self.grid.coordinate.tp == 0
 
     def close(self) -> None:
         """Release hooks, threads, shared memory and communicators. Collective."""
@@ -279,9 +288,25 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
                 "would leave parts of gradients behind",
                 "give data.micro_batch a number",
             )
-        at_a_time = 1 if searched else data.samples_at_a_time
-        parts = cut(data.batch, grid.dp, grid.coordinate.dp, at_a_time)
         order = SampleOrder.of(task.dataset, data.batch, seed=run.seed, shuffle=data.shuffle)
+        replica, lengths = grid.coordinate.dp, []
+        parts: list[Part] | PartsByLength
+        if data.micro_tokens is None:
+            at_a_time = 1 if searched else data.samples_at_a_time
+            parts = cut(data.batch, grid.dp, replica, at_a_time)
+            micro_batches = len(parts)
+        else:
+            for dataset in [task.dataset, *([task.validation] if held_out else [])]:
+                if not hasattr(dataset, "lengths"):
+                    raise ConfigError(
+                        "data.micro_tokens is given, but the data set has no method lengths",
+                        "give it one, or use data.micro_batch",
+                    )
+            parts = PartsByLength(
+                task.dataset, order, data.micro_tokens, ranks=grid.dp, rank=replica
+            )
+            micro_batches = len(parts(1))
+            lengths = lengths_of(task.dataset, order.indices(1, 0, data.batch)).tolist()
         last = last_step(run, order.steps_per_epoch)
         if data.validation_every and not held_out:
             raise ConfigError(
@@ -294,13 +319,14 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
                 "data.loss is token, but nothing says how many tokens of a batch count",
                 "give TrainingTask `counted`, or leave data.loss out",
             )
-    given = f"{samples} {len(task.validation) if held_out else 0} {order.identity}"
-    same(group, "the data set (its size, or its mixture)", given, "give all ranks the same data")
-    if len(parts) < grid.pp and group.rank == 0:
+    given = f"{samples} {len(task.validation) if held_out else 0} {order.identity} {lengths}"
+    what = "the data set (its size, mixture or lengths)"
+    same(group, what, given, "give all ranks the same data")
+    if micro_batches < grid.pp and group.rank == 0:
         logger.warning(
             "a step has %d micro-batches, fewer than the %d stages of the pipeline, so ranks are "
             "idle most of the time; a smaller data.micro_batch gives more micro-batches",
-            len(parts),
+            micro_batches,
             grid.pp,
         )
     return StepPlan(parts, order, last)

@@ -64,7 +64,8 @@ def micro_batches(batch: int, ranks: int, rank: int, accumulate: int) -> list[Pa
             f"nearest that are: {', '.join(map(str, near))}",
         )
     size = batch // unit
-    return [Part((number * ranks + rank) * size, size) for number in range(accumulate)]
+    firsts = [(number * ranks + rank) * size for number in range(accumulate)]
+    return [Part(range(first, first + size)) for first in firsts]
 
 
 def check_passes(optimizer: Any, accumulate: int) -> None:

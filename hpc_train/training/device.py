@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hpc_train.data.generators import seed_beside_torch
 from hpc_train.errors import ConfigError
@@ -146,3 +148,14 @@ def free_memory_of(device: torch.device) -> int:
         return free_bytes()
     free: int = getattr(torch, device.type).mem_get_info()[0]
     return free
+
+
+def moved(data: Any, device: torch.device) -> Any:
+    """A batch on a device: all of its tensors, also those inside lists, tuples and dicts."""
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {key: moved(value, device) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(moved(value, device) for value in data)
+    return data

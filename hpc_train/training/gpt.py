@@ -29,7 +29,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
 from hpc_train.planning.fits import PlannedJob, check_fits
 from hpc_train.planning.layouts import Candidate
-from hpc_train.planning.model import division_of, shape_of
+from hpc_train.planning.model import check_one_length, division_of, shape_of
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.device import choose_device, free_memory_of
 from hpc_train.training.samples import samples_of, tokens_in
@@ -51,6 +51,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
     with agreed(group):
         if not config.data.folders:
             raise ConfigError("data.path is not given", "give the folder of `hpc-train prepare`")
+        check_one_length(config.data)
         folders = [Path(folder) for folder in config.data.folders]
         found = dict(zip(folders, manifests.read_manifests(folders), strict=True))
     for directory, manifest in found.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
-from hpc_train.data.order import evenly
 from hpc_train.data.reader import Reader
 from hpc_train.errors import DataError, NotFiniteError
 from hpc_train.gradients.scaling import clip_gradients
@@ -37,8 +36,7 @@ from hpc_train.parallel.simulate import enough
 from hpc_train.planning.schedules import OPTIMIZER_TENSORS
 from hpc_train.seeds import mix
 from hpc_train.training.assemble import TrainingTask, assemble
-from hpc_train.training.device import seed
-from hpc_train.training.evaluation import HELD_OUT
+from hpc_train.training.device import moved, seed
 from hpc_train.training.learning_rate import learning_rate
 from hpc_train.training.micro_batch import (
     find_micro_batch,
@@ -47,6 +45,7 @@ from hpc_train.training.micro_batch import (
 )
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.steps import guarded_steps
+from hpc_train.training.validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +75,12 @@ class Trainer:
         self.counted = task.counted if config.data.loss == "token" else None
         if hasattr(self.model, "loss_over"):
             setattr(self.model, "loss_over", config.data.loss)  # noqa: B010  # torch types modules
-        self.averager.expect(len(self.plan.parts))
+        self.averager.expect(self._passes())
         self.collectives, self.checkpoints = made.collectives, made.checkpoints
         lock = threading.RLock()  # both data sets may be parts of one
         self.reader = Reader(task.dataset, lock)
-        self.held_out = Reader(task.validation, lock)
+        held_out = Reader(task.validation, lock)
+        self.validation = Validation(config, held_out, made, self._loss, self.counted)
         self.meter = Meter(config.data.batch, self.group.waiting, task.tokens_per_sample)
         self.memory = PeakMemory()
         self._closed = self._searched = False
@@ -167,9 +167,11 @@ class Trainer:
             Bytes of the data that a real step has besides, which is read ahead.
         """
         self._cut(size)
-        few = enough(self.grid.pp, len(self.plan.parts))[-1]
+        every = self.plan.parts
+        assert isinstance(every, list)
+        few = enough(self.grid.pp, len(every))[-1]
         gpipe = self.config.parallel.schedule == "gpipe"  # holds all of them
-        parts = self.plan.parts if gpipe else self.plan.parts[:few]
+        parts = every if gpipe else every[:few]
         with agreed(self.group):
             loader = Loader(
                 self.reader, self.plan.order, parts, first_step=1, last_step=1, prefetch=0
@@ -182,7 +184,7 @@ class Trainer:
         self.averager.average()
         self.averager.zero_grad()
         read = sum(t.nbytes for t in tree_leaves(step) if isinstance(t, Tensor))
-        of_all = read * len(self.plan.parts) // len(parts)
+        of_all = read * len(every) // len(parts)
         ahead = self.config.data.prefetch if self.device.type == "cpu" else 0
         return of_all * (1 + ahead) - read
 
@@ -193,65 +195,22 @@ class Trainer:
         self.plan = replace(self.plan, parts=parts)
         self.averager.expect(len(parts))
 
+    @property
+    def micro_batch(self) -> int:
+        """The number of samples of a micro-batch; 0 if their lengths decide it."""
+        return self.plan.parts[0].count if isinstance(self.plan.parts, list) else 0
+
+    def _passes(self) -> int:
+        """The number of backward passes of a step. It is a hint, if lengths decide it."""
+        return len(self.plan.parts) if isinstance(self.plan.parts, list) else 2
+
     def validate(self) -> float:
         """The mean loss over the held-out data set. Collective."""
         self.checkpoints.unify()
         self.model.eval()
-        totals = torch.zeros(2, dtype=torch.float64)
-        for indices in self._validation_rounds():
-            read = [some or range(1) for some in indices]  # a sample in place of none: not counted
-            with agreed(self.group):
-                batches = [self._read_held_out(some) for some in read]
-                items = [
-                    int(self.counted(batch)) if self.counted and some else len(some)
-                    for batch, some in zip(batches, indices, strict=True)
-                ]
-            with torch.no_grad():
-                moved = [_move(batch, self.device) for batch in batches]
-                losses = self._evaluate(moved, [len(some) for some in read])
-            for loss, count in zip(losses, items, strict=False):  # other ranks have no losses
-                if count:  # the mean over nothing may be NaN
-                    totals += torch.tensor([loss.item() * count, count], dtype=torch.float64)
+        mean = self.validation.mean(self.micro_batch)
         self.model.train()
-        self.collectives.sum_(totals)
-        return float(totals[0] / totals[1])
-
-    def _read_held_out(self, indices: range) -> Any:
-        """A batch of held-out samples. What the data set draws is the same each time."""
-
-        def seed_of(place: int) -> int:
-            return mix(self.config.run.seed, HELD_OUT, indices[place])
-
-        return self.held_out.read(indices, seed_of)
-
-    def _validation_rounds(self) -> Iterator[list[range]]:
-        """Yield this replica's micro-batches in rounds. All replicas have as many rounds.
-
-        With memory.zero 3 they also have as many micro-batches, some without samples, because they
-        gather parameters together.
-        """
-        data, replicas = self.config.data, self.grid.dp
-        samples = evenly(len(self.task.validation), data.validation_batches * data.batch)
-        size, at_once = self.plan.parts[0].count, 2 * self.grid.pp - 1
-        mine, most = samples[self.grid.coordinate.dp :: replicas], -(-len(samples) // replicas)
-        for first in range(0, most, size * at_once):
-            end = most if self.config.memory.zero == 3 else len(mine)
-            cuts = range(first, min(first + size * at_once, end), size)
-            yield [mine[begin : begin + size] for begin in cuts]
-
-    def _evaluate(self, batches: list[Any], samples: list[int]) -> list[Tensor]:
-        """The losses of micro-batches, on the rank whose losses count; others return none."""
-        if not batches:
-            return []
-        losses = self.layout.pipeline.evaluate(
-            lambda number, virtual_stage: self._loss(batches[number]), samples
-        )
-        return losses if self._speaks else []
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether this rank's losses count. In each replica those of one rank do."""
-        return self.layout.pipeline.is_last and self.grid.coordinate.tp == 0
+        return mean
 
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
         """Compute one step, and report its numbers if that is due. Collective."""
@@ -295,16 +254,16 @@ class Trainer:
         """
         self.averager.zero_grad()
         micro_batches = step.micro_batches
-        batches = [_move(micro_batch.data, self.device) for micro_batch in micro_batches]
+        batches = [moved(micro_batch.data, self.device) for micro_batch in micro_batches]
 
         def forward(number: int, virtual_stage: int) -> Tensor:
             self._seed(step.number, micro_batches[number], virtual_stage)
             return self._loss(batches[number])
 
-        samples = [micro_batch.part.count for micro_batch in micro_batches]
+        forms = [micro_batch.part.form for micro_batch in micro_batches]
         scale = 1.0 if self.scaler is None else self.scaler.scale
         weights = self._weights(step)
-        losses = self.layout.pipeline.train(forward, samples, [scale * one for one in weights])
+        losses = self.layout.pipeline.train(forward, forms, [scale * one for one in weights])
         return [one * weight for one, weight in zip(losses, weights, strict=False) if weight]
 
     def _weights(self, step: Step) -> list[float]:
@@ -314,9 +273,9 @@ class Trainer:
             DataError: nothing in the whole step counts; on all ranks.
         """
         items = [micro_batch.items for micro_batch in step.micro_batches]
-        if self.counted is None:
-            return [count / sum(items) for count in items]
-        total = self.grid.data.total(sum(items))
+        total = self.config.data.batch
+        if self.counted is not None:
+            total = self.grid.data.total(sum(items))
         if not total:
             error = DataError(
                 f"no token of step {step.number} counts", "use a larger data.batch, or other data"
@@ -341,8 +300,7 @@ class Trainer:
         seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:
-            places = range(part.first, part.first + part.count)
-            seed_samples([mix(base, step, place) for place in places])
+            seed_samples([mix(base, step, place) for place in part.places])
 
     def _clip(self, *, needed: bool) -> float:
         """Clip the averaged gradients. Returns their norm before; 0 if nothing needs it."""
@@ -361,7 +319,7 @@ class Trainer:
     def _mean(self, losses: list[Tensor]) -> float:
         """The mean loss of a step's samples, which are divided among the ranks. Collective."""
         total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for loss in losses if self._speaks else []:
+        for loss in losses if self.assembly.speaks else []:
             total += loss
         self.collectives.sum_(total)
         return float(total) / self.grid.dp
@@ -426,14 +384,3 @@ def _call(model: nn.Module, batch: Any) -> Tensor:
     """Call a model with the parts of a batch; it returns its loss."""
     loss: Tensor = model(*batch)
     return loss
-
-
-def _move(data: Any, device: torch.device) -> Any:
-    """Move a batch to a device: all tensors, also those inside lists, tuples and dicts."""
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {key: _move(value, device) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return type(data)(_move(value, device) for value in data)
-    return data

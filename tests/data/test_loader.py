@@ -54,7 +54,7 @@ def test_parts_of_all_ranks_make_up_the_batch(ranks, micro_batch, count):
 
 
 def test_without_a_micro_batch_a_rank_computes_its_share_at_once():
-    assert cut(12, 3, 1) == [Part(4, 4)]
+    assert cut(12, 3, 1) == [Part(range(4, 8))]
 
 
 @pytest.mark.parametrize(

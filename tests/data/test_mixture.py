@@ -198,7 +198,7 @@ class Deep:
 
 def test_generators_of_the_data_sets_are_seeded_by_sample():
     for dataset in (Deep(), Mixture([(Deep(), 1), (Mixture([(Deep(), 1)]), 1)])):
-        read = [Reader(dataset).read_of_step([5, 7], 1, 1, 0).tolist() for _ in range(2)]
+        read = [Reader(dataset).read_of_step([5, 7], 1, 1, range(2)).tolist() for _ in range(2)]
         assert read[0] == read[1]
 
 
