@@ -21,7 +21,7 @@ from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, Manifest
 from hpc_train.errors import DataError
 
 SHARD_READERS = 8  # most threads that read together where the storage is slow
-SLOW_SECONDS = 5e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
+SLOW_SECONDS = 3e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
 CHECKED_SECONDS = 0.01  # seconds after which a file is looked at again, as it may have changed
 VERIFIED_TOGETHER = 16  # most blocks in one read
 BLOCK_BITS = HASHED_BYTES.bit_length() - 1
@@ -82,7 +82,7 @@ class ShardFiles:
         self._checked: dict[int, _Open] = {}  # the shards that were looked at since `_since`
         self._since = 0.0
         self._reading = threading.Lock()  # opening a shard may close one that is being read
-        self._seconds = 0.0  # seconds that a read took last time
+        self._seconds = {"read": 0.0, "verify": 0.0}  # seconds that each took last time
         self._most = most_open_files()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class ShardFiles:
         elif not (self._verified[first] & self._verified[last]).all():
             self._verify(shards, np.concatenate([first, last]))
         places = (begins + self._offset[dataset][numbers]).tolist()
-        if self._seconds <= SLOW_SECONDS:
+        if self._seconds["read"] <= SLOW_SECONDS:
             descriptors = {number: one.descriptors[dataset] for number, one in shards.items()}
             # A loop in C, because one in Python takes as long as reading a sample from memory.
             begin, of_reads = time.perf_counter(), map(descriptors.__getitem__, listed)
@@ -156,14 +156,14 @@ class ShardFiles:
                 counts = list(map(os.preadv, of_reads, memories, places))
             except OSError:
                 counts = []  # the next call says which file it is
-            self._seconds = (time.perf_counter() - begin) / len(listed)
+            self._seconds["read"] = (time.perf_counter() - begin) / len(listed)
             if counts == sizes:
                 return
 
         def fill(item: int) -> None:
             _fill(shards[listed[item]], dataset, memories[item][0], places[item])
 
-        self._each(fill, len(listed))
+        self._each("read", fill, len(listed))
 
     def _verify(self, shards: dict[int, _Open], needed: np.ndarray) -> None:
         """Verify those of some blocks that were not verified yet."""
@@ -185,7 +185,7 @@ class ShardFiles:
             number = int(self._ends.searchsorted(blocks[0], "right"))
             self._verify_group(shards[number], number, blocks)
 
-        self._each(verify, len(groups))
+        self._each("verify", verify, len(groups))
         self._verified[fresh] = True
 
     def _verify_group(self, shard: _Open, number: int, blocks: list[int]) -> None:
@@ -218,9 +218,9 @@ class ShardFiles:
                 PREPARE_AGAIN,
             )
 
-    def _each(self, read: Callable[[int], None], count: int) -> None:
-        """Call a function that reads, for 0 to count - 1; in threads where reads take long."""
-        at_once = min(SHARD_READERS, count) if self._seconds > SLOW_SECONDS else 1
+    def _each(self, what: str, read: Callable[[int], None], count: int) -> None:
+        """Call a function that reads, for 0 to count - 1; in threads where that takes long."""
+        at_once = min(SHARD_READERS, count) if self._seconds[what] > SLOW_SECONDS else 1
         left, errors = iter(range(count)), list[BaseException]()
 
         def read_some() -> int:
@@ -240,7 +240,7 @@ class ShardFiles:
         begin = time.perf_counter()
         done = read_some()
         # Only this thread's reads count: starting threads takes longer than reading from memory.
-        self._seconds = (time.perf_counter() - begin) / max(1, done)
+        self._seconds[what] = (time.perf_counter() - begin) / max(1, done)
         for thread in others:
             thread.join()
         if errors:
