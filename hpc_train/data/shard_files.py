@@ -15,9 +15,9 @@ import numpy as np
 import xxhash
 
 from hpc_train import files
-from hpc_train.data.blocks import damaged_block, ends_early, read_table
-from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, Manifest
-from hpc_train.errors import DataError
+from hpc_train.data.blocks import beyond_vocabulary, damaged_block, ends_early, read_table
+from hpc_train.data.check import open_shard, unreadable_shard
+from hpc_train.data.manifest import HASHED_BYTES, Manifest
 
 SHARD_READERS = 8  # most threads that read together where the storage is slow
 SLOW_SECONDS = 5e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
@@ -209,12 +209,10 @@ class ShardFiles:
             _fill(shard, memory[part], at)
             if xxhash.xxh3_64_intdigest(memory[part]) != wanted:
                 raise damaged_block(shard.path, dataset, first + place)
-        if dataset == "tokens" and (largest := int(array.view(self.dtype).max())) >= self.vocab:
-            raise DataError(
-                f"shard {shard.path} has the token {largest}, which is beyond its manifest's "
-                f"vocabulary of {self.vocab}",
-                PREPARE_AGAIN,
-            )
+        if dataset == "tokens" and (tokens := array.view(self.dtype)).max() >= self.vocab:
+            place = int(tokens.argmax())
+            block = first + place * self.dtype.itemsize // HASHED_BYTES
+            raise beyond_vocabulary(shard.path, block, int(tokens[place]), self.vocab)
 
     def _each(self, read: Callable[[int], None], count: int) -> None:
         """Call a function that reads, for 0 to count - 1; in threads where reads take long."""
@@ -259,16 +257,16 @@ class ShardFiles:
 
     def _opened(self, number: int) -> _Open:
         path = self.directory / self.shards[number].name
+        descriptor = open_shard(path, self.shards[number], str(self.dtype))
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                identity = _identity(descriptor)
-                table = read_table(descriptor, path, self.shards[number], str(self.dtype))
-            except BaseException:
-                os.close(descriptor)
-                raise
+            identity = _identity(descriptor)
+            table = read_table(descriptor, path, self.shards[number], str(self.dtype))
         except OSError as error:
-            raise _unreadable(path, error) from None
+            os.close(descriptor)
+            raise unreadable_shard(path, error) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
         if self._seen.setdefault(number, identity) != identity:
             self._seen[number] = identity
             begin = int(self._first_block["tokens"][number])
@@ -300,10 +298,6 @@ def _fill(shard: _Open, memory: memoryview, begin: int) -> None:
     try:
         count = files.read_into(shard.descriptor, memory, begin)
     except OSError as error:
-        raise _unreadable(shard.path, error) from None
+        raise unreadable_shard(shard.path, error) from None
     if count < len(memory):
         raise ends_early(shard.path)
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"shard {path}: {error.strerror}", "check the file system")
