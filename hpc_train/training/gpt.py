@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 import hpc_train
 from hpc_train.config import ModelSection, RunConfig
 from hpc_train.data import manifest as manifests
-from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.loader import cut
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.shards import TokenDataset
@@ -32,6 +31,7 @@ from hpc_train.planning.model import division_of, shape_of
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.device import choose_device, free_memory_of
 from hpc_train.training.sharing import SharingFacts, choose_zero
+from hpc_train.training.substituted import check_on_nodes
 from hpc_train.training.trainer import Trainer
 
 LEANER = 0.9  # share of the memory that a job needed, and did not get, which a remedy may need
@@ -52,10 +52,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         directory = Path(config.data.path)
         manifest = manifests.read_manifest(directory)
     same(group, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
-    # Each node has its own view of the folder. Its ranks divide the files among them.
-    with agreed(group):
-        node = runtime.node
-        check_shards(directory, manifest, every_shard(manifest)[node.rank :: node.size])
+    check_on_nodes(runtime, directory, manifest, config.data.damaged)
     with agreed(group):
         shape = trained_shape(config.model, manifest)
         shape.check(division_of(config.parallel))
@@ -70,11 +67,11 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         torch.manual_seed(config.run.seed)
         dtype = getattr(torch, config.precision.parameters)
         model = shape.build_unfilled(dtype)  # each rank fills its part when the layout is known
-        sequence = config.model.sequence
-        training = TokenDataset(directory, manifest, "train", sequence)
+        sequence, damaged = config.model.sequence, config.data.damaged
+        training = TokenDataset(directory, manifest, "train", sequence, damaged)
         held_out = None
         if manifest.tokens("validation") > sequence:
-            held_out = TokenDataset(directory, manifest, "validation", sequence)
+            held_out = TokenDataset(directory, manifest, "validation", sequence, damaged)
         about = {
             "kind": config.model.kind,
             "shape": asdict(shape),
