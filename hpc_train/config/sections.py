@@ -141,6 +141,10 @@ class DataSection:
     validation_batches: int = 0
     """Number of batches of held-out samples in a pass, evenly spread over the split. 0 takes the
     whole split."""
+    damaged: Literal["raise", "substitute"] = "raise"
+    """What happens to a sample whose shard is damaged, missing or unreadable. raise ends the run.
+    substitute trains on another sample in its place, and counts it in metrics.jsonl. If more than
+    10% of the samples are substituted, the run ends."""
     prefetch: int = 2
     """Number of batches that a thread reads ahead. 0 reads each batch in its step."""
     workers: int = 0

@@ -7,7 +7,6 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ import numpy as np
 import xxhash
 
 from hpc_train import files
-from hpc_train.data.blocks import damaged_block, ends_early, path_of, read_table
-from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, Manifest
-from hpc_train.errors import DataError
+from hpc_train.data.blocks import beyond_vocabulary, damaged_block, ends_early, read_table
+from hpc_train.data.check import close_shard, open_shard, unreadable_shard
+from hpc_train.data.manifest import HASHED_BYTES, Manifest
 
 SHARD_READERS = 8  # most threads that read together where the storage is slow
 SLOW_SECONDS = 3e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
@@ -211,12 +210,10 @@ class ShardFiles:
             _fill(shard, dataset, memory[part], at)
             if xxhash.xxh3_64_intdigest(memory[part]) != wanted:
                 raise damaged_block(shard.path, of, dataset, first + place)
-        if dataset == "tokens" and (largest := int(array.view(self.dtype).max())) >= self.vocab:
-            raise DataError(
-                f"shard {shard.path} has the token {largest}, which is beyond its manifest's "
-                f"vocabulary of {self.vocab}",
-                PREPARE_AGAIN,
-            )
+        if dataset == "tokens" and (tokens := array.view(self.dtype)).max() >= self.vocab:
+            place = int(tokens.argmax())
+            block = first + place * self.dtype.itemsize // HASHED_BYTES
+            raise beyond_vocabulary(shard.path, block, int(tokens[place]), self.vocab)
 
     def _each(self, what: str, read: Callable[[int], None], count: int) -> None:
         """Call a function that reads, for 0 to count - 1; in threads where that takes long."""
@@ -262,21 +259,21 @@ class ShardFiles:
     def _opened(self, number: int) -> _Open:
         of = self.shards[number]
         path = self.directory / of.name
+        descriptors = open_shard(path, of, str(self.dtype))
         try:
-            with ExitStack() as held:
-                own = tokens = _opened_in(held, path)
-                if of.source:
-                    tokens = _opened_in(held, path_of(path, of, "tokens"))
-                identity = _identity(tokens)
-                table = read_table(own, path, of, str(self.dtype))
-                held.pop_all()
+            identity = _identity(descriptors["tokens"])
+            table = read_table(descriptors["hashes"], path, of, str(self.dtype))
         except OSError as error:
-            raise _unreadable(path, error) from None
+            close_shard(descriptors)
+            raise unreadable_shard(path, error) from None
+        except BaseException:
+            close_shard(descriptors)
+            raise
         if self._seen.setdefault(number, identity) != identity:
             self._seen[number] = identity
             begin = int(self._first_block["tokens"][number])
             self._verified[begin : self._ends[number]] = False
-        return _Open(path, {"tokens": tokens, "documents": own}, identity, table)
+        return _Open(path, descriptors, identity, table)
 
     def _keep_open(self, most: int) -> None:
         while len(self._files) > most:
@@ -284,20 +281,12 @@ class ShardFiles:
 
     def _close(self, number: int) -> None:
         self._checked.pop(number, None)
-        for descriptor in {*self._files.pop(number).descriptors.values()}:
-            os.close(descriptor)
+        close_shard(self._files.pop(number).descriptors)
 
     def close(self) -> None:
         """Close the shards."""
         with self._reading:
             self._keep_open(0)
-
-
-def _opened_in(held: ExitStack, path: Path) -> int:
-    """A descriptor of a file, which is closed at the end of the block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    held.callback(os.close, descriptor)
-    return descriptor
 
 
 def _identity(descriptor: int) -> Identity:
@@ -311,10 +300,6 @@ def _fill(shard: _Open, dataset: str, memory: memoryview, begin: int) -> None:
     try:
         count = files.read_into(shard.descriptors[dataset], memory, begin)
     except OSError as error:
-        raise _unreadable(shard.path, error) from None
+        raise unreadable_shard(shard.path, error) from None
     if count < len(memory):
         raise ends_early(shard.path)
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"shard {path}: {error.strerror}", "check the file system")
