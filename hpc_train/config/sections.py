@@ -154,6 +154,10 @@ class DataSection:
     validation_batches: int = 0
     """Number of batches of held-out samples in a pass, evenly spread over the split. 0 takes the
     whole split."""
+    damaged: Literal["raise", "substitute"] = "raise"
+    """What happens to a sample whose shard is damaged, missing or unreadable. raise ends the run.
+    substitute trains on another sample in its place, and counts it in metrics.jsonl. If more than
+    10% of the samples are substituted, the run ends."""
     prefetch: int = 2
     """Number of batches that a thread reads ahead. 0 reads each batch in its step."""
     workers: int = 0
@@ -170,6 +174,12 @@ class DataSection:
         if self.micro_batch != "auto":
             at_least(self, "data", micro_batch=1)
         at_least(self, "data", micro_tokens=1)
+        if self.damaged == "substitute" and not self.across_documents:
+            raise ConfigError(
+                "data.damaged is substitute, but data.across_documents is false: only the lengths "
+                "of its documents say which samples a shard has",
+                "leave one of them out",
+            )
         if self.micro_tokens is not None and self.micro_batch is not None:
             raise ConfigError(
                 "data.micro_batch and data.micro_tokens are both given", "give one of them"

@@ -66,6 +66,15 @@ def damaged_block(path: Path, shard: Shard, dataset: str, block: int) -> DataErr
     )
 
 
+def beyond_vocabulary(path: Path, block: int, token: int, vocab: int) -> DataError:
+    """The error for a block with a token that is not in the vocabulary."""
+    return DataError(
+        f"shard {path} does not fit its manifest: block {block} of its dataset tokens has the "
+        f"token {token}, which is beyond its manifest's vocabulary of {vocab}",
+        PREPARE_AGAIN,
+    )
+
+
 def ends_early(path: Path) -> DataError:
     """The error for a shard that became shorter after it was checked."""
     return DataError(f"shard {path} ends early", PREPARE_AGAIN)

@@ -7,10 +7,11 @@ Nothing parses HDF5, because the HDF5 library ends the process at some damaged f
 
 from __future__ import annotations
 
+import errno
 import os
-import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,14 @@ import numpy as np
 from hpc_train import files
 from hpc_train.data.blocks import block_hashes, damaged_block, ends_early, path_of, read_table
 from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, TOKEN_BYTES, Manifest, Shard
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, HpcTrainError
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 DATASETS = ("tokens", "documents", "hashes")
 NO_ADDRESS = (1 << 64) - 1  # HDF5's address of data that lie in another file
 BEFORE_BYTES = 1 << 20  # most bytes before the data; HDF5 takes some KiB
 PIECE_BYTES = 8 << 20  # a multiple of HASHED_BYTES
+LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the system, which says nothing of the file
 
 
 def every_shard(manifest: Manifest) -> list[Shard]:
@@ -55,71 +57,116 @@ def check_shard(path: Path, shard: Shard, dtype: str) -> None:
     Raises:
         DataError: as `check_shards`.
     """
-    descriptor = _open(path)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise DataError(f"shard {path} is not a file", PREPARE_AGAIN)
-        if found.st_size != shard.file_bytes:
-            raise DataError(
-                f"shard {path} has {found.st_size} bytes, its manifest says {shard.file_bytes}",
-                PREPARE_AGAIN,
-            )
-        inside = [name for name in DATASETS if not (shard.source and name == "tokens")]
-        extents = [shard.extents(dtype)[name] for name in inside]
-        begin = min(offset for offset, nbytes in extents if nbytes)
-        if begin > BEFORE_BYTES:
-            raise _foreign(path)
-        before = files.read_at(descriptor, begin, 0)
-    except OSError as error:
-        raise DataError(f"shard {path}: {error.strerror}", "check the file system") from None
-    finally:
+    close_shard(open_shard(path, shard, dtype))
+
+
+def open_shard(path: Path, shard: Shard, dtype: str) -> dict[str, int]:
+    """Open a shard and check it without reading its tokens.
+
+    Returns:
+        For each dataset a descriptor of the file that has it. `close_shard` closes them.
+
+    Raises:
+        DataError: as `check_shards`.
+        HpcTrainError: the system opens no more files.
+    """
+    with ExitStack() as held:
+        own = _opened(held, path)
+        try:
+            _check(own, path, shard, dtype)
+        except OSError as error:
+            raise unreadable_shard(path, error) from None
+        found = dict.fromkeys(DATASETS, own)
+        if shard.source:
+            source = path_of(path, shard, "tokens")
+            found["tokens"] = _opened(held, source)
+            _check_source(found["tokens"], source, shard, dtype)
+        held.pop_all()
+    return found
+
+
+def close_shard(descriptors: Mapping[str, int]) -> None:
+    """Close what `open_shard` has opened."""
+    for descriptor in {*descriptors.values()}:
         os.close(descriptor)
-    if not before.startswith(SIGNATURE):
-        raise DataError(f"shard {path} is damaged (it is not an HDF5 file)", PREPARE_AGAIN)
-    if not all(re.search(label, before, re.DOTALL) for label in _labels(shard, dtype)):
-        raise _foreign(path)
-    if shard.source:
-        _check_source(path, shard, dtype)
 
 
-def _check_source(path: Path, shard: Shard, dtype: str) -> None:
+def _opened(held: ExitStack, path: Path) -> int:
+    try:  # O_NONBLOCK, because opening a pipe that nobody writes to would wait forever
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise DataError(f"shard {path} is missing", PREPARE_AGAIN) from None
+    except OSError as error:
+        raise unreadable_shard(path, error) from None
+    held.callback(os.close, descriptor)
+    return descriptor
+
+
+def _check_source(descriptor: int, path: Path, shard: Shard, dtype: str) -> None:
     """Check that the file of others that has a shard's tokens is long enough."""
-    source = path.parent / shard.source
-    descriptor = _open(source)
     found = os.fstat(descriptor)
-    os.close(descriptor)
     if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"{source.resolve()} is not a file", PREPARE_AGAIN)
+        raise DataError(f"{path.resolve()} is not a file", PREPARE_AGAIN)
     if found.st_size < shard.offset + shard.nbytes(dtype):
         raise DataError(
-            f"{source.resolve()} has {found.st_size} bytes, fewer than when shard {path} was made",
+            f"{path.resolve()} has {found.st_size} bytes, fewer than when {shard.name} was made",
             PREPARE_AGAIN,
         )
 
 
-def _open(path: Path) -> int:
-    try:  # O_NONBLOCK, because opening a pipe that nobody writes to would wait forever
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise DataError(f"shard {path} is missing", PREPARE_AGAIN) from None
-    except OSError as error:
-        raise DataError(f"shard {path}: {error.strerror}", "make it readable") from None
+def _check(descriptor: int, path: Path, shard: Shard, dtype: str) -> None:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"shard {path} is not a file", PREPARE_AGAIN)
+    if found.st_size != shard.file_bytes:
+        raise DataError(
+            f"shard {path} has {found.st_size} bytes, its manifest says {shard.file_bytes}",
+            PREPARE_AGAIN,
+        )
+    inside = [name for name in DATASETS if not (shard.source and name == "tokens")]
+    extents = [shard.extents(dtype)[name] for name in inside]
+    begin = min(offset for offset, nbytes in extents if nbytes)
+    if begin > BEFORE_BYTES:
+        raise _foreign(path)
+    before = files.read_at(descriptor, begin, 0)
+    if not before.startswith(SIGNATURE):
+        raise DataError(f"shard {path} is damaged (it is not an HDF5 file)", PREPARE_AGAIN)
+    if not all(any(_has(before, form) for form in label) for label in _labels(shard, dtype)):
+        raise _foreign(path)
+
+
+def _has(content: bytes, wanted: bytes) -> bool:
+    """Whether some bytes, of which the first is not zero, are in others, most of which are.
+
+    Python finds a single byte much faster than several in a row.
+    """
+    first, at = wanted[:1], -1
+    while (at := content.find(first, at + 1)) >= 0:
+        if content.startswith(wanted, at):
+            return True
+    return False
+
+
+def unreadable_shard(path: Path, error: OSError) -> HpcTrainError:
+    """The error for a shard that the system does not open or read."""
+    if error.errno in LACK:
+        return HpcTrainError(f"shard {path}: {error.strerror}", "run with fewer ranks on a node")
+    return DataError(f"shard {path}: {error.strerror}", "make it readable, or copy it again")
 
 
 def _foreign(path: Path) -> DataError:
     return DataError(f"shard {path} is not the one its manifest describes", PREPARE_AGAIN)
 
 
-def _labels(shard: Shard, dtype: str) -> list[bytes]:
-    """Regular expressions for what an HDF5 file with this data holds before it.
+def _labels(shard: Shard, dtype: str) -> list[list[bytes]]:
+    """What an HDF5 file with this data holds before it: fields, each with its possible forms.
 
     The fields are those of the HDF5 file format specification, IV.A.2: fixed-point datatypes
     (class 0, little-endian) and contiguous layouts (class 1, address, size), each with its version
     before it. The hash is an attribute, which is text.
     """
     size = TOKEN_BYTES[dtype]
-    kind = size.to_bytes(4, "little") + bytes(2) + (8 * size).to_bytes(2, "little")
+    kind = bytes(3) + size.to_bytes(4, "little") + bytes(2) + (8 * size).to_bytes(2, "little")
     extents = shard.extents(dtype)
     if shard.source:
         extents["tokens"] = NO_ADDRESS, shard.nbytes(dtype)
@@ -129,9 +176,9 @@ def _labels(shard: Shard, dtype: str) -> list[bytes]:
         if nbytes
     ]
     return [
-        rb"[\x10\x20\x30\x40]\0\0\0" + re.escape(kind),
-        *(rb"[\x03\x04]\x01" + re.escape(place) for place in places),
-        re.escape(shard.hash.encode()),
+        [version + kind for version in (b"\x10", b"\x20", b"\x30", b"\x40")],
+        *([version + place for version in (b"\x03\x01", b"\x04\x01")] for place in places),
+        [shard.hash.encode()],
     ]
 
 
@@ -150,15 +197,17 @@ def damage(
         What is wrong with the shard, in words; None if nothing is.
     """
     try:
-        check_shard(path, shard, dtype)
-        with files.opened(path) as descriptor:
-            table = read_table(descriptor, path, shard, dtype)
-        extents = shard.extents(dtype)
-        for name in ("tokens", "documents"):
-            blocks = -(-extents[name][1] // HASHED_BYTES)
-            with files.opened(path_of(path, shard, name)) as descriptor:
-                _compare(descriptor, path, shard, name, (extents[name], table[:blocks]), tell)
-            table, tell = table[blocks:], lambda count: None
+        descriptors = open_shard(path, shard, dtype)
+        try:
+            table = read_table(descriptors["hashes"], path, shard, dtype)
+            for name in ("tokens", "documents"):
+                extent = shard.extents(dtype)[name]
+                blocks = -(-extent[1] // HASHED_BYTES)
+                hashed = extent, table[:blocks]
+                _compare(descriptors[name], path, shard, name, hashed, tell)
+                table, tell = table[blocks:], lambda count: None
+        finally:
+            close_shard(descriptors)
     except DataError as error:
         return error.cause
     except OSError as error:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import DataError
 
 FILE_NAME = "manifest.json"
-FORMAT = "hpc_train.tokens/3"
+FORMAT = "hpc_train.tokens/4"
 PREPARE_AGAIN = "run `hpc-train prepare` again into a new folder"
 SPLITS = ("train", "validation")
 # The types of tokens, and the bytes of one token. No other types are read: a file could otherwise
@@ -101,12 +103,22 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of the manifest file."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, **asdict(self), "hash": self.digest}, indent=1) + "\n"
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A hash of the manifest. It is equal for equal tokens in equal shards."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+        return hash_of_manifest({"format": FORMAT, **asdict(self)})
+
+
+def hash_of_manifest(tree: Mapping[str, Any]) -> str:
+    """The hash that a manifest's file has under the key `hash`: BLAKE2b of its other keys.
+
+    It is of their JSON text with sorted keys and without spaces, in UTF-8.
+    """
+    content = {key: value for key, value in tree.items() if key != "hash"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -121,7 +133,8 @@ def read_manifest(directory: Path) -> Manifest:
             raise FileNotFoundError
         if path.stat().st_size > FILE_BYTES:
             raise ValueError(f"it has more than {FILE_BYTES} bytes")
-        return parse_manifest(json.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        return parse_manifest(json.loads(text, object_pairs_hook=_without_duplicates))
     except FileNotFoundError:
         raise DataError(
             f"{directory} holds no prepared data (no {FILE_NAME})",
@@ -129,7 +142,9 @@ def read_manifest(directory: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", "make it readable") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise DataError(f"{path} is damaged (it is nested too deeply)", PREPARE_AGAIN) from None
+    except ValueError as error:
         raise DataError(f"{path} is damaged ({error})", PREPARE_AGAIN) from None
 
 
@@ -163,12 +178,13 @@ def parse_manifest(tree: Any) -> Manifest:
     """Make a manifest from its file's JSON tree, and check every value.
 
     Raises:
-        ValueError: a key is missing or unknown, or a value is not allowed.
+        ValueError: a key is missing or unknown, a value is not allowed, or the values do not have
+            the manifest's hash.
     """
     if isinstance(tree, dict) and tree.get("format") != FORMAT:
         raise ValueError(f"its format is {_short(tree.get('format'))}, not {FORMAT}")
     keys = [field.name for field in fields(Manifest)]
-    _check_keys("the manifest", tree, ["format", *keys])
+    _check_keys("the manifest", tree, ["format", *keys, "hash"])
     given = {key: tree[key] for key in keys}
     dtype, splits = given["dtype"], given["splits"]
     if not isinstance(dtype, str) or dtype not in TOKEN_BYTES:
@@ -184,7 +200,21 @@ def parse_manifest(tree: Any) -> Manifest:
         raise ValueError("two shards have the same name")
     if sum(shard.file_bytes for shard in every) > LARGEST_SIZE:
         raise ValueError("the shards have more bytes together than a file system can hold")
-    return Manifest(**{**given, "splits": shards})
+    manifest = Manifest(**{**given, "splits": shards})
+    if tree["hash"] != manifest.digest:
+        raise ValueError(
+            f"its hash is {_short(tree['hash'])}, but its content has the hash {manifest.digest}"
+        )
+    return manifest
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, which Python would take with the last of several values of a key."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"it has the key {_short(twice)} twice")
+    return tree
 
 
 def _shards(split: str, trees: Any, dtype: str) -> tuple[Shard, ...]:

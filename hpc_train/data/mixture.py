@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hpc_train.data.order import SampleOrder
+from hpc_train.data.substitutes import Substituted, Substitutes
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.seeds import mix
 
@@ -96,6 +97,12 @@ class Mixture:
         """
         return MixedOrder(self, batch, seed=seed, shuffle=shuffle)
 
+    @property
+    def substitutes(self) -> Substitutes | None:
+        """The first data set's, which tells of damage, if all of them substitute samples."""
+        own = [getattr(dataset, "substitutes", None) for dataset in self.datasets]
+        return None if None in own else own[0]
+
     def _located(self, indices: Any) -> tuple[Any, Any]:
         """The numbers of the data sets that have some samples, and the samples' numbers there."""
         numbers = np.searchsorted(self.ends, indices, side="right")
@@ -108,13 +115,25 @@ class Mixture:
         batches = [
             self.datasets[number].fetch(some) for number, some in zip(used, wanted, strict=True)
         ]
+        pairs: list[tuple[int, int]] = []
+        causes: list[str] = []
+        for place, (number, batch) in enumerate(zip(used, batches, strict=True)):
+            if isinstance(batch, Substituted):
+                begin = int(self.ends[number]) - len(self.datasets[number])
+                pairs += [(begin + one, begin + other) for one, other in batch.pairs]
+                causes += batch.causes
+                batches[place] = (*batch,)
+        together = self._together(batches, numbers, [len(some) for some in wanted])
+        return Substituted.of(together, pairs, causes) if pairs else together
+
+    def _together(self, batches: list[Any], numbers: np.ndarray, counts: list[int]) -> Any:
+        """The batches of several data sets as one, in the order of `numbers`."""
         if len(batches) == 1:
             return batches[0]
         places = np.argsort(np.argsort(numbers, kind="stable"))
         flat, structures = zip(*map(tree_flatten, batches), strict=True)
         if any(structure != structures[0] for structure in structures):
             raise _different(f"{batches[0]!r:.60} and {batches[1]!r:.60}")
-        counts = [len(some) for some in wanted]
         joined = [_joined(leaves, counts, places) for leaves in zip(*flat, strict=True)]
         return tree_unflatten(joined, structures[0])
 

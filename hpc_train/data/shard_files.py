@@ -7,7 +7,6 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ import numpy as np
 import xxhash
 
 from hpc_train import files
-from hpc_train.data.blocks import damaged_block, ends_early, path_of, read_table
-from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, Manifest
-from hpc_train.errors import DataError
+from hpc_train.data.blocks import beyond_vocabulary, damaged_block, ends_early, read_table
+from hpc_train.data.check import close_shard, open_shard, unreadable_shard
+from hpc_train.data.manifest import HASHED_BYTES, Manifest
 
 SHARD_READERS = 8  # most threads that read together where the storage is slow
-SLOW_SECONDS = 5e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
+SLOW_SECONDS = 3e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
 CHECKED_SECONDS = 0.01  # seconds after which a file is looked at again, as it may have changed
 VERIFIED_TOGETHER = 16  # most blocks in one read
 BLOCK_BITS = HASHED_BYTES.bit_length() - 1
@@ -82,7 +81,7 @@ class ShardFiles:
         self._checked: dict[int, _Open] = {}  # the shards that were looked at since `_since`
         self._since = 0.0
         self._reading = threading.Lock()  # opening a shard may close one that is being read
-        self._seconds = 0.0  # seconds that a read took last time
+        self._seconds = {"read": 0.0, "verify": 0.0}  # seconds that each took last time
         self._most = most_open_files()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,7 +147,7 @@ class ShardFiles:
         elif not (self._verified[first] & self._verified[last]).all():
             self._verify(shards, np.concatenate([first, last]))
         places = (begins + self._offset[dataset][numbers]).tolist()
-        if self._seconds <= SLOW_SECONDS:
+        if self._seconds["read"] <= SLOW_SECONDS:
             descriptors = {number: one.descriptors[dataset] for number, one in shards.items()}
             # A loop in C, because one in Python takes as long as reading a sample from memory.
             begin, of_reads = time.perf_counter(), map(descriptors.__getitem__, listed)
@@ -156,14 +155,14 @@ class ShardFiles:
                 counts = list(map(os.preadv, of_reads, memories, places))
             except OSError:
                 counts = []  # the next call says which file it is
-            self._seconds = (time.perf_counter() - begin) / len(listed)
+            self._seconds["read"] = (time.perf_counter() - begin) / len(listed)
             if counts == sizes:
                 return
 
         def fill(item: int) -> None:
             _fill(shards[listed[item]], dataset, memories[item][0], places[item])
 
-        self._each(fill, len(listed))
+        self._each("read", fill, len(listed))
 
     def _verify(self, shards: dict[int, _Open], needed: np.ndarray) -> None:
         """Verify those of some blocks that were not verified yet."""
@@ -185,7 +184,7 @@ class ShardFiles:
             number = int(self._ends.searchsorted(blocks[0], "right"))
             self._verify_group(shards[number], number, blocks)
 
-        self._each(verify, len(groups))
+        self._each("verify", verify, len(groups))
         self._verified[fresh] = True
 
     def _verify_group(self, shard: _Open, number: int, blocks: list[int]) -> None:
@@ -211,16 +210,14 @@ class ShardFiles:
             _fill(shard, dataset, memory[part], at)
             if xxhash.xxh3_64_intdigest(memory[part]) != wanted:
                 raise damaged_block(shard.path, of, dataset, first + place)
-        if dataset == "tokens" and (largest := int(array.view(self.dtype).max())) >= self.vocab:
-            raise DataError(
-                f"shard {shard.path} has the token {largest}, which is beyond its manifest's "
-                f"vocabulary of {self.vocab}",
-                PREPARE_AGAIN,
-            )
+        if dataset == "tokens" and (tokens := array.view(self.dtype)).max() >= self.vocab:
+            place = int(tokens.argmax())
+            block = first + place * self.dtype.itemsize // HASHED_BYTES
+            raise beyond_vocabulary(shard.path, block, int(tokens[place]), self.vocab)
 
-    def _each(self, read: Callable[[int], None], count: int) -> None:
-        """Call a function that reads, for 0 to count - 1; in threads where reads take long."""
-        at_once = min(SHARD_READERS, count) if self._seconds > SLOW_SECONDS else 1
+    def _each(self, what: str, read: Callable[[int], None], count: int) -> None:
+        """Call a function that reads, for 0 to count - 1; in threads where that takes long."""
+        at_once = min(SHARD_READERS, count) if self._seconds[what] > SLOW_SECONDS else 1
         left, errors = iter(range(count)), list[BaseException]()
 
         def read_some() -> int:
@@ -240,7 +237,7 @@ class ShardFiles:
         begin = time.perf_counter()
         done = read_some()
         # Only this thread's reads count: starting threads takes longer than reading from memory.
-        self._seconds = (time.perf_counter() - begin) / max(1, done)
+        self._seconds[what] = (time.perf_counter() - begin) / max(1, done)
         for thread in others:
             thread.join()
         if errors:
@@ -262,21 +259,21 @@ class ShardFiles:
     def _opened(self, number: int) -> _Open:
         of = self.shards[number]
         path = self.directory / of.name
+        descriptors = open_shard(path, of, str(self.dtype))
         try:
-            with ExitStack() as held:
-                own = tokens = _opened_in(held, path)
-                if of.source:
-                    tokens = _opened_in(held, path_of(path, of, "tokens"))
-                identity = _identity(tokens)
-                table = read_table(own, path, of, str(self.dtype))
-                held.pop_all()
+            identity = _identity(descriptors["tokens"])
+            table = read_table(descriptors["hashes"], path, of, str(self.dtype))
         except OSError as error:
-            raise _unreadable(path, error) from None
+            close_shard(descriptors)
+            raise unreadable_shard(path, error) from None
+        except BaseException:
+            close_shard(descriptors)
+            raise
         if self._seen.setdefault(number, identity) != identity:
             self._seen[number] = identity
             begin = int(self._first_block["tokens"][number])
             self._verified[begin : self._ends[number]] = False
-        return _Open(path, {"tokens": tokens, "documents": own}, identity, table)
+        return _Open(path, descriptors, identity, table)
 
     def _keep_open(self, most: int) -> None:
         while len(self._files) > most:
@@ -284,20 +281,12 @@ class ShardFiles:
 
     def _close(self, number: int) -> None:
         self._checked.pop(number, None)
-        for descriptor in {*self._files.pop(number).descriptors.values()}:
-            os.close(descriptor)
+        close_shard(self._files.pop(number).descriptors)
 
     def close(self) -> None:
         """Close the shards."""
         with self._reading:
             self._keep_open(0)
-
-
-def _opened_in(held: ExitStack, path: Path) -> int:
-    """A descriptor of a file, which is closed at the end of the block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    held.callback(os.close, descriptor)
-    return descriptor
 
 
 def _identity(descriptor: int) -> Identity:
@@ -311,10 +300,6 @@ def _fill(shard: _Open, dataset: str, memory: memoryview, begin: int) -> None:
     try:
         count = files.read_into(shard.descriptors[dataset], memory, begin)
     except OSError as error:
-        raise _unreadable(shard.path, error) from None
+        raise unreadable_shard(shard.path, error) from None
     if count < len(memory):
         raise ends_early(shard.path)
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"shard {path}: {error.strerror}", "check the file system")

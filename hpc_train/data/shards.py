@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from sys import getrefcount
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.shard_files import ShardFiles
-from hpc_train.errors import DataError
+from hpc_train.data.substitutes import Substitutes
+from hpc_train.errors import ConfigError, DataError
 
 TOGETHER_BYTES = 1 << 18  # bytes of the samples that are shuffled as one block
 ALIGNED = 64  # bytes
@@ -35,14 +36,24 @@ class TokenDataset:
         manifest: its manifest.
         split: "train" or "validation".
         sequence: tokens per sample, T.
+        damaged: what `fetch` does about a sample that is damaged or cannot be read: raise an error,
+            or substitute another one (see `Substitutes`).
 
     Raises:
         DataError: the split has no whole sample.
+        ConfigError: `damaged` is neither "raise" nor "substitute".
 
     The attribute `samples_per_block` says how many neighbours are worth reading one after another.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, split: str, sequence: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        split: str,
+        sequence: int,
+        damaged: Literal["raise", "substitute"] = "raise",
+    ) -> None:
         self.files = ShardFiles(directory, manifest, split)
         self.sequence = sequence
         itemsize = self.files.dtype.itemsize
@@ -61,6 +72,9 @@ class TokenDataset:
                 f"{len(counts)} shards: not one sample of {sequence} + 1",
                 "prepare more text, or use a smaller model.sequence",
             )
+        if damaged not in ("raise", "substitute"):
+            raise ConfigError(f"damaged is {damaged!r}", "give raise or substitute")
+        self.substitutes = Substitutes(len(self)) if damaged == "substitute" else None
 
     def _renew(self) -> None:
         self._fetching = threading.Lock()
@@ -84,13 +98,22 @@ class TokenDataset:
         """Read samples.
 
         Returns:
-            Tokens and targets, int64 of shape (len(indices), T) each.
+            Tokens and targets, int64 of shape (len(indices), T) each. If some samples stand in for
+            damaged ones, the tuple is a `Substituted`.
 
         Raises:
             DataError: a shard cannot be read, ends early or is damaged, or a token is not in the
-                vocabulary.
+                vocabulary; with "substitute": no sound sample was found.
+            HpcTrainError: the system has no memory, or opens no more files.
         """
-        wanted, order = np.asarray(indices, np.int64), None
+        wanted = np.asarray(indices, np.int64)
+        if self.substitutes is None:
+            return self._read(wanted)
+        return self.substitutes.fetch(wanted, self._read)
+
+    def _read(self, wanted: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Read samples, int64 (N,), and raise an error if one is damaged."""
+        order = None
         least = _least_step(wanted)
         if least < 0:
             # In the order of the files a disk's head and read-ahead have the least to do.

@@ -28,6 +28,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hpc_train.data.reader import Reader
+from hpc_train.data.substitutes import Substituted
 from hpc_train.errors import HpcTrainError, RankError
 
 Task = tuple[int, Sequence[int], np.ndarray]  # step, positions in its batch, indices
@@ -87,6 +88,7 @@ class Processes:
                 _iterator, _Micro(reader, seed), tasks, workers, ahead
             ).result()
         self._workers = [one for one in multiprocessing.active_children() if one not in before]
+        self._substitutes = getattr(reader.dataset, "substitutes", None)
         for one in self._workers:
             _poll_one_by_one(one)
         atexit.register(self.kill)  # Python would ask them to end by SIGTERM, which they ignore
@@ -97,6 +99,8 @@ class Processes:
             read = pickle.loads(batch)
             if isinstance(read, HpcTrainError):
                 raise read
+            if isinstance(read, Substituted) and self._substitutes is not None:
+                self._substitutes.tell(read.causes)  # the log is in this process
             yield read
 
     def dead(self, timeout: float = 0.0) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.state import Together
 from hpc_train.collectives import Collectives, connect
 from hpc_train.config import RunConfig
 from hpc_train.data.by_length import PartsByLength, lengths_of
@@ -34,6 +35,7 @@ from hpc_train.training.device import choose_device, choose_matmul, make_determi
 from hpc_train.training.learning_rate import last_step
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.saving import check_best, policy_of
+from hpc_train.training.substituted import SubstitutedSamples
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +126,7 @@ class Assembly:
         averager: the averager of this rank's gradients.
         collectives: the collectives of all ranks.
         checkpoints: the checkpoints of the run.
+        substituted: the number of samples that stood in for damaged ones.
         state_bytes: bytes of the whole model's parameters and Adam's two moments.
     """
 
@@ -138,6 +141,7 @@ class Assembly:
     averager: GradientAverager
     collectives: Collectives
     checkpoints: Checkpoints
+    substituted: SubstitutedSamples
     state_bytes: int
 
     @property
@@ -223,6 +227,8 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     if offloaded is not None:
         averager.at_close.append(offloaded.close)
         state = replace(state, place=offloaded.place)
+    substituted = SubstitutedSamples(grid, task.dataset, config.data.batch)
+    state = replace(state, extra=Together([state.extra, substituted]))
     collectives = connect(group)
     checkpoints = Checkpoints(
         Path(config.run.dir) / "checkpoints",
@@ -234,7 +240,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     )
     return Assembly(
         grid, plan, device, model, layout, replicas, optimizer, scaler, averager, collectives,
-        checkpoints, state_bytes,
+        checkpoints, substituted, state_bytes,
     )  # fmt: skip
 
 
@@ -318,6 +324,11 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
             raise ConfigError(
                 "data.loss is token, but nothing says how many tokens of a batch count",
                 "give TrainingTask `counted`, or leave data.loss out",
+            )
+        if data.damaged == "substitute" and getattr(task.dataset, "substitutes", None) is None:
+            raise ConfigError(
+                "data.damaged is substitute, but the data set substitutes no samples",
+                "leave data.damaged out, or give a TokenDataset with damaged='substitute'",
             )
     given = f"{samples} {len(task.validation) if held_out else 0} {order.identity} {lengths}"
     what = "the data set (its size, mixture or lengths)"

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 import hpc_train
 from hpc_train.config import ModelSection, RunConfig
 from hpc_train.data import manifest as manifests
-from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.loader import cut
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.packing import PACKED_TOGETHER
@@ -34,6 +33,7 @@ from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.device import choose_device, free_memory_of
 from hpc_train.training.samples import samples_of, tokens_in
 from hpc_train.training.sharing import SharingFacts, choose_zero
+from hpc_train.training.substituted import check_on_nodes
 from hpc_train.training.trainer import Trainer
 
 LEANER = 0.9  # share of the memory that a job needed, and did not get, which a remedy may need
@@ -56,11 +56,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         found = dict(zip(folders, manifests.read_manifests(folders), strict=True))
     for directory, manifest in found.items():
         same(group, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
-    # Each node has its own view of the folders. Its ranks divide the files among them.
-    with agreed(group):
-        node = runtime.node
-        for directory, manifest in found.items():
-            check_shards(directory, manifest, every_shard(manifest)[node.rank :: node.size])
+        check_on_nodes(runtime, directory, manifest, config.data.damaged)
     with agreed(group):
         directory, manifest = next(iter(found.items()))  # all have the same vocabulary
         shape = trained_shape(config.model, manifest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -48,7 +49,13 @@ def samples_of(
         found.items(), config.data.folders.values(), strict=True
     ):
         samples = open_samples(
-            directory, manifest, split, sequence, across_documents=crossing, group=group
+            directory,
+            manifest,
+            split,
+            sequence,
+            across_documents=crossing,
+            damaged=config.data.damaged,
+            group=group,
         )
         if samples is not None:  # each held-out sample is read once, whatever the weights are
             parts.append((samples, weight if split == "train" else 1.0))
@@ -75,6 +82,7 @@ def open_samples(
     sequence: int,
     *,
     across_documents: bool,
+    damaged: Literal["raise", "substitute"] = "raise",
     group: Group,
 ) -> Samples | None:
     """Open the samples of a split. Collective.
@@ -87,6 +95,7 @@ def open_samples(
         split: "train", or "validation", which may have no samples.
         sequence: tokens per sample, T.
         across_documents: the value of data.across_documents.
+        damaged: the value of data.damaged; without across_documents it is "raise".
         group: all ranks of the job.
 
     Returns:
@@ -100,7 +109,7 @@ def open_samples(
         with agreed(group):
             if split == "validation" and manifest.tokens(split) <= sequence:
                 return None
-            return TokenDataset(directory, manifest, split, sequence)
+            return TokenDataset(directory, manifest, split, sequence, damaged)
     with agreed(group):
         windows = DocumentWindows(ShardFiles(directory, manifest, split), sequence)
         edges = [len(windows) * rank // group.size for rank in (group.rank, group.rank + 1)]

@@ -214,6 +214,7 @@ class Trainer:
 
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
         """Compute one step, and report its numbers if that is due. Collective."""
+        self.assembly.substituted.count(step)
         due = self._due(step.number)
         losses = self._backward(step)
         self.averager.average()
@@ -230,6 +231,7 @@ class Trainer:
         if due:
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
             record |= {"grad_norm": norm, **self.meter.take(), "memory_gb": self._memory()}
+            record |= self.assembly.substituted.record()
             if self.scaler is not None:
                 record["skipped_steps"] = self.scaler.skipped_steps
             if self._validation_due(step.number):

@@ -29,21 +29,6 @@ class Numbers:
         return torch.tensor(indices)
 
 
-def deliver(dataset=None, *, rank=0, ranks=1, micro_batch=None, first=1, last=12, prefetch=2):
-    order = SampleOrder(100, 12, seed=3)
-    parts = cut(12, ranks, rank, micro_batch)
-    loader = Loader(
-        dataset or Numbers(), order, parts, first_step=first, last_step=last, prefetch=prefetch
-    )
-    try:
-        return [
-            (step.number, torch.cat([micro.data for micro in step.micro_batches]))
-            for step in loader
-        ]
-    finally:
-        loader.close()
-
-
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
 def test_parts_of_all_ranks_make_up_the_batch(ranks, micro_batch, count):
     batch = ranks * micro_batch * count
@@ -69,27 +54,6 @@ def test_a_batch_that_cannot_be_cut_names_those_that_can(batch, ranks, micro_bat
     with pytest.raises(ConfigError) as caught:
         cut(batch, ranks, 0, micro_batch)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 5])
-@pytest.mark.parametrize("micro_batch", [None, 1, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_samples_of_a_step_are_the_same_on_every_layout(ranks, micro_batch, prefetch):
-    expected = deliver()
-    shares = [
-        deliver(rank=rank, ranks=ranks, micro_batch=micro_batch, prefetch=prefetch)
-        for rank in range(ranks)
-    ]
-    for number, whole in expected:
-        steps = [share[number - 1] for share in shares]
-        assert {step[0] for step in steps} == {number}
-        assert torch.equal(torch.cat([step[1] for step in steps]), whole)
-
-
-def test_resuming_in_the_middle_of_an_epoch_goes_on_with_the_same_samples():
-    whole, rest = deliver(), deliver(first=6)
-    assert [number for number, _ in rest] == list(range(6, 13))
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(whole[5:], rest, strict=True))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -14,9 +14,13 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.data import Mixture
 from hpc_train.data.loader import Loader, cut
+from hpc_train.data.manifest import HASHED_BYTES, Manifest
 from hpc_train.data.mixture import PERIOD_POSITIONS, deal, quotas
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
+from hpc_train.data.shards import TokenDataset
+from hpc_train.data.substitutes import Substituted
+from hpc_train.data.write import write_shard
 from hpc_train.errors import ConfigError, UserError
 
 WEIGHTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)  # each enough for one position
@@ -248,3 +252,26 @@ def test_batches_that_do_not_fit_together_are_refused(convert, message):
 def test_too_few_samples_for_a_batch_are_an_error():
     with pytest.raises(ConfigError, match=r"a batch has 11 samples, and the data set has 10"):
         SampleOrder.of(Mixture([(Rows(0, 4), 1), (Rows(1, 6), 1)]), 11)
+
+
+def test_what_stands_in_for_damaged_samples_is_told_by_their_numbers_in_the_mixture(tmp_path):
+    parts = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tokens = np.random.default_rng(number).integers(0, 200, 3 * HASHED_BYTES, np.uint8)
+        shard = write_shard(folder / "train-0.h5", tokens)
+        manifest = Manifest(200, "uint8", "bytes", 1, {"train": (shard,)})
+        parts.append((TokenDataset(folder, manifest, "train", 64, "substitute"), 1.0))
+    path = tmp_path / "1" / "train-0.h5"
+    content = bytearray(path.read_bytes())
+    content[shard.offset + 5] ^= 1
+    path.write_bytes(content)
+    mixture = Mixture(parts)
+    count = len(parts[0][0])
+    batch = mixture.fetch([count + 3, 1, count + HASHED_BYTES // 64 + 2])
+    assert [damaged for damaged, _ in batch.pairs] == [count + 3]
+    sound = mixture.fetch([batch.pairs[0][1], 1, count + HASHED_BYTES // 64 + 2])
+    assert not isinstance(sound, Substituted)
+    assert all((one == other).all() for one, other in zip(batch, sound, strict=True))
+    assert mixture.substitutes is not None

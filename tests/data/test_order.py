@@ -167,13 +167,3 @@ def test_samples_of_a_block_are_scattered_as_by_a_full_shuffle():
         counts = np.stack([np.bincount(some, minlength=64) for some in kinds])
         spread[block] = counts.std()
     assert spread[128] == pytest.approx(spread[1], rel=0.03)
-
-
-def test_ten_thousand_ranks_share_a_step_without_gap_and_find_any_step_at_once():
-    order = SampleOrder(10**12, 20_000, seed=2, block=128)
-    step = 10**12 // 20_000 // 2
-    pieces = [order.indices(step, 2 * rank, 2) for rank in range(10_000)]
-    whole = np.concatenate(pieces)
-    assert len(np.unique(whole)) == 20_000
-    assert whole.min() >= 0
-    assert whole.max() < 10**12

@@ -227,7 +227,7 @@ def test_a_shard_that_shrinks_while_it_is_read(texts, tmp_path):
     dataset = TokenDataset(tmp_path / "out", made, "train", 16)
     shard = tmp_path / "out" / "train-00000.h5"
     os.truncate(shard, 5000)
-    with pytest.raises(DataError, match="ends early"):
+    with pytest.raises(DataError, match="has 5000 bytes"):
         dataset.fetch([len(dataset) - 1])
     dataset.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -296,3 +297,26 @@ def test_prepared_text_is_read_by_processes(started, text_data, caplog):
             assert torch.equal(tokens, tokens_too)
             assert torch.equal(targets, targets_too)
     assert "threads" not in caplog.text
+
+
+def test_processes_substitute_the_same_samples_and_the_rank_tells_it(
+    started, text_data, tmp_path, caplog
+):
+    folder = tmp_path / "data"
+    shutil.copytree(text_data, folder)
+    found = manifest.read_manifest(folder)
+    shard = found.splits["train"][0]
+    with (folder / shard.name).open("r+b") as file:
+        file.seek(shard.offset)
+        file.write(bytes(100))
+    read = {}
+    for workers in (0, 2):
+        caplog.clear()
+        dataset = TokenDataset(folder, found, "train", 8, damaged="substitute")
+        read[workers] = batches(dataset, workers=workers, collate_fn=None, micro_batch=4)
+        assert caplog.text.count(f"{shard.name} is damaged: block 0 of its dataset tokens") == 1
+    for one, other in zip(read[0], read[2], strict=True):
+        for batch, batch_too in zip(one, other, strict=True):
+            assert len(batch.pairs) == 4
+            assert batch.pairs == batch_too.pairs
+            assert torch.equal(batch[0], batch_too[0])

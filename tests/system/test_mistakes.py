@@ -14,6 +14,7 @@ import torch
 
 import hpc_train
 from hpc_train.mpi import runtime
+from tests.data.corruption import sealed
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
 
@@ -66,9 +67,22 @@ def test_a_manifest_of_other_shards(program, own_data):
     copy, options = own_data
     tree = json.loads((copy / "manifest.json").read_text())
     tree["splits"]["train"][0]["hash"] = "0" * 32
-    (copy / "manifest.json").write_text(json.dumps(tree))
+    (copy / "manifest.json").write_text(sealed(tree))
     line = refused(program.train("run", *options, **RANKS))
     assert "is not the one its manifest describes" in line
+
+
+def test_more_damage_than_samples_may_be_substituted_for(program, own_data):
+    copy, options = own_data
+    options += ["--data.damaged", "substitute"]
+    (copy / "train-00001.h5").unlink()
+    line = refused(program.train("run", *options, **RANKS))
+    assert "are in 1 shards that cannot be used" in line
+    assert "train-00001.h5 is missing" in line
+    text = (copy / "manifest.json").read_text()
+    (copy / "manifest.json").write_text(text.replace('"vocab": 256', '"vocab": 255'))
+    line = refused(program.train("run", *options, **RANKS))
+    assert "manifest.json is damaged (its hash is " in line
 
 
 def test_no_data(program):
@@ -92,7 +106,7 @@ def test_a_checkpoint_of_other_data_or_batches(program, own_data):
     assert program.train("run", "--run.steps", "2").returncode == 0
     tree = json.loads((copy / "manifest.json").read_text())
     tree["documents"] += 1
-    (copy / "manifest.json").write_text(json.dumps(tree))
+    (copy / "manifest.json").write_text(sealed(tree))
     assert "was made with data " in refused(program.train("run", *options, **RANKS))
     assert "was made with data.batch 16" in refused(program.train("run", "--data.batch", "32"))
 
@@ -132,7 +146,7 @@ def test_nothing_to_validate_on(program, tmp_path):
 def test_a_vocabulary_that_the_data_exceeds(program, own_data):
     copy, options = own_data
     tree = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_text(json.dumps(tree | {"vocab": 50}))
+    (copy / "manifest.json").write_text(sealed(tree | {"vocab": 50}))
     assert "beyond its manifest's vocabulary of 50" in refused(program.train("run", *options))
 
 
@@ -160,7 +174,7 @@ def test_other_data_on_one_rank(program, text_data):
         shutil.copytree(text_data, program.root / name / "data")
     tree = json.loads((program.root / "b/data/manifest.json").read_text())
     tree["documents"] += 1
-    (program.root / "b/data/manifest.json").write_text(json.dumps(tree))
+    (program.root / "b/data/manifest.json").write_text(sealed(tree))
     train = command("train", str(program.config), "--run.dir", "run", "--data.path", "data")
     words = [["-wdir", str(program.root / name), *train] for name in ("a", "b")]
     line = refused(on_two_ranks(*words))

@@ -10,6 +10,7 @@ from hpc_train.config.file import load
 from hpc_train.data.prepare.work import prepare_text
 from hpc_train.errors import ConfigError
 from hpc_train.planning.model import planned_shape
+from tests.data.corruption import sealed
 from tests.programs import only_line
 from tests.system.test_train import assert_succeeded
 
@@ -56,11 +57,11 @@ def refused(program, name, *options):
 
 def test_folders_that_do_not_fit_together(program, text_data, digits):
     tree = json.loads((digits / "manifest.json").read_text())
-    (digits / "manifest.json").write_text(json.dumps(tree | {"vocab": 60}))
+    (digits / "manifest.json").write_text(sealed(tree | {"vocab": 60}))
     line = refused(program, "run", *mixed(text_data, digits, 1))
     assert f"{digits} has a vocabulary of 60 tokens, and {text_data} has one of 256" in line
     assert "prepare all folders of a mixture with the same tokenizer" in line
-    (digits / "manifest.json").write_text(json.dumps(tree | {"tokenizer": "t.json"}))
+    (digits / "manifest.json").write_text(sealed(tree | {"tokenizer": "t.json"}))
     (digits / "t.json").write_text("{}")
     line = refused(program, "run", *mixed(text_data, digits, 1))
     assert f"{digits} has another tokenizer than {text_data}" in line
@@ -75,6 +76,6 @@ def test_a_plan_needs_one_vocabulary_of_all_folders(program, text_data, digits):
     config = load(program.config, mixed(text_data, digits, 1))
     assert planned_shape(config).vocab == 256
     tree = json.loads((digits / "manifest.json").read_text())
-    (digits / "manifest.json").write_text(json.dumps(tree | {"vocab": 60}))
+    (digits / "manifest.json").write_text(sealed(tree | {"vocab": 60}))
     with pytest.raises(ConfigError, match=r"not known: .* has a vocabulary of 60 tokens, and"):
         planned_shape(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.data.manifest import read_manifest
 from hpc_train.mpi import runtime
 from tests.conftest import small_program
 from tests.programs import COLD, ENVIRON, hpc_train, only_line, python, ranks_of, run
@@ -94,6 +96,25 @@ def test_a_run_leaves_what_the_design_promises(program):
     assert "\x1b" not in done.stdout, "plain lines in a batch log"
     last = program.metrics("run")[-1]
     assert {"tokens_per_second", "validation_loss", "grad_norm", "comm_seconds"} <= last.keys()
+
+
+def test_a_run_goes_on_with_other_samples_in_place_of_damaged_ones(program, text_data):
+    data = program.root / "data"
+    shutil.copytree(text_data, data)
+    shard = read_manifest(data).splits["train"][1]
+    with (data / shard.name).open("r+b") as file:
+        file.seek(shard.offset)
+        file.write(bytes(100))
+    options = ["--data.path", str(data), "--data.damaged", "substitute"]
+    done = program.train("run", *options, launcher="mpirun", ranks=2)
+    assert_succeeded(done)
+    counted = program.metrics("run")[-1]["substituted_samples"]
+    assert 0 < counted < 12 * 16
+    logs = [path.read_text() for path in (program.root / "run" / "logs").iterdir()]
+    lines = [text.count(f"{shard.name} is damaged: block 0 of its dataset tokens") for text in logs]
+    assert sorted(lines) in ([0, 1], [1, 1])
+    assert_succeeded(program.train("run", *options, "--run.steps", "13"))
+    assert program.metrics("run")[-1]["substituted_samples"] >= counted
 
 
 STEPS = 120

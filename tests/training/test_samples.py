@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.write import write_shard
-from hpc_train.errors import DataError
+from hpc_train.errors import ConfigError, DataError
 from hpc_train.models.gpt.module import counted_targets
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -144,6 +144,11 @@ def test_folders_of_whole_documents_are_mixed(tmp_path):
     assert int((order.indices(1, 0, 24) >= len(mixed) // 2).sum()) == 16
     alone = open_samples(*next(iter(found.items())), "train", SEQUENCE, **APART)
     assert tokens_in(mixed) == tokens_in(alone) == alone.targets / len(alone) < SEQUENCE
+
+
+def test_samples_of_whole_documents_have_no_substitutes(tmp_path):
+    with pytest.raises(ConfigError, match="substitute, but data.across_documents is false"):
+        config(tmp_path, *MEAN, "--data.damaged", "substitute")
 
 
 def test_without_a_document_to_learn_from_there_is_an_error(tmp_path):

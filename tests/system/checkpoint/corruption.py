@@ -13,7 +13,6 @@ import argparse
 import resource
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -27,63 +26,10 @@ from hpc_train.checkpoint.restore import CheckpointReader, Tensors
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import SMALL, save_tensors
+from tests.damages import Damage, append, cut_off, flip, noise, swap, zero
 
 SPARE = 256 << 20  # bytes of memory that damaged files may make a reader ask for
 NUMBERS = (-1, 0, 1, 7, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 64, 1.5, "1", None, [], True)
-
-Damage = Callable[[bytearray, Random], bytes | bytearray]
-
-
-def flip(data: bytearray, random: Random) -> bytearray:
-    """Some bits."""
-    for _ in range(random.choice([1, 1, 1, 2, 8])):
-        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
-    return data
-
-
-def cut_off(data: bytearray, random: Random) -> bytearray:
-    """The end is missing."""
-    return data[: random.randrange(len(data))]
-
-
-def append(data: bytearray, random: Random) -> bytearray:
-    """There is more than was written."""
-    return data + random.randbytes(random.randint(1, 5000))
-
-
-def block(data: bytearray, random: Random) -> slice:
-    """Some bytes of the file, often at a sector's begin."""
-    size = min(random.choice([1, 16, 512, 1024, 4096]), len(data))
-    begin = random.randrange(len(data) - size + 1)
-    begin -= begin % size if random.random() < 0.7 else 0
-    return slice(begin, begin + size)
-
-
-def zero(data: bytearray, random: Random) -> bytearray:
-    """A hole."""
-    where = block(data, random)
-    data[where] = bytes(where.stop - where.start)
-    return data
-
-
-def swap(data: bytearray, random: Random) -> bytearray:
-    """Two blocks have changed places, or one has been written twice."""
-    one = block(data, random)
-    size = one.stop - one.start
-    begin = random.randrange(0, len(data) - size + 1)
-    other = slice(begin, begin + size)
-    first, second = data[one], data[other]
-    data[other] = first
-    if random.random() < 0.5:
-        data[one] = second
-    return data
-
-
-def noise(data: bytearray, random: Random) -> bytearray:
-    """A block of something else."""
-    where = block(data, random)
-    data[where] = random.randbytes(where.stop - where.start)
-    return data
 
 
 def forge(data: bytearray, random: Random) -> bytes:

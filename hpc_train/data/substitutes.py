@@ -1,0 +1,164 @@
+"""Other samples in place of damaged ones, the same on every layout.
+
+Which sample stands in for a damaged one depends on the two samples' numbers and on which samples
+are damaged, and not on ranks, batches or threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_train.data.check import check_shard
+from hpc_train.data.manifest import Manifest, Shard
+from hpc_train.errors import DataError
+from hpc_train.seeds import mix
+
+MOST_DRAWS = 64  # most samples that are looked at in place of one
+MOST_SUBSTITUTED = 0.1  # largest share of samples that may be substituted
+COPY_AGAIN = "copy the damaged files again, or prepare the data again"
+
+logger = logging.getLogger(__name__)
+
+
+class Substituted(tuple[Any, ...]):
+    """The tuple of a batch in which samples stand in for damaged ones.
+
+    The attribute `pairs` has the number of each damaged sample and that of its substitute, in the
+    batch's order. `causes` says what is wrong with the damaged samples.
+    """
+
+    pairs: tuple[tuple[int, int], ...] = ()
+    causes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, batch: tuple[Any, ...], pairs: Iterable[tuple[int, int]], causes: Iterable[str]
+    ) -> Substituted:
+        """A batch with these attributes."""
+        made = cls(batch)
+        made.pairs, made.causes = tuple(pairs), tuple(causes)
+        return made
+
+
+class Substitutes:
+    """The damaged samples of a data set that this process knows, and what stands in for them.
+
+    In place of a damaged sample one is drawn from the whole data set, by its number alone. If that
+    is damaged, too, another one is drawn. Copies of the data set for other threads share this
+    object; a copy for a worker process has one of its own.
+
+    Args:
+        samples: number of samples in the data set.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self._causes: dict[int, str] = {}  # what is wrong with each damaged sample
+        self._told: dict[str, object] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Substitutes:
+        return self
+
+    def fetch(
+        self, wanted: np.ndarray, read: Callable[[np.ndarray], tuple[Any, ...]]
+    ) -> tuple[Any, ...]:
+        """Read samples, or others in their place.
+
+        Args:
+            wanted: the numbers of the samples, int64 (N,).
+            read: returns a batch of the samples of some numbers, or raises a `DataError` if one of
+                them is damaged.
+
+        Raises:
+            DataError: MOST_DRAWS samples in place of one are damaged, too.
+        """
+        again = False
+        while True:
+            taken = self._taken(wanted)
+            try:
+                batch = read(taken)
+                break
+            except DataError:
+                # All may be sound now, if the file system was at fault.
+                if not self._look(taken, read) and again:
+                    raise
+                again = True
+        places = np.flatnonzero(taken != wanted)
+        if not places.size:
+            return batch
+        numbers = wanted[places].tolist()
+        pairs = zip(numbers, taken[places].tolist(), strict=True)
+        return Substituted.of(batch, pairs, dict.fromkeys(self._causes[n] for n in numbers))
+
+    def _taken(self, wanted: np.ndarray) -> np.ndarray:
+        """The samples to read: those that are not known to be damaged, and substitutes."""
+        if not self._causes:
+            return wanted
+        numbers = (self._substitute(n) if n in self._causes else n for n in wanted.tolist())
+        return np.fromiter(numbers, np.int64, len(wanted))
+
+    def _substitute(self, number: int) -> int:
+        for draw in range(MOST_DRAWS):
+            found = mix(number, draw) % self.samples
+            if found not in self._causes:
+                return found
+        raise DataError(
+            f"{self._causes[number]}, and {MOST_DRAWS} samples that could stand in for a sample of "
+            "it are damaged, too",
+            COPY_AGAIN,
+        )
+
+    def _look(self, taken: np.ndarray, read: Callable[[np.ndarray], tuple[Any, ...]]) -> bool:
+        """Read samples one by one, so that each is judged alone. Returns whether one is damaged."""
+        damaged = False
+        for number in np.unique(taken).tolist():
+            try:
+                read(np.array([number]))
+            except DataError as error:
+                self._causes[number] = error.cause
+                if multiprocessing.parent_process() is None:  # else the rank tells it (`Processes`)
+                    self.tell([error.cause])
+                damaged = True
+        return damaged
+
+    def tell(self, causes: Iterable[str]) -> None:
+        """Warn of each kind of damage that this object was not told of before."""
+        for cause in causes:
+            mine = object()
+            if self._told.setdefault(cause, mine) is mine:  # of several threads one is first
+                logger.warning("%s; other samples stand in for those in it", cause)
+
+
+def unfit_shards(directory: Path, manifest: Manifest, shards: Iterable[Shard]) -> dict[str, str]:
+    """What `check_shard` finds wrong with some shards, by name."""
+    unfit = {}
+    for shard in shards:
+        try:
+            check_shard(directory / shard.name, shard, manifest.dtype)
+        except DataError as error:
+            unfit[shard.name] = error.cause
+    return unfit
+
+
+def check_unfit_share(directory: Path, manifest: Manifest, unfit: Mapping[str, str]) -> None:
+    """Check that few enough tokens are in shards that cannot be used.
+
+    Raises:
+        DataError: of a split, the share of tokens in such shards is above MOST_SUBSTITUTED.
+    """
+    for split, shards in manifest.splits.items():
+        causes = [unfit[shard.name] for shard in shards if shard.name in unfit]
+        lost = sum(shard.tokens for shard in shards if shard.name in unfit)
+        if lost > MOST_SUBSTITUTED * manifest.tokens(split):
+            raise DataError(
+                f"{lost} of {manifest.tokens(split)} tokens of split {split} of {directory} are in "
+                f"{len(causes)} shards that cannot be used ({causes[0]}), and samples are "
+                f"substituted for {MOST_SUBSTITUTED:.0%} at most",
+                COPY_AGAIN,
+            )
