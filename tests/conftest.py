@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from hpc_train.data.prepare.work import prepare_text
 from hpc_train.job import preemption
@@ -30,6 +31,9 @@ def pytest_addoption(parser):
         "--durations_file", type=Path, help="write the seconds of each test there, longest first"
     )
 
+
+settings.register_profile("any speed", deadline=None)
+settings.load_profile("any speed")
 
 LIMIT = 20.0  # seconds, above which a test has to say why
 WHY: dict[str, str] = {}  # by test that is marked `slow`

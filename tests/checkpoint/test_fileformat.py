@@ -43,7 +43,7 @@ def tensors(draw):
     return made
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tensors(), st.binary(min_size=1, max_size=3000))
 def test_saved_tensors_are_read_back_also_by_safetensors(tmp_path_factory, named, state):
     path = tmp_path_factory.mktemp("c") / "c.safetensors"

@@ -25,9 +25,7 @@ from hpc_train.data.order import SampleOrder
 from hpc_train.errors import DataError, RankError, UserError
 from tests.data.fields import answers_here, field
 
-CHEAP = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+CHEAP = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TYPES = ("<f4", ">f4", "<f8", ">f8", "<f2", "i1", "u1", ">i2", "<i4", "<u4", ">i8", "bool")
 
 

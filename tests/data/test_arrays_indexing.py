@@ -217,7 +217,7 @@ ANYTHING = (
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_lying_index_never_reads_outside_of_the_file(trees, data):
     path, variables = trees

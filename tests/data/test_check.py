@@ -132,7 +132,6 @@ def mutate(tree, draw):
 
 CHEAP = settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -88,9 +88,7 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(loader, "why_no_processes", lambda: "threads are wanted")
 
 
-LAYOUTS = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+LAYOUTS = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @LAYOUTS

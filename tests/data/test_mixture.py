@@ -24,7 +24,7 @@ from hpc_train.data.write import write_shard
 from hpc_train.errors import ConfigError, UserError
 
 WEIGHTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)  # each enough for one position
-FEW = settings(max_examples=12, deadline=None)  # each example makes whole tables
+FEW = settings(max_examples=12)  # each example makes whole tables
 SHUFFLES = st.sampled_from([True, False, "full"])
 
 

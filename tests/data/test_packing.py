@@ -88,7 +88,6 @@ def small_windows(monkeypatch):
 
 
 @settings(
-    deadline=None,
     max_examples=40,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

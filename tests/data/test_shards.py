@@ -62,7 +62,7 @@ def flip(path, place):
         file.write(bytes([byte ^ 1]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data(), sequence=st.sampled_from([7, 128, 999, HASHED_BYTES, 2 * HASHED_BYTES + 3]))
 def test_any_samples_in_any_order(stored, data, sequence):
     folder, manifest, tokens = stored

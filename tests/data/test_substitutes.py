@@ -72,9 +72,7 @@ def touched(shard, block, per_shard):
     return {int(n) + shard * per_shard for n in np.flatnonzero(lie)}
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_stands_in_depends_on_the_sample_and_the_damage_alone(copied, data):
     folder, manifest, rows = copied

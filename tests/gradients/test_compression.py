@@ -60,7 +60,7 @@ def drawn(seed, n, dtype=torch.float64, size=SIZE):
 
 @pytest.mark.parametrize("text", LOSSY)
 @given(n=st.integers(1, 5), seed=st.integers(0, 1000), exponent=st.integers(-60, 60))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_compression_loses_nothing_it_only_sends_later(text, n, seed, exponent):
     job, wanted, had = Job(text, n), 0, 0
     for step in range(4):
@@ -85,7 +85,7 @@ def test_a_sum_is_near_the_exact_one(text, bound):
 
 @pytest.mark.parametrize("text", ["topk:1", "powersgd:100", "powersgd:2"])
 @given(n=st.integers(1, 4), seed=st.integers(0, 1000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_compression_that_can_be_exact_is_exact(text, n, seed):
     """All elements; a rank too high to pay; matrices of that rank."""
     parts = drawn(seed, n)
@@ -113,7 +113,7 @@ def test_topk_sends_the_largest_of_what_was_not_sent_yet():
     kind=st.sampled_from(["normal", "few values", "zeros", "steep"]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_largest_places_are_those_of_a_full_sort(size, ratio, kind, seed):
     flat = torch.randn(size, generator=torch.Generator().manual_seed(seed))
     if kind == "few values":

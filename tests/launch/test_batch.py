@@ -163,7 +163,7 @@ def test_every_site_has_a_script(name, tmp_path):
 ANY_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=30)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(words=st.lists(ANY_TEXT, min_size=1, max_size=4), run_dir=ANY_TEXT, value=ANY_TEXT)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_shell_words_arrive_as_they_are(scheduler, words, run_dir, value):

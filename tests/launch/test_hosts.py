@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
@@ -20,7 +20,6 @@ from hpc_train.launch.hosts import (
 NAMES = ["node1", "node2", "gpu-03", "x.example.org"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(1, 64)), min_size=1, max_size=4))
 def test_the_option_and_the_file_give_the_same_hosts(tmp_path_factory, pairs):
     hosts = [Host(*pair) for pair in dict(pairs).items()]

@@ -46,7 +46,7 @@ def test_numbers_are_normal_and_differ_by_seed_and_name():
         assert abs(np.corrcoef(numbers, other)[0, 1]) < 0.01
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_slice_is_filled_as_the_whole(data):
     rows, columns = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))

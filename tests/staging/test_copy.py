@@ -36,7 +36,7 @@ def copied(source: Path, folder: Path, chunk: int) -> Copy:
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(FOLDERS, st.integers(1, 200))
 def test_any_folder_arrives_as_it_is(tree, chunk):
     with TemporaryDirectory() as name:
