@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hpc_train.data.fork_server import why_no_processes
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
@@ -93,6 +95,10 @@ class Loader:
     Worker processes always read ahead, as they have generators of their own. The batches are the
     same in all cases.
 
+    If the data set has a method `ahead` and an attribute `samples_ahead`, the loader calls
+    `dataset.ahead(indices)` for each step of this rank, about that many samples before they are
+    read. It does so in this process, also where workers read.
+
     Args:
         dataset: a data set that `Reader` takes, or a `Reader`.
         order: which samples belong to which step.
@@ -141,6 +147,8 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
         self._looked = threading.Event()
+        self._later = copy.deepcopy(order)  # it computes some steps at a time, and not those here
+        self._told = first_step  # the data set was told of the samples of the steps up to this one
 
     def __iter__(self) -> Iterator[Step]:
         if self.workers and self.steps:
@@ -226,7 +234,23 @@ class Loader:
                 "if memory was short, use fewer workers",
             )
 
+    def _tell(self, number: int) -> None:
+        """Tell the data set which samples will be read some steps after this one."""
+        ahead = getattr(self.reader.dataset, "ahead", None)
+        if ahead is None:
+            return
+        samples = sum(part.count for part in self.parts)
+        steps = self.prefetch + max(1, self.reader.dataset.samples_ahead // samples)
+        for later in self.steps[max(0, self._told + 1 - self.steps.start) :]:
+            if later > number + steps:
+                break
+            some = [self._later.indices(later, part.first, part.count) for part in self.parts]
+            ahead(np.concatenate(some))
+            self._told = later
+
     def _read(self, number: int) -> Step:
+        self._tell(number)
+
         def fetch(part: Part) -> Any:
             if self.give_up():
                 raise GivenUp
@@ -241,6 +265,7 @@ class Loader:
 
     def _tasks(self, numbers: Iterable[int]) -> Iterator[Task]:
         for number in numbers:
+            self._tell(number)
             for part in self.parts:
                 yield number, part.first, self.order.indices(number, part.first, part.count)
 

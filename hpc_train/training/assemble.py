@@ -17,6 +17,7 @@ from hpc_train.collectives import Collectives, connect
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Part, cut
 from hpc_train.data.order import SampleOrder
+from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.gradients import GradientAverager, LossScaler
 from hpc_train.models.deferred import deferred, recipes_of
@@ -258,6 +259,11 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
     group, data, run = grid.world, config.data, config.run
     samples, held_out = len(task.dataset), task.validation is not None
     with agreed(group):
+        if data.cache is not None and not isinstance(task.dataset, TokenDataset):
+            raise ConfigError(
+                "data.cache is given, but the data set is not a folder of shards",
+                "leave data.cache out",
+            )
         searched = data.micro_batch == "auto"
         if searched and run.deterministic:
             raise ConfigError(

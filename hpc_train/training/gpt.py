@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 import hpc_train
 from hpc_train.config import ModelSection, RunConfig
 from hpc_train.data import manifest as manifests
+from hpc_train.data.block_cache import BlockCache
 from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.loader import cut
 from hpc_train.data.manifest import Manifest
@@ -66,38 +68,44 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             check_fits(job, free, where)
         searched = config.data.micro_batch == "auto"
         most = job.largest_micro_batch(free) if searched else None
-    with agreed(group):
-        torch.manual_seed(config.run.seed)
-        dtype = getattr(torch, config.precision.parameters)
-        model = shape.build_unfilled(dtype)  # each rank fills its part when the layout is known
-        sequence = config.model.sequence
-        training = TokenDataset(directory, manifest, "train", sequence)
-        held_out = None
-        if manifest.tokens("validation") > sequence:
-            held_out = TokenDataset(directory, manifest, "validation", sequence)
-        about = {
-            "kind": config.model.kind,
-            "shape": asdict(shape),
-            "dtype": config.precision.parameters,
-            "tokenizer": describe_tokenizer(manifest.tokenizer, directory),
-        }
-    task = TrainingTask(
-        model,
-        training,
-        validation=held_out,
-        identity={"data": manifest.digest, "model.sequence": sequence, **shape.identity},
-        about=about,
-        tokens_per_sample=sequence,
-        most_at_a_time=most,
-        private_parameters=True,
-    )
-    try:
-        Trainer(config, task, runtime).train()
-    except (MemoryError, RuntimeError) as error:  # torch has no error of its own for processors
-        if not out_of_memory(error):
-            raise
-        room = np.rint(job.needs() * LEANER).astype(np.int64)
-        raise HpcTrainError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
+    with ExitStack() as stack:
+        with agreed(group):
+            torch.manual_seed(config.run.seed)
+            dtype = getattr(torch, config.precision.parameters)
+            model = shape.build_unfilled(dtype)  # each rank fills its part when the layout is known
+            sequence = config.model.sequence
+            cache = None
+            if config.data.cache is not None:
+                limit = int(config.data.cache_gb * 1e9)
+                cache = BlockCache(Path(config.data.cache), manifest.digest, limit)
+                stack.callback(cache.close)
+            training = TokenDataset(directory, manifest, "train", sequence, cache)
+            held_out = None
+            if manifest.tokens("validation") > sequence:
+                held_out = TokenDataset(directory, manifest, "validation", sequence, cache)
+            about = {
+                "kind": config.model.kind,
+                "shape": asdict(shape),
+                "dtype": config.precision.parameters,
+                "tokenizer": describe_tokenizer(manifest.tokenizer, directory),
+            }
+        task = TrainingTask(
+            model,
+            training,
+            validation=held_out,
+            identity={"data": manifest.digest, "model.sequence": sequence, **shape.identity},
+            about=about,
+            tokens_per_sample=sequence,
+            most_at_a_time=most,
+            private_parameters=True,
+        )
+        try:
+            Trainer(config, task, runtime).train()
+        except (MemoryError, RuntimeError) as error:  # torch has no error of its own for processors
+            if not out_of_memory(error):
+                raise
+            room = np.rint(job.needs() * LEANER).astype(np.int64)
+            raise HpcTrainError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
 
 
 def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
