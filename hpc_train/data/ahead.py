@@ -11,9 +11,10 @@ from contextlib import suppress
 import numpy as np
 
 from hpc_train.data.manifest import HASHED_BYTES
-from hpc_train.data.shard_files import COPY, SOURCE, ShardFiles, every_block
+from hpc_train.data.shard_files import COPY, SOURCE, TAKEN, UNDER_WAY, ShardFiles, every_block
 from hpc_train.errors import DataError
 
+AHEAD_READERS = 4  # most threads that bring blocks to the cache ahead of need
 AHEAD_BYTES = 1 << 26  # bytes of blocks that are asked for ahead of need
 THREAD_PATIENCE = 5.0  # seconds to wait for a read that is under way at the end
 
@@ -53,10 +54,12 @@ class Ahead:
 class _Asking(ShardFiles):
     """The same shards, opened once more, so that nothing here keeps a read waiting."""
 
+    readers = AHEAD_READERS
+
     def __init__(self, files: ShardFiles, nbytes: int) -> None:
         self.__setstate__(files.__getstate__())
         self.nbytes = nbytes
-        self.seen = files.verified
+        self.seen, self.asked = files.verified, files.asked
 
     def ask(self, numbers: np.ndarray, begins: np.ndarray) -> None:
         """Ask the system for what some reads need; with a cache, bring it there.
@@ -79,14 +82,24 @@ class _Asking(ShardFiles):
         for number, place in zip(numbers[again].tolist(), places, strict=True):
             self._advise(shards[number].descriptor, place, self.nbytes)
         blocks = every_block(first, last, known == 0)
-        blocks = blocks[self.seen[blocks] | self.verified[blocks] == 0]
-        self._find_copies(shards, blocks)
-        blocks = blocks[self.verified[blocks] == 0]
+        blocks = blocks[self.seen[blocks] | self.asked[blocks] | self.verified[blocks] == 0]
+        blocks = self._without_copies(shards, blocks)
         # The system reads all of them at once. Threads would read a few at a time.
-        for number, group in self._groups(blocks):
+        groups = self._groups(blocks)
+        for number, group in groups:
             self._advise(shards[number].descriptor, *self._extent(number, group)[2:])
         if self.cache is not None and self.cache.has_room(HASHED_BYTES):
-            self._verify(shards, blocks, SOURCE)
+
+            def bring(item: int) -> None:
+                number, group = groups[item]
+                if not (self.asked[group] | self.seen[group]).any():  # else it is being read
+                    self.asked[group] = UNDER_WAY
+                    try:
+                        self._verify_group(shards[number], number, group)
+                    finally:
+                        self.asked[group] = TAKEN
+
+            self._each(bring, len(groups), "blocks")
 
     def _advise(self, descriptor: int, offset: int, nbytes: int) -> None:
         with suppress(OSError):  # some file systems take no advice

@@ -96,8 +96,8 @@ class Loader:
     same in all cases.
 
     If the data set has a method `ahead` and an attribute `samples_ahead`, the loader calls
-    `dataset.ahead(indices)` for each step of this rank, about that many samples before they are
-    read. It does so in this process, also where workers read.
+    `dataset.ahead(indices)` for each step but the first one, about that many samples before they
+    are read. It does so in this process, also where workers read.
 
     Args:
         dataset: a data set that `Reader` takes, or a `Reader`.
@@ -147,8 +147,8 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
         self._looked = threading.Event()
-        self._later = copy.deepcopy(order)  # it computes some steps at a time, and not those here
-        self._told = first_step  # the data set was told of the samples of the steps up to this one
+        self._indices: dict[int, list[np.ndarray]] = {}  # of steps that the data set was told of
+        self._told = first_step  # the last of these steps
 
     def __iter__(self) -> Iterator[Step]:
         if self.workers and self.steps:
@@ -234,30 +234,31 @@ class Loader:
                 "if memory was short, use fewer workers",
             )
 
-    def _tell(self, number: int) -> None:
-        """Tell the data set which samples will be read some steps after this one."""
+    def _indices_of(self, number: int) -> list[np.ndarray]:
+        """The samples of a step's parts. Tells the data set which ones it will read later."""
+
+        def compute(step: int) -> list[np.ndarray]:
+            return [self.order.indices(step, part.first, part.count) for part in self.parts]
+
+        indices = self._indices.pop(number, None) or compute(number)
         ahead = getattr(self.reader.dataset, "ahead", None)
-        if ahead is None:
-            return
-        samples = sum(part.count for part in self.parts)
-        steps = self.prefetch + max(1, self.reader.dataset.samples_ahead // samples)
-        for later in self.steps[max(0, self._told + 1 - self.steps.start) :]:
-            if later > number + steps:
-                break
-            some = [self._later.indices(later, part.first, part.count) for part in self.parts]
-            ahead(np.concatenate(some))
-            self._told = later
+        if ahead is not None:
+            samples = sum(part.count for part in self.parts)
+            steps = self.prefetch + max(1, self.reader.dataset.samples_ahead // samples)
+            for later in range(self._told + 1, min(number + steps + 1, self.steps.stop)):
+                self._indices[later] = compute(later)
+                ahead(np.concatenate(self._indices[later]))
+                self._told = later
+        return indices
 
     def _read(self, number: int) -> Step:
-        self._tell(number)
-
-        def fetch(part: Part) -> Any:
+        def fetch(part: Part, indices: np.ndarray) -> Any:
             if self.give_up():
                 raise GivenUp
-            indices = self.order.indices(number, part.first, part.count)
             return self.reader.read_of_step(indices, self.order.seed, number, part.first)
 
-        return self._step(number, [fetch(part) for part in self.parts])
+        indices = self._indices_of(number)
+        return self._step(number, list(map(fetch, self.parts, indices)))
 
     def _step(self, number: int, data: Iterable[Any]) -> Step:
         micro_batches = [MicroBatch(*pair) for pair in zip(self.parts, data, strict=True)]
@@ -265,9 +266,8 @@ class Loader:
 
     def _tasks(self, numbers: Iterable[int]) -> Iterator[Task]:
         for number in numbers:
-            self._tell(number)
-            for part in self.parts:
-                yield number, part.first, self.order.indices(number, part.first, part.count)
+            for part, indices in zip(self.parts, self._indices_of(number), strict=True):
+                yield number, part.first, indices
 
     def _take(self, processes: Processes) -> None:
         """Take steps from worker processes."""

@@ -30,6 +30,8 @@ CHECKED_SECONDS = 0.01  # seconds after which a file is looked at again, as it m
 VERIFIED_TOGETHER = 16  # most blocks in one read
 BLOCK_BITS = HASHED_BYTES.bit_length() - 1
 SOURCE, COPY = 1, 2  # bits that say where a block was verified: in the shard, in its copy
+UNDER_WAY, TAKEN = 1, 2  # a block is being brought to the cache ahead of need; it need not be
+MOST_WAIT = 1.0  # seconds to wait for a block that is under way
 Identity = tuple[int, int, int, int]
 
 
@@ -63,8 +65,10 @@ class ShardFiles:
         cache: the cache of its blocks on this node; None: there is none.
 
     The attribute `shards` has the shards of the split, in the manifest's order. `verified` has the
-    bits SOURCE and COPY of each block, uint8.
+    bits SOURCE and COPY of each block, uint8. `asked` says which are UNDER_WAY or TAKEN.
     """
+
+    readers = SHARD_READERS  # most threads that read together
 
     def __init__(
         self, directory: Path, manifest: Manifest, split: str, cache: BlockCache | None = None
@@ -88,6 +92,7 @@ class ShardFiles:
     def _renew(self) -> None:
         self._files: dict[int, _Open] = {}  # those opened first come first
         self.verified = np.zeros(self._ends[-1] if len(self._ends) else 0, np.uint8)
+        self.asked = np.zeros_like(self.verified)  # UNDER_WAY or TAKEN
         self._seen: dict[int, Identity] = {}  # the files whose blocks were verified
         self._checked: dict[int, _Open] = {}  # the shards that were looked at since `_since`
         self._since = 0.0
@@ -97,7 +102,7 @@ class ShardFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy in a worker, which opens the shards itself."""
-        fresh = ("_files", "verified", "_seen", "_checked", "_reading")
+        fresh = ("_files", "verified", "asked", "_seen", "_checked", "_reading")
         return {key: value for key, value in vars(self).items() if key not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -215,8 +220,19 @@ class ShardFiles:
     def _verify(self, shards: dict[int, _Open], fresh: np.ndarray, where: int) -> None:
         """Verify blocks, int64 (N,) and rising, in one of the places that the bits allow."""
         if where & COPY and self.cache is not None:
-            self._find_copies(shards, fresh)
-            fresh = fresh[self.verified[fresh] == 0]
+            fresh = self._without_copies(shards, fresh)
+            under_way = self.asked[fresh] == UNDER_WAY
+            late, fresh = fresh[under_way], fresh[~under_way]
+            self._verify_shards(shards, fresh)
+            until = time.monotonic() + MOST_WAIT
+            while (self.asked[late] == UNDER_WAY).any() and time.monotonic() < until:
+                time.sleep(SLOW_SECONDS)
+            fresh = self._without_copies(shards, late)
+        self._verify_shards(shards, fresh)
+
+    def _verify_shards(self, shards: dict[int, _Open], fresh: np.ndarray) -> None:
+        """Verify blocks in the shards."""
+        self.asked[fresh] = TAKEN
         groups = self._groups(fresh)
 
         def verify(item: int) -> None:
@@ -250,8 +266,8 @@ class ShardFiles:
         left = nbytes - first * HASHED_BYTES
         return dataset, first, offset + first * HASHED_BYTES, min(len(blocks) * HASHED_BYTES, left)
 
-    def _find_copies(self, shards: dict[int, _Open], blocks: np.ndarray) -> None:
-        """Note which blocks the cache has, by their hashes."""
+    def _without_copies(self, shards: dict[int, _Open], blocks: np.ndarray) -> np.ndarray:
+        """Note which blocks the cache has, by their hashes. Returns the others."""
         for number, group in self._groups(blocks):
             shard = shards[number]
             if shard.copy < 0:
@@ -260,10 +276,12 @@ class ShardFiles:
             memory = np.empty(nbytes, np.uint8).data
             if error := _unread(shard.copy, memory, offset):
                 self._leave_cache(error)
-                return
+                break
             wanted = shard.table[group[0] - int(self._first_block["tokens"][number]) :]
             found = block_hashes(memory)
             self.verified[np.array(group)[found == wanted[: len(group)]]] |= COPY
+        left: np.ndarray = blocks[self.verified[blocks] == 0]
+        return left
 
     def _leave_cache(self, error: OSError) -> None:
         """Read from the shards alone. They are verified again where only copies were."""
@@ -301,7 +319,7 @@ class ShardFiles:
 
     def _each(self, read: Callable[[int], None], count: int, what: str) -> None:
         """Call a function that reads, for 0 to count - 1; in threads where such reads take long."""
-        at_once = min(SHARD_READERS, count) if self._seconds[what] > SLOW_SECONDS else 1
+        at_once = min(self.readers, count) if self._seconds[what] > SLOW_SECONDS else 1
         left, errors = iter(range(count)), list[BaseException]()
 
         def read_some() -> int:

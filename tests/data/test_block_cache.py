@@ -375,6 +375,50 @@ def test_what_is_asked_for_ahead_is_in_the_cache_when_it_is_read(stored, cached,
     assert count < 1000
 
 
+def test_a_block_that_is_under_way_is_not_read_twice(stored, cached, monkeypatch):
+    folder, _, samples = stored
+    _, one = cached()
+    real, counted = os.preadv, []
+
+    def slow(descriptor, buffers, offset):
+        if Path(f"/proc/self/fd/{descriptor}").resolve().is_relative_to(folder):
+            counted.append(len(buffers[0]))
+            if len(buffers[0]) > 1000:
+                time.sleep(0.3)
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    one.ahead(range(len(one)))
+    until = time.monotonic() + 60
+    while not one.files.asked.any() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert (one.fetch(range(len(one)))[0] == samples).all()
+    tables = 1000
+    assert sum(counted) < 2 * sum(SIZES) + tables
+
+
+def test_without_a_cache_the_system_is_asked_for_whole_blocks_at_first(stored, monkeypatch):
+    folder, manifest, samples = stored
+    asked, real = [], os.posix_fadvise
+
+    def noted(descriptor, offset, nbytes, advice):
+        if advice == os.POSIX_FADV_WILLNEED:
+            asked.append((offset - manifest.splits["train"][0].offset, nbytes))
+        return real(descriptor, offset, nbytes, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", noted)
+    dataset = TokenDataset(folder, manifest, "train", T)
+    wanted = 2 * HASHED_BYTES // (2 * T) + 5  # in the third block
+    for times in (1, 2):
+        dataset.ahead([wanted])
+        until = time.monotonic() + 60
+        while len(asked) < times and time.monotonic() < until:
+            time.sleep(0.001)
+        assert (dataset.fetch([wanted])[0] == samples[wanted]).all()
+    assert asked == [(2 * HASHED_BYTES, HASHED_BYTES), (2 * T * wanted, 2 * (T + 1))]
+    dataset.close()
+
+
 def test_asking_ahead_never_fails(stored, cached):
     folder, manifest, samples = stored
     _, one = cached()
