@@ -26,6 +26,7 @@ from hpc_train.errors import DataError
 
 SHARD_READERS = 8  # most threads that read together where the storage is slow
 SLOW_SECONDS = 5e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
+SLOW_BLOCK = 8  # the same for reading and verifying blocks, as a multiple
 CHECKED_SECONDS = 0.01  # seconds after which a file is looked at again, as it may have changed
 VERIFIED_TOGETHER = 16  # most blocks in one read
 BLOCK_BITS = HASHED_BYTES.bit_length() - 1
@@ -319,7 +320,8 @@ class ShardFiles:
 
     def _each(self, read: Callable[[int], None], count: int, what: str) -> None:
         """Call a function that reads, for 0 to count - 1; in threads where such reads take long."""
-        at_once = min(self.readers, count) if self._seconds[what] > SLOW_SECONDS else 1
+        slow = SLOW_SECONDS * (SLOW_BLOCK if what == "blocks" else 1)
+        at_once = min(self.readers, count) if self._seconds[what] > slow else 1
         left, errors = iter(range(count)), list[BaseException]()
 
         def read_some() -> int:
