@@ -24,7 +24,7 @@ DESCRIPTION = (
 )
 
 SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
-PATH_KEYS = ("run.dir", "data.path", "checkpoint.resume", "checkpoint.weights")
+PATH_KEYS = ("run.dir", "data.path", "data.cache", "checkpoint.resume", "checkpoint.weights")
 """Keys whose values are paths: ~ and variables of the environment are expanded in them."""
 KEYS = {f"{name}.{key.name}": key for name, section in SECTIONS.items() for key in fields(section)}
 

@@ -163,12 +163,24 @@ class DataSection:
     workers: int = 0
     """Number of processes of each rank that read samples ahead. Threads do it where none can be
     started."""
+    cache: str | None = None
+    """Folder on a disk or in the memory (/dev/shm) of each node, in which its ranks share blocks of
+    data.path that one of them has read. It is made if it is not there. By default there is no
+    cache."""
+    cache_gb: float = 0.0
+    """Most GB (10^9 bytes) in the cache of a node. 0 sets no limit but free space: the cache always
+    leaves a tenth of the disk free, and takes at most half of the free memory."""
 
     def __post_init__(self) -> None:
         if isinstance(self.path, list):
             check_mixture(self.path)
         at_least(self, "data", batch=1, validation_every=0, validation_batches=0)
-        at_least(self, "data", prefetch=0, workers=0)
+        at_least(self, "data", prefetch=0, workers=0, cache_gb=0)
+        if self.cache_gb and self.cache is None:
+            raise ConfigError(
+                f"data.cache_gb is {self.cache_gb:g}, but data.cache is not given",
+                "give data.cache a folder of each node, or leave data.cache_gb out",
+            )
         if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
             raise ConfigError(f"data.micro_batch is {self.micro_batch!r}", "give a number, or auto")
         if self.micro_batch != "auto":

@@ -124,6 +124,10 @@ class Loader:
     Worker processes always read ahead, as they have generators of their own. The batches are the
     same in all cases.
 
+    If the data set has a method `ahead` and an attribute `samples_ahead`, the loader calls
+    `dataset.ahead(indices)` for each step but the first one, about that many samples before they
+    are read. It does so in this process, also where workers read.
+
     Args:
         dataset: a data set that `Reader` takes, or a `Reader`.
         order: which samples belong to which step.
@@ -174,6 +178,8 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
         self._looked = threading.Event()
+        self._indices: dict[int, list[np.ndarray]] = {}  # of steps that the data set was told of
+        self._told = first_step  # the last of these steps
 
     def __iter__(self) -> Iterator[Step]:
         if not self.steps:
@@ -262,16 +268,34 @@ class Loader:
                 "if memory was short, use fewer workers",
             )
 
+    def _indices_of(self, number: int) -> list[np.ndarray]:
+        """The samples of a step's parts. Tells the data set which ones it will read later."""
+
+        def compute(step: int) -> list[np.ndarray]:
+            return [self._of_part(step, part) for part in self.parts_of(step)]
+
+        indices = self._indices.pop(number, None) or compute(number)
+        ahead = getattr(self.reader.dataset, "ahead", None)
+        if ahead is not None:
+            samples = sum(part.count for part in self.parts_of(number))
+            steps = self.prefetch + max(1, self.reader.dataset.samples_ahead // samples)
+            for later in range(self._told + 1, min(number + steps + 1, self.steps.stop)):
+                self._indices[later] = compute(later)
+                ahead(np.concatenate(self._indices[later]))
+                self._told = later
+        return indices
+
     def _read(self, number: int) -> Step:
-        def fetch(part: Part) -> Any:
+        def fetch(part: Part, indices: np.ndarray) -> Any:
             if self.give_up():
                 raise GivenUp
-            indices = self._indices(number, part)
             return self.reader.read_of_step(indices, self.order.seed, number, part.places)
 
-        return self._step(number, [fetch(part) for part in self.parts_of(number)])
+        parts = self.parts_of(number)
+        return self._step(number, list(map(fetch, parts, self._indices_of(number))))
 
-    def _indices(self, number: int, part: Part) -> np.ndarray:
+    def _of_part(self, number: int, part: Part) -> np.ndarray:
+        """The samples of a part of a step."""
         if isinstance(part.places, range):
             return self.order.indices(number, part.first, part.count)
         return self.order.indices(number, 0, self.order.batch)[list(part.places)]
@@ -285,8 +309,9 @@ class Loader:
 
     def _tasks(self, numbers: Iterable[int]) -> Iterator[Task]:
         for number in numbers:
-            for part in self.parts_of(number):
-                yield number, part.places, self._indices(number, part)
+            parts = self.parts_of(number)
+            for part, indices in zip(parts, self._indices_of(number), strict=True):
+                yield number, part.places, indices
 
     def _take(self, processes: Processes) -> None:
         """Take steps from worker processes."""

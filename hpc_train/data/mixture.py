@@ -98,6 +98,24 @@ class Mixture:
         return MixedOrder(self, batch, seed=seed, shuffle=shuffle)
 
     @property
+    def ahead(self) -> Callable[[np.ndarray], None]:
+        """Tells the data sets of samples that will be read later. Only if all take such hints."""
+        if not all(hasattr(dataset, "ahead") for dataset in self.datasets):
+            raise AttributeError("not all data sets of this mixture have a method ahead")
+        return self._tell_ahead
+
+    @property
+    def samples_ahead(self) -> int:
+        """How many samples `ahead` is worth being told of in advance."""
+        least: int = min(dataset.samples_ahead for dataset in self.datasets)
+        return least
+
+    def _tell_ahead(self, indices: np.ndarray) -> None:
+        numbers, within = self._located(indices)
+        for number in set(numbers.tolist()):
+            self.datasets[number].ahead(within[numbers == number])
+
+    @property
     def substitutes(self) -> Substitutes | None:
         """The first data set's, which tells of damage, if all of them substitute samples."""
         own = [getattr(dataset, "substitutes", None) for dataset in self.datasets]

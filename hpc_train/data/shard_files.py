@@ -1,7 +1,11 @@
-"""Reads bytes of shards, and verifies each block when this process first needs it."""
+"""Reads bytes of shards, and verifies each block when this process first needs it.
+
+With a cache, blocks are taken from the shards' copies in it, and verified there.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -15,15 +19,26 @@ import numpy as np
 import xxhash
 
 from hpc_train import files
-from hpc_train.data.blocks import beyond_vocabulary, damaged_block, ends_early, read_table
+from hpc_train.data.block_cache import BlockCache
+from hpc_train.data.blocks import (
+    beyond_vocabulary,
+    block_hashes,
+    damaged_block,
+    ends_early,
+    read_table,
+)
 from hpc_train.data.check import close_shard, open_shard, unreadable_shard
 from hpc_train.data.manifest import HASHED_BYTES, Manifest
 
 SHARD_READERS = 8  # most threads that read together where the storage is slow
 SLOW_SECONDS = 3e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
+SLOW_BLOCK = 4  # the same for reading and verifying blocks, as a multiple
 CHECKED_SECONDS = 0.01  # seconds after which a file is looked at again, as it may have changed
 VERIFIED_TOGETHER = 16  # most blocks in one read
 BLOCK_BITS = HASHED_BYTES.bit_length() - 1
+SOURCE, COPY = 1, 2  # bits that say where a block was verified: in the shard, in its copy
+UNDER_WAY, TAKEN = 1, 2  # a block is being brought to the cache ahead of need; it need not be
+MOST_WAIT = 1.0  # seconds to wait for a block that is under way
 Identity = tuple[int, int, int, int]
 
 
@@ -34,12 +49,13 @@ def most_open_files() -> int:
 
 @dataclass
 class _Open:
-    """An open shard, and the hashes of its blocks."""
+    """An open shard, the hashes of its blocks, and its copy in the cache; -1: it has none."""
 
     path: Path
     descriptors: dict[str, int]  # by dataset
     identity: Identity
     table: np.ndarray
+    copy: int
 
 
 class ShardFiles:
@@ -53,12 +69,18 @@ class ShardFiles:
         directory: the data folder.
         manifest: its manifest.
         split: "train" or "validation".
+        cache: the cache of its blocks on this node; None: there is none.
 
-    The attribute `shards` has the shards of the split, in the manifest's order.
+    The attribute `shards` has the shards of the split, in the manifest's order. `verified` has the
+    bits SOURCE and COPY of each block, uint8. `asked` says which are UNDER_WAY or TAKEN.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
-        self.directory = directory
+    readers = SHARD_READERS  # most threads that read together
+
+    def __init__(
+        self, directory: Path, manifest: Manifest, split: str, cache: BlockCache | None = None
+    ) -> None:
+        self.directory, self.cache = directory, cache
         self.shards = manifest.splits.get(split, ())
         self.dtype, self.vocab = np.dtype(manifest.dtype).newbyteorder("<"), manifest.vocab
         extents = [shard.extents(manifest.dtype) for shard in self.shards]
@@ -76,22 +98,29 @@ class ShardFiles:
 
     def _renew(self) -> None:
         self._files: dict[int, _Open] = {}  # those opened first come first
-        self._verified = np.zeros(self._ends[-1] if len(self._ends) else 0, bool)
+        self.verified = np.zeros(self._ends[-1] if len(self._ends) else 0, np.uint8)
+        self.asked = np.zeros_like(self.verified)  # UNDER_WAY or TAKEN
         self._seen: dict[int, Identity] = {}  # the files whose blocks were verified
         self._checked: dict[int, _Open] = {}  # the shards that were looked at since `_since`
         self._since = 0.0
         self._reading = threading.Lock()  # opening a shard may close one that is being read
-        self._seconds = {"read": 0.0, "verify": 0.0}  # seconds that each took last time
-        self._most = most_open_files()
+        self._seconds = {"blocks": 0.0, "reads": 0.0}  # seconds that one took last time
+        self._most = most_open_files() // (1 if self.cache is None else 2)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy in a worker, which opens the shards itself."""
-        fresh = ("_files", "_verified", "_seen", "_checked", "_reading")
+        fresh = ("_files", "verified", "asked", "_seen", "_checked", "_reading")
         return {key: value for key, value in vars(self).items() if key not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._renew()
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the last reads took longer than reads from memory."""
+        slow = self._seconds["blocks"] > SLOW_BLOCK * SLOW_SECONDS
+        return slow or self._seconds["reads"] > SLOW_SECONDS
 
     def read(
         self,
@@ -129,73 +158,156 @@ class ShardFiles:
         memories: Sequence[list[memoryview]],
         dataset: str,
     ) -> None:
-        listed = numbers.tolist()
-        if (now := time.monotonic()) > self._since + CHECKED_SECONDS:
-            self._checked, self._since = {}, now
-        checked = self._checked
-        shards = {number: checked.get(number) or self._open(number) for number in {*listed}}
-        of_shard = self._first_block[dataset][numbers]
-        first = of_shard + (begins >> BLOCK_BITS)
-        last = of_shard + ((begins + (nbytes - 1)) >> BLOCK_BITS)
-        sizes = [nbytes] * len(listed) if isinstance(nbytes, int) else nbytes.tolist()
-        if max(sizes) > HASHED_BYTES:  # there may be blocks between the first and the last
-            pairs = zip(first.tolist(), (last + 1).tolist(), strict=True)
-            if long := [
-                np.arange(*pair) for pair in pairs if not self._verified[slice(*pair)].all()
-            ]:
-                self._verify(shards, np.concatenate(long))
-        elif not (self._verified[first] & self._verified[last]).all():
-            self._verify(shards, np.concatenate([first, last]))
+        shards = self._shards_of(numbers)
+        sizes = [nbytes] * len(numbers) if isinstance(nbytes, int) else nbytes.tolist()
+        first, last = self._blocks(numbers, begins, nbytes, dataset)
+        verified = self._verified_reads(shards, first, last, max(sizes))
         places = (begins + self._offset[dataset][numbers]).tolist()
-        if self._seconds["read"] <= SLOW_SECONDS:
-            descriptors = {number: one.descriptors[dataset] for number, one in shards.items()}
+        descriptors = {number: one.descriptors[dataset] for number, one in shards.items()}
+        if self.cache is not None:
+            descriptors |= {~number: shard.copy for number, shard in shards.items()}
+            keys = np.where(verified & COPY, ~numbers, numbers).tolist()
+        else:
+            keys = numbers.tolist()
+        if self._seconds["reads"] <= SLOW_SECONDS:
             # A loop in C, because one in Python takes as long as reading a sample from memory.
-            begin, of_reads = time.perf_counter(), map(descriptors.__getitem__, listed)
+            begin, of_reads = time.perf_counter(), map(descriptors.__getitem__, keys)
             try:
                 counts = list(map(os.preadv, of_reads, memories, places))
             except OSError:
                 counts = []  # the next call says which file it is
-            self._seconds["read"] = (time.perf_counter() - begin) / len(listed)
+            self._seconds["reads"] = (time.perf_counter() - begin) / len(keys)
             if counts == sizes:
                 return
+        lost = list[OSError]()
 
         def fill(item: int) -> None:
-            _fill(shards[listed[item]], dataset, memories[item][0], places[item])
+            key, memory = keys[item], memories[item][0]
+            if key >= 0:
+                _fill(shards[key], dataset, memory, places[item])
+            elif error := _unread(descriptors[key], memory, places[item]):
+                lost.append(error)
 
-        self._each("read", fill, len(listed))
+        self._each(fill, len(keys), "reads")
+        if lost:
+            self._leave_cache(lost[0])
+            self._read(numbers, begins, nbytes, memories, dataset)
 
-    def _verify(self, shards: dict[int, _Open], needed: np.ndarray) -> None:
-        """Verify those of some blocks that were not verified yet."""
-        fresh = np.unique(needed[~self._verified[needed]])
-        if not fresh.size:
-            return
-        owners = self._ends.searchsorted(fresh, "right")
-        # Neighbours are one read. A shard's tokens and documents have different places in the file.
-        apart = (np.diff(fresh) > 1) | (np.diff(owners) > 0)
-        apart |= np.isin(fresh[1:], self._first_block["documents"])
-        groups = [
-            group[first : first + VERIFIED_TOGETHER].tolist()
-            for group in np.split(fresh, np.flatnonzero(apart) + 1)
-            for first in range(0, len(group), VERIFIED_TOGETHER)
-        ]
+    def _shards_of(self, numbers: np.ndarray) -> dict[int, _Open]:
+        if (now := time.monotonic()) > self._since + CHECKED_SECONDS:
+            self._checked, self._since = {}, now
+        checked = self._checked
+        return {number: checked.get(number) or self._open(number) for number in {*numbers.tolist()}}
+
+    def _blocks(
+        self, numbers: np.ndarray, begins: np.ndarray, nbytes: int | np.ndarray, dataset: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The first and the last block of each read."""
+        of_shard = self._first_block[dataset][numbers]
+        first = of_shard + (begins >> BLOCK_BITS)
+        return first, of_shard + ((begins + (nbytes - 1)) >> BLOCK_BITS)
+
+    def _verified_reads(
+        self, shards: dict[int, _Open], first: np.ndarray, last: np.ndarray, longest: int
+    ) -> np.ndarray:
+        """Verify the blocks of reads. Returns where all blocks of each read are verified, uint8."""
+        verified = self._where(first, last, longest)
+        # A read is from one file. So blocks that only the copy has are needed from the shard, too,
+        # where their neighbours are not in the copy.
+        for wanted in (SOURCE | COPY, SOURCE):
+            if verified.all():
+                break
+            blocks = every_block(first, last, verified == 0)
+            self._verify(shards, blocks[self.verified[blocks] & wanted == 0], wanted)
+            verified = self._where(first, last, longest)
+        return verified
+
+    def _where(self, first: np.ndarray, last: np.ndarray, longest: int) -> np.ndarray:
+        if longest <= HASHED_BYTES:
+            both: np.ndarray = self.verified[first] & self.verified[last]
+            return both
+        # There may be blocks between the first and the last.
+        pairs = zip(first.tolist(), (last + 1).tolist(), strict=True)
+        return np.array([np.bitwise_and.reduce(self.verified[slice(*pair)]) for pair in pairs])
+
+    def _verify(self, shards: dict[int, _Open], fresh: np.ndarray, where: int) -> None:
+        """Verify blocks, int64 (N,) and rising, in one of the places that the bits allow."""
+        if where & COPY and self.cache is not None:
+            fresh = self._without_copies(shards, fresh)
+            under_way = self.asked[fresh] == UNDER_WAY
+            late, fresh = fresh[under_way], fresh[~under_way]
+            self._verify_shards(shards, fresh)
+            until = time.monotonic() + MOST_WAIT
+            while (self.asked[late] == UNDER_WAY).any() and time.monotonic() < until:
+                time.sleep(SLOW_SECONDS)
+            fresh = self._without_copies(shards, late)
+        self._verify_shards(shards, fresh)
+
+    def _verify_shards(self, shards: dict[int, _Open], fresh: np.ndarray) -> None:
+        """Verify blocks in the shards."""
+        self.asked[fresh] = TAKEN
+        groups = self._groups(fresh)
 
         def verify(item: int) -> None:
-            blocks = groups[item]
-            number = int(self._ends.searchsorted(blocks[0], "right"))
+            number, blocks = groups[item]
             self._verify_group(shards[number], number, blocks)
 
-        self._each("verify", verify, len(groups))
-        self._verified[fresh] = True
+        if groups:
+            self._each(verify, len(groups), "blocks")
+            self.verified[fresh] |= SOURCE
+
+    def _groups(self, blocks: np.ndarray) -> list[tuple[int, list[int]]]:
+        """Neighbouring blocks, which are one read, with the number of their shard."""
+        if not blocks.size:
+            return []
+        owners = self._ends.searchsorted(blocks, "right")
+        # A shard's tokens and documents have different places in the file.
+        apart = (np.diff(blocks) > 1) | (np.diff(owners) > 0)
+        apart |= np.isin(blocks[1:], self._first_block["documents"])
+        groups = [
+            group[first : first + VERIFIED_TOGETHER].tolist()
+            for group in np.split(blocks, np.flatnonzero(apart) + 1)
+            for first in range(0, len(group), VERIFIED_TOGETHER)
+        ]
+        return [(int(self._ends.searchsorted(group[0], "right")), group) for group in groups]
+
+    def _extent(self, number: int, blocks: list[int]) -> tuple[str, int, int, int]:
+        """Dataset, number of the first block in it, offset and size of neighbouring blocks."""
+        dataset = "tokens" if blocks[0] < self._first_block["documents"][number] else "documents"
+        offset, nbytes = self.shards[number].extents(str(self.dtype))[dataset]
+        first = blocks[0] - int(self._first_block[dataset][number])
+        left = nbytes - first * HASHED_BYTES
+        return dataset, first, offset + first * HASHED_BYTES, min(len(blocks) * HASHED_BYTES, left)
+
+    def _without_copies(self, shards: dict[int, _Open], blocks: np.ndarray) -> np.ndarray:
+        """Note which blocks the cache has, by their hashes. Returns the others."""
+        for number, group in self._groups(blocks):
+            shard = shards[number]
+            if shard.copy < 0:
+                continue
+            _, _, offset, nbytes = self._extent(number, group)
+            memory = np.empty(nbytes, np.uint8).data
+            if error := _unread(shard.copy, memory, offset):
+                self._leave_cache(error)
+                break
+            wanted = shard.table[group[0] - int(self._first_block["tokens"][number]) :]
+            found = block_hashes(memory)
+            self.verified[np.array(group)[found == wanted[: len(group)]]] |= COPY
+        left: np.ndarray = blocks[self.verified[blocks] == 0]
+        return left
+
+    def _leave_cache(self, error: OSError) -> None:
+        """Read from the shards alone. They are verified again where only copies were."""
+        if self.cache is not None:
+            self.cache.stop(error)
+        self.cache = None
+        self.verified &= SOURCE
 
     def _verify_group(self, shard: _Open, number: int, blocks: list[int]) -> None:
         """Read and verify neighbouring blocks of one dataset of a shard."""
         of, begin = self.shards[number], int(self._first_block["tokens"][number])
-        documents = int(self._first_block["documents"][number])
-        dataset = "tokens" if blocks[0] < documents else "documents"
-        offset, nbytes = of.extents(str(self.dtype))[dataset]
-        first = blocks[0] - int(self._first_block[dataset][number])
-        offset, nbytes = offset + first * HASHED_BYTES, nbytes - first * HASHED_BYTES
-        array = np.empty(min(len(blocks) * HASHED_BYTES, nbytes), np.uint8)
+        dataset, first, offset, nbytes = self._extent(number, blocks)
+        array = np.empty(nbytes, np.uint8)
         memory = array.data
         _fill(shard, dataset, memory, offset)
         for place, block in enumerate(blocks):
@@ -214,10 +326,15 @@ class ShardFiles:
             place = int(tokens.argmax())
             block = first + place * self.dtype.itemsize // HASHED_BYTES
             raise beyond_vocabulary(shard.path, block, int(tokens[place]), self.vocab)
+        if self.cache is None or shard.copy < 0 or (of.source and dataset == "documents"):
+            return  # a copy is of the file that has the tokens
+        if self.cache.keep(shard.copy, memory, offset):
+            self.verified[blocks] |= COPY
 
-    def _each(self, what: str, read: Callable[[int], None], count: int) -> None:
-        """Call a function that reads, for 0 to count - 1; in threads where that takes long."""
-        at_once = min(SHARD_READERS, count) if self._seconds[what] > SLOW_SECONDS else 1
+    def _each(self, read: Callable[[int], None], count: int, what: str) -> None:
+        """Call a function that reads, for 0 to count - 1; in threads where such reads take long."""
+        slow = SLOW_SECONDS * (SLOW_BLOCK if what == "blocks" else 1)
+        at_once = min(self.readers, count) if self._seconds[what] > slow else 1
         left, errors = iter(range(count)), list[BaseException]()
 
         def read_some() -> int:
@@ -272,8 +389,11 @@ class ShardFiles:
         if self._seen.setdefault(number, identity) != identity:
             self._seen[number] = identity
             begin = int(self._first_block["tokens"][number])
-            self._verified[begin : self._ends[number]] = False
-        return _Open(path, descriptors, identity, table)
+            self.verified[begin : self._ends[number]] = 0
+        copy = -1
+        if self.cache is not None:  # of the file that has the tokens
+            copy = self.cache.open(of.source or of.name, identity[2])
+        return _Open(path, descriptors, identity, table, copy)
 
     def _keep_open(self, most: int) -> None:
         while len(self._files) > most:
@@ -281,7 +401,13 @@ class ShardFiles:
 
     def _close(self, number: int) -> None:
         self._checked.pop(number, None)
-        close_shard(self._files.pop(number).descriptors)
+        shard = self._files.pop(number)
+        close_shard(shard.descriptors)
+        if shard.copy >= 0:
+            os.close(shard.copy)
+            # When the shard is opened again, its copy may be another file.
+            begin = int(self._first_block["tokens"][number])
+            self.verified[begin : self._ends[number]] &= SOURCE
 
     def close(self) -> None:
         """Close the shards."""
@@ -295,6 +421,12 @@ def _identity(descriptor: int) -> Identity:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def every_block(first: np.ndarray, last: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """The numbers of all blocks of some reads, rising and each once."""
+    pairs = zip(first[which].tolist(), (last[which] + 1).tolist(), strict=True)
+    return np.unique(np.concatenate([np.empty(0, np.int64), *(np.arange(*pair) for pair in pairs)]))
+
+
 def _fill(shard: _Open, dataset: str, memory: memoryview, begin: int) -> None:
     """Fill memory with the bytes of a shard's dataset from a place in its file on."""
     try:
@@ -303,3 +435,13 @@ def _fill(shard: _Open, dataset: str, memory: memoryview, begin: int) -> None:
         raise unreadable_shard(shard.path, error) from None
     if count < len(memory):
         raise ends_early(shard.path)
+
+
+def _unread(descriptor: int, memory: memoryview, begin: int) -> OSError | None:
+    """Fill memory with the bytes of a copy from a place on. Returns why that failed."""
+    try:
+        if files.read_into(descriptor, memory, begin) == len(memory):
+            return None
+    except OSError as error:
+        return error
+    return OSError(errno.EIO, "a shard's copy was truncated")

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpc_train.data.manifest import Manifest
+from hpc_train.data.ahead import AHEAD_BYTES, Ahead
+from hpc_train.data.block_cache import BlockCache
+from hpc_train.data.manifest import HASHED_BYTES, Manifest
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.substitutes import Substitutes
 from hpc_train.errors import ConfigError, DataError
@@ -36,6 +38,7 @@ class TokenDataset:
         manifest: its manifest.
         split: "train" or "validation".
         sequence: tokens per sample, T.
+        cache: the cache of the shards' blocks on this node; None: there is none.
         damaged: what `fetch` does about a sample that is damaged or cannot be read: raise an error,
             or substitute another one (see `Substitutes`).
 
@@ -43,7 +46,8 @@ class TokenDataset:
         DataError: the split has no whole sample.
         ConfigError: `damaged` is neither "raise" nor "substitute".
 
-    The attribute `samples_per_block` says how many neighbours are worth reading one after another.
+    The attribute `samples_per_block` says how many neighbours are worth reading one after another,
+    and `samples_ahead` how many samples `ahead` is worth being told of in advance.
     """
 
     def __init__(
@@ -52,9 +56,10 @@ class TokenDataset:
         manifest: Manifest,
         split: str,
         sequence: int,
+        cache: BlockCache | None = None,
         damaged: Literal["raise", "substitute"] = "raise",
     ) -> None:
-        self.files = ShardFiles(directory, manifest, split)
+        self.files = ShardFiles(directory, manifest, split, cache)
         self.sequence = sequence
         itemsize = self.files.dtype.itemsize
         self.stride = sequence * itemsize  # bytes from a sample to the next one
@@ -62,6 +67,7 @@ class TokenDataset:
         # A batch's samples are read to aligned places: the system copies to others half as fast.
         self.apart = -(-self.nbytes // ALIGNED) * ALIGNED  # bytes from a place to the next one
         self.samples_per_block = max(1, TOGETHER_BYTES // self.stride)
+        self.samples_ahead = max(1, AHEAD_BYTES // (-(-self.nbytes // HASHED_BYTES) * HASHED_BYTES))
         counts = np.array([(shard.tokens - 1) // sequence for shard in self.files.shards], np.int64)
         self.ends = counts.cumsum()
         self.skipped = (self.ends - counts) * self.stride  # bytes of the samples in earlier shards
@@ -81,10 +87,11 @@ class TokenDataset:
         self._memory = np.empty(0, np.uint8)  # the places for samples of a batch
         self._places: list[list[memoryview]] = []
         self._given: list[np.ndarray] = []  # memory of batches that were given away
+        self._ahead: Ahead | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy in a worker."""
-        fresh = ("_fetching", "_memory", "_places", "_given")
+        fresh = ("_fetching", "_memory", "_places", "_given", "_ahead")
         return {key: value for key, value in vars(self).items() if key not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,8 +127,7 @@ class TokenDataset:
             order = wanted.argsort(kind="stable")
             wanted = wanted[order]
             least = _least_step(wanted)
-        numbers = self.ends.searchsorted(wanted, "right")
-        begins = wanted * self.stride - self.skipped[numbers]
+        numbers, begins = self._places_of(wanted)
         with self._fetching:
             self._reserve(max(1, len(wanted)))
             rows = self._new_rows(len(wanted))
@@ -137,6 +143,19 @@ class TokenDataset:
                 stored = self._memory.view(self.files.dtype).reshape(len(self._places), -1)
                 np.copyto(rows, stored[: len(rows), : self.sequence + 1])
         return torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
+
+    def ahead(self, indices: Sequence[int] | np.ndarray) -> None:
+        """Ask for samples that will be fetched later. It returns at once, and never fails."""
+        if self.files.cache is None and not self.files.is_slow:
+            return  # they are in memory
+        if self._ahead is None:
+            self._ahead = Ahead(self.files, self.nbytes)
+        self._ahead.ask(*self._places_of(np.sort(np.asarray(indices, np.int64))))
+
+    def _places_of(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The shard and the first byte of each sample."""
+        numbers = self.ends.searchsorted(wanted, "right")
+        return numbers, wanted * self.stride - self.skipped[numbers]
 
     def _read_runs(
         self,
@@ -185,6 +204,9 @@ class TokenDataset:
 
     def close(self) -> None:
         """Close the shards."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         self.files.close()
 
 

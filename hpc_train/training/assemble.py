@@ -15,10 +15,13 @@ from torch.optim import Optimizer
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.state import Together
 from hpc_train.collectives import Collectives, connect
-from hpc_train.config import RunConfig
+from hpc_train.config import DataSection, RunConfig
 from hpc_train.data.by_length import PartsByLength, lengths_of
 from hpc_train.data.loader import Part, cut
+from hpc_train.data.mixture import Mixture
 from hpc_train.data.order import SampleOrder
+from hpc_train.data.packing import PackedDataset
+from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.gradients import GradientAverager, LossScaler
 from hpc_train.models.deferred import deferred, recipes_of
@@ -39,6 +42,7 @@ from hpc_train.training.substituted import SubstitutedSamples
 
 logger = logging.getLogger(__name__)
 
+OF_SHARDS = TokenDataset, PackedDataset, Mixture
 LARGE = 1 << 30  # bytes of a model that had better not be built whole on every rank
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -280,6 +284,7 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
     group, data, run = grid.world, config.data, config.run
     samples, held_out = len(task.dataset), task.validation is not None
     with agreed(group):
+        _check_task(data, task)
         searched = data.micro_batch == "auto"
         if searched and run.deterministic:
             raise ConfigError(
@@ -302,34 +307,13 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
             parts = cut(data.batch, grid.dp, replica, at_a_time)
             micro_batches = len(parts)
         else:
-            for dataset in [task.dataset, *([task.validation] if held_out else [])]:
-                if not hasattr(dataset, "lengths"):
-                    raise ConfigError(
-                        "data.micro_tokens is given, but the data set has no method lengths",
-                        "give it one, or use data.micro_batch",
-                    )
             parts = PartsByLength(
                 task.dataset, order, data.micro_tokens, ranks=grid.dp, rank=replica
             )
             micro_batches = len(parts(1))
             lengths = lengths_of(task.dataset, order.indices(1, 0, data.batch)).tolist()
         last = last_step(run, order.steps_per_epoch)
-        if data.validation_every and not held_out:
-            raise ConfigError(
-                f"data.validation_every is {data.validation_every}, but nothing is held out",
-                "prepare the data with more --validation, or leave the key out",
-            )
         check_best(config.checkpoint, data, last, held_out=held_out)
-        if data.loss == "token" and task.counted is None:
-            raise ConfigError(
-                "data.loss is token, but nothing says how many tokens of a batch count",
-                "give TrainingTask `counted`, or leave data.loss out",
-            )
-        if data.damaged == "substitute" and getattr(task.dataset, "substitutes", None) is None:
-            raise ConfigError(
-                "data.damaged is substitute, but the data set substitutes no samples",
-                "leave data.damaged out, or give a TokenDataset with damaged='substitute'",
-            )
     given = f"{samples} {len(task.validation) if held_out else 0} {order.identity} {lengths}"
     what = "the data set (its size, mixture or lengths)"
     same(group, what, given, "give all ranks the same data")
@@ -341,6 +325,40 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
             grid.pp,
         )
     return StepPlan(parts, order, last)
+
+
+def _check_task(data: DataSection, task: TrainingTask) -> None:
+    """Check that a task can do what the section `data` of the configuration asks for.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if data.cache is not None and not isinstance(task.dataset, OF_SHARDS):
+        raise ConfigError(
+            "data.cache is given, but the data set is not a folder of shards",
+            "leave data.cache out",
+        )
+    given = [task.dataset] if task.validation is None else [task.dataset, task.validation]
+    if data.micro_tokens is not None and not all(hasattr(one, "lengths") for one in given):
+        raise ConfigError(
+            "data.micro_tokens is given, but the data set has no method lengths",
+            "give it one, or use data.micro_batch",
+        )
+    if data.validation_every and task.validation is None:
+        raise ConfigError(
+            f"data.validation_every is {data.validation_every}, but nothing is held out",
+            "prepare the data with more --validation, or leave the key out",
+        )
+    if data.loss == "token" and task.counted is None:
+        raise ConfigError(
+            "data.loss is token, but nothing says how many tokens of a batch count",
+            "give TrainingTask `counted`, or leave data.loss out",
+        )
+    if data.damaged == "substitute" and getattr(task.dataset, "substitutes", None) is None:
+        raise ConfigError(
+            "data.damaged is substitute, but the data set substitutes no samples",
+            "leave data.damaged out, or give a TokenDataset with damaged='substitute'",
+        )
 
 
 def sample_order_identity(config: RunConfig, order: SampleOrder) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.model import check_one_length, division_of, shape_of
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.device import choose_device, free_memory_of
-from hpc_train.training.samples import samples_of, tokens_in
+from hpc_train.training.samples import node_caches, samples_of, tokens_in
 from hpc_train.training.sharing import SharingFacts, choose_zero
 from hpc_train.training.substituted import check_on_nodes
 from hpc_train.training.trainer import Trainer
@@ -78,31 +78,36 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             "dtype": config.precision.parameters,
             "tokenizer": describe_tokenizer(manifest.tokenizer, directory),
         }
-    training, held_out = (samples_of(config, found, name, group) for name in manifests.SPLITS)
-    assert training is not None  # only held-out samples may be missing
-    digests = [one.digest for one in found.values()]
-    data = digests if len(digests) > 1 else digests[0]
-    identity = {"data": data, "model.sequence": config.model.sequence, **shape.identity}
-    if not config.data.across_documents:
-        identity |= {"data.across_documents": False, "documents packed together": PACKED_TOGETHER}
-    task = TrainingTask(
-        model,
-        training,
-        validation=held_out,
-        identity=identity,
-        about=about,
-        tokens_per_sample=tokens_in(training),
-        most_at_a_time=most,
-        private_parameters=True,
-        counted=counted_targets,
-    )
-    try:
-        Trainer(config, task, runtime).train()
-    except (MemoryError, RuntimeError) as error:  # torch has no error of its own for processors
-        if not out_of_memory(error):
-            raise
-        room = np.rint(job.needs() * LEANER).astype(np.int64)
-        raise HpcTrainError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
+    with node_caches(config.data, found, group) as caches:
+        splits = manifests.SPLITS
+        training, held_out = (samples_of(config, found, name, group, caches) for name in splits)
+        assert training is not None  # only held-out samples may be missing
+        digests = [one.digest for one in found.values()]
+        data = digests if len(digests) > 1 else digests[0]
+        identity = {"data": data, "model.sequence": config.model.sequence, **shape.identity}
+        if not config.data.across_documents:
+            identity |= {
+                "data.across_documents": False,
+                "documents packed together": PACKED_TOGETHER,
+            }
+        task = TrainingTask(
+            model,
+            training,
+            validation=held_out,
+            identity=identity,
+            about=about,
+            tokens_per_sample=tokens_in(training),
+            most_at_a_time=most,
+            private_parameters=True,
+            counted=counted_targets,
+        )
+        try:
+            Trainer(config, task, runtime).train()
+        except (MemoryError, RuntimeError) as error:  # torch has no error of its own for processors
+            if not out_of_memory(error):
+                raise
+            room = np.rint(job.needs() * LEANER).astype(np.int64)
+            raise HpcTrainError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
 
 
 def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:

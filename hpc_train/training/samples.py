@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from hpc_train.config import RunConfig
+from hpc_train.config import DataSection, RunConfig
+from hpc_train.data.block_cache import BlockCache
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.mixture import Mixture
 from hpc_train.data.packing import DocumentWindows, PackedDataset
@@ -24,8 +26,37 @@ logger = logging.getLogger(__name__)
 Samples = TokenDataset | PackedDataset
 
 
+@contextmanager
+def node_caches(
+    section: DataSection, found: Mapping[Path, Manifest], group: Group
+) -> Iterator[dict[Path, BlockCache]]:
+    """The caches of `data.cache` on this node, by data folder, until the block ends. Collective.
+
+    Args:
+        section: the section `data` of the configuration.
+        found: the manifests of the folders.
+        group: all ranks of the job.
+
+    Raises:
+        ConfigError: a cache cannot be made; on all ranks.
+    """
+    with ExitStack() as stack:
+        caches = {}
+        if section.cache is not None:
+            with agreed(group):
+                limit = int(section.cache_gb * 1e9) // len(found)
+                for directory, manifest in found.items():
+                    caches[directory] = BlockCache(Path(section.cache), manifest.digest, limit)
+                    stack.callback(caches[directory].close)
+        yield caches
+
+
 def samples_of(
-    config: RunConfig, found: Mapping[Path, Manifest], split: str, group: Group
+    config: RunConfig,
+    found: Mapping[Path, Manifest],
+    split: str,
+    group: Group,
+    caches: Mapping[Path, BlockCache],
 ) -> Samples | Mixture | None:
     """The samples of a split of the data folders, a mixture if several have it. Collective.
 
@@ -34,6 +65,7 @@ def samples_of(
         found: the manifests of the folders, in the order of `data.path`.
         split: "train" or "validation".
         group: all ranks of the job.
+        caches: the caches of the folders on this node.
 
     Returns:
         The samples; None if no folder has held-out ones.
@@ -55,6 +87,7 @@ def samples_of(
             sequence,
             across_documents=crossing,
             damaged=config.data.damaged,
+            cache=caches.get(directory),
             group=group,
         )
         if samples is not None:  # each held-out sample is read once, whatever the weights are
@@ -83,6 +116,7 @@ def open_samples(
     *,
     across_documents: bool,
     damaged: Literal["raise", "substitute"] = "raise",
+    cache: BlockCache | None = None,
     group: Group,
 ) -> Samples | None:
     """Open the samples of a split. Collective.
@@ -96,6 +130,7 @@ def open_samples(
         sequence: tokens per sample, T.
         across_documents: the value of data.across_documents.
         damaged: the value of data.damaged; without across_documents it is "raise".
+        cache: the cache of the folder's blocks on this node.
         group: all ranks of the job.
 
     Returns:
@@ -109,9 +144,9 @@ def open_samples(
         with agreed(group):
             if split == "validation" and manifest.tokens(split) <= sequence:
                 return None
-            return TokenDataset(directory, manifest, split, sequence, damaged)
+            return TokenDataset(directory, manifest, split, sequence, cache, damaged)
     with agreed(group):
-        windows = DocumentWindows(ShardFiles(directory, manifest, split), sequence)
+        windows = DocumentWindows(ShardFiles(directory, manifest, split, cache), sequence)
         edges = [len(windows) * rank // group.size for rank in (group.rank, group.rank + 1)]
         mine = windows.count(range(*edges))
     counts = np.concatenate(group.gathered(mine, "the number of samples of packed documents"))

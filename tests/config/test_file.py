@@ -79,6 +79,12 @@ def test_an_unknown_value_is_refused_with_the_allowed_ones():
         load(None, ["--memory.zero=4"])
 
 
+def test_a_size_of_no_cache_is_refused():
+    with pytest.raises(ConfigError, match=r"data\.cache_gb is 3, but data\.cache is not given"):
+        load(None, ["--data.cache_gb", "3"])
+    assert load(None, ["--data.cache", "/dev/shm", "--data.cache_gb", "3"]).data.cache_gb == 3
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(ConfigError, match=r"there is no configuration /no/such.yaml: give"):
         load("/no/such.yaml")

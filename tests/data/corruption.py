@@ -101,7 +101,7 @@ class Folder:
 
     def samples(self, manifest: Manifest, split: str, damaged: Any = "raise") -> tuple[Any, Any]:
         """All samples of a split, with the token behind each, and the batch that they are from."""
-        dataset = TokenDataset(self.directory, manifest, split, SEQUENCE, damaged)
+        dataset = TokenDataset(self.directory, manifest, split, SEQUENCE, damaged=damaged)
         try:
             batch = dataset.fetch(np.arange(len(dataset)))
         finally:

@@ -86,3 +86,33 @@ def test_a_data_set_of_torch_is_put_together_by_torch():
     assert x.tolist() == [4, 5, 6, 7]
     assert y.tolist() == [8, 10, 12, 14]
     loader.close()
+
+
+class Told(Numbers):
+    """It is told of its samples ahead."""
+
+    samples_ahead = 8
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def ahead(self, indices):
+        self.told.append(indices.tolist())
+
+
+@pytest.mark.parametrize(("prefetch", "workers"), [(0, 0), (2, 0), (1, 3)])
+def test_a_data_set_is_told_of_its_samples_some_steps_before(prefetch, workers):
+    """Here a rank has 4 samples of a step in two parts."""
+    dataset = Told()
+    order = SampleOrder(100, 12, seed=3)
+    parts = cut(12, 3, 1, 2)
+    loader = Loader(
+        dataset, order, parts, first_step=5, last_step=11, prefetch=prefetch, workers=workers
+    )
+    at = {step.number: len(dataset.told) for step in loader}
+    loader.close()
+    assert dataset.told == [order.indices(step, 4, 4).tolist() for step in range(6, 12)]
+    assert at[5] >= prefetch + 2  # 8 samples are two steps
+    if not prefetch:
+        assert [at[step] for step in range(5, 12)] == [2, 3, 4, 5, 6, 6, 6]

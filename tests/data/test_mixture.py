@@ -262,7 +262,7 @@ def test_what_stands_in_for_damaged_samples_is_told_by_their_numbers_in_the_mixt
         tokens = np.random.default_rng(number).integers(0, 200, 3 * HASHED_BYTES, np.uint8)
         shard = write_shard(folder / "train-0.h5", tokens)
         manifest = Manifest(200, "uint8", "bytes", 1, {"train": (shard,)})
-        parts.append((TokenDataset(folder, manifest, "train", 64, "substitute"), 1.0))
+        parts.append((TokenDataset(folder, manifest, "train", 64, damaged="substitute"), 1.0))
     path = tmp_path / "1" / "train-0.h5"
     content = bytearray(path.read_bytes())
     content[shard.offset + 5] ^= 1

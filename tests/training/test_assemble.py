@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpc_train.errors import UserError
+from hpc_train.errors import ConfigError, UserError
 from hpc_train.models.deferred import Recipe
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -124,6 +124,12 @@ def test_a_parameter_without_values_is_named_on_all_ranks(job, together):
 
     with pytest.raises(UserError, match=r"parameter last\.more of the model is never given"):
         make(config(together / "run", "--parallel.pp", "2"), job, build)
+
+
+def test_a_cache_for_a_data_set_without_shards_is_refused(tmp_path):
+    settings = config(tmp_path, "--data.cache", str(tmp_path))
+    with pytest.raises(ConfigError, match="data.cache is given, but the data set is not"):
+        make(settings, Runtime(Group(), Group()), Regression)
 
 
 def test_a_model_with_nothing_to_train_is_refused(tmp_path):

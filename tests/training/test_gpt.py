@@ -7,12 +7,19 @@ import os
 import pytest
 
 from hpc_train.config.file import load
+from hpc_train.data.manifest import read_manifest
 from hpc_train.errors import DataError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.model import planned_shape
 from hpc_train.training.gpt import job_of, train_gpt
-from tests.conftest import small_text
+from tests.conftest import records, small_text
+
+SMALL = [
+    *("--run.steps", "6", "--run.log_every", "1", "--run.deterministic", "true"),
+    *("--model.layers", "1", "--model.hidden", "16", "--model.heads", "2"),
+    *("--model.sequence", "32", "--data.batch", "16", "--precision.dtype", "float64"),
+]
 
 
 @pytest.mark.mpi
@@ -28,6 +35,45 @@ def test_a_damaged_copy_on_one_nodes_own_disk_is_refused_on_all(job, tmp_path, m
         train_gpt(settings, Runtime(job.world, Group(waiting=job.world.waiting)))
     assert f"rank {last} " in str(caught.value) or job.world.size == 1
     assert "train-00001.h5 has 5000 bytes" in str(caught.value)
+
+
+@pytest.mark.mpi
+def test_a_cache_changes_no_loss_and_is_gone_at_the_end(job, together):
+    world = job.world
+    if world.rank == 0:
+        small_text(together / "data")
+    world.barrier()
+    losses = []
+    for name, options in (("plain", []), ("cached", ["--data.cache", str(together / "cache")])):
+        places = ["--data.path", str(together / "data"), "--run.dir", str(together / name)]
+        train_gpt(load(None, [*SMALL, *places, *options]), job)
+        world.barrier()
+        losses.append([record["loss"] for record in records(together / name)])
+    left = [*(together / "cache").iterdir()]
+    world.barrier()
+    assert losses[0] == losses[1]
+    assert left == []
+
+
+@pytest.mark.mpi
+def test_a_cache_is_gone_after_an_error(job, together):
+    world = job.world
+    if world.rank == 0:
+        small_text(together / "data")
+        manifest = read_manifest(together / "data")
+        for shard in manifest.splits["train"]:
+            with (together / "data" / shard.name).open("r+b") as file:
+                file.seek(shard.offset)
+                file.write(b"XXXXXXXX")
+    world.barrier()
+    places = ["--data.path", str(together / "data"), "--data.cache", str(together / "cache")]
+    with pytest.raises(DataError) as caught:
+        train_gpt(load(None, [*SMALL, *places, "--run.dir", str(together / "run")]), job)
+    world.barrier()
+    left = [*(together / "cache").iterdir()]
+    world.barrier()
+    assert "is damaged" in str(caught.value)
+    assert left == []
 
 
 @pytest.mark.mpi

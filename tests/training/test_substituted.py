@@ -55,7 +55,8 @@ def train(folder, directory, started, *options):
     torch.manual_seed(started.world.rank)
     manifest = read_manifest(folder)
     data = {
-        split: TokenDataset(folder, manifest, split, 8, "substitute") for split in manifest.splits
+        split: TokenDataset(folder, manifest, split, 8, damaged="substitute")
+        for split in manifest.splits
     }
     model = GPT(vocab=14, sequence=8, layers=2, hidden=8, heads=2, dropout=0.2)
     task = TrainingTask(

@@ -1,0 +1,114 @@
+"""Asks for what will be read later, in a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from contextlib import suppress
+
+import numpy as np
+
+from hpc_train.data.manifest import HASHED_BYTES
+from hpc_train.data.shard_files import COPY, SOURCE, TAKEN, UNDER_WAY, ShardFiles, every_block
+from hpc_train.errors import DataError
+
+AHEAD_READERS = 4  # most threads that bring blocks to the cache ahead of need
+AHEAD_BYTES = 1 << 26  # bytes of blocks that are asked for ahead of need
+THREAD_PATIENCE = 5.0  # seconds to wait for a read that is under way at the end
+
+Wanted = tuple[np.ndarray, np.ndarray]  # shards and first bytes of some reads
+
+
+class Ahead:
+    """Asks for the blocks of coming reads, so that they are near when they are read.
+
+    It never delays a read: it has descriptors of its own. What fails here is told by the read.
+
+    Args:
+        files: the shards that will be read from.
+        nbytes: the number of bytes of each read.
+    """
+
+    def __init__(self, files: ShardFiles, nbytes: int) -> None:
+        self._wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        arguments = self._wanted, self._ended, _Asking(files, nbytes)
+        # A daemon, because a read that never returns must not keep the program from its end.
+        self._thread = threading.Thread(target=_ask, args=arguments, name="ahead", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._wanted.put, None)
+
+    def ask(self, numbers: np.ndarray, begins: np.ndarray) -> None:
+        """Ask for some reads: their shards, rising, and their first bytes, int64 (N,) each."""
+        self._wanted.put((numbers, begins))
+
+    def close(self) -> None:
+        """End the thread. If a read does not return, it is left running."""
+        self._ended.set()
+        self._wanted.put(None)
+        self._thread.join(THREAD_PATIENCE)
+
+
+class _Asking(ShardFiles):
+    """The same shards, opened once more, so that nothing here keeps a read waiting."""
+
+    readers = AHEAD_READERS
+
+    def __init__(self, files: ShardFiles, nbytes: int) -> None:
+        self.__setstate__(files.__getstate__())
+        self.nbytes = nbytes
+        self.seen, self.asked = files.verified, files.asked
+
+    def ask(self, numbers: np.ndarray, begins: np.ndarray) -> None:
+        """Ask the system for what some reads need; with a cache, bring it there.
+
+        Raises:
+            DataError: as `read` raises it.
+        """
+        for first in range(0, len(numbers), self._most):
+            part = slice(first, first + self._most)
+            self._ask(numbers[part], begins[part])
+            self._keep_open(self._most)
+
+    def _ask(self, numbers: np.ndarray, begins: np.ndarray) -> None:
+        first, last = self._blocks(numbers, begins, self.nbytes, "tokens")
+        known = self.seen[first] & self.seen[last]
+        shards = self._shards_of(numbers[known & COPY == 0])
+        # Of blocks that were verified in the shard only the samples are read.
+        again = known == SOURCE
+        places = (begins + self._offset["tokens"][numbers])[again].tolist()
+        for number, place in zip(numbers[again].tolist(), places, strict=True):
+            self._advise(shards[number].descriptors["tokens"], place, self.nbytes)
+        blocks = every_block(first, last, known == 0)
+        blocks = blocks[self.seen[blocks] | self.asked[blocks] | self.verified[blocks] == 0]
+        blocks = self._without_copies(shards, blocks)
+        # The system reads all of them at once. Threads would read a few at a time.
+        groups = self._groups(blocks)
+        for number, group in groups:
+            dataset, _, offset, nbytes = self._extent(number, group)
+            self._advise(shards[number].descriptors[dataset], offset, nbytes)
+        if self.cache is not None and self.cache.has_room(HASHED_BYTES):
+
+            def bring(item: int) -> None:
+                number, group = groups[item]
+                if not (self.asked[group] | self.seen[group]).any():  # else it is being read
+                    self.asked[group] = UNDER_WAY
+                    try:
+                        self._verify_group(shards[number], number, group)
+                    finally:
+                        self.asked[group] = TAKEN
+
+            self._each(bring, len(groups), "blocks")
+
+    def _advise(self, descriptor: int, offset: int, nbytes: int) -> None:
+        with suppress(OSError):  # some file systems take no advice
+            os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def _ask(wanted: queue.SimpleQueue[Wanted | None], ended: threading.Event, asking: _Asking) -> None:
+    while (some := wanted.get()) is not None and not ended.is_set():
+        with suppress(DataError):
+            asking.ask(*some)
+    asking.close()
