@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
@@ -127,10 +126,14 @@ class TokenDataset:
             order = wanted.argsort(kind="stable")
             wanted = wanted[order]
             least = _least_step(wanted)
+        if least == 1 and wanted[-1] - wanted[0] == len(wanted) - 1:
+            numbers, begins = self._places_of(wanted[[0, -1]])
+            if order is None and numbers[0] == numbers[1]:
+                return self._read_run(numbers[:1], begins[:1], len(wanted))
         numbers, begins = self._places_of(wanted)
         with self._fetching:
             self._reserve(max(1, len(wanted)))
-            rows = self._new_rows(len(wanted))
+            rows = self._new(len(wanted) * (self.sequence + 1)).reshape(-1, self.sequence + 1)
             if least <= 1:
                 # The first sample of a shard is no neighbour of the last one of the shard before.
                 apart = (wanted[1:] - wanted[:-1] != 1) | (begins[1:] == 0)
@@ -156,6 +159,20 @@ class TokenDataset:
         """The shard and the first byte of each sample."""
         numbers = self.ends.searchsorted(wanted, "right")
         return numbers, wanted * self.stride - self.skipped[numbers]
+
+    def _read_run(
+        self, numbers: np.ndarray, begins: np.ndarray, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Read neighbours of one shard, and nothing else."""
+        size = count * self.sequence + 1
+        with self._fetching:
+            self._reserve(count)
+            stored = self._memory[: size * self.files.dtype.itemsize]
+            self.files.read(numbers, begins, stored.nbytes, [[stored.data]])
+            tokens = self._new(size)
+            np.copyto(tokens, stored.view(self.files.dtype))
+        inputs, targets = (part.reshape(count, self.sequence) for part in (tokens[:-1], tokens[1:]))
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def _read_runs(
         self,
@@ -188,19 +205,17 @@ class TokenDataset:
             rows = self._memory.reshape(samples, -1)[:, : self.nbytes]
             self._places = [[row.data] for row in rows]
 
-    def _new_rows(self, samples: int) -> np.ndarray:
-        """Memory for a batch: that of an earlier one, if nothing refers to it any more.
+    def _new(self, size: int) -> np.ndarray:
+        """Memory for the numbers of a batch: that of an earlier one, if nothing refers to it.
 
         The system has to clear new memory, which takes longer than filling it.
         """
-        shape = samples, self.sequence + 1
-        size = math.prod(shape)
         for place in range(len(self._given)):
             # This list and the call refer to it; tensors do so through NumPy's arrays.
             if self._given[place].size == size and getrefcount(self._given[place]) == 2:
-                return self._given[place].reshape(shape)
+                return self._given[place]
         self._given = [*self._given[1 - MOST_KEPT :], np.empty(size, np.int64)]
-        return self._given[-1].reshape(shape)
+        return self._given[-1]
 
     def close(self) -> None:
         """Close the shards."""
