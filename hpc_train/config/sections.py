@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from hpc_train.config.durations import TIME_FORMS, parse_duration
+from hpc_train.config.mixture import FORM as MIXTURE_FORM
 from hpc_train.config.mixture import check_mixture
 from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
 from hpc_train.errors import ConfigError
@@ -167,6 +168,10 @@ class DataSection:
     def __post_init__(self) -> None:
         if isinstance(self.path, list):
             check_mixture(self.path)
+        elif self.path is not None and self.path[:1] in ("", "[", "{"):
+            raise ConfigError(
+                f"data.path is {self.path!r}", f"give a folder, or a list of {MIXTURE_FORM}"
+            )
         at_least(self, "data", batch=1, validation_every=0, validation_batches=0)
         at_least(self, "data", prefetch=0, workers=0)
         if isinstance(self.micro_batch, str) and self.micro_batch != "auto":

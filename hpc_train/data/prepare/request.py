@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -155,5 +156,5 @@ def tokens_request(
 
 
 def _check_size(shard_mb: float) -> None:
-    if shard_mb <= 0:
+    if not 0 < shard_mb < math.inf:
         raise DataError(f"--shard_mb is {shard_mb}", "give a size above 0")
