@@ -158,7 +158,8 @@ class DataSection:
     damaged: Literal["raise", "substitute"] = "raise"
     """What happens to a sample whose shard is damaged, missing or unreadable. raise ends the run.
     substitute trains on another sample in its place, and counts it in metrics.jsonl. If more than
-    10% of the samples are substituted, the run ends."""
+    10% of the samples are substituted, the run ends. Whole documents (across_documents false) are
+    not substituted."""
     prefetch: int = 2
     """Number of batches that a thread reads ahead. 0 reads each batch in its step."""
     workers: int = 0

@@ -306,7 +306,7 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
                 if not hasattr(dataset, "lengths"):
                     raise ConfigError(
                         "data.micro_tokens is given, but the data set has no method lengths",
-                        "give it one, or use data.micro_batch",
+                        "give it one, or use data.micro_batch; a Mixture takes data.micro_batch",
                     )
             parts = PartsByLength(
                 task.dataset, order, data.micro_tokens, ranks=grid.dp, rank=replica

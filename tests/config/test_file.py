@@ -79,6 +79,13 @@ def test_an_unknown_value_is_refused_with_the_allowed_ones():
         load(None, ["--memory.zero=4"])
 
 
+def test_a_file_behind_options_is_named():
+    with pytest.raises(
+        ConfigError, match=r"my.yaml comes after other words: give one file, before"
+    ):
+        load(None, ["--run.steps", "2", "my.yaml"])
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(ConfigError, match=r"there is no configuration /no/such.yaml: give"):
         load("/no/such.yaml")
