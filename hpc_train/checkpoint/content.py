@@ -324,8 +324,9 @@ class Content:
     def _check_identity(self, saved: Mapping[str, Any], path: Path) -> None:
         for key in sorted(self.identity.keys() | saved.keys()):
             if self.identity.get(key) != saved.get(key):
+                made = f"with {key} {saved[key]}" if key in saved else f"without {key}"
+                mine = self.identity.get(key, "no such thing")
                 raise CheckpointMismatch(
-                    f"{path} was made with {key} {saved.get(key)}, this run has "
-                    f"{self.identity.get(key)}",
+                    f"{path} was made {made}, this run has {mine}",
                     f"set {key} back, or start anew in another directory",
                 )

@@ -192,4 +192,8 @@ def _explained(message: str) -> ConfigError:
     found = re.match(r'Parser key "([\w.]+)":.* (?:Got|Given) value: (.*)', line)
     if found and found[1] in KEYS:
         return ConfigError(f"{found[1]} is {found[2]!r}", f"it takes {_expected(found[1])}")
+    if found := re.match(r"unrecognized arguments: (\S+\.ya?ml)( |$)", line, re.IGNORECASE):
+        return ConfigError(
+            f"{found[1]} comes after other words", "give one file, before all options"
+        )
     return ConfigError(line, "`hpc-train train --help` lists the options")

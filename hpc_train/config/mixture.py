@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hpc_train.config.keys import check_key
@@ -22,7 +22,7 @@ def check_mixture(parts: Sequence[Any]) -> None:
     """
     if not parts:
         raise ConfigError("data.path is an empty list", f"give a folder, or a list of {FORM}")
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for part in parts:
         if not isinstance(part, dict):
             raise ConfigError(f"data.path has {part!r} in its list", f"write it as {FORM}")
@@ -36,8 +36,9 @@ def check_mixture(parts: Sequence[Any]) -> None:
             raise ConfigError(
                 f"the weight of {path} in data.path is {weight!r}", "give a number above 0"
             )
-        if Path(path) in seen:
+        folder = os.path.realpath(path)
+        if folder in seen:
             raise ConfigError(
                 f"data.path has {path} twice in its list", "give it once, with a larger weight"
             )
-        seen.add(Path(path))
+        seen.add(folder)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from hpc_train.config.durations import TIME_FORMS, parse_duration
+from hpc_train.config.mixture import FORM as MIXTURE_FORM
 from hpc_train.config.mixture import check_mixture
 from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
 from hpc_train.errors import ConfigError
@@ -157,7 +158,8 @@ class DataSection:
     damaged: Literal["raise", "substitute"] = "raise"
     """What happens to a sample whose shard is damaged, missing or unreadable. raise ends the run.
     substitute trains on another sample in its place, and counts it in metrics.jsonl. If more than
-    10% of the samples are substituted, the run ends."""
+    10% of the samples are substituted, the run ends. Whole documents (across_documents false) are
+    not substituted."""
     prefetch: int = 2
     """Number of batches that a thread reads ahead. 0 reads each batch in its step."""
     workers: int = 0
@@ -174,6 +176,10 @@ class DataSection:
     def __post_init__(self) -> None:
         if isinstance(self.path, list):
             check_mixture(self.path)
+        elif self.path is not None and self.path[:1] in ("", "[", "{"):
+            raise ConfigError(
+                f"data.path is {self.path!r}", f"give a folder, or a list of {MIXTURE_FORM}"
+            )
         at_least(self, "data", batch=1, validation_every=0, validation_batches=0)
         at_least(self, "data", prefetch=0, workers=0, cache_gb=0)
         if self.cache_gb and self.cache is None:

@@ -95,6 +95,9 @@ def _opened(held: ExitStack, path: Path) -> int:
     try:  # O_NONBLOCK, because opening a pipe that nobody writes to would wait forever
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
+        if path.is_symlink():
+            lost = f"{path.resolve()} is missing, to which {path} links"
+            raise DataError(lost, "put it back, or prepare the data again") from None
         raise DataError(f"shard {path} is missing", PREPARE_AGAIN) from None
     except OSError as error:
         raise unreadable_shard(path, error) from None

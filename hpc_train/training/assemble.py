@@ -338,11 +338,16 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
             "data.cache is given, but the data set is not a folder of shards",
             "leave data.cache out",
         )
+    if not (data.across_documents or isinstance(task.dataset, (PackedDataset, Mixture))):
+        raise ConfigError(
+            "data.across_documents is false, but the data set is not a folder of shards",
+            "leave data.across_documents out",
+        )
     given = [task.dataset] if task.validation is None else [task.dataset, task.validation]
     if data.micro_tokens is not None and not all(hasattr(one, "lengths") for one in given):
         raise ConfigError(
             "data.micro_tokens is given, but the data set has no method lengths",
-            "give it one, or use data.micro_batch",
+            "give it one, or use data.micro_batch; a Mixture takes data.micro_batch",
         )
     if data.validation_every and task.validation is None:
         raise ConfigError(

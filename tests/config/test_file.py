@@ -85,6 +85,13 @@ def test_a_size_of_no_cache_is_refused():
     assert load(None, ["--data.cache", "/dev/shm", "--data.cache_gb", "3"]).data.cache_gb == 3
 
 
+def test_a_file_behind_options_is_named():
+    with pytest.raises(
+        ConfigError, match=r"my.yaml comes after other words: give one file, before"
+    ):
+        load(None, ["--run.steps", "2", "my.yaml"])
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(ConfigError, match=r"there is no configuration /no/such.yaml: give"):
         load("/no/such.yaml")

@@ -48,6 +48,9 @@ def test_a_variable_of_the_job_may_be_unknown_in_a_list_too():
         ("[{path: a, weight: true}]", "the weight of a in data.path is True"),
         ("[{path: a, weight: much}]", "the weight of a in data.path is 'much'"),
         ("[{path: a}, {path: a/}]", "data.path has a/ twice in its list"),
+        ("[{path: a}, {path: b/../a}]", "data.path has b/../a twice in its list"),
+        ("'[{path: a'", "data.path is '[{path: a': give a folder, or a list of {path: FOLDER"),
+        ("''", "data.path is '': give a folder"),
         ("{path: a}", "it takes a path, or a list of {path: FOLDER, weight: NUMBER}"),
     ],
 )

@@ -160,9 +160,17 @@ def test_mistakes_leave_nothing_behind(texts, tmp_path, how, message):
 
 
 def test_a_folder_without_text(tmp_path):
-    (tmp_path / "binary").write_bytes(b"\0")
+    folder = tmp_path / "given"
+    folder.mkdir()
+    (folder / "binary").write_bytes(b"\0")
     with pytest.raises(DataError, match="no text in"):
-        prepare_text([tmp_path], tmp_path / "out")
+        prepare_text([folder], tmp_path / "out")
+
+
+def test_a_target_inside_of_the_input_is_refused(texts):
+    with pytest.raises(DataError, match="is in the folder"):
+        prepare_text([texts], texts / "deep" / "out")
+    assert not (texts / "deep").exists()
 
 
 def test_an_existing_folder_is_not_touched(texts, tmp_path):

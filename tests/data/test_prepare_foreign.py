@@ -104,6 +104,26 @@ def test_a_dataset_of_hugging_face(tmp_path, rows, large):
             prepared([folder], tmp_path / "new", vocab=VOCAB, column=column)
 
 
+@pytest.mark.parametrize("names", [["a.bin", "a.idx"], ["a.idx", "a.bin"]])
+def test_both_names_of_a_pair_are_one_file(tmp_path, rows, names):
+    write_megatron(tmp_path / "a", rows)
+    made, _, _ = prepared([tmp_path / name for name in names], tmp_path / "out", vocab=VOCAB)
+    assert made.documents == len(rows)
+
+
+def test_a_file_whose_header_would_become_tokens_is_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
+    with pytest.raises(DataError, match=r"a.npy is not one of .bin, .idx"):
+        prepared([tmp_path / "a.npy"], tmp_path / "out", vocab=1 << 16)
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
+def test_a_size_of_shards_that_is_none_is_refused(tmp_path, size):
+    (tmp_path / "a.bin").write_bytes(bytes(4))
+    with pytest.raises(DataError, match="--shard_mb"):
+        prepared([tmp_path / "a.bin"], tmp_path / "out", vocab=10, shard_mb=size)
+
+
 @pytest.mark.parametrize(
     ("content", "how", "message"),
     [
@@ -171,7 +191,7 @@ def test_tokens_that_stay_in_their_file_are_verified_there(tmp_path, rows):
     with pytest.raises(DataError, match=r"train.bin has \d+ bytes, fewer than"):
         check_shards(tmp_path / "out", made)
     (tmp_path / "train.bin").unlink()
-    with pytest.raises(DataError, match="missing"):
+    with pytest.raises(DataError, match=r"/train.bin is missing, to which .*source-\w+.bin links"):
         check_shards(tmp_path / "out", made)
 
 
@@ -185,5 +205,5 @@ def test_a_dataset_of_an_hdf5_file(tmp_path, rows, how):
     assert tokens.tolist() == every.tolist()
     assert begins == [0]
     assert all(bool(shard.source) != bool(how) for shard in made.splits["train"])
-    with pytest.raises(DataError, match="no such variable. Its variables are: deep/tokens"):
+    with pytest.raises(DataError, match="variables are: deep/tokens.*--column names"):
         prepared([tmp_path / "a.h5"], tmp_path / "other", vocab=VOCAB)

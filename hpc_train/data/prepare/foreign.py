@@ -89,11 +89,18 @@ def list_token_files(paths: Sequence[str | Path], layout: TokenLayout) -> list[I
                 found.append(_hdf5_file(given, layout.column))
             elif (index := given.with_suffix(".idx")).exists():
                 tokens = given.with_suffix(".bin")
+                if given == index and str(tokens) in map(str, paths):
+                    continue  # both names of one pair, such as from a pattern of the shell
                 about = read_index(index, tokens.stat().st_size)
                 total = int(about.ends[-1]) if len(about.ends) else 0
                 found.append(_listed(tokens, "megatron", total, about.stored))
             else:
                 size = given.stat().st_size
+                if given.suffix.lower() != ".bin":  # its header would become tokens
+                    raise DataError(
+                        f"{given} is not one of .bin, .idx, .h5, .hdf5 or a folder",
+                        "save its tokens as raw numbers in a file NAME.bin, or name it so",
+                    )
                 if size % np.dtype(layout.stored).itemsize:
                     raise DataError(
                         f"{given} has {size} bytes, which is no number of {layout.stored} tokens",
@@ -127,7 +134,11 @@ def _hdf5_file(path: Path, column: str) -> InputFile:
 
 @lru_cache(maxsize=8)
 def _hdf5_index(path: str, column: str) -> FileIndex:
-    [index] = look_up([Path(path)], [column])
+    try:
+        [index] = look_up([Path(path)], [column])
+    except DataError as error:
+        remedy = f"{error.remedy}; --column names the dataset of the tokens"
+        raise DataError(error.cause, remedy) from None
     return index
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,11 +81,19 @@ def text_request(
         text_key: the key of the text in JSON lines.
 
     Raises:
-        DataError: a path does not exist, `out` exists already, or a value is not allowed.
+        DataError: a path does not exist, `out` exists already or is inside of a path, or a value is
+            not allowed.
         SetupError: the `tokenizers` library is needed and missing.
     """
     target = Path(out)
     check_target(target)
+    for path in paths:
+        if Path(path).resolve() in target.resolve().parents:
+            raise DataError(
+                f"--out {out} is in the folder {path}, whose files are prepared: what it holds "
+                "would become text, too",
+                "give an --out outside of it",
+            )
     if not 0 <= validation < 1:
         raise DataError(f"--validation is {validation}", "give a share of at least 0 and below 1")
     _check_size(shard_mb)
@@ -155,5 +164,5 @@ def tokens_request(
 
 
 def _check_size(shard_mb: float) -> None:
-    if shard_mb <= 0:
+    if not 0 < shard_mb < math.inf:
         raise DataError(f"--shard_mb is {shard_mb}", "give a size above 0")
