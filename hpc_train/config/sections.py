@@ -194,8 +194,8 @@ class DataSection:
         at_least(self, "data", micro_tokens=1)
         if self.damaged == "substitute" and not self.across_documents:
             raise ConfigError(
-                "data.damaged is substitute, but data.across_documents is false: only the lengths "
-                "of its documents say which samples a shard has",
+                "data.damaged is substitute, but data.across_documents is false: without the "
+                "documents' lengths nobody knows which samples a damaged shard has",
                 "leave one of them out",
             )
         if self.micro_tokens is not None and self.micro_batch is not None:
