@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
@@ -54,6 +54,7 @@ def test_a_host_file_that_is_not_there_is_refused(tmp_path):
         read_file(tmp_path / "none")
 
 
+@example(["n0-ib", "n8", "n09"])
 @given(
     st.lists(
         st.one_of(

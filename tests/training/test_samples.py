@@ -137,7 +137,7 @@ def test_folders_of_whole_documents_are_mixed(tmp_path):
     folders = [{"path": str(folder), "weight": n + 1} for n, folder in enumerate(found)]
     options = ["--data.path", json.dumps(folders), "--model.sequence", str(SEQUENCE)]
     settings = config(tmp_path / "run", *MEAN, *options)
-    mixed = samples_of(settings, found, "train", Group())
+    mixed = samples_of(settings, found, "train", Group(), {})
     order = SampleOrder.of(mixed, 24)
     columns = mixed.fetch(order.indices(1, 0, 24))
     assert [column.shape for column in columns] == [(24, SEQUENCE)] * 3
