@@ -175,7 +175,7 @@ def compress(names: Iterable[str]) -> str:
 
 def _follows(run: tuple[str, str, str, str], before: str, number: str, after: str) -> bool:
     """Whether a name's number is the next one of a run, written with as many digits."""
-    alike = len(number) == len(run[1]) or "0" not in (run[1][0], number[0])
+    alike = len(number) == len(run[1]) or "0" not in (run[1][:1], number[:1])
     return (run[0], run[3]) == (before, after) and int(number) == int(run[2]) + 1 and alike
 
 
