@@ -174,7 +174,8 @@ def astray(folder, who, does, engine="mpi", *, before=False):
 def test_a_rank_that_stays_away_in_the_users_code_is_named(tmp_path, engine):
     line = astray(tmp_path, (2,), "time.sleep(1000)", engine)
     assert line.startswith(f"rank 2 ({HOST}) does not come (busy elsewhere or stuck)")
-    assert f"rank 0 ({HOST}) has waited " in line
+    # Any of the others may be the first to give up.
+    assert any(f"rank {rank} ({HOST}) has waited " in line for rank in (0, 1, 3))
     assert (" s for the sums of the gradients by Horovod" in line) == (engine == "horovod")
 
 
