@@ -5,8 +5,8 @@
 The ranks of one node read samples of 1025 tokens, which are shuffled as in training. They take the
 same steps twice, as two epochs would. A rank has --batch samples in a step, and then sleeps for
 --compute_ms, as if a GPU computed. The loader reads two steps ahead. The candidates read from the
-shards or through a cache, and are told of later samples (ahead) or not. All start with an empty
-cache. These are the sources:
+shards or through a cache, into which blocks of later steps are brought (ahead) or not. All start
+with an empty cache. These are the sources:
 
 - disk: the folder's file system. The page cache is emptied before each pass, as if the data did not
   fit into it. The MiB are those that came from the disk.
@@ -45,7 +45,6 @@ from hpc_train.mpi.runtime import start_runtime
 
 CANDIDATES = {
     "shards": (False, False),
-    "shards, ahead": (False, True),
     "cache": (True, False),
     "cache, ahead": (True, True),
 }

@@ -137,9 +137,9 @@ class DataSection:
     micro_batch for a data set whose method lengths says how long its samples are. By default
     micro_batch decides."""
     loss: Literal["sample", "token"] = "sample"
-    """What the loss of a step is the mean over: its samples, each of which has the mean loss of its
-    own tokens, or all tokens of the step. They differ where samples have unequal numbers of tokens
-    that count."""
+    """What the loss of a step is the mean over. sample: the samples of the step; a sample's loss is
+    the mean over its own tokens. token: all tokens of the step. The two differ where samples have
+    unequal numbers of tokens that count."""
     across_documents: bool = True
     """Whether a sample is taken from the stream of all documents, so that it may begin and end
     inside of documents. With false it has whole documents, each for itself, and padding; documents

@@ -1,4 +1,4 @@
-"""Asks for what will be read later, in a thread of its own."""
+"""Brings blocks that will be read later to the node's cache, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import suppress
 import numpy as np
 
 from hpc_train.data.manifest import HASHED_BYTES
-from hpc_train.data.shard_files import COPY, SOURCE, TAKEN, UNDER_WAY, ShardFiles, every_block
-from hpc_train.errors import DataError
+from hpc_train.data.shard_files import TAKEN, UNDER_WAY, ShardFiles, every_block
+from hpc_train.errors import HpcTrainError
 
 AHEAD_READERS = 4  # most threads that bring blocks to the cache ahead of need
 AHEAD_BYTES = 1 << 26  # bytes of blocks that are asked for ahead of need
@@ -22,12 +22,12 @@ Wanted = tuple[np.ndarray, np.ndarray]  # shards and first bytes of some reads
 
 
 class Ahead:
-    """Asks for the blocks of coming reads, so that they are near when they are read.
+    """Brings the blocks of coming reads to the cache.
 
     It never delays a read: it has descriptors of its own. What fails here is told by the read.
 
     Args:
-        files: the shards that will be read from.
+        files: the shards that will be read from. They have a cache.
         nbytes: the number of bytes of each read.
     """
 
@@ -62,10 +62,10 @@ class _Asking(ShardFiles):
         self.seen, self.asked = files.verified, files.asked
 
     def ask(self, numbers: np.ndarray, begins: np.ndarray) -> None:
-        """Ask the system for what some reads need; with a cache, bring it there.
+        """Bring what some reads need to the cache.
 
         Raises:
-            DataError: as `read` raises it.
+            HpcTrainError: as `read` raises it.
         """
         for first in range(0, len(numbers), self._most):
             part = slice(first, first + self._most)
@@ -73,42 +73,36 @@ class _Asking(ShardFiles):
             self._keep_open(self._most)
 
     def _ask(self, numbers: np.ndarray, begins: np.ndarray) -> None:
-        first, last = self._blocks(numbers, begins, self.nbytes, "tokens")
-        known = self.seen[first] & self.seen[last]
-        shards = self._shards_of(numbers[known & COPY == 0])
-        # Of blocks that were verified in the shard only the samples are read.
-        again = known == SOURCE
-        places = (begins + self._offset["tokens"][numbers])[again].tolist()
-        for number, place in zip(numbers[again].tolist(), places, strict=True):
-            self._advise(shards[number].descriptors["tokens"], place, self.nbytes)
-        blocks = every_block(first, last, known == 0)
+        if self.cache is None or not self.cache.has_room(HASHED_BYTES):
+            return
+        first, last = self._blocks_of(numbers, begins, self.nbytes, "tokens")
+        new = (self.seen[first] & self.seen[last]) == 0
+        shards = self._shards_of(numbers[new])
+        blocks = every_block(first, last, new)
         blocks = blocks[self.seen[blocks] | self.asked[blocks] | self.verified[blocks] == 0]
         blocks = self._without_copies(shards, blocks)
         # The system reads all of them at once. Threads would read a few at a time.
         groups = self._groups(blocks)
         for number, group in groups:
             dataset, _, offset, nbytes = self._extent(number, group)
-            self._advise(shards[number].descriptors[dataset], offset, nbytes)
-        if self.cache is not None and self.cache.has_room(HASHED_BYTES):
+            descriptor, advice = shards[number].descriptors[dataset], os.POSIX_FADV_WILLNEED
+            with suppress(OSError):  # some file systems take no advice
+                os.posix_fadvise(descriptor, offset, nbytes, advice)
 
-            def bring(item: int) -> None:
-                number, group = groups[item]
-                if not (self.asked[group] | self.seen[group]).any():  # else it is being read
-                    self.asked[group] = UNDER_WAY
-                    try:
-                        self._verify_group(shards[number], number, group)
-                    finally:
-                        self.asked[group] = TAKEN
+        def bring(item: int) -> None:
+            number, group = groups[item]
+            if not (self.asked[group] | self.seen[group]).any():  # else it is being read
+                self.asked[group] = UNDER_WAY
+                try:
+                    self._verify_group(shards[number], number, group)
+                finally:
+                    self.asked[group] = TAKEN
 
-            self._each(bring, len(groups), "blocks")
-
-    def _advise(self, descriptor: int, offset: int, nbytes: int) -> None:
-        with suppress(OSError):  # some file systems take no advice
-            os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        self._blocks.each(bring, len(groups))
 
 
 def _ask(wanted: queue.SimpleQueue[Wanted | None], ended: threading.Event, asking: _Asking) -> None:
     while (some := wanted.get()) is not None and not ended.is_set():
-        with suppress(DataError):
+        with suppress(HpcTrainError):
             asking.ask(*some)
     asking.close()

@@ -139,9 +139,10 @@ def _check(descriptor: int, path: Path, shard: Shard, dtype: str) -> None:
 
 
 def _has(content: bytes, wanted: bytes) -> bool:
-    """Whether some bytes, of which the first is not zero, are in others, most of which are.
+    """Whether some bytes are in others.
 
-    Python finds a single byte much faster than several in a row.
+    It looks for their first byte, which Python finds much faster than several in a row. Headers
+    are mostly zeros, so that byte must be another one.
     """
     first, at = wanted[:1], -1
     while (at := content.find(first, at + 1)) >= 0:

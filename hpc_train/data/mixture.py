@@ -106,7 +106,7 @@ class Mixture:
 
     @property
     def samples_ahead(self) -> int:
-        """How many samples `ahead` is worth being told of in advance."""
+        """How many samples in advance `ahead` is to be called."""
         least: int = min(dataset.samples_ahead for dataset in self.datasets)
         return least
 

@@ -197,8 +197,8 @@ class PackedDataset:
 
     A sample has T tokens, and as targets the token that follows each of them in its document. The
     positions of each document start at 0. Its last token is a target only, because none follows it.
-    A document of more than T + 1 tokens is cut into pieces, each of which begins with the token
-    that was the last target of the one before. Padding fills up a sample. A document that two
+    A document of more than T + 1 tokens is cut into pieces. A piece begins with the token that was
+    the last target of the piece before. Padding fills up a sample. A document that two
     shards share is cut there. Several threads may call `fetch`.
 
     Args:
@@ -209,7 +209,7 @@ class PackedDataset:
     """
 
     def __init__(self, windows: DocumentWindows, counts: np.ndarray) -> None:
-        self.windows = windows
+        self.windows, self.files = windows, windows.files
         self.ends = counts[:, 0].cumsum()
         self.targets = int(counts[:, 1].sum())
         per_window = -(-len(self) // max(1, len(windows)))
@@ -284,7 +284,7 @@ class PackedDataset:
         self, shards: np.ndarray, firsts: np.ndarray, sizes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Read the tokens of pieces. Returns them one behind the other, and where each begins."""
-        files, order = self.windows.files, np.lexsort((firsts, shards))
+        files, order = self.files, np.lexsort((firsts, shards))
         width = files.dtype.itemsize
         ends = (sizes + 1).cumsum()
         starts = ends - sizes - 1
@@ -299,4 +299,4 @@ class PackedDataset:
 
     def close(self) -> None:
         """Close the shards."""
-        self.windows.files.close()
+        self.files.close()

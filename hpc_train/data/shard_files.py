@@ -5,57 +5,37 @@ With a cache, blocks are taken from the shards' copies in it, and verified there
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from hpc_train import files
 from hpc_train.data.block_cache import BlockCache
-from hpc_train.data.blocks import (
-    beyond_vocabulary,
-    block_hashes,
-    damaged_block,
-    ends_early,
-    read_table,
-)
-from hpc_train.data.check import close_shard, open_shard, unreadable_shard
+from hpc_train.data.blocks import beyond_vocabulary, block_hashes, damaged_block
 from hpc_train.data.manifest import HASHED_BYTES, Manifest
+from hpc_train.data.opened_shard import Identity, OpenedShard, why_unread
+from hpc_train.data.read_threads import ReadThreads
 
 SHARD_READERS = 8  # most threads that read together where the storage is slow
-SLOW_SECONDS = 3e-5  # seconds per read from which on threads pay: a disk's, not the page cache's
-SLOW_BLOCK = 4  # the same for reading and verifying blocks, as a multiple
+SLOW_BLOCK = 4  # a block takes so many times as long as a sample in memory, to read and verify
 CHECKED_SECONDS = 0.01  # seconds after which a file is looked at again, as it may have changed
 VERIFIED_TOGETHER = 16  # most blocks in one read
 BLOCK_BITS = HASHED_BYTES.bit_length() - 1
 SOURCE, COPY = 1, 2  # bits that say where a block was verified: in the shard, in its copy
 UNDER_WAY, TAKEN = 1, 2  # a block is being brought to the cache ahead of need; it need not be
 MOST_WAIT = 1.0  # seconds to wait for a block that is under way
-Identity = tuple[int, int, int, int]
+BLOCK_POLL_SECONDS = 3e-5  # seconds between two looks at it
 
 
 def most_open_files() -> int:
     """Number of shards that a process keeps open: a quarter of the files that it may open."""
     return max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
-
-
-@dataclass
-class _Open:
-    """An open shard, the hashes of its blocks, and its copy in the cache; -1: it has none."""
-
-    path: Path
-    descriptors: dict[str, int]  # by dataset
-    identity: Identity
-    table: np.ndarray
-    copy: int
 
 
 class ShardFiles:
@@ -97,14 +77,14 @@ class ShardFiles:
         self._renew()
 
     def _renew(self) -> None:
-        self._files: dict[int, _Open] = {}  # those opened first come first
+        self._files: dict[int, OpenedShard] = {}  # those opened first come first
         self.verified = np.zeros(self._ends[-1] if len(self._ends) else 0, np.uint8)
         self.asked = np.zeros_like(self.verified)  # UNDER_WAY or TAKEN
         self._seen: dict[int, Identity] = {}  # the files whose blocks were verified
-        self._checked: dict[int, _Open] = {}  # the shards that were looked at since `_since`
+        self._checked: dict[int, OpenedShard] = {}  # the shards that were looked at since `_since`
         self._since = 0.0
         self._reading = threading.Lock()  # opening a shard may close one that is being read
-        self._seconds = {"blocks": 0.0, "reads": 0.0}  # seconds that one took last time
+        self._reads, self._blocks = ReadThreads(self.readers), ReadThreads(self.readers, SLOW_BLOCK)
         self._most = most_open_files() // (1 if self.cache is None else 2)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,12 +95,6 @@ class ShardFiles:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._renew()
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the last reads took longer than reads from memory."""
-        slow = self._seconds["blocks"] > SLOW_BLOCK * SLOW_SECONDS
-        return slow or self._seconds["reads"] > SLOW_SECONDS
 
     def read(
         self,
@@ -160,7 +134,7 @@ class ShardFiles:
     ) -> None:
         shards = self._shards_of(numbers)
         sizes = [nbytes] * len(numbers) if isinstance(nbytes, int) else nbytes.tolist()
-        first, last = self._blocks(numbers, begins, nbytes, dataset)
+        first, last = self._blocks_of(numbers, begins, nbytes, dataset)
         verified = self._verified_reads(shards, first, last, max(sizes))
         places = (begins + self._offset[dataset][numbers]).tolist()
         descriptors = {number: one.descriptors[dataset] for number, one in shards.items()}
@@ -169,14 +143,14 @@ class ShardFiles:
             keys = np.where(verified & COPY, ~numbers, numbers).tolist()
         else:
             keys = numbers.tolist()
-        if self._seconds["reads"] <= SLOW_SECONDS:
+        if not self._reads.are_slow:
             # A loop in C, because one in Python takes as long as reading a sample from memory.
             begin, of_reads = time.perf_counter(), map(descriptors.__getitem__, keys)
             try:
                 counts = list(map(os.preadv, of_reads, memories, places))
             except OSError:
                 counts = []  # the next call says which file it is
-            self._seconds["reads"] = (time.perf_counter() - begin) / len(keys)
+            self._reads.seconds = (time.perf_counter() - begin) / len(keys)
             if counts == sizes:
                 return
         lost = list[OSError]()
@@ -184,22 +158,22 @@ class ShardFiles:
         def fill(item: int) -> None:
             key, memory = keys[item], memories[item][0]
             if key >= 0:
-                _fill(shards[key], dataset, memory, places[item])
-            elif error := _unread(descriptors[key], memory, places[item]):
+                shards[key].fill(dataset, memory, places[item])
+            elif error := why_unread(descriptors[key], memory, places[item]):
                 lost.append(error)
 
-        self._each(fill, len(keys), "reads")
+        self._reads.each(fill, len(keys))
         if lost:
             self._leave_cache(lost[0])
             self._read(numbers, begins, nbytes, memories, dataset)
 
-    def _shards_of(self, numbers: np.ndarray) -> dict[int, _Open]:
+    def _shards_of(self, numbers: np.ndarray) -> dict[int, OpenedShard]:
         if (now := time.monotonic()) > self._since + CHECKED_SECONDS:
             self._checked, self._since = {}, now
         checked = self._checked
         return {number: checked.get(number) or self._open(number) for number in {*numbers.tolist()}}
 
-    def _blocks(
+    def _blocks_of(
         self, numbers: np.ndarray, begins: np.ndarray, nbytes: int | np.ndarray, dataset: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """The first and the last block of each read."""
@@ -208,7 +182,7 @@ class ShardFiles:
         return first, of_shard + ((begins + (nbytes - 1)) >> BLOCK_BITS)
 
     def _verified_reads(
-        self, shards: dict[int, _Open], first: np.ndarray, last: np.ndarray, longest: int
+        self, shards: dict[int, OpenedShard], first: np.ndarray, last: np.ndarray, longest: int
     ) -> np.ndarray:
         """Verify the blocks of reads. Returns where all blocks of each read are verified, uint8."""
         verified = self._where(first, last, longest)
@@ -230,7 +204,7 @@ class ShardFiles:
         pairs = zip(first.tolist(), (last + 1).tolist(), strict=True)
         return np.array([np.bitwise_and.reduce(self.verified[slice(*pair)]) for pair in pairs])
 
-    def _verify(self, shards: dict[int, _Open], fresh: np.ndarray, where: int) -> None:
+    def _verify(self, shards: dict[int, OpenedShard], fresh: np.ndarray, where: int) -> None:
         """Verify blocks, int64 (N,) and rising, in one of the places that the bits allow."""
         if where & COPY and self.cache is not None:
             fresh = self._without_copies(shards, fresh)
@@ -239,11 +213,11 @@ class ShardFiles:
             self._verify_shards(shards, fresh)
             until = time.monotonic() + MOST_WAIT
             while (self.asked[late] == UNDER_WAY).any() and time.monotonic() < until:
-                time.sleep(SLOW_SECONDS)
+                time.sleep(BLOCK_POLL_SECONDS)
             fresh = self._without_copies(shards, late)
         self._verify_shards(shards, fresh)
 
-    def _verify_shards(self, shards: dict[int, _Open], fresh: np.ndarray) -> None:
+    def _verify_shards(self, shards: dict[int, OpenedShard], fresh: np.ndarray) -> None:
         """Verify blocks in the shards."""
         self.asked[fresh] = TAKEN
         groups = self._groups(fresh)
@@ -253,7 +227,7 @@ class ShardFiles:
             self._verify_group(shards[number], number, blocks)
 
         if groups:
-            self._each(verify, len(groups), "blocks")
+            self._blocks.each(verify, len(groups))
             self.verified[fresh] |= SOURCE
 
     def _groups(self, blocks: np.ndarray) -> list[tuple[int, list[int]]]:
@@ -279,15 +253,15 @@ class ShardFiles:
         left = nbytes - first * HASHED_BYTES
         return dataset, first, offset + first * HASHED_BYTES, min(len(blocks) * HASHED_BYTES, left)
 
-    def _without_copies(self, shards: dict[int, _Open], blocks: np.ndarray) -> np.ndarray:
+    def _without_copies(self, shards: dict[int, OpenedShard], blocks: np.ndarray) -> np.ndarray:
         """Note which blocks the cache has, by their hashes. Returns the others."""
         for number, group in self._groups(blocks):
             shard = shards[number]
-            if shard.copy < 0:
+            dataset, _, offset, nbytes = self._extent(number, group)
+            if (copy := shard.copy_of(dataset)) < 0:
                 continue
-            _, _, offset, nbytes = self._extent(number, group)
             memory = np.empty(nbytes, np.uint8).data
-            if error := _unread(shard.copy, memory, offset):
+            if error := why_unread(copy, memory, offset):
                 self._leave_cache(error)
                 break
             wanted = shard.table[group[0] - int(self._first_block["tokens"][number]) :]
@@ -303,13 +277,13 @@ class ShardFiles:
         self.cache = None
         self.verified &= SOURCE
 
-    def _verify_group(self, shard: _Open, number: int, blocks: list[int]) -> None:
+    def _verify_group(self, shard: OpenedShard, number: int, blocks: list[int]) -> None:
         """Read and verify neighbouring blocks of one dataset of a shard."""
-        of, begin = self.shards[number], int(self._first_block["tokens"][number])
+        begin = int(self._first_block["tokens"][number])
         dataset, first, offset, nbytes = self._extent(number, blocks)
         array = np.empty(nbytes, np.uint8)
         memory = array.data
-        _fill(shard, dataset, memory, offset)
+        shard.fill(dataset, memory, offset)
         for place, block in enumerate(blocks):
             part = slice(place * HASHED_BYTES, (place + 1) * HASHED_BYTES)
             wanted = int(shard.table[block - begin])
@@ -319,81 +293,32 @@ class ShardFiles:
             at = offset + part.start
             descriptor, size = shard.descriptors[dataset], len(memory[part])
             os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_DONTNEED)
-            _fill(shard, dataset, memory[part], at)
+            shard.fill(dataset, memory[part], at)
             if xxhash.xxh3_64_intdigest(memory[part]) != wanted:
-                raise damaged_block(shard.path, of, dataset, first + place)
+                raise damaged_block(shard.path, shard.shard, dataset, first + place)
         if dataset == "tokens" and (tokens := array.view(self.dtype)).max() >= self.vocab:
             place = int(tokens.argmax())
             block = first + place * self.dtype.itemsize // HASHED_BYTES
             raise beyond_vocabulary(shard.path, block, int(tokens[place]), self.vocab)
-        if self.cache is None or shard.copy < 0 or (of.source and dataset == "documents"):
-            return  # a copy is of the file that has the tokens
-        if self.cache.keep(shard.copy, memory, offset):
+        copy = shard.copy_of(dataset)
+        if self.cache is not None and copy >= 0 and self.cache.keep(copy, memory, offset):
             self.verified[blocks] |= COPY
 
-    def _each(self, read: Callable[[int], None], count: int, what: str) -> None:
-        """Call a function that reads, for 0 to count - 1; in threads where such reads take long."""
-        slow = SLOW_SECONDS * (SLOW_BLOCK if what == "blocks" else 1)
-        at_once = min(self.readers, count) if self._seconds[what] > slow else 1
-        left, errors = iter(range(count)), list[BaseException]()
-
-        def read_some() -> int:
-            done = 0
-            try:
-                for item in left:  # each item goes to one thread: a range's iterator is atomic
-                    read(item)
-                    done += 1
-            except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
-                errors.append(error)
-            return done
-
-        # Daemons, because a read that never returns must not keep the program from its end.
-        others = [threading.Thread(target=read_some, daemon=True) for _ in range(at_once - 1)]
-        for thread in others:
-            thread.start()
-        begin = time.perf_counter()
-        done = read_some()
-        # Only this thread's reads count: starting threads takes longer than reading from memory.
-        self._seconds[what] = (time.perf_counter() - begin) / max(1, done)
-        for thread in others:
-            thread.join()
-        if errors:
-            raise errors[0]
-
-    def _open(self, number: int) -> _Open:
+    def _open(self, number: int) -> OpenedShard:
         """The open shard, with nothing verified if its file has changed."""
         shard = self._files.get(number)
-        if shard is not None:
-            found = os.fstat(shard.descriptors["tokens"])  # of an open file only these can change
-            if (found.st_size, found.st_mtime_ns) != shard.identity[2:]:
-                self._close(number)
-                shard = None
+        if shard is not None and shard.has_changed():
+            self._close(number)
+            shard = None
         if shard is None:
-            shard = self._files[number] = self._opened(number)
+            of = self.shards[number]
+            shard = OpenedShard.open(self.directory / of.name, of, str(self.dtype), self.cache)
+            if self._seen.setdefault(number, shard.identity) != shard.identity:
+                self._seen[number] = shard.identity
+                self.verified[int(self._first_block["tokens"][number]) : self._ends[number]] = 0
+            self._files[number] = shard
         self._checked[number] = shard
         return shard
-
-    def _opened(self, number: int) -> _Open:
-        of = self.shards[number]
-        path = self.directory / of.name
-        descriptors = open_shard(path, of, str(self.dtype))
-        try:
-            identity = _identity(descriptors["tokens"])
-            table = read_table(descriptors["hashes"], path, of, str(self.dtype))
-        except OSError as error:
-            close_shard(descriptors)
-            raise unreadable_shard(path, error) from None
-        except BaseException:
-            close_shard(descriptors)
-            raise
-        if self._seen.setdefault(number, identity) != identity:
-            self._seen[number] = identity
-            begin = int(self._first_block["tokens"][number])
-            self.verified[begin : self._ends[number]] = 0
-        copy = -1
-        if self.cache is not None:  # of the file that has the tokens
-            copy = self.cache.open(of.source or of.name, identity[2])
-        return _Open(path, descriptors, identity, table, copy)
 
     def _keep_open(self, most: int) -> None:
         while len(self._files) > most:
@@ -402,9 +327,8 @@ class ShardFiles:
     def _close(self, number: int) -> None:
         self._checked.pop(number, None)
         shard = self._files.pop(number)
-        close_shard(shard.descriptors)
+        shard.close()
         if shard.copy >= 0:
-            os.close(shard.copy)
             # When the shard is opened again, its copy may be another file.
             begin = int(self._first_block["tokens"][number])
             self.verified[begin : self._ends[number]] &= SOURCE
@@ -415,33 +339,7 @@ class ShardFiles:
             self._keep_open(0)
 
 
-def _identity(descriptor: int) -> Identity:
-    """What tells a file from another one, and from itself after a change."""
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def every_block(first: np.ndarray, last: np.ndarray, which: np.ndarray) -> np.ndarray:
     """The numbers of all blocks of some reads, rising and each once."""
     pairs = zip(first[which].tolist(), (last[which] + 1).tolist(), strict=True)
     return np.unique(np.concatenate([np.empty(0, np.int64), *(np.arange(*pair) for pair in pairs)]))
-
-
-def _fill(shard: _Open, dataset: str, memory: memoryview, begin: int) -> None:
-    """Fill memory with the bytes of a shard's dataset from a place in its file on."""
-    try:
-        count = files.read_into(shard.descriptors[dataset], memory, begin)
-    except OSError as error:
-        raise unreadable_shard(shard.path, error) from None
-    if count < len(memory):
-        raise ends_early(shard.path)
-
-
-def _unread(descriptor: int, memory: memoryview, begin: int) -> OSError | None:
-    """Fill memory with the bytes of a copy from a place on. Returns why that failed."""
-    try:
-        if files.read_into(descriptor, memory, begin) == len(memory):
-            return None
-    except OSError as error:
-        return error
-    return OSError(errno.EIO, "a shard's copy was truncated")

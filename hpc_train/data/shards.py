@@ -23,6 +23,8 @@ from hpc_train.errors import ConfigError, DataError
 TOGETHER_BYTES = 1 << 18  # bytes of the samples that are shuffled as one block
 ALIGNED = 64  # bytes
 MOST_KEPT = 8  # most batches whose memory is used again
+_one = [np.empty(0)]
+ALONE = getrefcount(_one[0])  # of an array to which a list alone refers; versions of Python differ
 
 
 class TokenDataset:
@@ -46,7 +48,7 @@ class TokenDataset:
         ConfigError: `damaged` is neither "raise" nor "substitute".
 
     The attribute `samples_per_block` says how many neighbours are worth reading one after another,
-    and `samples_ahead` how many samples `ahead` is worth being told of in advance.
+    and `samples_ahead` how many samples in advance `ahead` is to be called.
     """
 
     def __init__(
@@ -148,9 +150,12 @@ class TokenDataset:
         return torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
 
     def ahead(self, indices: Sequence[int] | np.ndarray) -> None:
-        """Ask for samples that will be fetched later. It returns at once, and never fails."""
-        if self.files.cache is None and not self.files.is_slow:
-            return  # they are in memory
+        """Bring samples that will be fetched later to the cache, if there is one.
+
+        It returns at once, and never fails.
+        """
+        if self.files.cache is None:
+            return
         if self._ahead is None:
             self._ahead = Ahead(self.files, self.nbytes)
         self._ahead.ask(*self._places_of(np.sort(np.asarray(indices, np.int64))))
@@ -211,8 +216,8 @@ class TokenDataset:
         The system has to clear new memory, which takes longer than filling it.
         """
         for place in range(len(self._given)):
-            # This list and the call refer to it; tensors do so through NumPy's arrays.
-            if self._given[place].size == size and getrefcount(self._given[place]) == 2:
+            # Tensors refer to it through NumPy's arrays.
+            if self._given[place].size == size and getrefcount(self._given[place]) == ALONE:
                 return self._given[place]
         self._given = [*self._given[1 - MOST_KEPT :], np.empty(size, np.int64)]
         return self._given[-1]

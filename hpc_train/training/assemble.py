@@ -42,7 +42,6 @@ from hpc_train.training.substituted import SubstitutedSamples
 
 logger = logging.getLogger(__name__)
 
-OF_SHARDS = TokenDataset, PackedDataset, Mixture
 LARGE = 1 << 30  # bytes of a model that had better not be built whole on every rank
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -333,14 +332,17 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    if data.cache is not None and not isinstance(task.dataset, OF_SHARDS):
+    every = task.dataset.datasets if isinstance(task.dataset, Mixture) else [task.dataset]
+    of_shards = [one for one in every if isinstance(one, (TokenDataset, PackedDataset))]
+    cached = [one for one in of_shards if one.files.cache is not None]
+    if data.cache is not None and len(cached) < len(every):
         raise ConfigError(
-            "data.cache is given, but the data set is not a folder of shards",
-            "leave data.cache out",
+            "data.cache is given, but the data set was made without a cache",
+            "leave data.cache out, or give each TokenDataset a BlockCache",
         )
-    if not (data.across_documents or isinstance(task.dataset, (PackedDataset, Mixture))):
+    if not data.across_documents and not all(isinstance(one, PackedDataset) for one in every):
         raise ConfigError(
-            "data.across_documents is false, but the data set is not a folder of shards",
+            "data.across_documents is false, but the data set does not have whole documents",
             "leave data.across_documents out",
         )
     given = [task.dataset] if task.validation is None else [task.dataset, task.validation]

@@ -86,8 +86,8 @@ class Validation:
     def _rounds(self, size: int) -> Iterator[list[Part]]:
         """Yield this replica's micro-batches in rounds. All replicas have as many rounds.
 
-        With memory.zero 3 they also have as many micro-batches, some of which do not count, because
-        they gather parameters together.
+        With memory.zero 3 they also have as many micro-batches, because they gather parameters
+        together. Some of these micro-batches do not count.
         """
         data, grid = self.config.data, self.made.grid
         held_out, at_once = self.reader.dataset, 2 * grid.pp - 1

@@ -3,7 +3,8 @@
     python -m tests.data.corruption --count 20000 --seed 0
 
 A damaged manifest is `sealed` in some cases: it has the hash of what it says. It may then be read,
-but all samples must be sound ones. Prints how many of each kind there were, and how many were told.
+but all samples must be sound ones. For each kind of damage the program prints its number, and the
+number that was told.
 """
 
 from __future__ import annotations
@@ -411,7 +412,7 @@ def judge_manifest(folder: Folder, *, is_sealed: bool) -> bool:
 
 
 def damage_many(directory: Path, count: int, seed: int) -> dict[str, Counter[bool]]:
-    """Damage so many files; how many of each kind were told."""
+    """Damage some files. Returns for each kind of damage the number that was told."""
     random = Random(seed)
     folder = Folder(directory, random)
     assert damage(directory / "train-0.h5", folder.manifest.splits["train"][0], "uint16") is None

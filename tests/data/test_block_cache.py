@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -153,7 +155,7 @@ def test_damage_in_the_shard_does_not_matter_where_a_sound_block_is_cached(store
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_copy_that_is_truncated_under_a_running_job(stored, cached, slow, caplog, monkeypatch):
     if slow:
-        monkeypatch.setattr("hpc_train.data.shard_files.SLOW_SECONDS", -1.0)
+        monkeypatch.setattr("hpc_train.data.read_threads.SLOW_SECONDS", -1.0)
     (cache, one), (_, two) = cached(), cached()
     for dataset in (one, two):
         dataset.fetch(range(len(dataset)))
@@ -399,28 +401,37 @@ def test_a_block_that_is_under_way_is_not_read_twice(stored, cached, monkeypatch
     assert sum(counted) < 2 * sum(SIZES) + tables
 
 
-def test_without_a_cache_the_system_is_asked_for_whole_blocks_at_first(stored, monkeypatch):
-    folder, manifest, samples = stored
-    asked, real = [], os.posix_fadvise
-
-    def noted(descriptor, offset, nbytes, advice):
-        if advice == os.POSIX_FADV_WILLNEED:
-            asked.append((offset - manifest.splits["train"][0].offset, nbytes))
-        return real(descriptor, offset, nbytes, advice)
-
-    monkeypatch.setattr(os, "posix_fadvise", noted)
+def test_without_a_cache_nothing_is_asked_for_ahead(stored):
+    folder, manifest, _ = stored
+    before = threading.active_count()
     dataset = TokenDataset(folder, manifest, "train", T)
-    dataset.ahead(range(len(dataset)))  # nothing was slow so far
-    monkeypatch.setattr(ShardFiles, "is_slow", True)
-    wanted = 2 * HASHED_BYTES // (2 * T) + 5  # in the third block
-    for times in (1, 2):
-        dataset.ahead([wanted])
-        until = time.monotonic() + 60
-        while len(asked) < times and time.monotonic() < until:
-            time.sleep(0.001)
-        assert (dataset.fetch([wanted])[0] == samples[wanted]).all()
-    assert asked == [(2 * HASHED_BYTES, HASHED_BYTES), (2 * T * wanted, 2 * (T + 1))]
+    dataset.ahead(range(len(dataset)))
+    assert threading.active_count() == before
     dataset.close()
+
+
+def test_tokens_in_a_file_of_others_are_cached_and_documents_are_not(tmp_path, monkeypatch):
+    """The file of others is shorter than the place of the documents in the shard's own file."""
+    tokens = np.random.default_rng(0).integers(0, 60_000, 3000, np.uint16)
+    tokens.tofile(tmp_path / "raw.bin")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    begins = np.arange(0, 3000, 7)
+    shard = write_shard(folder / "train-0.h5", tokens, begins, source=(tmp_path / "raw.bin", 0))
+    manifest = Manifest(60_000, "uint16", "bytes", len(begins), {"train": (shard,)})
+    with closing(BlockCache(tmp_path / "cache", manifest.digest)) as cache:
+        for times in range(2):
+            files = ShardFiles(folder, manifest, "train", cache)
+            found = np.empty(len(begins), np.int64)
+            one = np.zeros(1, np.int64)
+            files.read(one, one, found.nbytes, [[found.view(np.uint8).data]], "documents")
+            assert (found == begins).all()
+            dataset = TokenDataset(folder, manifest, "train", T, cache)
+            assert (dataset.fetch([1])[0].numpy() == tokens[T : 2 * T]).all()
+            assert [copy.read_bytes() for copy in cache.path.iterdir()] == [tokens.tobytes()]
+            assert files.cache is not None, times
+            files.close()
+            dataset.close()
 
 
 def test_asking_ahead_never_fails(stored, cached):

@@ -82,7 +82,7 @@ def test_any_samples_in_any_order(stored, data, sequence):
 
 def test_threads_read_the_same_where_storage_is_slow(stored, monkeypatch):
     folder, manifest, tokens = stored
-    monkeypatch.setattr("hpc_train.data.shard_files.SLOW_SECONDS", -1.0)
+    monkeypatch.setattr("hpc_train.data.read_threads.SLOW_SECONDS", -1.0)
     dataset = TokenDataset(folder, manifest, "train", 100)
     seen, real = set(), os.preadv
 
@@ -101,7 +101,7 @@ def test_threads_read_the_same_where_storage_is_slow(stored, monkeypatch):
 
 def test_an_error_in_a_thread_is_the_callers(copied, monkeypatch):
     folder, manifest = copied
-    monkeypatch.setattr("hpc_train.data.shard_files.SLOW_SECONDS", -1.0)
+    monkeypatch.setattr("hpc_train.data.read_threads.SLOW_SECONDS", -1.0)
     shard = manifest.splits["train"][0]
     flip(folder / shard.name, shard.offset + HASHED_BYTES + 5)
     dataset = TokenDataset(folder, manifest, "train", 100)

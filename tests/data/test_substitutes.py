@@ -19,7 +19,7 @@ from hpc_train.data.substitutes import Substituted
 from hpc_train.data.write import write_shard
 from hpc_train.errors import ConfigError, DataError, HpcTrainError
 
-SEQUENCE = 700  # 47 samples to a block, some of which lie in two
+SEQUENCE = 700  # 47 samples to a block; some samples lie in two blocks
 VOCAB = 60_000
 BLOCKS = 4  # of each shard
 

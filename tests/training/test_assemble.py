@@ -126,9 +126,16 @@ def test_a_parameter_without_values_is_named_on_all_ranks(job, together):
         make(config(together / "run", "--parallel.pp", "2"), job, build)
 
 
-def test_a_cache_for_a_data_set_without_shards_is_refused(tmp_path):
-    settings = config(tmp_path, "--data.cache", str(tmp_path))
-    with pytest.raises(ConfigError, match="data.cache is given, but the data set is not"):
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("cache", "/dev/shm", "data.cache is given, but the data set was made without a cache"),
+        ("across_documents", "false", "the data set does not have whole documents"),
+    ],
+)
+def test_a_key_for_shards_is_refused_for_another_data_set(tmp_path, key, value, match):
+    settings = config(tmp_path, f"--data.{key}", value)
+    with pytest.raises(ConfigError, match=match):
         make(settings, Runtime(Group(), Group()), Regression)
 
 

@@ -32,7 +32,7 @@ def data():
 
 
 def mixture():
-    """The same samples in two data sets, one of which gives most samples of every step."""
+    """The same samples in two data sets. One gives most samples of every step."""
     inputs, targets = data().tensors
     parts = [TensorDataset(inputs[part], targets[part]) for part in (slice(20), slice(20, None))]
     return Mixture([(parts[0], 3), (parts[1], 1)])

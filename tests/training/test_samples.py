@@ -34,7 +34,7 @@ def documents(split):
 
 
 def prepared(folder):
-    """A folder of shards with documents, of which two shards share one."""
+    """A folder of shards with documents. Two shards share one document."""
     splits = {}
     for split in ("train", "validation"):
         texts = documents(split)

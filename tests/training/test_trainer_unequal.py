@@ -21,7 +21,7 @@ PLAIN = ["--data.shuffle", "false", "--optimizer.clip_norm", "0"]
 
 
 def ragged(samples, seed):
-    """Text of which each sample has another number of targets that count; some have none."""
+    """Text. Each sample has another number of targets that count; some have none."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(14, (samples, 9), generator=generator)
     targets = tokens[:, 1:].clone()
