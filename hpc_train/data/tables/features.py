@@ -1,0 +1,211 @@
+"""The features of a table: how the values of its columns become the numbers that a model reads.
+
+Their statistics come from the training split only. They are stored with the prepared table and in
+each checkpoint, so that a model can read other tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from hpc_train.data.tables.schema import TableTask
+from hpc_train.errors import DataError
+
+UNKNOWN, MISSING_CODE, FIRST_CODE = 0, 1, 2  # codes of categories; the known ones follow
+DAY = 86400.0  # seconds
+DatePart = Literal["days", "month", "weekday", "hour"]
+DATE_PARTS: tuple[DatePart, ...] = get_args(DatePart)
+RawColumns = Mapping[str, np.ndarray]
+"""Values of columns by name, each of shape (N,). Numeric columns are float64, with NaN where a
+value is missing. Dates are float64, seconds since 1970 in UTC. Categorical columns are of type
+object: str, or None where a value is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericFeature:
+    """A feature that is a number. The model reads (value - center) / scale, or NaN.
+
+    Args:
+        name: name of the feature: that of its column, or COLUMN.PART for a part of a date.
+        column: name of its column.
+        part: the part of a date that it is; None for a numeric column.
+        center: what is subtracted.
+        scale: what is divided by, above 0.
+        edges: quantiles of the scaled training values, strictly rising, two or more: the first is
+            the least value and the last the largest. They are the bins of piecewise-linear
+            embeddings, and say how the values are distributed.
+    """
+
+    name: str
+    column: str
+    part: DatePart | None = None
+    center: float = 0.0
+    scale: float = 1.0
+    edges: tuple[float, ...] = (-1.0, 1.0)
+
+    def values(self, columns: RawColumns) -> npt.NDArray[np.float64]:
+        """The feature's scaled values, float64 (N,), with NaN where one is missing."""
+        raw = columns[self.column]
+        taken = raw if self.part is None else date_part(raw, self.part)
+        scaled: npt.NDArray[np.float64] = (taken - self.center) / self.scale
+        scaled[~np.isfinite(scaled)] = np.nan
+        return scaled
+
+
+@dataclass(frozen=True, kw_only=True)
+class CategoricalFeature:
+    """A feature that is one of several categories. The model reads a code.
+
+    The code is 0 for a category that is not listed, 1 where the value is missing, and 2 + its place
+    in the list for the others.
+
+    Args:
+        name: name of the feature and of its column.
+        categories: the categories of the training rows, the most frequent first, equal ones by
+            value.
+        shares: the share of the training rows that have each code, 2 + number of categories.
+    """
+
+    name: str
+    categories: tuple[str, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def codes(self) -> int:
+        """Number of codes."""
+        return FIRST_CODE + len(self.categories)
+
+    def values(self, columns: RawColumns) -> npt.NDArray[np.int32]:
+        """The feature's codes, int32 (N,)."""
+        return category_codes(columns[self.name], self.categories)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetValues:
+    """What is predicted.
+
+    Args:
+        task: the task; not "none".
+        names: names of the target columns.
+        classes: the classes of a classification in the order of their numbers, as texts; the two
+            values of each label of a multilabel task are "0" and "1", and classes is empty.
+        shares: the share of the training rows of each class, or of those with each label.
+        center: what is subtracted from the target of a regression.
+        scale: what it is then divided by.
+    """
+
+    task: TableTask
+    names: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+    shares: tuple[float, ...] = ()
+    center: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFeatures:
+    """All features of a table, and its target.
+
+    Args:
+        numeric: the numeric features, in the order in which a model reads them.
+        categorical: the categorical features, likewise.
+        target: what is predicted; None if the table has no target.
+        missing: texts that stand for a missing value in the table's files.
+    """
+
+    numeric: tuple[NumericFeature, ...]
+    categorical: tuple[CategoricalFeature, ...]
+    target: TargetValues | None
+    missing: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that the features are made of."""
+        names = [one.column for one in self.numeric] + [one.name for one in self.categorical]
+        return tuple(dict.fromkeys(names))
+
+    def encode(self, columns: RawColumns) -> tuple[np.ndarray, np.ndarray]:
+        """Make the numbers that a model reads.
+
+        Returns:
+            numeric: float64 (N, number of numeric features), NaN where a value is missing.
+            categorical: int32 (N, number of categorical features).
+        """
+        count = len(next(iter(columns.values())))
+        numeric = np.empty((count, len(self.numeric)))
+        categorical = np.empty((count, len(self.categorical)), np.int32)
+        for place, number in enumerate(self.numeric):
+            numeric[:, place] = number.values(columns)
+        for place, category in enumerate(self.categorical):
+            categorical[:, place] = category.values(columns)
+        return numeric, categorical
+
+    def to_tree(self) -> dict[str, Any]:
+        """The features as plain JSON values; `from_tree` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_tree(cls, tree: Any) -> Self:
+        """Make features from the JSON values of `to_tree`.
+
+        Raises:
+            DataError: the values are no features.
+        """
+        try:
+            target = tree["target"]
+            return cls(
+                numeric=tuple(NumericFeature(**_tuples(one)) for one in tree["numeric"]),
+                categorical=tuple(
+                    CategoricalFeature(**_tuples(one)) for one in tree["categorical"]
+                ),
+                target=None if target is None else TargetValues(**_tuples(target)),
+                missing=tuple(tree["missing"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"these are no features of a table ({error})", "prepare it again"
+            ) from None
+
+
+def _tuples(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()}
+
+
+def date_part(seconds: np.ndarray, part: DatePart) -> npt.NDArray[np.float64]:
+    """A part of dates.
+
+    Args:
+        seconds: seconds since 1970 in UTC, float64 (N,); NaN where a date is missing.
+        part: "days" since 1970 with their fraction, "month" from 1 to 12, "weekday" from 0 (Monday)
+            to 6, or "hour" from 0 to 23.
+
+    Returns:
+        float64 (N,), NaN where a date is missing.
+    """
+    if part == "days":
+        return seconds / DAY
+    days = np.floor(seconds / DAY)
+    if part == "weekday":
+        return (days + 3) % 7  # 1970 began on a Thursday
+    if part == "hour":
+        return np.floor((seconds - days * DAY) / 3600)
+    known = np.isfinite(days)
+    months = np.where(known, days, 0).astype("datetime64[D]").astype("datetime64[M]")
+    return np.where(known, months.astype(np.int64) % 12 + 1.0, np.nan)
+
+
+def category_codes(values: np.ndarray, categories: Sequence[str]) -> npt.NDArray[np.int32]:
+    """The codes of categorical values, int32 (N,).
+
+    Args:
+        values: str, or None where a value is missing; of type object (N,).
+        categories: the known categories.
+    """
+    codes: dict[str | None, int] = {one: FIRST_CODE + n for n, one in enumerate(categories)}
+    codes[None] = MISSING_CODE
+    return np.fromiter((codes.get(v, UNKNOWN) for v in values.tolist()), np.int32, len(values))

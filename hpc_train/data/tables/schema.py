@@ -1,0 +1,144 @@
+"""The schema of a table: its columns, what they hold, and what is learned from which.
+
+`hpc-train prepare table` finds one and writes it as YAML. A person can edit that file, and give it
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+import yaml
+
+from hpc_train.errors import DataError
+
+ColumnKind = Literal["numeric", "categorical", "date", "ignored"]
+TableTask = Literal["classification", "regression", "multilabel", "none"]
+COLUMN_KINDS: tuple[str, ...] = get_args(ColumnKind)
+TABLE_TASKS: tuple[str, ...] = get_args(TableTask)
+MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of a table.
+
+    Args:
+        name: its name. It is unique in the table.
+        kind: what it holds. Numeric columns hold numbers or truth values, categorical ones any text
+            or numbers that are names, dates are ISO 8601 or a type of the file. Ignored columns are
+            not read.
+    """
+
+    name: str
+    kind: ColumnKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSchema:
+    """All columns of a table, and the roles of some of them.
+
+    A column with a role is no feature.
+
+    Args:
+        columns: the columns, in the order of the files.
+        task: what is predicted; "none" if the table is for pretraining only.
+        targets: the columns that are predicted: one, or for "multilabel" one for each label, or
+            none for the task "none".
+        group: a column whose equal values stay in one split; None: there is none.
+        time: a column by whose value the table is split, so that later rows are held out; None:
+            there is none.
+        weight: a column with the weight of each row, a number from 0; None: all rows weigh 1.
+        missing: texts that stand for a missing value.
+    """
+
+    columns: tuple[Column, ...]
+    task: TableTask
+    targets: tuple[str, ...]
+    group: str | None = None
+    time: str | None = None
+    weight: str | None = None
+    missing: tuple[str, ...] = MISSING
+
+    def __post_init__(self) -> None:
+        kinds = {column.name: column.kind for column in self.columns}
+        if len(kinds) < len(self.columns):
+            names = [column.name for column in self.columns]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"the table has two columns named {twice!r}", "rename one of them")
+        if self.task not in TABLE_TASKS:
+            raise DataError(f"task is {self.task!r}", f"give one of {', '.join(TABLE_TASKS)}")
+        roles = [*self.targets, *(n for n in (self.group, self.time, self.weight) if n is not None)]
+        for name in roles:
+            if name not in kinds:
+                raise DataError(
+                    f"the table has no column {name!r}", f"its columns are {', '.join(kinds)}"
+                )
+            if kinds[name] == "ignored":
+                raise DataError(f"column {name!r} has a role, but is ignored", "give another kind")
+        most = {"none": 0, "multilabel": len(kinds)}.get(self.task, 1)
+        if len(self.targets) > most or (self.task != "none" and not self.targets):
+            raise DataError(
+                f"the task {self.task} has {len(self.targets)} target columns",
+                "give one target column, for multilabel one or more, and for none no column",
+            )
+        if not self.features:
+            raise DataError("no column is a feature", "give a table with more columns")
+
+    @property
+    def features(self) -> tuple[Column, ...]:
+        """The columns that are features, in the order of the files."""
+        roles = {*self.targets, self.group, self.time, self.weight}
+        return tuple(c for c in self.columns if c.kind != "ignored" and c.name not in roles)
+
+    def kind(self, name: str) -> ColumnKind:
+        """The kind of a column.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        return next(column.kind for column in self.columns if column.name == name)
+
+    def to_yaml(self) -> str:
+        """The schema as YAML; `parse_schema` reads it back to an equal one."""
+        tree = asdict(self) | {"columns": {column.name: column.kind for column in self.columns}}
+        tree = {key: list(v) if isinstance(v, tuple) else v for key, v in tree.items()}
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def parse_schema(text: str) -> TableSchema:
+    """Make a schema from the text of its file.
+
+    Raises:
+        DataError: the text is not a schema. The message names what is wrong.
+    """
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        first = str(error).splitlines()[0]
+        raise DataError(f"the schema is not YAML ({first})", "mend the file") from None
+    known = {field.name for field in fields(TableSchema)}
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("columns"), Mapping):
+        raise DataError("the schema has no columns", "list them as NAME: KIND below `columns`")
+    if unknown := [key for key in tree if key not in known]:
+        raise DataError(f"the schema has the unknown key {unknown[0]!r}", "remove it")
+    columns = []
+    for name, kind in tree["columns"].items():
+        if kind not in COLUMN_KINDS:
+            raise DataError(
+                f"column {name!r} has the kind {kind!r}", f"give one of {', '.join(COLUMN_KINDS)}"
+            )
+        columns.append(Column(name=str(name), kind=kind))
+    given: dict[str, Any] = {key: tree.get(key) for key in ("group", "time", "weight")}
+    for key, value in given.items():
+        if value is not None and not isinstance(value, str):
+            raise DataError(f"{key} of the schema is {value!r}", "give the name of a column")
+    for key in ("targets", "missing"):
+        value = tree.get(key, MISSING if key == "missing" else [])
+        if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+            raise DataError(f"{key} of the schema is {value!r}", "give a list of texts")
+        given[key] = tuple(value)
+    task = tree.get("task", "classification")
+    return TableSchema(columns=tuple(columns), task=task, **given)
