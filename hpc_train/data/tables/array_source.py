@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -42,7 +43,8 @@ LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a member of an archive: signature
 SKIPPED_BYTES = 1 << 20
 DAMAGES = (
     ValueError, SyntaxError, TypeError, KeyError, zipfile.BadZipFile, zlib.error, EOFError,
-    NotImplementedError, RuntimeError, OverflowError, MemoryError, struct.error,
+    NotImplementedError, RuntimeError, IndexError, tokenize.TokenError, OverflowError, MemoryError,
+    struct.error,
 )  # fmt: skip
 
 

@@ -110,8 +110,12 @@ def _decoded(value: Any) -> tuple[str | None, int]:
 
 
 def _number(text: str) -> float:
-    truth = TRUTH.get(text.lower())
-    return float(text) if truth is None else truth
+    try:
+        return float(text)
+    except ValueError:
+        if (truth := TRUTH.get(text.lower())) is None:
+            raise
+        return truth
 
 
 def _seconds(text: str) -> float:
