@@ -122,8 +122,6 @@ def _described(file: Any, path: str, variable: Any) -> dict[str, Any]:
     if dtype.kind in "SV":
         about = _texts_or_rows(variable)
     else:
-        if h5py.check_string_dtype(dtype) is not None:
-            raise _Refused("its type is object, texts without a fixed length; tables may have S20")
         _check_number(dtype, variable.id.get_type())
         if dtype.kind == "b":
             dtype = np.dtype("u1")
@@ -153,7 +151,10 @@ def _check_number(dtype: np.dtype[Any], kind: Any) -> None:
     import h5py
 
     if dtype.itemsize not in WIDTHS.get(dtype.kind, ()):
-        raise _Refused(f"its type is {str(dtype)[:80]}. Only whole numbers and floats are read")
+        raise _Refused(
+            f"its type is {str(dtype)[:80]}. Only whole numbers and floats are read, and in tables "
+            "texts of fixed length, such as type S20"
+        )
     if not kind.equal(h5py.h5t.py_create(dtype)):
         raise _Refused("its numbers have an unusual format; write them in an ordinary one")
 
