@@ -11,8 +11,10 @@ from hpc_train.cli.verb import Parser, positive
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Sequence
+    from typing import Any
 
     from hpc_train.data.manifest import Manifest
+    from hpc_train.data.prepare.partial import Dealing, Preparation
     from hpc_train.data.prepare.request import PrepareRequest
     from hpc_train.mpi.group import Group
     from hpc_train.mpi.runtime import Runtime
@@ -157,23 +159,34 @@ def prepare_together(world: Group, make: Callable[[], PrepareRequest]) -> Manife
         DataError: as `prepare.prepare_text`; on all ranks.
         SetupError: a library is needed and missing; on all ranks.
     """
-    from hpc_train.data.prepare.partial import Dealing
     from hpc_train.data.prepare.work import begun, finish, work
-    from hpc_train.mpi.agreement import from_first, settle
+    from hpc_train.mpi.agreement import from_first
 
     with ExitStack() as held:  # rank 0 holds the partial folder until all ranks are ready
         preparation = from_first(world, lambda: held.enter_context(begun(make())))
-        dealing = Dealing(preparation, world.rank, world.size)
-        failure: Exception | None = None
-        try:
-            work(preparation, dealing)
-        except Exception as error:  # noqa: BLE001  # all ranks raise it
-            failure = error
-        if world.comm is not None:
-            everyone = world.comm.Ibarrier()
-            with world.waiting("the portions of the other ranks"):
-                while not everyone.Test():
-                    dealing.look()
-                    time.sleep(WAIT_SECONDS)
-        settle(world, failure)
+        _share(world, preparation, lambda dealing: work(preparation, dealing))
         return from_first(world, lambda: finish(preparation))
+
+
+def _share(world: Group, preparation: Preparation[Any], work: Callable[[Dealing], None]) -> None:
+    """Work on all ranks until all portions of a preparation are made. Collective.
+
+    Raises:
+        HpcTrainError: a rank has failed; on all ranks.
+    """
+    from hpc_train.data.prepare.partial import Dealing
+    from hpc_train.mpi.agreement import settle
+
+    dealing = Dealing(preparation, world.rank, world.size)
+    failure: Exception | None = None
+    try:
+        work(dealing)
+    except Exception as error:  # noqa: BLE001  # all ranks raise it
+        failure = error
+    if world.comm is not None:
+        everyone = world.comm.Ibarrier()
+        with world.waiting("the portions of the other ranks"):
+            while not everyone.Test():
+                dealing.look()
+                time.sleep(WAIT_SECONDS)
+    settle(world, failure)
