@@ -265,7 +265,7 @@ def parse_manifest(tree: Any) -> Manifest:
     check_number("documents", given["documents"], 0, LARGEST_SIZE)
     check_text("tokenizer", given["tokenizer"], PLAIN_NAME, "a plain file name")
     if not isinstance(splits, dict) or not set(splits) <= {*SPLITS}:
-        raise ValueError(f"splits are {shortened(splits)}, not some of {', '.join(SPLITS)}")
+        raise ValueError(f"splits are {short_value(splits)}, not some of {', '.join(SPLITS)}")
     shards = {split: _shards(split, found, dtype) for split, found in splits.items()}
     every = [shard for some in shards.values() for shard in some]
     if len({shard.name for shard in every}) < len(every):
@@ -275,7 +275,7 @@ def parse_manifest(tree: Any) -> Manifest:
     manifest = Manifest(**{**given, "splits": shards})
     if tree["hash"] != manifest.digest:
         raise ValueError(
-            f"its hash is {shortened(tree['hash'])}, but its content has the hash {manifest.digest}"
+            f"its hash is {short_value(tree['hash'])}, but its content has the hash {manifest.digest}"
         )
     return manifest
 
@@ -285,7 +285,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"it has the key {shortened(twice)} twice")
+        raise ValueError(f"it has the key {short_value(twice)} twice")
     return tree
 
 
@@ -327,7 +327,7 @@ def check_format(tree: Any, wanted: str) -> None:
     of, kind = str(found).partition("/")[0], wanted.partition("/")[0]
     if of != kind and of in DATA_KINDS:
         raise OtherKindError(f"it has {DATA_KINDS[of]}, not {DATA_KINDS[kind]}")
-    raise ValueError(f"its format is {shortened(found)}, not {wanted}")
+    raise ValueError(f"its format is {short_value(found)}, not {wanted}")
 
 
 def check_keys(what: str, tree: Any, keys: Sequence[str]) -> None:
@@ -337,21 +337,23 @@ def check_keys(what: str, tree: Any, keys: Sequence[str]) -> None:
     if missing := [key for key in keys if key not in tree]:
         raise ValueError(f"{what} lacks the key {missing[0]}")
     if unknown := sorted(set(tree) - set(keys)):
-        raise ValueError(f"{what} has the unknown key {shortened(unknown[0])}")
+        raise ValueError(f"{what} has the unknown key {short_value(unknown[0])}")
 
 
 def check_number(what: str, value: Any, least: int, most: int) -> None:
     """Raise a ValueError unless a value is a whole number in a range."""
     if type(value) is not int or not least <= value <= most:  # True is an int, too
-        raise ValueError(f"{what} is {shortened(value)}, not a whole number from {least} to {most}")
+        raise ValueError(
+            f"{what} is {short_value(value)}, not a whole number from {least} to {most}"
+        )
 
 
 def check_text(what: str, value: Any, pattern: re.Pattern[str], wanted: str) -> None:
     """Raise a ValueError unless a value is a text that a pattern matches wholly."""
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise ValueError(f"{what} is {shortened(value)}, not {wanted}")
+        raise ValueError(f"{what} is {short_value(value)}, not {wanted}")
 
 
-def shortened(value: Any) -> str:
+def short_value(value: Any) -> str:
     """A value for a message, cut to 80 characters, as a damaged file may have longer ones."""
     return text if len(text := ascii(value)) <= 80 else f"{text[:80]}..."
