@@ -274,9 +274,8 @@ def parse_manifest(tree: Any) -> Manifest:
         raise ValueError("the shards have more bytes together than a file system can hold")
     manifest = Manifest(**{**given, "splits": shards})
     if tree["hash"] != manifest.digest:
-        raise ValueError(
-            f"its hash is {short_value(tree['hash'])}, but its content has the hash {manifest.digest}"
-        )
+        found = short_value(tree["hash"])
+        raise ValueError(f"its hash is {found}, but its content has the hash {manifest.digest}")
     return manifest
 
 

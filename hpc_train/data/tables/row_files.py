@@ -118,14 +118,6 @@ def read_batches(
                 yield numbers, columns
 
 
-def sound_length(path: Path, nbytes: int) -> bool:
-    """Whether a file is there with as many bytes as were written."""
-    try:
-        return path.stat().st_size == nbytes
-    except OSError:
-        return False
-
-
 def lost_rows(path: Path, error: Exception) -> DataError:
     """The error for a file of rows that cannot be read back."""
     return DataError(

@@ -104,7 +104,7 @@ def _right(
     if request.options.wrong == "raise":
         number = int(batch.numbers[faulty][0]) + 1
         raise DataError(
-            f"{source.file.path}: {what}, in row {number} of the part that begins at {source.begin}",
+            f"{source.file.path}: {what}, in row {number} of the part from {source.begin} on",
             "mend the file, or leave such rows out by --wrong_rows count",
         )
     kept = ~faulty

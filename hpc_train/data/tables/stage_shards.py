@@ -77,8 +77,8 @@ def _batches(
 
 def _keys(folder: Path, request: TableRequest) -> list[int]:
     """The key of each portion, from its file's path below the folder of all files."""
-    paths = [os.path.abspath(file.path) for file in request.files]
-    common = os.path.commonpath([os.path.dirname(path) for path in paths])
+    paths = [Path(file.path).absolute() for file in request.files]
+    common = os.path.commonpath([path.parent for path in paths])
     below = {
         file.path: os.path.relpath(path, common)
         for file, path in zip(request.files, paths, strict=True)
@@ -165,7 +165,8 @@ def begin_shards(request: TableRequest, folder: Path) -> Preparation[RowsRecipe]
     written = folder / "statistics" / "shards"
 
     def opened(number: int) -> BinaryIO:
-        return (written / entries[number]["file"]).open("rb", WRITTEN_BYTES)
+        path: Path = written / entries[number]["file"]
+        return path.open("rb", WRITTEN_BYTES)
 
     trees = [entry["statistics"] for entry in entries]
     features = fix_features(request.schema, request.options.features, trees, opened)

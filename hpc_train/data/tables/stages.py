@@ -63,7 +63,7 @@ def _is_sound(preparation: Preparation[Any], entry: Any) -> bool:
     try:
         if "shard" in entry:
             check_shard(path, TableShard(**entry["shard"]), entry["dtype"])
-        return path.stat().st_size == entry["nbytes"]
+        return bool(path.stat().st_size == entry["nbytes"])
     except (DataError, OSError, TypeError):
         return False
 

@@ -23,12 +23,14 @@ from hpc_train.data.manifest import (
     LARGEST_SIZE,
     PLAIN_NAME,
     SPLITS,
+    Manifest,
     check_format,
     check_keys,
     check_number,
     check_text,
     checked_manifest,
     hash_of_manifest,
+    parse_manifest,
     short_value,
 )
 from hpc_train.data.tables.features import DATE_PARTS, FIRST_CODE, TableFeatures, TargetValues
@@ -165,6 +167,21 @@ def read_table_manifest(directory: Path) -> TableManifest:
     return checked_manifest(directory, parse_table_manifest, "table")
 
 
+def read_any_manifest(directory: Path) -> Manifest | TableManifest:
+    """Read the manifest of a folder of tokens, or of a table.
+
+    Raises:
+        DataError: there is no manifest, or it is damaged.
+    """
+    return checked_manifest(directory, _parse_any, "text")
+
+
+def _parse_any(tree: Any) -> Manifest | TableManifest:
+    found = tree.get("format") if isinstance(tree, dict) else None
+    of_table = isinstance(found, str) and found.partition("/")[0] == TABLE_FORMAT.partition("/")[0]
+    return parse_table_manifest(tree) if of_table else parse_manifest(tree)
+
+
 def parse_table_manifest(tree: Any) -> TableManifest:
     """Make a manifest from its file's JSON tree, and check every value.
 
@@ -193,9 +210,8 @@ def parse_table_manifest(tree: Any) -> TableManifest:
         raise ValueError("the shards have more bytes together than a file system can hold")
     manifest = TableManifest(schema, features, tree["wrong"], tree["left_out"], shards)
     if tree["hash"] != manifest.digest:
-        raise ValueError(
-            f"its hash is {short_value(tree['hash'])}, but its content has the hash {manifest.digest}"
-        )
+        found = short_value(tree["hash"])
+        raise ValueError(f"its hash is {found}, but its content has the hash {manifest.digest}")
     return manifest
 
 

@@ -35,7 +35,7 @@ def encode_rows(
     largest = np.finfo(np.float32).max
     target, _ = encode_target(features.target, columns)
     for name, values in (("numeric", numeric), ("categorical", categorical), ("target", target)):
-        if name in out.dtype.names:
+        if name in (out.dtype.names or ()):
             whole = out[name].dtype.kind == "i"
             fitting = values if whole else np.clip(values, -largest, largest)
             out[name] = fitting.reshape(out[name].shape)
