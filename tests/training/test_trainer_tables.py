@@ -67,6 +67,7 @@ def train(directory, kind, options, started):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow("a training for each layout, and one alone")
 @pytest.mark.parametrize("kind", MODELS)
 def test_losses_of_a_model_of_tables_are_those_of_one_rank(job, together, kind):
     if job.world.rank == 0:
