@@ -13,6 +13,7 @@ from hpc_train.collectives import Collectives
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.linear import Linear
+from hpc_train.models.tabular.members import MemberScale
 from hpc_train.parallel.linear import TOKENS, Deferred, ParallelLinear
 from hpc_train.parallel.vocabulary import VocabParallelCrossEntropy, VocabParallelEmbedding
 from hpc_train.sharding import SliceSpec
@@ -34,7 +35,8 @@ def parallelize(
     The styles are:
 
     - colwise, for a Linear: each rank computes its part of the outputs. A `SampleDropout` on such
-      outputs needs this style, too. Each rank then draws its part of the mask.
+      outputs needs this style, too. Each rank then draws its part of the mask. So does the
+      `MemberScale` of an ensemble.
     - rowwise, for a Linear: each rank takes its part of the inputs, which are the outputs of a
       colwise layer.
     - vocab: for an Embedding, the Linear that computes the logits, and their CrossEntropyLoss.
@@ -58,14 +60,21 @@ def parallelize(
         Maps names of parameters to the slices that this rank has. It has the other ones whole.
 
     Raises:
-        UserError: a style is unknown, the module that the plan names does not exist or does not fit
-            its style, or two layers share a parameter and the plan cuts it in only one of them.
+        UserError: a style is unknown, no style cuts the tokens though `sequence_parallel` is on,
+            the module that the plan names does not exist or does not fit its style, or two layers
+            share a parameter and the plan cuts it in only one of them.
         ConfigError: a layer cannot be divided by the number of ranks.
     """
     sharing = _Sharing(over, sequence_parallel and over.group.size > 1, deferred)
     named = dict(module.named_parameters(remove_duplicate=False))
     specs: dict[str, SliceSpec] = {}
-    for name, style in resolve(module, plan).items():
+    styles = resolve(module, plan)
+    if sharing.cut and not {"vocab", "sequence"} & {*styles.values()}:
+        raise UserError(
+            "parallel.sequence_parallel is on, but no layer of the tensor plan cuts the tokens",
+            "leave it out, or give an embedding of tokens the style vocab or sequence",
+        )
+    for name, style in styles.items():
         specs |= sharing.replace(module, name, style)
     for name, layer in list(module.named_modules()):
         if sharing.cut and isinstance(layer, SampleDropout) and layer.section is None:
@@ -127,6 +136,8 @@ class _Sharing:
         """Replace one layer. Returns the slices of its parameters by their full names."""
         layer = root.get_submodule(name)
         dims = {"weight": 1} if style == "rowwise" else {"weight": 0, "bias": 0}
+        if isinstance(layer, MemberScale):
+            dims = {"weight": 1, "bias": 1}
         try:
             specs = {
                 f"{name}.{own}": self.spec(parameter, dims[own])
@@ -163,6 +174,9 @@ class _Sharing:
             return VocabParallelCrossEntropy(self.over, layer.ignore_index, each=each)
         if isinstance(layer, SampleDropout) and style == "colwise":
             layer.section = (-1, self.over.group.rank, self.over.group.size)
+            return layer
+        if isinstance(layer, MemberScale) and style == "colwise":
+            layer.weight, layer.bias = self.part(layer.weight, 1), self.part(layer.bias, 1)
             return layer
         return None
 
@@ -208,4 +222,4 @@ def _replaceable(layer: nn.Module) -> bool:
         case nn.CrossEntropyLoss():
             plain = layer.weight is None and not layer.label_smoothing
             return plain and layer.reduction in ("mean", "none")
-    return isinstance(layer, SampleDropout)
+    return isinstance(layer, SampleDropout | MemberScale)
