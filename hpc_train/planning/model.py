@@ -16,6 +16,7 @@ from hpc_train.models.tabular.sizes import TableSizes
 
 if TYPE_CHECKING:
     from hpc_train.data.tables.features import TableFeatures
+from hpc_train.data.tables.table_manifest import read_table_manifest
 
 
 def shape_of(section: ModelSection, data: int | TableSizes) -> Shape:
@@ -67,11 +68,15 @@ def features_of(directory: Path) -> TableFeatures:
     """The features of a prepared table.
 
     Raises:
-        ConfigError: the folder has no prepared table.
+        ConfigError: the folder has no prepared table, or it is damaged.
     """
-    raise ConfigError(
-        f"{directory} has no prepared table", "give data.path the folder of `prepare table`"
-    )
+    try:
+        return read_table_manifest(directory).features
+    except DataError as error:
+        raise ConfigError(
+            f"the sizes of the table are not known: {error.cause}",
+            "give data.path the folder of `hpc-train prepare table`",
+        ) from None
 
 
 def planned_shape(config: RunConfig) -> Shape:
