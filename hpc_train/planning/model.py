@@ -16,7 +16,6 @@ from hpc_train.models.tabular.sizes import TableSizes
 
 if TYPE_CHECKING:
     from hpc_train.data.tables.features import TableFeatures
-from hpc_train.data.tables.table_manifest import read_table_manifest
 
 
 def shape_of(section: ModelSection, data: int | TableSizes) -> Shape:
@@ -68,8 +67,11 @@ def features_of(directory: Path) -> TableFeatures:
     """The features of a prepared table.
 
     Raises:
-        ConfigError: the folder has no prepared table, or it is damaged.
+        ConfigError: the folder has no prepared table.
     """
+    # Loaded here, because it loads numpy, which the plan of a GPT does not need.
+    from hpc_train.data.tables.table_manifest import read_table_manifest
+
     try:
         return read_table_manifest(directory).features
     except DataError as error:
@@ -91,7 +93,10 @@ def planned_shape(config: RunConfig) -> Shape:
     folders = [Path(folder) for folder in config.data.folders]
     if config.model.kind != "gpt":
         if not folders:
-            raise ConfigError("the sizes of the table are not known", "give data.path")
+            raise ConfigError(
+                "the sizes of the table are not known",
+                "give data.path the folder of `hpc-train prepare table`",
+            )
         return shape_of(config.model, table_sizes(features_of(folders[0]), config.model.quantiles))
     if config.model.vocab is not None:
         return shape_of(config.model, config.model.vocab)

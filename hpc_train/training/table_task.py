@@ -97,7 +97,7 @@ def loss_of(config: RunConfig, features: TableFeatures) -> TableLoss:
     if config.data.sampling == "balanced":
         check_has_classes(target, "data.sampling")
     return TableLoss(
-        target, class_weights=config.data.class_weights, quantiles=config.model.quantiles or ()
+        target, class_weights=config.data.class_weights, quantiles=config.model.quantiles
     )
 
 

@@ -112,11 +112,10 @@ LAYOUTS = [
     ["--data.validation_batches", "1", "--data.micro_batch", "6"],
 ]
 TASKS = [  # each with some of the layouts
-    ("tabular", "classification", ["--data.class_weights", "balanced"], [1, 4, 5]),
-    ("tabular_mlp", "classification", ["--data.sampling", "balanced"], [2, 5, 6]),
-    ("tabular_mlp", "regression", ["--model.quantiles", "[0.1, 0.5, 0.9]"], [0, 5]),
-    ("tabular_resnet", "multilabel", [], [1, 4]),
-    ("tabular", "regression", [], [2, 3]),
+    ("tabular", "classification", ["--data.class_weights", "balanced"], [1, 4]),
+    ("tabular_mlp", "classification", ["--data.sampling", "balanced"], [2, 4, 6]),
+    ("tabular_mlp", "regression", ["--model.quantiles", "[0.1, 0.5, 0.9]"], [0, 3, 5]),
+    ("tabular_resnet", "multilabel", [], [1]),
 ]
 
 
