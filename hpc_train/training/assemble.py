@@ -21,7 +21,8 @@ from hpc_train.data.loader import Part, cut
 from hpc_train.data.mixture import Mixture
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.packing import PackedDataset
-from hpc_train.data.shards import TokenDataset
+from hpc_train.data.shard_files import ShardFiles
+from hpc_train.data.tables.balanced import RowsOfClass
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.gradients import GradientAverager, LossScaler
 from hpc_train.models.deferred import deferred, recipes_of
@@ -38,6 +39,7 @@ from hpc_train.training.device import choose_device, choose_matmul, make_determi
 from hpc_train.training.learning_rate import last_step
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.saving import check_best, policy_of
+from hpc_train.training.scoring import HeldOutScores
 from hpc_train.training.substituted import SubstitutedSamples
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class TrainingTask:
             the data set returned it, on the model's device. By default the model is called with the
             parts of the batch, and returns the loss. A model with an attribute `loss_over` gets the
             value of `data.loss` there.
+        scores: what else is computed from the held-out samples. `metrics.jsonl` gets each score as
+            validation_NAME.
         counted: a function of a batch, on the CPU. It returns how many of its tokens, or of other
             items, its loss is the mean over. `data.loss: token` needs it. If it returns 0, the
             batch does not count.
@@ -95,6 +99,7 @@ class TrainingTask:
     private_parameters: bool = False
     most_at_a_time: int | None = None
     counted: Callable[[Any], int] | None = None
+    scores: HeldOutScores | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,9 +338,7 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
         ConfigError: it cannot.
     """
     every = task.dataset.datasets if isinstance(task.dataset, Mixture) else [task.dataset]
-    of_shards = [one for one in every if isinstance(one, (TokenDataset, PackedDataset))]
-    cached = [one for one in of_shards if one.files.cache is not None]
-    if data.cache is not None and len(cached) < len(every):
+    if data.cache is not None and not all(map(_is_cached, every)):
         raise ConfigError(
             "data.cache is given, but the data set was made without a cache",
             "leave data.cache out, or give each TokenDataset a BlockCache",
@@ -366,6 +369,13 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
             "data.damaged is substitute, but the data set substitutes no samples",
             "leave data.damaged out, or give a TokenDataset with damaged='substitute'",
         )
+
+
+def _is_cached(dataset: Any) -> bool:
+    """Whether a data set reads shards through a cache of its node."""
+    of = dataset.dataset if isinstance(dataset, RowsOfClass) else dataset
+    files = getattr(of, "files", None)
+    return isinstance(files, ShardFiles) and files.cache is not None
 
 
 def sample_order_identity(config: RunConfig, order: SampleOrder) -> dict[str, Any]:
