@@ -71,7 +71,7 @@ class Trainer:
         made = self.assembly = assemble(config, task, runtime)
         self.grid, self.plan, self.device = made.grid, made.plan, made.device
         self.model, self.layout, self.optimizer = made.model, made.layout, made.optimizer
-        self.averager, self.scaler = made.averager, made.scaler
+        self.averager, self.scaler, self.patience = made.averager, made.scaler, made.patience
         self.counted = task.counted if config.data.loss == "token" else None
         if hasattr(self.model, "loss_over"):
             setattr(self.model, "loss_over", config.data.loss)  # noqa: B010  # torch types modules
@@ -105,17 +105,16 @@ class Trainer:
             self.close()
 
     def train(self) -> None:
-        """Train until the last step. Collective.
+        """Train until the last step, or until `run.patience` ends it. Collective.
 
         Raises:
             Stopped: a signal, the stop file or the time limit stopped it, with a checkpoint.
             HpcTrainError: a part of the job failed; the same error is raised on all ranks.
         """
-        self._train()
-        Heartbeat(self.group).finish(self.plan.last)
+        Heartbeat(self.group).finish(self._train())
 
-    def _train(self) -> None:
-        """Claim the run directory, resume, and take all steps."""
+    def _train(self) -> int:
+        """Claim the run directory, resume, and take all steps. Returns the last one."""
         with (
             run_directory(self.group, self.config) as (directory, claim),
             watch_over(self.group, self.config.run.hang_timeout),
@@ -128,9 +127,10 @@ class Trainer:
             if self.config.data.micro_batch == "auto" and not self._searched:
                 self._find_micro_batch()
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
-            if after >= self.plan.last:
-                logger.info("nothing to do: step %d of %d is done", after, self.plan.last)
-                return
+            if after >= self.plan.last or self.patience.over:
+                early = ", and run.patience has ended training" if self.patience.over else ""
+                logger.info("nothing to do: step %d of %d is done%s", after, self.plan.last, early)
+                return after
             with (
                 closing(self._loader(after)) as loader,
                 reporting(self.group, directory, after, self.plan.last, claim) as report,
@@ -143,8 +143,10 @@ class Trainer:
                 steps = guarded_steps(loader, self.checkpoints, stop, saving, pace, self.meter)
                 for step in steps:
                     self._train_step(step, report)
+                    after, stop.enough = step.number, self.patience.over
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
+        return after
 
     def _find_micro_batch(self) -> None:
         """Choose the size of micro-batches by trial. Collective."""
@@ -236,8 +238,13 @@ class Trainer:
                 record["skipped_steps"] = self.scaler.skipped_steps
             if self._validation_due(step.number):
                 record["validation_loss"] = self.validate()
-                self.checkpoints.scores[step.number] = record["validation_loss"]
+                self._validated(step.number, record["validation_loss"])
             report(record)
+
+    def _validated(self, step: int, loss: float) -> None:
+        """Note a validation loss. Collective."""
+        self.checkpoints.scores[step] = loss
+        self.patience.note(step, loss)
 
     def _memory(self) -> float:
         """GB (10^9 bytes) of the rank that has used most since the last record. Collective."""
