@@ -11,7 +11,7 @@ from hpc_train.checkpoint.state import ExtraState
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = "patience"  # the key of its state in a checkpoint
+_KEY = "patience"
 
 
 class Patience(ExtraState):
@@ -68,11 +68,11 @@ class Patience(ExtraState):
         if not self.limit:
             return {}
         best = self.best if math.isfinite(self.best) else None  # JSON has no other numbers
-        return {PATIENCE: {"best": best, "best_step": self.best_step, "waited": self.waited}}
+        return {_KEY: {"best": best, "best_step": self.best_step, "waited": self.waited}}
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Continue from a checkpoint. One that has no count lets it begin anew."""
-        saved = values.get(PATIENCE, {})
+        saved = values.get(_KEY, {})
         best = saved.get("best")
         self.best = math.inf if best is None else best
         self.best_step, self.waited = saved.get("best_step", 0), saved.get("waited", 0)

@@ -34,7 +34,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.simulate import enough
 from hpc_train.planning.schedules import OPTIMIZER_TENSORS
-from hpc_train.seeds import mix
+from hpc_train.seeds import mix, mix_each
 from hpc_train.training.assemble import TrainingTask, assemble
 from hpc_train.training.device import moved, seed
 from hpc_train.training.learning_rate import learning_rate
@@ -63,6 +63,9 @@ class Trainer:
     Raises:
         HpcTrainError: as `assemble`.
     """
+
+    shown = True
+    """Whether the console shows the progress."""
 
     def __init__(self, config: RunConfig, task: TrainingTask, runtime: Runtime) -> None:
         self.config, self.task, self.runtime = config, task, runtime
@@ -133,7 +136,9 @@ class Trainer:
                 return after
             with (
                 closing(self._loader(after)) as loader,
-                reporting(self.group, directory, after, self.plan.last, claim) as report,
+                reporting(
+                    self.group, directory, after, self.plan.last, claim, shown=self.shown
+                ) as report,
             ):
                 self.model.train()
                 saving = Saving.of(self.config.checkpoint)
@@ -309,7 +314,7 @@ class Trainer:
         seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:
-            seed_samples([mix(base, step, place) for place in part.places])
+            seed_samples(mix_each(base, step, each=part.places))
 
     def _clip(self, *, needed: bool) -> float:
         """Clip the averaged gradients. Returns their norm before; 0 if nothing needs it."""
