@@ -75,7 +75,7 @@ class StepModel:
         parameters = self._by_rank([part.parameters for part in layout.parts])
         self.state = self.item * parameters  # bytes of each rank's parameters, and of its gradients
         shape = layout.shape
-        self.activation = self.micro_batch * shape.sequence * shape.hidden * self.item
+        self.activation = self.micro_batch * shape.tokens * shape.hidden * self.item
         self.crossing_next = self.node != np.roll(self.node, -1, axis=1)
         self.crossing_previous = self.node != np.roll(self.node, 1, axis=1)
         first, last = self.node.min(axis=2, keepdims=True), self.node.max(axis=2, keepdims=True)
