@@ -13,7 +13,13 @@ from hpc_train.mpi.watchdog import watch_over
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.trainer import Trainer
 
-WITH_FILES = ("checkpoint", "run.dir", "run.time_limit", "run.end_margin", "run.hang_steps")
+WITH_FILES: tuple[str, ...] = (
+    "checkpoint",
+    "run.dir",
+    "run.time_limit",
+    "run.end_margin",
+    "run.hang_steps",
+)
 WITH_FILES += ("run.preflight", "data.prefetch", "data.workers", "data.micro_tokens")
 """Keys, and sections, of the configuration that `InMemoryTrainer` does not use."""
 
@@ -60,6 +66,10 @@ class InMemoryTrainer(Trainer):
             if not self.weights:
                 self.weights = self._whole()
         return step
+
+    def _memory(self) -> float:
+        """Nobody asks for the memory of a training in memory, and to look takes time."""
+        return 0.0
 
     def _read(self, number: int) -> Step:
         """This rank's micro-batches of a step."""
