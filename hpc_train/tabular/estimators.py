@@ -282,10 +282,12 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         if fitting:
             self.classes_ = np.unique(y)
             if len(self.classes_) < 2:
-                raise ValueError(f"y has one class, {self.classes_[0]!r}: give two or more classes")
+                raise ValueError(
+                    f"y has one class, {self.classes_.tolist()[0]!r}: give two or more classes"
+                )
         unknown = ~np.isin(y, self.classes_)
         if unknown.any():
-            raise ValueError(f"eval_set has the class {y[unknown][0]!r}, which y has not")
+            raise ValueError(f"eval_set has the class {y[unknown].tolist()[0]!r}, which y has not")
         numbers: np.ndarray = np.searchsorted(self.classes_, y).astype(np.int64)
         return numbers
 

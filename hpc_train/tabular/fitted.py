@@ -63,7 +63,7 @@ class FittedTable:
     def _built(self) -> nn.Module:
         if self._module is None:
             with torch.random.fork_rng(devices=[]):
-                module: nn.Module = self.shape.build().double()
+                module: nn.Module = self.shape.build_unfilled(torch.float64)
             state = {name: torch.tensor(one) for name, one in self.weights.items()}
             module.load_state_dict(state)
             self._module = module.eval()

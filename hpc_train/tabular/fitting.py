@@ -35,6 +35,8 @@ from hpc_train.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+PASSES = 3  # operations of a step, as a multiple of those of its forward pass
+WORTH_A_THREAD = 1e8  # operations of a step for which one more thread saves time
 SHOWN = ("step", "loss", "validation_loss")  # what the history has of a record
 
 
@@ -113,7 +115,7 @@ def fit_table(
     )
     with _shown(group, verbose=settings.verbose):
         if settings.run_dir is None:
-            weights, history = _in_memory(config, task, runtime)
+            weights, history = _in_memory(config, task, runtime, shape)
         else:
             weights, history = _with_files(config, task, runtime, shape, settings.verbose)
     found = {name: one.numpy() for name, one in weights.items()}
@@ -146,8 +148,16 @@ def _digest(features: TableFeatures, *tables: TableArrays | None) -> str:
 Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
 
 
-def _in_memory(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Trained:
+def _limit_threads(trainer: Trainer, shape: Shape) -> None:
+    """Let torch use no more threads than a step has work for: waking them takes time as well."""
+    flops = PASSES * sum(part.flops for part in shape.parts()) * trainer.config.data.batch
+    wanted = 1 + int(flops / trainer.group.size / WORTH_A_THREAD)
+    torch.set_num_threads(min(torch.get_num_threads(), wanted))
+
+
+def _in_memory(config: RunConfig, task: TrainingTask, runtime: Runtime, shape: Shape) -> Trained:
     with InMemoryTrainer(config, task, runtime) as trainer:
+        _limit_threads(trainer, shape)
         trainer.train()
         return trainer.weights, trainer.records
 
@@ -158,6 +168,7 @@ def _with_files(
     """Train in a run directory, and read the best checkpoint. Collective."""
     with Trainer(config, task, runtime) as trainer:
         trainer.shown = shown
+        _limit_threads(trainer, shape)
         trainer.train()
     directory = Path(config.run.dir)
     path, history = from_first(

@@ -17,17 +17,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from torch import get_num_threads, set_num_threads
+
 from hpc_train.data.generators import of_gpu, of_process
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError, SetupError, Stopped, UserError
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.environment import read_launch
 from hpc_train.mpi.runtime import Runtime, start_runtime
-from hpc_train.mpi.watchdog import named, watch_over
+from hpc_train.mpi.watchdog import named
 
 logger = logging.getLogger(__name__)
 
 ERROR_PATIENCE = 3.0  # seconds in which the other ranks must meet the same error
-HANG_LIMIT = 1800.0  # seconds that ranks wait for one that does not come to a fit
 
 
 class Session:
@@ -48,12 +49,12 @@ class Session:
     def begin(self) -> None:
         """Meet the other ranks at the start of a fit. Collective.
 
+        There is no limit to the wait, because nobody knows what programs do between their fits.
+
         Raises:
             UserError: some ranks have come to the end of the program; on all others.
         """
-        with watch_over(self.runtime.world, HANG_LIMIT):
-            gone = self._met(leaving=False)
-        if gone:
+        if gone := self._met(leaving=False):
             error = UserError(
                 f"{gone} came to the end of the program, but this rank to a fit",
                 "let all ranks fit the same estimators in the same order",
@@ -92,12 +93,13 @@ class Session:
         self._left = True
         if not all_arrive(world, ERROR_PATIENCE) and world.comm is not None:
             code = error.exit_code if isinstance(error, HpcTrainError) else EXIT_FAILURE
-            print(
-                f"hpc-train: error: rank {world.rank} ({world.host}) left the program by "
-                f"{kind.__name__}, and the others did not",
-                file=sys.stderr,
-                flush=True,
-            )
+            if not together:
+                print(
+                    f"hpc-train: error: rank {world.rank} ({world.host}) left the program by "
+                    f"{kind.__name__}, and the others did not",
+                    file=sys.stderr,
+                    flush=True,
+                )
             world.comm.Abort(code)
 
 
@@ -108,7 +110,8 @@ _current: list[Session] = []  # the session of this process, from its first fit 
 def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
     """The runtime for a fit. Collective.
 
-    The random generators of the process are afterwards as they were before.
+    The random generators of the process, and the number of torch's threads, are afterwards as they
+    were before.
 
     Args:
         given: the user's own; None: that of this process, which is started if it is not there.
@@ -120,7 +123,7 @@ def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
         SystemExit: a signal or the time limit stopped the fit, and no runtime was given: the exit
             code is 75, as that of all programs which stopped early with a checkpoint.
     """
-    before = [(one, one.get()) for one in [*of_process(), *of_gpu()]]
+    before, threads = [(one, one.get()) for one in [*of_process(), *of_gpu()]], get_num_threads()
     try:
         if given is not None:
             yield given
@@ -135,6 +138,7 @@ def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
     finally:
         for one, state in before:
             one.put(state)
+        set_num_threads(threads)
 
 
 def _started(*, files: bool) -> Session:

@@ -331,7 +331,7 @@ class Trainer:
         seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:
-            seed_samples(mix_each(base, step, each=part.places))
+            seed_samples(mix_each((base, step), part.places))
 
     def _clip(self, *, needed: bool) -> float:
         """Clip the averaged gradients. Returns their norm before; 0 if nothing needs it."""
