@@ -20,13 +20,12 @@ from sklearn.utils.validation import (
 from hpc_train.data.tables.features import TargetValues
 from hpc_train.data.tables.fit import fit_features
 from hpc_train.data.tables.schema import ColumnKind
-from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.tabular.columns import is_frame, read_columns
 from hpc_train.tabular.fitted import FittedTable
 from hpc_train.tabular.fitting import TableRows, fit_table
 from hpc_train.tabular.held_out import choose_held_out
-from hpc_train.tabular.session import fitting_runtime
+from hpc_train.tabular.session import checking, fitting_runtime
 from hpc_train.tabular.settings import FitSettings, TableModel
 
 PARAMETERS = tuple(FitSettings.__dataclass_fields__)
@@ -71,7 +70,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
 
         Raises:
             ValueError, TypeError: an argument or a parameter has no possible value. Under a
-                launcher all ranks raise a RankError with the same text.
+                launcher all ranks raise a UserError with the same text.
             ConfigError: `config` has a wrong key or value, or the batch does not fit the ranks.
             UserError: the ranks have different data, or do not all fit.
             Stopped: a signal or the time limit stopped the training, with a checkpoint in run_dir.
@@ -79,7 +78,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         """
         files = self.run_dir is not None
         with fitting_runtime(runtime, files=files) as job:
-            with agreed(job.world):
+            with checking(job.world):
                 settings = FitSettings(**{name: getattr(self, name) for name in PARAMETERS})
                 training, held_out, target = self._rows(X, y, sample_weight, eval_set)
                 features = fit_features(training.columns, self._kinds, target)

@@ -27,6 +27,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.model import division_of, shape_of, table_sizes
 from hpc_train.tabular.fitted import FittedTable
+from hpc_train.tabular.session import checking
 from hpc_train.tabular.settings import FitSettings
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.in_memory import InMemoryTrainer
@@ -88,7 +89,7 @@ def fit_table(
     """
     group = runtime.world
     assert features.target is not None
-    with agreed(group):
+    with checking(group):
         config = settings.configuration(len(training), held_out=held_out is not None)
         shape = shape_of(config.model, table_sizes(features))
         shape.check(division_of(config.parallel))

@@ -20,9 +20,17 @@ from types import TracebackType
 from torch import get_num_threads, set_num_threads
 
 from hpc_train.data.generators import of_gpu, of_process
-from hpc_train.errors import EXIT_FAILURE, HpcTrainError, SetupError, Stopped, UserError
-from hpc_train.mpi.agreement import all_arrive
+from hpc_train.errors import (
+    EXIT_FAILURE,
+    HpcTrainError,
+    SetupError,
+    Stopped,
+    UserError,
+    print_error,
+)
+from hpc_train.mpi.agreement import agreed, all_arrive
 from hpc_train.mpi.environment import read_launch
+from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, start_runtime
 from hpc_train.mpi.watchdog import named
 
@@ -87,9 +95,11 @@ class Session:
     ) -> None:
         """End the job, unless all ranks leave the program by an exception."""
         world = self.runtime.world
-        together = getattr(error, "agreed", False)
-        if not together or world.rank == 0:
+        together = isinstance(error, HpcTrainError) and error.agreed
+        if not together:
             self._hook(kind, error, trace)
+        elif world.rank == 0:
+            print_error(error)  # type: ignore[arg-type]  # it is of this package
         self._left = True
         if not all_arrive(world, ERROR_PATIENCE) and world.comm is not None:
             code = error.exit_code if isinstance(error, HpcTrainError) else EXIT_FAILURE
@@ -139,6 +149,23 @@ def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
         for one, state in before:
             one.put(state)
         set_num_threads(threads)
+
+
+@contextmanager
+def checking(world: Group) -> Iterator[None]:
+    """Run a block that checks arguments; all ranks fail or none does. Collective.
+
+    Raises:
+        ValueError, TypeError: as the block, in a process alone.
+        UserError: the same on all ranks, if there are several.
+    """
+    with agreed(world):
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            if world.comm is None:
+                raise
+            raise UserError(str(error)) from error
 
 
 def _started(*, files: bool) -> Session:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpc_train.errors import CheckpointMismatch, ConfigError, RankError, UserError
+from hpc_train.errors import CheckpointMismatch, ConfigError, UserError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.tabular import Classifier, Regressor
@@ -90,7 +90,7 @@ def test_a_mistake_of_one_rank_is_raised_on_all(group):
     X, y = curve()
     if group.rank == 1:
         y = y[:-1]
-    with pytest.raises(RankError, match=r"rank 1 .*inconsistent numbers of samples"):
+    with pytest.raises(UserError, match=r"rank 1 .*inconsistent numbers of samples"):
         Regressor(**HOW, config=SMALL).fit(X, y, runtime=runtime(group))
 
 
