@@ -37,7 +37,7 @@ from hpc_train.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 PASSES = 3  # operations of a step, as a multiple of those of its forward pass
-WORTH_A_THREAD = 1e8  # operations of a step for which one more thread saves time
+WORTH_A_THREAD = 5e8  # operations of a step for which one more thread saves time
 SHOWN = ("step", "loss", "validation_loss")  # what the history has of a record
 
 
