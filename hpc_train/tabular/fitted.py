@@ -13,7 +13,7 @@ from hpc_train.models.shape import Shape
 from hpc_train.training.device import choose_device
 from hpc_train.training.table_losses import TableLoss
 
-ROWS_AT_ONCE = 8192
+ROWS_PREDICTED_AT_ONCE = 8192
 
 
 class FittedTable:
@@ -52,8 +52,8 @@ class FittedTable:
         module = self._built().to(device)
         found = []
         with torch.no_grad():
-            for first in range(0, len(numeric), ROWS_AT_ONCE):
-                rows = slice(first, first + ROWS_AT_ONCE)
+            for first in range(0, len(numeric), ROWS_PREDICTED_AT_ONCE):
+                rows = slice(first, first + ROWS_PREDICTED_AT_ONCE)
                 numbers = torch.from_numpy(numeric[rows]).to(device)
                 codes = torch.from_numpy(categorical[rows].astype(np.int64)).to(device)
                 found.append(self.loss.predictions(module(numbers, codes)).cpu().numpy())

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 PASSES = 3  # operations of a step, as a multiple of those of its forward pass
 WORTH_A_THREAD = 5e8  # operations of a step for which one more thread saves time
-SHOWN = ("step", "loss", "validation_loss")  # what the history has of a record
+_SHOWN = ("step", "loss", "validation_loss")  # what the history has of a record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def fit_table(
         else:
             weights, history = _with_files(config, task, runtime, shape, settings.verbose)
     found = {name: one.numpy() for name, one in weights.items()}
-    shown = [{key: one[key] for key in SHOWN if key in one} for one in history]
+    shown = [{key: one[key] for key in _SHOWN if key in one} for one in history]
     return FitResult(model=FittedTable(shape, found, features, loss), history=shown)
 
 

@@ -15,8 +15,6 @@ from hpc_train.errors import UserError
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
 
-Arrays = dict[str, np.ndarray]
-
 
 @dataclass(frozen=True, eq=False)
 class HeldOutScores:
@@ -47,7 +45,7 @@ class GatheredRows:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._parts: list[tuple[np.ndarray, Arrays]] = []  # on rank 0
+        self._parts: list[tuple[np.ndarray, dict[str, np.ndarray]]] = []  # on rank 0
 
     def add(self, parts: Sequence[tuple[Sequence[int], Mapping[str, Tensor]]]) -> None:
         """Add samples of every rank. Collective.
@@ -77,12 +75,9 @@ class GatheredRows:
 
         def computed() -> dict[str, float]:
             numbers = np.concatenate([some for some, _ in self._parts])
-            order = np.argsort(numbers, kind="stable")
-            names = self._parts[0][1]
-            arrays = {
-                name: np.concatenate([rows[name] for _, rows in self._parts])[order]
-                for name in names
-            }
+            places = np.empty_like(numbers)
+            places[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
+            arrays = {name: self._in_order(name, places) for name in [*self._parts[0][1]]}
             return {
                 name: float(score)
                 for name, score in compute(arrays).items()
@@ -91,8 +86,17 @@ class GatheredRows:
 
         return from_first(self.group, computed)
 
+    def _in_order(self, name: str, places: np.ndarray) -> np.ndarray:
+        """The rows of this name, each at its place. Frees the parts that they came in."""
+        first = self._parts[0][1][name]
+        array, begin = np.empty((len(places), *first.shape[1:]), first.dtype), 0
+        for numbers, rows in self._parts:
+            array[places[begin : begin + len(numbers)]] = rows.pop(name)
+            begin += len(numbers)
+        return array
 
-def _rows(tensors: Mapping[str, Tensor], samples: int) -> Arrays:
+
+def _rows(tensors: Mapping[str, Tensor], samples: int) -> dict[str, np.ndarray]:
     """Tensors as arrays of their own, checked to have a row for each sample."""
     found = {}
     for name, tensor in tensors.items():
