@@ -37,6 +37,7 @@ from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
+from hpc_train.sharding import SliceSpec
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +110,37 @@ def start_from(
 
 def _take(held: LocalTensor, tensor: Tensor) -> None:
     """Copy this rank's part of a whole tensor."""
-    spec = held.spec
+    held.tensor.copy_(_part(tensor, held.spec))
+
+
+def _part(tensor: Tensor, spec: SliceSpec) -> Tensor:
+    """A part of a whole tensor, in the same memory."""
     if spec.shape:
         tensor = tensor.narrow(spec.dim, spec.start, spec.stop - spec.start)
-    held.tensor.copy_(tensor[spec.first : spec.last] if spec.last else tensor)
+    return tensor[spec.first : spec.last] if spec.last else tensor
+
+
+def whole_tensors(trained: state.TrainingState) -> dict[str, Tensor]:
+    """A model's whole parameters and persistent buffers, by name: copies on the CPU. Collective.
+
+    Only the ranks that hold the model together need to call it, and they get the same. Each has all
+    tensors in memory, besides the model.
+    """
+    held = state.model_tensors(trained.model, trained.shards, trained.streamed)
+    if trained.replica.comm is None:
+        return {name.removeprefix(MODEL): part.tensor.cpu().clone() for name, part in held.items()}
+    mine = [
+        (name.removeprefix(MODEL), part.form, part.spec, part.tensor.cpu())
+        for name, part in held.items()
+        if part.owned
+    ]
+    found: dict[str, Tensor] = {}
+    for parts in trained.replica.gathered(mine, "the parts of the model"):
+        for name, (dtype, shape), spec, tensor in parts:
+            if name not in found:
+                found[name] = torch.empty(shape, dtype=dtype)
+            _part(found[name], spec).copy_(tensor)
+    return found
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,17 @@ class RunSection:
     """What happens when a loss, a gradient's norm or a trained parameter is infinite or not a
     number. stop ends the run before the step is taken, or before a checkpoint of it is written.
     warn continues. A step that the loss scale skips does not count."""
+    patience: int = 0
+    """Number of validations in a row that do not lower the validation loss, after which training
+    ends before its last step. 0 disables it. checkpoint.keep_best keeps the checkpoint with the
+    lowest loss."""
     preflight: bool = True
     """Whether to check ranks and hosts before the first step: versions, clocks, memory, the run
     directory, slow ranks and slow links. It takes a second or two."""
 
     def __post_init__(self) -> None:
         at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
-        at_least(self, "run", end_margin=0, hang_timeout=0, hang_steps=0)
+        at_least(self, "run", end_margin=0, hang_timeout=0, hang_steps=0, patience=0)
         if self.seed >= 1 << 63:
             raise ConfigError(f"run.seed is {self.seed}", "give a number below 2**63")
         if self.steps is not None and self.epochs is not None:

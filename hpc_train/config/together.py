@@ -17,6 +17,12 @@ def check_together(config: RunConfig) -> None:
         ConfigError: two values exclude each other. The message names both.
     """
     _check_kind(config)
+    if config.run.patience and not config.data.validation_every:
+        raise ConfigError(
+            f"run.patience is {config.run.patience}, but data.validation_every is 0, so only the "
+            "last step is followed by a validation",
+            "set data.validation_every, or leave run.patience out",
+        )
     zero, gradients = config.memory.stage, config.gradients
     if zero and gradients.engine == "horovod":
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 
 from hpc_train import files, log
@@ -73,11 +73,17 @@ def _written(group: Group, directory: Path, config: RunConfig) -> Iterator[None]
 
 @contextmanager
 def reporting(
-    group: Group, directory: Path, after: int, last_step: int, claim: Claim
+    group: Group,
+    directory: Path,
+    after: int,
+    last_step: int,
+    claim: Claim,
+    *,
+    shown: bool = True,
 ) -> Iterator[Callable[[dict[str, float]], None]]:
     """A function that takes records: rank 0 writes them, others drop them. Collective.
 
-    Rank 0 writes to metrics.jsonl and the console.
+    Rank 0 writes to metrics.jsonl, and shows them on the console.
 
     Args:
         group: the ranks of the job.
@@ -85,21 +91,24 @@ def reporting(
         after: the step after which training resumes; later records are dropped.
         last_step: the last step of the run.
         claim: the claim on the directory; once another job has it, nothing is written there.
+        shown: whether the console shows them.
     """
     with agreed(group), _usable(directory):
         metrics = MetricsFile(directory / "metrics.jsonl", after) if group.rank == 0 else None
     if metrics is None:
         yield lambda record: None
         return
-    shown = progress(last_step, alone=group.comm is None and not read_launch(os.environ))
+    alone = group.comm is None and not read_launch(os.environ)
+    display = progress(last_step, alone=alone) if shown else None
     restarts = history(after)
-    with closing(metrics), closing(shown):
+    with closing(metrics), closing(display) if display else nullcontext():
 
         def report(record: dict[str, float]) -> None:
             record |= restarts
             if claim.lost() is None:
                 metrics.write(record)
-            shown.show(record)
+            if display is not None:
+                display.show(record)
 
         yield report
 

@@ -38,6 +38,7 @@ from hpc_train.training import averaging, sharing
 from hpc_train.training.device import choose_device, choose_matmul, make_deterministic, use_cores
 from hpc_train.training.learning_rate import last_step
 from hpc_train.training.optimizers import build_optimizer
+from hpc_train.training.patience import Patience
 from hpc_train.training.saving import check_best, policy_of
 from hpc_train.training.scoring import HeldOutScores
 from hpc_train.training.substituted import SubstitutedSamples
@@ -135,6 +136,7 @@ class Assembly:
         collectives: the collectives of all ranks.
         checkpoints: the checkpoints of the run.
         substituted: the number of samples that stood in for damaged ones.
+        patience: decides whether training ends early.
         state_bytes: bytes of the whole model's parameters and Adam's two moments.
     """
 
@@ -150,6 +152,7 @@ class Assembly:
     collectives: Collectives
     checkpoints: Checkpoints
     substituted: SubstitutedSamples
+    patience: Patience
     state_bytes: int
 
     @property
@@ -236,7 +239,8 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         averager.at_close.append(offloaded.close)
         state = replace(state, place=offloaded.place)
     substituted = SubstitutedSamples(grid, task.dataset, config.data.batch)
-    state = replace(state, extra=Together([state.extra, substituted]))
+    patience = Patience(config.run.patience)
+    state = replace(state, extra=Together([state.extra, substituted, patience]))
     collectives = connect(group)
     checkpoints = Checkpoints(
         Path(config.run.dir) / "checkpoints",
@@ -248,7 +252,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     )
     return Assembly(
         grid, plan, device, model, layout, replicas, optimizer, scaler, averager, collectives,
-        checkpoints, substituted, state_bytes,
+        checkpoints, substituted, patience, state_bytes,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,9 @@ class Trainer:
         HpcTrainError: as `assemble`.
     """
 
+    shown = True
+    """Whether the console shows the progress."""
+
     def __init__(self, config: RunConfig, task: TrainingTask, runtime: Runtime) -> None:
         self.config, self.task, self.runtime = config, task, runtime
         self.group = runtime.world
@@ -72,7 +75,7 @@ class Trainer:
         made = self.assembly = assemble(config, task, runtime)
         self.grid, self.plan, self.device = made.grid, made.plan, made.device
         self.model, self.layout, self.optimizer = made.model, made.layout, made.optimizer
-        self.averager, self.scaler = made.averager, made.scaler
+        self.averager, self.scaler, self.patience = made.averager, made.scaler, made.patience
         self.counted = task.counted if config.data.loss == "token" else None
         if hasattr(self.model, "loss_over"):
             setattr(self.model, "loss_over", config.data.loss)  # noqa: B010  # torch types modules
@@ -99,7 +102,7 @@ class Trainer:
         self._closed = True
         self.assembly.close()
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -109,17 +112,16 @@ class Trainer:
             self.close()
 
     def train(self) -> None:
-        """Train until the last step. Collective.
+        """Train until the last step, or until `run.patience` ends it. Collective.
 
         Raises:
             Stopped: a signal, the stop file or the time limit stopped it, with a checkpoint.
             HpcTrainError: a part of the job failed; the same error is raised on all ranks.
         """
-        self._train()
-        Heartbeat(self.group).finish(self.plan.last)
+        Heartbeat(self.group).finish(self._train())
 
-    def _train(self) -> None:
-        """Claim the run directory, resume, and take all steps."""
+    def _train(self) -> int:
+        """Claim the run directory, resume, and take all steps. Returns the last one."""
         with (
             run_directory(self.group, self.config) as (directory, claim),
             watch_over(self.group, self.config.run.hang_timeout),
@@ -132,12 +134,15 @@ class Trainer:
             if self.config.data.micro_batch == "auto" and not self._searched:
                 self._find_micro_batch()
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
-            if after >= self.plan.last:
-                logger.info("nothing to do: step %d of %d is done", after, self.plan.last)
-                return
+            if after >= self.plan.last or self.patience.over:
+                early = ", and run.patience has ended training" if self.patience.over else ""
+                logger.info("nothing to do: step %d of %d is done%s", after, self.plan.last, early)
+                return after
             with (
                 closing(self._loader(after)) as loader,
-                reporting(self.group, directory, after, self.plan.last, claim) as report,
+                reporting(
+                    self.group, directory, after, self.plan.last, claim, shown=self.shown
+                ) as report,
             ):
                 self.model.train()
                 saving = Saving.of(self.config.checkpoint)
@@ -147,10 +152,12 @@ class Trainer:
                 steps = guarded_steps(loader, self.checkpoints, stop, saving, pace, self.meter)
                 for step in steps:
                     self._train_step(step, report)
+                    after, stop.enough = step.number, self.patience.over
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
                 if self.held_out:
                     logger.info("held-out samples at the end: %s", describe_scores(self.held_out))
+        return after
 
     def _find_micro_batch(self) -> None:
         """Choose the size of micro-batches by trial. Collective."""
@@ -241,9 +248,14 @@ class Trainer:
             if self.scaler is not None:
                 record["skipped_steps"] = self.scaler.skipped_steps
             if self._validation_due(step.number):
-                self.checkpoints.scores[step.number] = self.validate()
+                self._validated(step.number, self.validate())
                 record |= {f"validation_{name}": one for name, one in self.held_out.items()}
             report(record)
+
+    def _validated(self, step: int, loss: float) -> None:
+        """Note a validation loss. Collective."""
+        self.checkpoints.scores[step] = loss
+        self.patience.note(step, loss)
 
     def _memory(self) -> float:
         """GB (10^9 bytes) of the rank that has used most since the last record. Collective."""

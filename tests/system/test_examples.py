@@ -127,6 +127,20 @@ def test_an_own_model_learns_the_same_under_any_layout(tmp_path):
     assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-9)
 
 
+@pytest.mark.slow("three programs import pandas and scikit-learn, and fit several models")
+def test_tables_are_fitted_from_python(tmp_path):
+    found = []
+    for ranks in (1, 2):
+        text = example("churn.py", tmp_path, "40", ranks=ranks)
+        assert text.count("accuracy: ") == ranks  # each rank predicts
+        found.append(float(text.split("area under the ROC curve: ")[1].split()[0]))
+    assert found[0] == pytest.approx(found[1], abs=0.002)
+    assert found[0] > 0.8
+    text = example("diabetes.py", tmp_path, "60")
+    assert (tmp_path / "runs/diabetes/metrics.jsonl").exists()
+    assert float(text.split("R2 on held-out patients: ")[1]) > 0
+
+
 @pytest.mark.slow("three batch jobs that train side by side")
 def test_runs_are_submitted_from_python(tmp_path):
     (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text() * 3)

@@ -1,0 +1,120 @@
+"""Makes the features of a table in memory: their statistics are exact."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from hpc_train.data.tables.features import (
+    DATE_PARTS,
+    FIRST_CODE,
+    MISSING_CODE,
+    CategoricalFeature,
+    DatePart,
+    NumericFeature,
+    RawColumns,
+    TableFeatures,
+    TargetValues,
+    date_part,
+)
+from hpc_train.data.tables.schema import ColumnKind
+
+BINS = 48  # most bins between the edges of a numeric feature
+MAX_CATEGORIES = 10_000  # of a categorical feature; others are unknown
+
+
+def fit_features(
+    columns: RawColumns,
+    kinds: Mapping[str, ColumnKind],
+    target: TargetValues | None,
+    *,
+    bins: int = BINS,
+    max_categories: int = MAX_CATEGORIES,
+) -> TableFeatures:
+    """Make the features of the training rows.
+
+    A date becomes one numeric feature for each of its parts that has several values.
+
+    Args:
+        columns: the columns of the training rows.
+        kinds: what each column holds, in the order in which a model reads the features.
+        target: what is predicted.
+        bins: largest number of bins of a numeric feature.
+        max_categories: largest number of categories of a categorical feature: the most frequent
+            ones, equal ones by value.
+    """
+    numeric: list[NumericFeature] = []
+    categorical: list[CategoricalFeature] = []
+    for name, kind in kinds.items():
+        if kind == "numeric":
+            numeric.append(fit_numeric(name, name, None, columns[name], bins))
+        elif kind == "categorical":
+            categorical.append(fit_categorical(name, columns[name], max_categories))
+        elif kind == "date":
+            numeric += _fit_date(name, columns[name], bins)
+    return TableFeatures(numeric=tuple(numeric), categorical=tuple(categorical), target=target)
+
+
+def _fit_date(name: str, seconds: np.ndarray, bins: int) -> list[NumericFeature]:
+    found = [
+        fit_numeric(f"{name}.{part}", name, part, date_part(seconds, part), bins)
+        for part in DATE_PARTS
+    ]
+    return [one for one in found if len(one.edges) > 2 or one.part == "days"]
+
+
+def fit_numeric(
+    name: str, column: str, part: DatePart | None, values: np.ndarray, bins: int = BINS
+) -> NumericFeature:
+    """Make a numeric feature of mean 0 and standard deviation 1, with quantiles as edges.
+
+    Args:
+        name: name of the feature.
+        column: name of its column.
+        part: the part of a date that it is; None for a numeric column.
+        values: its values, float64 (N,). Those that are not finite are missing.
+        bins: largest number of bins.
+    """
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return NumericFeature(name=name, column=column, part=part)
+    least, most = float(known.min()), float(known.max())
+    if least == most:
+        return NumericFeature(name=name, column=column, part=part, center=least)
+    # Half of the range first, so that no sum overflows.
+    half = most / 2 - least / 2
+    shrunk = (known / 2 - least / 2) / half
+    center, scale = least + 2 * half * float(shrunk.mean()), 2 * half * float(shrunk.std())
+    scaled = (known - center) / scale
+    edges = np.unique(np.quantile(scaled, np.linspace(0.0, 1.0, bins + 1)))
+    return NumericFeature(
+        name=name,
+        column=column,
+        part=part,
+        center=center,
+        scale=scale,
+        edges=tuple(edges.tolist()),
+    )
+
+
+def fit_categorical(
+    name: str, values: np.ndarray, max_categories: int = MAX_CATEGORIES
+) -> CategoricalFeature:
+    """Make a categorical feature.
+
+    Args:
+        name: name of the feature and of its column.
+        values: str, or None where a value is missing; of type object (N,).
+        max_categories: largest number of categories.
+    """
+    counts = Counter(values.tolist())
+    missing = counts.pop(None, 0)
+    ordered = sorted(counts, key=lambda value: (-counts[value], value))[:max_categories]
+    codes = np.zeros(FIRST_CODE + len(ordered))
+    codes[MISSING_CODE] = missing
+    codes[FIRST_CODE:] = [counts[value] for value in ordered]
+    codes[0] = len(values) - codes.sum()
+    shares = codes / max(1, len(values))
+    return CategoricalFeature(name=name, categories=tuple(ordered), shares=tuple(shares.tolist()))

@@ -1,0 +1,73 @@
+"""A trained model of a table, as an estimator keeps it: plain arrays, and what they mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpc_train.data.tables.features import RawColumns, TableFeatures
+from hpc_train.models.shape import Shape
+from hpc_train.training.device import choose_device
+from hpc_train.training.table_losses import TableLoss
+
+ROWS_PREDICTED_AT_ONCE = 8192
+
+
+class FittedTable:
+    """A trained model that predicts. It can be pickled; nothing of it belongs to a job.
+
+    Args:
+        shape: the sizes of the model.
+        weights: the model's parameters and buffers by name.
+        features: how columns become what the model reads.
+        loss: the loss that it was trained with, which makes predictions of the model's outputs.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        weights: dict[str, np.ndarray],
+        features: TableFeatures,
+        loss: TableLoss,
+    ) -> None:
+        self.shape, self.weights, self.features, self.loss = shape, weights, features, loss
+        self._module: nn.Module | None = None
+
+    def predictions(self, columns: RawColumns) -> np.ndarray:
+        """The predictions of some rows, on this rank alone; see `TableLoss.predictions`.
+
+        They are computed in float64, so those of a row hardly depend on the rows beside it.
+
+        Args:
+            columns: the columns that the features are made of, N rows.
+
+        Returns:
+            float64 (N,), or (N, classes).
+        """
+        numeric, categorical = self.features.encode(columns)
+        device = choose_device()
+        module = self._built().to(device)
+        found = []
+        with torch.no_grad():
+            for first in range(0, len(numeric), ROWS_PREDICTED_AT_ONCE):
+                rows = slice(first, first + ROWS_PREDICTED_AT_ONCE)
+                numbers = torch.from_numpy(numeric[rows]).to(device)
+                codes = torch.from_numpy(categorical[rows].astype(np.int64)).to(device)
+                found.append(self.loss.predictions(module(numbers, codes)).cpu().numpy())
+        predicted: np.ndarray = np.concatenate(found)
+        return predicted
+
+    def _built(self) -> nn.Module:
+        if self._module is None:
+            with torch.random.fork_rng(devices=[]):
+                module: nn.Module = self.shape.build_unfilled(torch.float64)
+            state = {name: torch.tensor(one) for name, one in self.weights.items()}
+            module.load_state_dict(state)
+            self._module = module.eval()
+        return self._module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_module": None}

@@ -1,0 +1,208 @@
+"""Trains a model of a table in memory on the ranks of a job."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from hpc_train import log
+from hpc_train.checkpoint import restore
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
+from hpc_train.checkpoint.weights import start_from
+from hpc_train.config import RunConfig
+from hpc_train.data.tables.arrays_table import TableArrays
+from hpc_train.data.tables.features import RawColumns, TableFeatures
+from hpc_train.models.shape import Shape
+from hpc_train.mpi.agreement import agreed, from_first, same
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.planning.model import division_of, shape_of, table_sizes
+from hpc_train.tabular.fitted import FittedTable
+from hpc_train.tabular.session import checking
+from hpc_train.tabular.settings import FitSettings
+from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.in_memory import InMemoryTrainer
+from hpc_train.training.table_losses import TableLoss
+from hpc_train.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+PASSES = 3  # operations of a step, as a multiple of those of its forward pass
+WORTH_A_THREAD = 5e8  # operations of a step for which one more thread saves time
+_SHOWN = ("step", "loss", "validation_loss")  # what the history has of a record
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRows:
+    """Some rows of a table.
+
+    Args:
+        columns: the columns that the features are made of, N rows.
+        target: int64 (N,) numbers of classes, or float64 (N,) scaled values.
+        weight: float64 (N,).
+    """
+
+    columns: RawColumns
+    target: np.ndarray
+    weight: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What a training has made, the same on all ranks.
+
+    Args:
+        model: the trained model.
+        history: of each step that was recorded, its number, loss and validation loss.
+    """
+
+    model: FittedTable
+    history: list[dict[str, float]]
+
+
+def fit_table(
+    settings: FitSettings,
+    features: TableFeatures,
+    training: TableRows,
+    held_out: TableRows | None,
+    runtime: Runtime,
+) -> FitResult:
+    """Train a model. Collective; all ranks pass the same.
+
+    Raises:
+        ConfigError: a parameter has no possible value, or does not fit the ranks.
+        UserError: ranks have different data.
+        Stopped: a signal or the time limit stopped the training, with a checkpoint.
+        HpcTrainError: a part of the job failed; the same error is raised on all ranks.
+    """
+    group = runtime.world
+    assert features.target is not None
+    with checking(group):
+        config = settings.configuration(len(training), held_out=held_out is not None)
+        shape = shape_of(config.model, table_sizes(features))
+        shape.check(division_of(config.parallel))
+        dtype = getattr(torch, config.precision.parameters)
+        data = _arrays(features, training, dtype)
+        validation = None if held_out is None else _arrays(features, held_out, dtype)
+        digest = _digest(features, data, validation)
+    same(group, "the table that fit was given", digest, "give all ranks the same table")
+    same(group, "the parameters of the estimator", config.to_yaml(), "give all ranks the same")
+    loss = TableLoss(features.target)
+    task = TrainingTask(
+        shape.build,
+        data,
+        loss,
+        validation,
+        identity={"the table": digest, "model.kind": config.model.kind, **shape.identity},
+        about={
+            "kind": config.model.kind,
+            "shape": asdict(shape),
+            "dtype": config.precision.parameters,
+            "features": features.to_tree(),
+        },
+        private_parameters=True,
+    )
+    with _shown(group, verbose=settings.verbose):
+        if settings.run_dir is None:
+            weights, history = _in_memory(config, task, runtime, shape)
+        else:
+            weights, history = _with_files(config, task, runtime, shape, settings.verbose)
+    found = {name: one.numpy() for name, one in weights.items()}
+    shown = [{key: one[key] for key in _SHOWN if key in one} for one in history]
+    return FitResult(model=FittedTable(shape, found, features, loss), history=shown)
+
+
+def _arrays(features: TableFeatures, rows: TableRows, dtype: torch.dtype) -> TableArrays:
+    numeric, categorical = features.encode(rows.columns)
+    target = torch.from_numpy(rows.target)
+    return TableArrays(
+        torch.from_numpy(numeric).to(dtype),
+        torch.from_numpy(categorical.astype(np.int64)),
+        target.to(dtype) if target.is_floating_point() else target,
+        torch.from_numpy(rows.weight).to(dtype),
+    )
+
+
+def _digest(features: TableFeatures, *tables: TableArrays | None) -> str:
+    """A hash of features and rows."""
+    found = xxhash.xxh3_128(json.dumps(features.to_tree()).encode())
+    for table in tables:
+        for tensor in () if table is None else table.tensors:
+            found.update(str(tuple(tensor.shape)).encode())
+            found.update(tensor.contiguous().numpy().tobytes())
+    digest: str = found.hexdigest()
+    return digest
+
+
+Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
+
+
+def _limit_threads(trainer: Trainer, shape: Shape) -> None:
+    """Let torch use no more threads than a step has work for: waking them takes time as well."""
+    flops = PASSES * sum(part.flops for part in shape.parts()) * trainer.config.data.batch
+    wanted = 1 + int(flops / trainer.group.size / WORTH_A_THREAD)
+    torch.set_num_threads(min(torch.get_num_threads(), wanted))
+
+
+def _in_memory(config: RunConfig, task: TrainingTask, runtime: Runtime, shape: Shape) -> Trained:
+    with InMemoryTrainer(config, task, runtime) as trainer:
+        _limit_threads(trainer, shape)
+        trainer.train()
+        return trainer.weights, trainer.records
+
+
+def _with_files(
+    config: RunConfig, task: TrainingTask, runtime: Runtime, shape: Shape, shown: bool
+) -> Trained:
+    """Train in a run directory, and read the best checkpoint. Collective."""
+    with Trainer(config, task, runtime) as trainer:
+        trainer.shown = shown
+        _limit_threads(trainer, shape)
+        trainer.train()
+    directory = Path(config.run.dir)
+    path, history = from_first(
+        runtime.world, lambda: (_best(directory), _records(directory / "metrics.jsonl"))
+    )
+    with agreed(runtime.world), torch.random.fork_rng(devices=[]):
+        module = shape.build().to(getattr(torch, config.precision.parameters))
+    start_from(path, module, {}, runtime.world)
+    return {name: one.detach() for name, one in module.state_dict().items()}, history
+
+
+def _best(directory: Path) -> Path:
+    """The checkpoint with the lowest validation loss, or the newest one if none has any."""
+
+    def rank(path: Path) -> tuple[float, int]:
+        score = restore.Tensors(path).state().get("score", float("inf"))
+        return score, -step_of(path)
+
+    return min(find_checkpoints(directory / "checkpoints", "auto"), key=rank)
+
+
+def _records(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def _shown(group: Group, *, verbose: bool) -> Iterator[None]:
+    """Show messages on the console meanwhile, if that is wanted."""
+    if not verbose:
+        yield
+        return
+    handler = log.to_console(group.rank)
+    try:
+        yield
+    finally:
+        log.stop(handler)

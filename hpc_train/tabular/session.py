@@ -1,0 +1,188 @@
+"""The runtime of a program that fits estimators, and never asks for one.
+
+The first fit of a process starts it, and the end of the program shuts it down. Under a launcher
+each rank runs the whole program, so a rank could end it while the others fit. Therefore each fit,
+and the end of the program, begins with a meeting of all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from torch import get_num_threads, set_num_threads
+
+from hpc_train.data.generators import of_gpu, of_process
+from hpc_train.errors import (
+    EXIT_FAILURE,
+    HpcTrainError,
+    SetupError,
+    Stopped,
+    UserError,
+    print_error,
+)
+from hpc_train.mpi.agreement import agreed, all_arrive
+from hpc_train.mpi.environment import read_launch
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime, start_runtime
+from hpc_train.mpi.watchdog import named
+
+logger = logging.getLogger(__name__)
+
+ERROR_PATIENCE = 3.0  # seconds in which the other ranks must meet the same error
+
+
+class Session:
+    """The runtime of this process, and its meetings.
+
+    Args:
+        runtime: from `start_runtime`.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._meetings = runtime.world.duplicate()
+        self._left = False
+        atexit.register(self._end)
+        if runtime.world.size > 1:
+            self._hook, sys.excepthook = sys.excepthook, self._failed
+
+    def begin(self) -> None:
+        """Meet the other ranks at the start of a fit. Collective.
+
+        There is no limit to the wait, because nobody knows what programs do between their fits.
+
+        Raises:
+            UserError: some ranks have come to the end of the program; on all others.
+        """
+        if gone := self._met(leaving=False):
+            error = UserError(
+                f"{gone} came to the end of the program, but this rank to a fit",
+                "let all ranks fit the same estimators in the same order",
+            )
+            error.agreed = True
+            raise error
+
+    def _met(self, *, leaving: bool) -> str:
+        """The ranks that are leaving the program, with their hosts. Collective."""
+        world = self.runtime.world
+        found = self._meetings.gathered((leaving, world.host), "fit, or the end of the program")
+        ranks = [rank for rank, (gone, _) in enumerate(found) if gone]
+        if len(ranks) == world.size:
+            return ""
+        return named(ranks, [host for _, host in found]) if ranks else ""
+
+    def _end(self) -> None:
+        """Meet the other ranks at the end of the program, and shut the runtime down."""
+        if self._left:
+            return
+        self._left = True
+        if gone := self._met(leaving=True):
+            print(f"hpc-train: error: {gone} ended the program before the others", file=sys.stderr)
+            return
+        self._meetings.close()
+        self.runtime.close()
+
+    def _failed(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """End the job, unless all ranks leave the program by an exception."""
+        world = self.runtime.world
+        together = isinstance(error, HpcTrainError) and error.agreed
+        if not together:
+            self._hook(kind, error, trace)
+        elif world.rank == 0:
+            print_error(error)  # type: ignore[arg-type]  # it is of this package
+        self._left = True
+        if not all_arrive(world, ERROR_PATIENCE) and world.comm is not None:
+            code = error.exit_code if isinstance(error, HpcTrainError) else EXIT_FAILURE
+            if not together:
+                print(
+                    f"hpc-train: error: rank {world.rank} ({world.host}) left the program by "
+                    f"{kind.__name__}, and the others did not",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            world.comm.Abort(code)
+
+
+_current: list[Session] = []  # the session of this process, from its first fit on
+
+
+@contextmanager
+def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
+    """The runtime for a fit. Collective.
+
+    The random generators of the process, and the number of torch's threads, are afterwards as they
+    were before.
+
+    Args:
+        given: the user's own; None: that of this process, which is started if it is not there.
+        files: whether the fit writes to a run directory, and so heeds signals.
+
+    Raises:
+        SetupError: this process, or this thread, cannot take part in a fit.
+        UserError: some ranks have come to the end of the program.
+        SystemExit: a signal or the time limit stopped the fit, and no runtime was given: the exit
+            code is 75, as that of all programs which stopped early with a checkpoint.
+    """
+    before, threads = [(one, one.get()) for one in [*of_process(), *of_gpu()]], get_num_threads()
+    try:
+        if given is not None:
+            yield given
+            return
+        session = _started(files=files)
+        session.begin()
+        try:
+            yield session.runtime
+        except Stopped as stopped:
+            session.runtime.print(f"{stopped}; the same program resumes from there")
+            raise SystemExit(stopped.exit_code) from None
+    finally:
+        for one, state in before:
+            one.put(state)
+        set_num_threads(threads)
+
+
+@contextmanager
+def checking(world: Group) -> Iterator[None]:
+    """Run a block that checks arguments; all ranks fail or none does. Collective.
+
+    Raises:
+        ValueError, TypeError: as the block, in a process alone.
+        UserError: the same on all ranks, if there are several.
+    """
+    with agreed(world):
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            if world.comm is None:
+                raise
+            raise UserError(str(error)) from error
+
+
+def _started(*, files: bool) -> Session:
+    launch = read_launch(os.environ)
+    several = launch is not None and launch.size != 1
+    process = multiprocessing.current_process().name
+    if several and process != "MainProcess":
+        raise SetupError(
+            f"fit was called in {process}, a process that a rank of the job has started",
+            "give n_jobs=1: all ranks fit each model together",
+        )
+    if threading.current_thread() is not threading.main_thread() and (several or files):
+        raise SetupError(
+            "fit was called in a thread beside the main one, where "
+            + ("ranks cannot meet" if several else "signals cannot be heeded"),
+            "call it in the main thread, with n_jobs=1" if several else "leave out run_dir",
+        )
+    if not _current:
+        _current.append(Session(start_runtime()))
+    return _current[0]

@@ -1,0 +1,124 @@
+"""Makes the configuration of a training of an estimator's parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from hpc_train.config import RunConfig
+from hpc_train.config.file import load
+from hpc_train.errors import ConfigError
+from hpc_train.training.in_memory import WITH_FILES
+
+TableModel = Literal["mlp", "resnet", "transformer"]
+KIND_OF_MODEL = {"mlp": "tabular_mlp", "resnet": "tabular_resnet", "transformer": "tabular"}
+OWN = {
+    "model.kind": "model",
+    "model.quantiles": "",
+    "run.dir": "run_dir",
+    "run.seed": "seed",
+    "run.steps": "steps",
+    "run.epochs": "epochs",
+    "run.patience": "patience",
+    "data.batch": "batch",
+    "data.path": "",
+    "data.loss": "",
+    "data.cache": "",
+    "data.cache_gb": "",
+    "optimizer.lr": "lr",
+}
+"""Keys that `config` does not take, with the parameter of the estimator that stands for each."""
+LEAST_STEPS, LEAST_EPOCHS = 2000, 100  # of a training for which neither is given
+LEAST_BETWEEN = 25  # steps between two validations
+ESTIMATOR_DEFAULTS: dict[str, Any] = {"memory.zero": 0, "run.preflight": False}
+"""Values of keys that differ from those of `hpc-train train`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """The parameters of an estimator that decide its training; see `Classifier`."""
+
+    model: str
+    epochs: int | None
+    steps: int | None
+    batch: int
+    lr: float
+    patience: int
+    seed: int
+    run_dir: Any
+    config: Mapping[str, Any] | None
+    verbose: bool
+
+    def configuration(self, rows: int, *, held_out: bool) -> RunConfig:
+        """The configuration of a training.
+
+        Args:
+            rows: number of training rows.
+            held_out: whether there are rows to validate with.
+
+        Raises:
+            ValueError: a parameter has no possible value, or two exclude each other.
+            ConfigError: `config` has a key or value that cannot be taken.
+        """
+        if self.model not in KIND_OF_MODEL:
+            names = ", ".join(get_args(TableModel))
+            raise ValueError(f"model is {self.model!r}: give one of {names}")
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("epochs and steps are both given: give one of them")
+        given = dict(self.config or {})
+        self._check(given)
+        batch = self._batch_of(rows)
+        per_epoch = rows // batch
+        steps = self.steps if self.epochs is None else self.epochs * per_epoch
+        if steps is None:
+            steps = max(LEAST_STEPS, LEAST_EPOCHS * per_epoch)
+        every = int(given.get("data.validation_every", max(per_epoch, LEAST_BETWEEN)))
+        every = min(every, steps) if held_out else 0
+        made: dict[str, Any] = {
+            **ESTIMATOR_DEFAULTS,
+            "model.kind": KIND_OF_MODEL[self.model],
+            "run.seed": self.seed,
+            "run.steps": steps,
+            "run.patience": self.patience if held_out else 0,
+            "run.log_every": every or LEAST_BETWEEN,
+            "data.batch": batch,
+            "data.validation_every": every,
+            "optimizer.lr": self.lr,
+        }
+        if self.run_dir is not None:
+            made |= {"run.dir": str(self.run_dir), "checkpoint.every": every or per_epoch}
+            best = int(held_out and every < steps)
+            made |= {"checkpoint.keep": 2, "checkpoint.keep_best": best}
+        made |= {key: value for key, value in given.items() if key != "data.validation_every"}
+        return load(options=[f"--{key}={_written(value)}" for key, value in made.items()])
+
+    def _batch_of(self, rows: int) -> int:
+        """Rows of a batch: of a small table as many as any usual number of ranks can divide."""
+        if rows >= self.batch:
+            return self.batch
+        unit = 1 << max(0, rows.bit_length() - 2)
+        return rows // unit * unit
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        for key in given:
+            if key in OWN:
+                own = OWN[key]
+                remedy = f"give the parameter {own}" if own else "leave it out"
+                raise ConfigError(f"config has {key}, which an estimator does not take", remedy)
+            section = key.partition(".")[0]
+            if self.run_dir is None and (key in WITH_FILES or section in WITH_FILES):
+                raise ConfigError(
+                    f"config has {key}, but without run_dir nothing is written",
+                    f"give run_dir, or leave {key} out",
+                )
+
+
+def _written(value: Any) -> str:
+    """A value as an option of the command line has it."""
+    if isinstance(value, str):
+        return value
+    if hasattr(value, "item"):  # a number of NumPy
+        value = value.item()
+    return json.dumps(value)

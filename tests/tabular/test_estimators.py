@@ -1,0 +1,133 @@
+"""Classifier and Regressor as estimators of scikit-learn."""
+
+from __future__ import annotations
+
+import pickle
+
+import joblib
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from hpc_train.errors import ConfigError
+from hpc_train.tabular import Classifier, Regressor
+from tests.tabular.tables import SMALL, curve, customers
+
+CHECKED = {"model.members": 1, "model.hidden": 32, "model.embedding_width": 4}
+HOW = {"steps": 60, "lr": 0.01, "patience": 3, "config": CHECKED | {"model.dropout": 0.0}}
+FAILS = {
+    "check_sample_weight_equivalence_on_dense_data": (
+        "a row of weight 2 is in a batch once, and a row that is there twice in two batches"
+    ),
+}
+
+
+@parametrize_with_checks(
+    [Classifier(**HOW), Regressor(**HOW)], expected_failed_checks=lambda estimator: FAILS
+)
+def test_scikit_learns_checks(estimator, check):
+    check(estimator)
+
+
+QUICK = {"steps": 150, "lr": 0.01, "batch": 32, "config": SMALL}
+
+
+@pytest.fixture(scope="module")
+def customer_model():
+    X, y = customers(400)
+    return Classifier(**QUICK).fit(X, y), X, y
+
+
+def test_a_data_frame_of_many_types_is_learned(customer_model):
+    made, X, y = customer_model
+    assert made.score(X, y) > 0.85
+    assert [*made.feature_names_in_] == [*X.columns]
+    assert [*made.classes_] == ["left", "stays"]
+    probabilities = made.predict_proba(X)
+    np.testing.assert_allclose(probabilities.sum(1), 1.0)
+    assert (made.predict(X) == made.classes_[probabilities.argmax(1)]).all()
+
+
+def test_columns_are_found_by_name_and_unknown_categories_are_taken(customer_model):
+    made, X, _ = customer_model
+    expected = made.predict_proba(X)
+    np.testing.assert_array_equal(made.predict_proba(X[X.columns[::-1]]), expected)
+    other = X.assign(plan="business", region=pd.Categorical(["west"] * len(X)), paid=np.nan)
+    assert np.isfinite(made.predict_proba(other)).all()
+    with pytest.raises(ValueError, match=r"Feature names seen at fit time.*missing.*\n- plan"):
+        made.predict(X.drop(columns="plan"))
+    with pytest.raises(ValueError, match="'months' held numbers in fit, but could not convert"):
+        made.predict(X.assign(months="many"))
+
+
+@pytest.mark.parametrize("copied", [pickle, joblib], ids=lambda module: module.__name__)
+def test_a_copy_on_disk_predicts_the_same_and_holds_plain_arrays(customer_model, copied, tmp_path):
+    made, X, _ = customer_model
+    expected = made.predict_proba(X)
+    with (tmp_path / "model").open("wb") as file:
+        copied.dump(made, file)
+    assert b"torch._utils" not in (tmp_path / "model").read_bytes()
+    with (tmp_path / "model").open("rb") as file:
+        again = copied.load(file)
+    np.testing.assert_array_equal(again.predict_proba(X), expected)
+
+
+@pytest.mark.slow("two processes import everything")
+def test_a_search_in_a_pipeline_by_two_processes():
+    X, y = curve(80)
+    steps = [("scale", StandardScaler()), ("net", Regressor(steps=40, lr=0.01, config=SMALL))]
+    grid = {"net__lr": [1e-6, 0.02]}
+    found = []
+    for jobs in (1, 2):
+        search = GridSearchCV(Pipeline(steps), grid, cv=2, n_jobs=jobs).fit(X, y)
+        assert search.best_params_ == {"net__lr": 0.02}
+        found.append(search.cv_results_["mean_test_score"])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+def test_weights_decide_between_rows_that_contradict_each_other():
+    X = np.repeat([[0.0], [1.0]], 60, axis=0)
+    y = np.tile(["a", "b"], 60)
+    heavy = Classifier(**QUICK).fit(X, y, sample_weight=np.where(y == "b", 9.0, 1.0))
+    np.testing.assert_allclose(heavy.predict_proba([[0.0]])[0], [0.1, 0.9], atol=0.05)
+    same = Classifier(**QUICK, class_weight={"a": 1.0, "b": 9.0}).fit(X, y)
+    np.testing.assert_allclose(same.predict_proba(X), heavy.predict_proba(X))
+
+
+def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
+    X = np.array([["red", 1.0], [None, np.nan], ["blue", 3]] * 30, object)
+    y = np.tile([0, 1, 2], 30)
+    made = Classifier(**QUICK).fit(X, y)
+    assert made.predict([["red", 1], [None, None], ["blue", 3.0]]).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "told"),
+    [
+        ({"model": "forest"}, ValueError, "model is 'forest': give one of mlp, resnet"),
+        ({"epochs": 1, "steps": 2}, ValueError, "epochs and steps are both given"),
+        ({"validation_fraction": 1.0}, ValueError, "validation_fraction is 1.0"),
+        ({"config": {"run.seed": 3}}, ConfigError, "config has run.seed.*the parameter seed"),
+        ({"config": {"checkpoint.every": 3}}, ConfigError, "without run_dir nothing is written"),
+        ({"config": {"model.hiden": 3}}, ConfigError, "model.hiden.*model.hidden"),
+        ({"config": {"model.hidden": "wide"}}, ConfigError, "model.hidden is 'wide'"),
+        ({"lr": -1.0}, ConfigError, "optimizer.lr"),
+    ],
+)
+def test_wrong_parameters_are_named(changes, error, told):
+    with pytest.raises(error, match=told):
+        Regressor(**changes).fit(*curve(30))
+
+
+def test_wrong_rows_to_evaluate_with_are_named():
+    X, y = customers(60)
+    with pytest.raises(ValueError, match="patience is 0, so nothing is evaluated"):
+        Classifier(patience=0).fit(X, y, eval_set=(X, y))
+    with pytest.raises(ValueError, match="eval_set has the class 'other', which y has not"):
+        Classifier().fit(X, y, eval_set=(X, np.full(60, "other")))
+    with pytest.raises(ValueError, match="eval_set is no tuple"):
+        Classifier().fit(X, y, eval_set=X)

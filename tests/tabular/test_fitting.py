@@ -1,0 +1,145 @@
+"""Fits on several ranks, with and without a run directory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpc_train.errors import CheckpointMismatch, ConfigError, UserError
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.tabular import Classifier, Regressor
+from tests.tabular.tables import EXACT, SMALL, curve, customers
+
+HOW = {"steps": 60, "batch": 16, "lr": 0.01, "patience": 4}
+LAYOUTS = {
+    "dp": {},
+    "zero": {"memory.zero": 1},
+    "zero3": {"memory.zero": 3},
+    "tp": {"parallel.tp": 2},
+    "pp": {"parallel.pp": 2, "data.micro_batch": 4},
+}
+
+
+def runtime(group) -> Runtime:
+    return Runtime(group, group)
+
+
+def alone() -> Runtime:
+    return Runtime(Group(), Group())
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Losses and predictions of one rank."""
+    X, y = customers()
+    made = Classifier(**HOW, config=EXACT).fit(X, y, runtime=alone())
+    return made.history_, made.predict_proba(X)
+
+
+def check_same(made, X, expected):
+    history, predicted = expected
+    assert [one["step"] for one in made.history_] == [one["step"] for one in history]
+    for mine, its in zip(made.history_, history, strict=True):
+        assert mine == pytest.approx(its, rel=1e-10)
+    np.testing.assert_allclose(made.predict_proba(X), predicted, atol=1e-6)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_makes_the_model_of_one_rank(group, expected, layout):
+    if group.size == 1 and layout != "dp":
+        return
+    X, y = customers()
+    made = Classifier(**HOW, config=EXACT | LAYOUTS[layout]).fit(X, y, runtime=runtime(group))
+    check_same(made, X, expected)
+
+
+@pytest.mark.ranks(1, 4)
+def test_a_run_directory_changes_nothing(group, expected, together):
+    X, y = customers()
+    made = Classifier(**HOW, run_dir=together / "run", config=EXACT)
+    check_same(made.fit(X, y, runtime=runtime(group)), X, expected)
+    # Called again, it has nothing left to do.
+    again = made.fit(X, y, runtime=runtime(group))
+    check_same(again, X, expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_regression_on_two_ranks(group):
+    X, y = curve()
+    found = [
+        Regressor(**HOW, model="resnet", config={"precision.dtype": "float64"})
+        .fit(X, y, runtime=job)
+        .predict(X)
+        for job in (runtime(group), alone())
+    ]
+    np.testing.assert_allclose(*found, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_tables_are_refused(group):
+    X, y = curve()
+    with pytest.raises(UserError, match="the table that fit was given differs") as caught:
+        Regressor(**HOW, config=SMALL).fit(X + group.rank, y, runtime=runtime(group))
+    assert caught.value.agreed
+
+
+@pytest.mark.ranks(2)
+def test_a_mistake_of_one_rank_is_raised_on_all(group):
+    X, y = curve()
+    if group.rank == 1:
+        y = y[:-1]
+    with pytest.raises(UserError, match=r"rank 1 .*inconsistent numbers of samples"):
+        Regressor(**HOW, config=SMALL).fit(X, y, runtime=runtime(group))
+
+
+@pytest.mark.ranks(3)
+def test_a_batch_that_ranks_cannot_share_is_refused_on_all(group):
+    X, y = curve()
+    with pytest.raises(ConfigError, match="data.batch 16 is not divisible by 3 ranks"):
+        Regressor(**HOW, config=SMALL).fit(X, y, runtime=runtime(group))
+
+
+ONE = EXACT | {"model.members": 1, "model.dropout": 0.0}
+
+
+def error_of(made, X, y, scale):
+    """The squared error, as the loss of one member is."""
+    return np.mean((made.predict(X) - y) ** 2) / scale
+
+
+def test_the_model_is_that_of_the_lowest_validation_loss():
+    X, y = curve(60)
+    how = {"steps": 400, "batch": 16, "lr": 0.03, "config": ONE}
+    made = Regressor(**how, patience=3).fit(X[:40], y[:40], eval_set=(X[40:], y[40:]))
+    losses = {one["step"]: one["validation_loss"] for one in made.history_ if len(one) == 3}
+    best = min(losses, key=losses.__getitem__)
+    assert max(losses) - best == 3 * 25
+    error = error_of(made, X[40:], y[40:], y[:40].var())
+    assert error == pytest.approx(losses[best], rel=1e-9)
+
+
+def test_without_patience_the_model_is_that_of_the_last_step():
+    X, y = curve()
+    longer, made = (
+        Regressor(steps=steps, batch=120, patience=0, config=ONE).fit(X, y) for steps in (31, 30)
+    )
+    assert made.history_ == longer.history_[:-1]
+    # The loss of a step is that of all rows before it.
+    assert error_of(made, X, y, y.var()) == pytest.approx(longer.history_[-1]["loss"], rel=1e-9)
+
+
+def test_another_table_in_the_same_run_directory_is_refused(tmp_path):
+    X, y = curve()
+    made = Regressor(steps=20, run_dir=tmp_path, config=SMALL).fit(X, y)
+    with pytest.raises(CheckpointMismatch, match=r"the table .*, this run has"):
+        made.fit(X, y + 1)
+
+
+def test_a_fit_leaves_the_random_generators_as_they_were():
+    np.random.seed(3)
+    expected = np.random.random(3)
+    np.random.seed(3)
+    Regressor(steps=2, config=SMALL).fit(*curve())
+    np.testing.assert_array_equal(np.random.random(3), expected)
