@@ -30,11 +30,12 @@ from hpc_train.checkpoint.fileformat import (
     format_dtypes,
     torch_dtypes,
 )
+from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.parts import as_bytes
-from hpc_train.checkpoint.restore import Tensors
 from hpc_train.checkpoint.state import MODEL
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
+from hpc_train.models.lora import is_adapter
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
 
@@ -57,6 +58,9 @@ def start_from(
     exclude: Sequence[str] = (),
 ) -> None:
     """Fill a model with weights. Floating-point types are converted. Collective.
+
+    A checkpoint's adapters (`hpc_train.models.lora`) are merged into its weights. The model's own
+    ones keep their initial values.
 
     A model may have a method `foreign_weights(about, *, whole)` for weights with other names or
     another arrangement: see `hpc_train.models.gpt.gpt2.foreign_weights`.
@@ -84,10 +88,14 @@ def start_from(
 
     def choose() -> list[str]:
         wanted = {name: f for name, f in forms.items() if selected(name, include, exclude)}
+        whole = len(wanted) == len(forms)
         source = _open(path)
         foreign = getattr(model, "foreign_weights", None)
-        if foreign and (convert := foreign(source.about, whole=len(wanted) == len(forms))):
+        if foreign and (convert := foreign(source.about, whole=whole)):
             source = _converted(source, convert)
+        # The model's adapters are new. Those of a checkpoint are part of its weights.
+        for name in [name for name in wanted if is_adapter(name) and name not in source.forms]:
+            del wanted[name]
         sources.append(source)
         _check(source, wanted, forms)
         _tell(source, wanted, forms)
@@ -172,13 +180,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _checkpoint(path: Path) -> _Source:
-    saved = Tensors(path)
-    forms = {
-        name.removeprefix(MODEL): (entry.dtype, entry.shape)
-        for name, entry in saved.entries.items()
-        if name.startswith(MODEL)
-    }
-    return _Source(path, forms, lambda name: saved[MODEL + name], saved.state().get("about", {}))
+    saved = MergedTensors(path)
+    forms = {name: (entry.dtype, entry.shape) for name, entry in saved.entries.items()}
+    return _Source(path, forms, saved.__getitem__, saved.about)
 
 
 def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
@@ -289,7 +293,8 @@ def export_model(
 ) -> dict[str, TensorForm]:
     """Write the model's tensors alone, with the names that the module gives them.
 
-    One tensor at a time is in memory. For .pt the folder needs room for the tensors twice.
+    Adapters (`hpc_train.models.lora`) are merged into the weights. One tensor at a time is in
+    memory. For .pt the folder needs room for the tensors twice.
 
     Args:
         path: a checkpoint.
@@ -313,8 +318,8 @@ def export_model(
         raise ConfigError(f"--out is {target}", f"end it with {' or '.join(SUFFIXES)}")
     if target.exists():
         raise ConfigError(f"{target} exists", "give another --out, or move it away")
-    saved = Tensors(path)
-    names = [name.removeprefix(MODEL) for name in saved.names if name.startswith(MODEL)]
+    saved = MergedTensors(path)
+    names = list(saved.entries)
     chosen = [name for name in names if selected(name, include, exclude)]
     if not chosen:
         raise ConfigError(
@@ -324,10 +329,10 @@ def export_model(
     forms: dict[str, TensorForm] = {}
     for name in chosen:
         new, change = (name, _same) if convert is None else convert(name)
-        entry = saved.entries[MODEL + name]
+        entry = saved.entries[name]
         empty = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
         empty = change(_as(empty, dtype))
-        forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (MODEL + name, change)
+        forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (name, change)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for new, (name, change) in sources.items():  # in the file's order, to read it once

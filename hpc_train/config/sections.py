@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from hpc_train.config.durations import TIME_FORMS, parse_duration
+from hpc_train.config.finetune import FinetuneSection
 from hpc_train.config.mixture import FORM as MIXTURE_FORM
 from hpc_train.config.mixture import check_mixture
 from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
@@ -336,6 +337,7 @@ class RunConfig:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     gradients: GradientsSection = field(default_factory=GradientsSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    finetune: FinetuneSection = field(default_factory=FinetuneSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     memory: MemorySection = field(default_factory=MemorySection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
@@ -383,6 +385,13 @@ class RunConfig:
                 f"optimizer.clip_norm is {self.optimizer.clip_norm}, but with gradients.reduction "
                 "adasum the replicas' gradients have no common norm",
                 "leave optimizer.clip_norm out",
+            )
+        started = self.checkpoint.weights or self.checkpoint.resume not in ("auto", "none")
+        if self.finetune.active and not started:
+            raise ConfigError(
+                "section finetune leaves parameters as they are, but checkpoint.weights is not "
+                "given, so they would stay random",
+                "give checkpoint.weights, or leave finetune out",
             )
 
     def to_yaml(self) -> str:

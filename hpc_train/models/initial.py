@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from hpc_train.sharding import SliceSpec
 
 AT_ONCE = 1 << 20  # elements that are made at once, so that little memory is needed besides
 PER_COUNT = 4  # numbers of 64 bits that Philox makes of one count
+LORA_A, LORA_B = "lora_a", "lora_b"  # how the names of adapters' parameters end (models.lora)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,23 @@ def normals(seed: int, name: str, begin: int, count: int) -> NDArray[np.float32]
     return one
 
 
+def initial_of_adapter(name: str, shape: Sequence[int]) -> Initial | None:
+    """How an adapter's parameter begins, whatever model has it; None for any other parameter.
+
+    The results of A (R, K) have the variance of its inputs.
+    """
+    if name.endswith(f".{LORA_A}"):
+        return Initial(std=shape[1] ** -0.5)
+    return Initial() if name.endswith(f".{LORA_B}") else None
+
+
+def made_at_once(into: Tensor, name: str, seed: int) -> None:
+    """Fill the whole parameter of an adapter in a model that has no seed of its own."""
+    how = initial_of_adapter(name, into.shape)
+    assert how is not None
+    into.copy_(torch.from_numpy(normals(seed, name, 0, into.numel())).view(into.shape) * how.std)
+
+
 class InitialValues:
     """The initial values of a model's parameters.
 
@@ -97,7 +115,7 @@ class InitialValues:
             first: the number of the first of these rows in `parameter`.
         """
         name, spec = self._known[parameter]
-        how = self.model.initial(name)
+        how = initial_of_adapter(name, spec.shape) or self.model.initial(name)
         if not how.std:
             into.fill_(how.mean)
             return

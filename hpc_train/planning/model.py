@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hpc_train.config import DataSection, ModelSection, ParallelSection, RunConf
 from hpc_train.data import manifest as manifests
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.models.kinds import SHAPES
-from hpc_train.models.shape import Division, Shape
+from hpc_train.models.shape import Division, PartCost, Shape
 
 
 def shape_of(section: ModelSection, vocab: int) -> Shape:
@@ -36,6 +37,27 @@ def planned_shape(config: RunConfig) -> Shape:
         raise ConfigError(
             f"the vocabulary size is not known: {error.cause}", "give model.vocab"
         ) from None
+
+
+def trained_parameters(
+    config: RunConfig, shape: Shape, parts: Sequence[PartCost]
+) -> Sequence[float]:
+    """The parameters of each part that are trained on a rank, as section finetune says.
+
+    With patterns nobody knows without the model, so all are counted. Adapters are counted as if all
+    of a block's matrices had one.
+
+    Args:
+        config: the configuration.
+        shape: the sizes of the model.
+        parts: the costs of its parts under the layout.
+    """
+    chosen = config.finetune
+    if not chosen.active or chosen.patterns:
+        return [part.parameters for part in parts]
+    share = shape.low_rank(chosen.lora) / config.parallel.tp
+    inside = [share * part.weights for part in parts[1:-1]]
+    return [0.0, *inside, parts[-1].parameters if chosen.head else 0.0]
 
 
 def check_one_length(section: DataSection) -> None:

@@ -15,6 +15,7 @@ from hpc_train.checkpoint.catalogue import newest
 from hpc_train.data import tokenizer
 from hpc_train.errors import CheckpointMismatch, ConfigError
 from hpc_train.models.kinds import SHAPES
+from hpc_train.models.lora import LoraAdapters
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.group import Group
 from hpc_train.training.device import choose_device
@@ -38,7 +39,10 @@ def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, Shape, tokenizer.Tokeni
         remedy = "give a checkpoint of `hpc-train train`"
         raise CheckpointMismatch(f"{path} does not hold a GPT", remedy)
     shape = SHAPES[kind](**about["shape"])
-    model: nn.Module = shape.build().to(choose_device(), getattr(torch, about["dtype"]))
+    model: nn.Module = shape.build()
+    if (adapters := LoraAdapters.of(about)) is not None:
+        adapters.add_to(model)
+    model.to(choose_device(), getattr(torch, about["dtype"]))
     restore.load_tensors(reader, state.model_tensors(model, {}), group)
     return model.eval(), shape, tokenizer.loads(about["tokenizer"])
 

@@ -21,6 +21,7 @@ from io import StringIO
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint.fileformat import LocalTensor, torch_dtypes
@@ -52,6 +53,7 @@ def shapes(generator: random.Random) -> dict:
         "dropout": generator.choice([0.0, 0.2]),
         "tie_embeddings": generator.random() < 0.6,
         "frozen": generator.choice(FROZEN),
+        "lora": generator.choice([0, 0, 2]),
     }
 
 
@@ -99,7 +101,7 @@ PER_SHAPE = 4  # layouts that are compared with one reference
 
 def model_of(shape: dict) -> GPT:
     """The model, with some parameters that are not trained."""
-    sizes = {key: value for key, value in shape.items() if key != "frozen"}
+    sizes = {key: value for key, value in shape.items() if key not in ("frozen", "lora")}
     torch.manual_seed(7)
     model = GPT(**sizes)
     for name, parameter in model.named_parameters():
@@ -120,6 +122,9 @@ def train(directory: Path, shape: dict, options: dict, steps: int, place: Runtim
         "optimizer.weight_decay": 0.1,
         "optimizer.clip_norm": 0.8,
     }
+    if shape["lora"]:  # of a model that is frozen but for its adapters and norms
+        fixed |= {"finetune.lora": shape["lora"], "finetune.patterns": "['*norm*']"}
+        fixed["checkpoint.weights"] = directory.parent / f"{shape_name(shape)}.safetensors"
     words = [word for key, value in (fixed | options).items() for word in (f"--{key}", str(value))]
     text = torch.randint(12, (140, 9), generator=torch.Generator().manual_seed(1))
     with redirect_stdout(StringIO()):
@@ -182,10 +187,16 @@ def train_under(
     part.close()
 
 
+def shape_name(shape: dict) -> str:
+    return "-".join(str(value) for value in shape.values())
+
+
 def reference_of(job: Runtime, root: Path, shape: dict) -> Path:
     """The run of one rank. Collective."""
-    reference = root / "-".join(str(value) for value in shape.values())
+    reference = root / shape_name(shape)
     if job.world.rank == 0 and not reference.exists():
+        weights = dict(model_of(shape).named_parameters())
+        save_file(weights, reference.with_name(f"{reference.name}.safetensors"))
         train(reference, shape, {}, STEPS, Runtime(Group(), Group()))
     return reference
 
