@@ -181,7 +181,7 @@ def show_schedules(made: Plan, *, as_json: bool) -> None:
 
     print(
         f"dp {made.dp} x tp {made.tp} x pp {made.pp}; {made.micro_batches} micro-batches per step, "
-        f"samples in each: {made.micro_batch}; vocabulary: {made.vocab}"
+        f"samples in each: {made.micro_batch}; {made.sizes}"
     )
     _print(_schedules(made))
     layers = {entry.virtual_stages: entry.layers for entry in made.schedules}

@@ -90,7 +90,7 @@ def config_parser(*, documented: bool) -> ArgumentParser:
     )
     made.add_argument("--config", action="config", help="the same as CONFIG.yaml")
     for name, section in SECTIONS.items():
-        made.add_argument(f"--{name}", type=section, default=section())
+        made.add_argument(f"--{name}", type=section)
     return made
 
 

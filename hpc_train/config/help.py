@@ -36,6 +36,12 @@ class KeyHelp(DefaultHelpFormatter):
         said = "; ".join([kind] * (not listed) + [f"default: {default}"] * bool(default))
         return f"{action.help} ({said})" if said else str(action.help)
 
+    def add_argument(self, action: Action) -> None:
+        """Add a key. The choices of one that may have no value are named without null."""
+        if action.dest in KEYS and (choices := choices_of(action.dest)):
+            action.metavar = choices
+        super().add_argument(action)
+
     def _get_default_metavar_for_optional(self, action: Action) -> str:
         if action.dest in KEYS:
             return "PATH" if action.dest in PATH_KEYS else PLACES.get(taken(action.dest), "TEXT")
@@ -48,6 +54,19 @@ def taken(key: str) -> str:
         return f"a path, or a list of {FORM}" if key == "data.path" else "a path"
     section, _, name = key.partition(".")
     return kind_in_words(get_type_hints(SECTIONS[section])[name])
+
+
+def choices_of(key: str) -> str:
+    """The values of a key that takes one of a few, as argparse writes them; "" for other keys."""
+    section, _, name = key.partition(".")
+    kinds = get_type_hints(SECTIONS[section])[name]
+    several = get_origin(kinds) in (Union, types.UnionType)
+    real = [kind for kind in get_args(kinds) if kind is not types.NoneType] if several else [kinds]
+    if real == [bool]:
+        return "{true,false}"
+    if len(real) == 1 and get_origin(real[0]) is Literal:
+        return "{" + ",".join(map(str, get_args(real[0]))) + "}"
+    return ""
 
 
 def kind_in_words(kind: Any) -> str:

@@ -1,21 +1,22 @@
 """Plain PyTorch modules that know nothing of ranks. Each architecture has a folder.
 
-Importing this package does not load torch. The first use of `GPT` does.
+Importing this package does not load torch. The first use of a model does.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_train.models.gpt.module import GPT
+    from hpc_train.models.tabular.module import TabularMlp, TabularResnet, TabularTransformer
 
-__all__ = ["GPT"]
+__all__ = ["GPT", "TabularMlp", "TabularResnet", "TabularTransformer"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "GPT":
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hpc_train.models.gpt.module import GPT
-
-    return GPT
+    folder = "gpt" if name == "GPT" else "tabular"
+    return getattr(import_module(f"hpc_train.models.{folder}.module"), name)

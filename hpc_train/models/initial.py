@@ -33,10 +33,17 @@ LORA_A, LORA_B = "lora_a", "lora_b"  # how the names of adapters' parameters end
 
 @dataclass(frozen=True)
 class Initial:
-    """How a tensor begins: normally distributed, or constant if `std` is 0."""
+    """How a tensor begins: normally distributed, or constant if `std` is 0.
+
+    Args:
+        mean: the mean.
+        std: the standard deviation.
+        blank: rows that begin as zeros all the same.
+    """
 
     mean: float = 0.0
     std: float = 0.0
+    blank: tuple[int, ...] = ()
 
 
 class HasInitial(Protocol):
@@ -132,6 +139,9 @@ class InitialValues:
             if spec.dim:
                 whole = whole.narrow(spec.dim, spec.start, spec.stop - spec.start)
             some.copy_(whole.reshape(len(some), -1))
+        for row in how.blank:
+            if at <= row < at + len(rows):
+                rows[row - at] = 0
 
 
 class RecordedValues(InitialValues):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from hpc_train.models.gpt.shape import GptShape
 from hpc_train.models.shape import Shape
+from hpc_train.models.tabular.shape import TabularMlpShape, TabularResnetShape, TabularShape
 
 SHAPES: dict[str, type[Shape]] = {
     "gpt": GptShape,
+    "tabular": TabularShape,
+    "tabular_mlp": TabularMlpShape,
+    "tabular_resnet": TabularResnetShape,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from hpc_train.errors import ConfigError
@@ -65,14 +65,11 @@ class PartCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape(ABC):
-    """The sizes of a language model: equal blocks between an embedding and a head.
+    """The sizes of a model: blocks of one kind between an embedding and a head.
 
     Args:
         layers: number of blocks.
         hidden: width of the activations between blocks.
-        heads: number of attention heads; they divide `hidden`.
-        vocab: vocabulary size.
-        sequence: largest number of tokens of a sample.
     """
 
     NOTE: ClassVar[str]
@@ -80,9 +77,29 @@ class Shape(ABC):
 
     layers: int
     hidden: int
-    heads: int
-    vocab: int
-    sequence: int
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> Self:
+        """Make a shape from the plain values of `dataclasses.asdict`, or of JSON."""
+        return cls(**tree)
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """The largest number of vectors of width `hidden` that a sample has between blocks."""
+
+    @property
+    @abstractmethod
+    def described(self) -> str:
+        """The sizes that follow from the data, in words."""
+
+    @abstractmethod
+    def divided(self, division: Division) -> dict[str, int]:
+        """The sizes that the ranks of a tensor group divide, by their keys in the configuration.
+
+        Raises:
+            ConfigError: the model cannot be divided in this way, whatever its sizes are.
+        """
 
     @abstractmethod
     def build(self) -> Any:
@@ -138,18 +155,16 @@ class Shape(ABC):
     @property
     def most_ranks(self) -> int:
         """The largest number of ranks that one replica can be divided over."""
-        return self.heads * (self.layers + 2)
+        return min(self.divided(UNDIVIDED).values()) * (self.layers + 2)
 
     @property
     def identity(self) -> dict[str, int]:
         """The sizes that tensors' shapes do not show, by their keys in the configuration."""
-        return {"model.heads": self.heads}
+        return {}
 
+    @abstractmethod
     def at_most(self, tokens: int, width: int) -> Self:
         """This shape with at most `tokens` tokens and `width` channels. Heads keep their width."""
-        head = self.hidden // self.heads
-        heads = max(1, min(self.heads, width // head))
-        return replace(self, sequence=min(self.sequence, tokens), hidden=heads * head, heads=heads)
 
     def check(self, division: Division) -> None:
         """Check that the model's sizes allow a division.
@@ -162,10 +177,7 @@ class Shape(ABC):
             self._check_pipeline(division)
 
     def _check_tensor_parallel(self, division: Division) -> None:
-        divided = {"heads": self.heads, "vocab": self.vocab}
-        if division.sequence_parallel:
-            divided["sequence"] = self.sequence
-        for key, size in divided.items():
+        for key, size in self.divided(division).items():
             if size % division.tp:
                 raise ConfigError(
                     f"parallel.tp {division.tp} does not divide model.{key} {size}",
@@ -185,6 +197,13 @@ class Shape(ABC):
             f"(embedding, {self.layers} layers, head)",
             f"nearest that fits: {', or '.join(near)}",
         )
+
+
+def narrower(hidden: int, heads: int, width: int) -> tuple[int, int]:
+    """The sizes `hidden` and `heads` for at most `width` channels. Heads keep their width."""
+    head = hidden // heads
+    kept = max(1, min(heads, width // head))
+    return kept * head, kept
 
 
 def _multiples(key: str, size: int, tp: int) -> str:

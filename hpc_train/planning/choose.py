@@ -51,7 +51,7 @@ class Row:
     def of(cls, layout: Candidate, machine: Machine) -> Row:
         """Predict a layout."""
         config, prediction = layout.config, predict(layout, machine)
-        parallel, tokens = config.parallel, config.data.batch * layout.shape.sequence
+        parallel, tokens = config.parallel, config.data.batch * layout.shape.tokens
         dp, tp, pp = layout.sizes
         return cls(
             dp,

@@ -3,36 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.config import DataSection, ModelSection, ParallelSection, RunConfig
+from hpc_train.config.sections import MODEL_DEFAULTS
 from hpc_train.data import manifest as manifests
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.models.kinds import SHAPES
 from hpc_train.models.shape import Division, PartCost, Shape
+from hpc_train.models.tabular.sizes import TableSizes
+
+if TYPE_CHECKING:
+    from hpc_train.data.tables.features import TableFeatures
 
 
-def shape_of(section: ModelSection, vocab: int) -> Shape:
-    """The shape of a configuration's model with this vocabulary size."""
-    sizes = asdict(section) | {"vocab": vocab}
-    return SHAPES[sizes.pop("kind")](**sizes)
+def shape_of(section: ModelSection, data: int | TableSizes) -> Shape:
+    """The shape of a configuration's model.
+
+    Args:
+        section: section model of the configuration.
+        data: the sizes that follow from the data: the vocabulary size of texts, or those of a
+            table.
+    """
+    sizes: dict[str, Any] = {key: getattr(section, key) for key in MODEL_DEFAULTS[section.kind]}
+    if isinstance(data, TableSizes):
+        del sizes["quantiles"]  # they are among the outputs
+        sizes["sizes"] = data
+    else:
+        sizes["vocab"] = data
+    return SHAPES[section.kind](**sizes)
+
+
+def table_sizes(features: TableFeatures, quantiles: Sequence[float] = ()) -> TableSizes:
+    """The sizes that a model takes from a table.
+
+    Args:
+        features: the table's features and target.
+        quantiles: those that a regression predicts; none if it predicts the mean.
+
+    Raises:
+        ConfigError: quantiles are given for another task, or the table has no feature or target.
+    """
+    target = features.target
+    if quantiles and (target is None or target.task != "regression"):
+        task = "none" if target is None else target.task
+        raise ConfigError(
+            f"model.quantiles is given, but the table's task is {task}",
+            "leave model.quantiles out: it is for regressions",
+        )
+    outputs = 0
+    if target is not None:
+        counts = {"classification": len(target.classes), "multilabel": len(target.names)}
+        outputs = counts.get(target.task, len(quantiles) or 1)
+    return TableSizes(
+        edges=tuple(one.edges for one in features.numeric),
+        codes=tuple(one.codes for one in features.categorical),
+        outputs=outputs,
+    )
+
+
+def features_of(directory: Path) -> TableFeatures:
+    """The features of a prepared table.
+
+    Raises:
+        ConfigError: the folder has no prepared table.
+    """
+    raise ConfigError(
+        f"{directory} has no prepared table", "give data.path the folder of `prepare table`"
+    )
 
 
 def planned_shape(config: RunConfig) -> Shape:
-    """The shape of a model before training. The vocabulary is model.vocab, or the data's.
+    """The shape of a model before training, with the sizes of its data.
+
+    The vocabulary of texts can be given by model.vocab as well.
 
     Raises:
-        ConfigError: neither is known, or `check_one_length` has failed.
+        ConfigError: the sizes are not known, or `check_one_length` has failed.
     """
     check_one_length(config.data)
+    folders = [Path(folder) for folder in config.data.folders]
+    if config.model.kind != "gpt":
+        if not folders:
+            raise ConfigError("the sizes of the table are not known", "give data.path")
+        return shape_of(config.model, table_sizes(features_of(folders[0]), config.model.quantiles))
     if config.model.vocab is not None:
         return shape_of(config.model, config.model.vocab)
-    if not config.data.folders:
+    if not folders:
         raise ConfigError("the vocabulary size is not known", "give model.vocab, or data.path")
     try:
-        found = manifests.read_manifests([Path(folder) for folder in config.data.folders])
-        return shape_of(config.model, found[0].vocab)
+        return shape_of(config.model, manifests.read_manifests(folders)[0].vocab)
     except DataError as error:
         raise ConfigError(
             f"the vocabulary size is not known: {error.cause}", "give model.vocab"
@@ -58,6 +119,17 @@ def trained_parameters(
     share = shape.low_rank(chosen.lora) / config.parallel.tp
     inside = [share * part.weights for part in parts[1:-1]]
     return [0.0, *inside, parts[-1].parameters if chosen.head else 0.0]
+
+
+def block_shape(config: RunConfig) -> Shape:
+    """The shape of a model whose blocks are measured. The blocks of a GPT have no vocabulary.
+
+    Raises:
+        ConfigError: as `planned_shape`.
+    """
+    if config.model.kind == "gpt":
+        return shape_of(config.model, config.model.vocab or 1)
+    return planned_shape(config)
 
 
 def check_one_length(section: DataSection) -> None:

@@ -76,7 +76,7 @@ class StepModel:
         shape = layout.shape
         trained = self._by_rank(trained_parameters(self.config, shape, layout.parts))
         self.state = self.item * trained  # bytes of what a rank trains, and of its gradients
-        self.activation = self.micro_batch * shape.sequence * shape.hidden * self.item
+        self.activation = self.micro_batch * shape.tokens * shape.hidden * self.item
         self.crossing_next = self.node != np.roll(self.node, -1, axis=1)
         self.crossing_previous = self.node != np.roll(self.node, 1, axis=1)
         first, last = self.node.min(axis=2, keepdims=True), self.node.max(axis=2, keepdims=True)

@@ -56,7 +56,8 @@ class Estimate:
 class Plan:
     """All schedules for one layout, without those that need more layers than the model has.
 
-    The note says how activations are counted.
+    `sizes` are those that follow from the data, in words. The note says how activations are
+    counted.
     """
 
     dp: int
@@ -64,7 +65,7 @@ class Plan:
     pp: int
     micro_batch: int
     micro_batches: int
-    vocab: int
+    sizes: str
     schedules: list[Estimate]
     note: str
 
@@ -89,7 +90,7 @@ def plan(config: RunConfig) -> Plan:
         section.pp,
         micro_batch,
         micro_batches,
-        shape.vocab,
+        shape.described,
         [estimate(config, shape, name, micro_batch, micro_batches) for name in fit],
         shape.NOTE,
     )
@@ -168,7 +169,7 @@ def memory(
     """
     parts, pp = shape.parts(division_of(config.parallel)), len(schedule)
     each = shape.kept(parts, config.memory.recompute)
-    mask = 0 if config.data.across_documents else shape.sequence**2  # of the tokens that are seen
+    mask = 0 if config.data.across_documents else shape.tokens**2  # of the tokens that are seen
     kept = [its + mask for its in _sums(each, runs)]
     # While a block's backward pass runs, the block has all of its activations, and those after it
     # have none any more.

@@ -14,14 +14,13 @@ from hpc_train.checkpoint import restore, state
 from hpc_train.checkpoint.catalogue import newest
 from hpc_train.data import tokenizer
 from hpc_train.errors import CheckpointMismatch, ConfigError
-from hpc_train.models.kinds import SHAPES
+from hpc_train.models.gpt.shape import GptShape
 from hpc_train.models.lora import LoraAdapters
-from hpc_train.models.shape import Shape
 from hpc_train.mpi.group import Group
 from hpc_train.training.device import choose_device
 
 
-def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, Shape, tokenizer.Tokenizer]:
+def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, GptShape, tokenizer.Tokenizer]:
     """Load a checkpoint's model, its shape, and the tokenizer of the text it was trained on.
 
     Args:
@@ -34,11 +33,10 @@ def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, Shape, tokenizer.Tokeni
     path, group = newest(Path(checkpoint)), Group()
     reader = restore.open_together(path, group)
     about: dict[str, Any] = restore.load_state(reader, group)["about"]
-    kind = about.get("kind")
-    if kind not in SHAPES:
+    if about.get("kind") != "gpt":
         remedy = "give a checkpoint of `hpc-train train`"
         raise CheckpointMismatch(f"{path} does not hold a GPT", remedy)
-    shape = SHAPES[kind](**about["shape"])
+    shape = GptShape.from_tree(about["shape"])
     model: nn.Module = shape.build()
     if (adapters := LoraAdapters.of(about)) is not None:
         adapters.add_to(model)

@@ -35,7 +35,7 @@ from hpc_train.mpi.topology import discover
 from hpc_train.planning.assumed import Speeds, cores_of_a_rank
 from hpc_train.planning.layouts import GIB
 from hpc_train.planning.machine import Compute, Link, Machine
-from hpc_train.planning.model import shape_of
+from hpc_train.planning.model import block_shape
 from hpc_train.training.device import choose_device, choose_matmul, free_memory_of, use_cores
 
 SECONDS = 1.0  # seconds of each of the five measurements of computing
@@ -87,7 +87,7 @@ def measure(config: RunConfig, runtime: Runtime) -> Machine:
     """Measure on all ranks of a job. All get the same description. Collective."""
     use_cores(runtime)
     world, device = runtime.world, choose_device(runtime.node.rank)
-    shape = measured_shape(shape_of(config.model, vocab=1), device)  # a block has no vocabulary
+    shape = measured_shape(block_shape(config), device)
     choose_matmul(world, config.precision.matmul, device)
     node = discover(world, runtime.node).node[world.rank]
     levels = Levels.of(world)
@@ -122,7 +122,7 @@ def measure_alone(config: RunConfig, ranks_per_node: int) -> Speeds:
         ranks_per_node: ranks on each node, which share the cores of this one.
     """
     device, dtype = choose_device(), config.precision.dtype
-    shape = measured_shape(shape_of(config.model, vocab=1), device)
+    shape = measured_shape(block_shape(config), device)
     choose_matmul(Group(), config.precision.matmul, device)
     cores = len(physical_cores(os.sched_getaffinity(0)))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -171,7 +171,7 @@ def layer_pass(shape: Shape, dtype: str, device: torch.device, samples: int) -> 
     kind = torch.float64 if dtype == "float64" else torch.float32
     layer = shape.block().to(device, kind)
     x = torch.randn(
-        samples, shape.sequence, shape.hidden, device=device, dtype=kind, requires_grad=True
+        samples, shape.tokens, shape.hidden, device=device, dtype=kind, requires_grad=True
     )
     gradient = torch.randn_like(x)
     short = dtype in ("float16", "bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -15,6 +16,8 @@ from hpc_train.errors import ConfigError
 from hpc_train.models.gpt.shape import GptShape
 from hpc_train.models.kinds import SHAPES
 from hpc_train.models.shape import Division
+from hpc_train.models.tabular.sizes import TableSizes
+from hpc_train.planning.model import shape_of
 
 SHAPE = GptShape(layers=2, hidden=64, heads=4, vocab=300, sequence=32)
 
@@ -25,21 +28,32 @@ def total(shape, key, **division):
 
 def test_every_kind_of_the_configuration_has_a_shape_that_builds_its_module():
     assert list(SHAPES) == list(get_args(get_type_hints(ModelSection)["kind"]))
+    table = TableSizes(edges=((0.0, 1.0), (0.0, 1.0, 2.0)), codes=(3,), outputs=5)
+    inputs = {"gpt": [torch.zeros(3, 8, dtype=torch.int64)]}
+    of_table = [torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int64)]
     for kind, make in SHAPES.items():
-        sizes = asdict(ModelSection(kind=kind, layers=2, hidden=32, heads=2, vocab=11, sequence=8))
-        del sizes["kind"]
-        shape = make(**sizes)
-        tokens = torch.zeros(3, 8, dtype=torch.int64)
-        assert shape.build()(tokens).shape == (3, 8, 11)
-        assert shape.block()(torch.zeros(3, 8, 32)).shape == (3, 8, 32)
+        section = ModelSection(kind=kind, layers=2, hidden=36, dropout=0.0)
+        shape = shape_of(section, 11 if kind == "gpt" else table)
+        assert type(shape) is make
+        result = shape.build()(*inputs.get(kind, of_table))
+        expected = (8, 11) if kind == "gpt" else (16 if kind == "tabular_mlp" else 1, 5)
+        assert result.shape == (3, *expected)
+        between = (3, shape.tokens, 36)
+        assert shape.block()(torch.zeros(between)).shape == between
         assert len(shape.parts()) == 4
+        again = json.loads(json.dumps(asdict(shape)))
+        assert make.from_tree(again) == shape
 
 
 def test_models_are_imported_without_torch():
     check = (
         "import sys, hpc_train.models.kinds as kinds\n"
-        "for make in kinds.SHAPES.values():\n"
-        "    make(layers=2, hidden=32, heads=2, vocab=11, sequence=8).parts()\n"
+        "from hpc_train.models.tabular.sizes import TableSizes\n"
+        "table = {'sizes': TableSizes(edges=(), codes=(3,), outputs=2)}\n"
+        "sizes = {'gpt': {'vocab': 11, 'sequence': 8, 'heads': 2}}\n"
+        "sizes['tabular'] = {**table, 'heads': 2}\n"
+        "for kind, make in kinds.SHAPES.items():\n"
+        "    make(layers=2, hidden=32, **sizes.get(kind, table)).parts()\n"
         "assert not {'torch', 'mpi4py', 'numpy'} & sys.modules.keys()\n"
         "from hpc_train.models import GPT\n"
         "assert GPT.__name__ == 'GPT' and 'torch' in sys.modules"

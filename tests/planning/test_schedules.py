@@ -104,7 +104,7 @@ def test_schedules_that_need_more_layers_are_left_out(config, capsys):
 
 def test_the_vocabulary_comes_from_the_data(config, text_data):
     options = ["--model.vocab=null", "--data.path"]
-    assert plan(load(config, [*options, str(text_data)])).vocab == 256
+    assert plan(load(config, [*options, str(text_data)])).sizes == "vocabulary: 256"
     with pytest.raises(ConfigError, match=r"no prepared data .*: give model\.vocab"):
         plan(load(config, [*options, str(config.parent)]))
 

@@ -15,42 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpc_train.models.attention import Attention
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.gpt import gpt2
 from hpc_train.models.initial import Initial, fill
-from hpc_train.models.kept import kept_with_its_graph
 from hpc_train.models.linear import Linear
 
 INIT_STD = 0.02
 NOT_COUNTED = -100  # the target of a token that has none, as in torch
-
-
-class Attention(nn.Module):
-    """Causal multi-head self-attention."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.head_width = hidden // heads
-        self.qkv = Linear(hidden, 3 * hidden)
-        self.out = Linear(hidden, hidden)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend within x of shape (B, T, C); returns the same shape.
-
-        Args:
-            x: the activations.
-            mask: what is added to the logarithms of weights, (B, 1, T, T), from `document_mask`;
-                None attends to all tokens before.
-        """
-        # Rows are ordered head by head, so that a rank's consecutive rows are whole heads. The
-        # number of heads comes from the product, because each rank sees only its own heads.
-        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))  # (B, T, H, 3, C/H)
-        query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind()  # (B, H, T, C/H) each
-        attend = F.scaled_dot_product_attention  # it saves its inputs, which are kept, and y
-        how = {"is_causal": True} if mask is None else {"attn_mask": mask}
-        y = kept_with_its_graph(attend, query, key, value, **how)
-        joined: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return joined
 
 
 class Mlp(nn.Module):
@@ -73,7 +45,7 @@ class Block(nn.Module):
     def __init__(self, hidden: int, heads: int, dropout: float, index: int) -> None:
         super().__init__()
         self.norm_attention = nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, heads)
+        self.attention = Attention(hidden, heads, causal=True)
         self.dropout_attention = SampleDropout(dropout, 2 * index + 1)
         self.norm_mlp = nn.LayerNorm(hidden)
         self.mlp = Mlp(hidden)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from hpc_train.models.shape import UNDIVIDED, Division, PartCost, Shape
+from hpc_train.models.shape import UNDIVIDED, Division, PartCost, Shape, narrower
 
 if TYPE_CHECKING:
     from hpc_train.models.gpt.module import GPT, Block
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class GptShape(Shape):
     """The arguments of `GPT`, and what a GPT with these sizes costs.
+
+    `heads` is the number of attention heads, which divide `hidden`, `vocab` the vocabulary size,
+    and `sequence` the largest number of tokens of a sample.
 
     The ranks of a tensor group share the matrices, the biases of colwise layers and the vocabulary.
     Only products of matrices, including those of attention, count as operations. A product of T x K
@@ -32,8 +35,36 @@ with selective hidden x (3 + 8 / tp), and one block at a time has the
 rest. With sequence_parallel, tp divides all of it. From Korthikanti et
 al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
 
+    heads: int
+    vocab: int
+    sequence: int
     dropout: float = 0.0
     tie_embeddings: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """The largest number of tokens of a sample."""
+        return self.sequence
+
+    @property
+    def described(self) -> str:
+        """The sizes that follow from the data, in words."""
+        return f"vocabulary: {self.vocab}"
+
+    def divided(self, division: Division) -> dict[str, int]:
+        """The sizes that the ranks of a tensor group divide, by their keys in the configuration."""
+        sequence = {"sequence": self.sequence} if division.sequence_parallel else {}
+        return {"heads": self.heads, "vocab": self.vocab, **sequence}
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """The sizes that tensors' shapes do not show, by their keys in the configuration."""
+        return {"model.heads": self.heads}
+
+    def at_most(self, tokens: int, width: int) -> Self:
+        """This shape with at most `tokens` tokens and `width` channels. Heads keep their width."""
+        hidden, heads = narrower(self.hidden, self.heads, width)
+        return replace(self, hidden=hidden, heads=heads, sequence=min(self.sequence, tokens))
 
     def build(self) -> GPT:
         """The module with its initial weights, drawn from torch's generator; loads torch."""
