@@ -51,7 +51,7 @@ from hpc_train.job.program import run
 from hpc_train.models import GPT, linear
 from hpc_train.mpi import environment
 from hpc_train.mpi.group import Group
-from hpc_train.training import gpt
+from hpc_train.training import gpt, planned
 from hpc_train.training.trainer import Trainer
 
 RANKS = 2
@@ -146,7 +146,7 @@ def alternate(options: argparse.Namespace) -> None:
     words = ["--run.dir", str(folder), "--run.steps", str(options.steps)]
     config = load(options.alternate, words)
     Alternating.own, Alternating.bare = [], []
-    gpt.Trainer = Alternating
+    planned.Trainer = Alternating
     code = run(functools.partial(gpt.train_gpt, config))
     if int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)) == 0:
         found = {"own": Alternating.own, "bare": Alternating.bare}

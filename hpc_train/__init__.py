@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from hpc_train.training.assemble import TrainingTask as TrainingTask
     from hpc_train.training.loop import Loop as Loop
     from hpc_train.training.options import LoopOptions as LoopOptions
+    from hpc_train.training.scoring import HeldOutScores as HeldOutScores
     from hpc_train.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 _HOMES = {
     "GradientsSection": ("hpc_train.config", "GradientsSection"),
+    "HeldOutScores": ("hpc_train.training.scoring", "HeldOutScores"),
     "MemorySection": ("hpc_train.config", "MemorySection"),
     "Loop": ("hpc_train.training.loop", "Loop"),
     "LoopOptions": ("hpc_train.training.options", "LoopOptions"),

@@ -104,7 +104,7 @@ def index_files(paths: Sequence[Path]) -> None:
 def verify_data(
     runtime: Runtime, folder: str, *, each_node: bool = False, as_json: bool = False
 ) -> None:
-    """Read all tokens of a data folder, and print on rank 0 which files are damaged. Collective.
+    """Read all shards of a data folder, and print on rank 0 which files are damaged. Collective.
 
     Args:
         runtime: the ranks that share the work.
@@ -117,15 +117,16 @@ def verify_data(
         DataError: it is no data folder, or a file in it is damaged; raised on all ranks.
         UserError: the nodes have different data in folders of that name; raised on all ranks.
     """
-    from hpc_train.data import manifest as manifests
     from hpc_train.data.check import damage, every_shard
+    from hpc_train.data.tables.table_manifest import TableManifest, read_any_manifest
     from hpc_train.data.tokenizer import BYTES, describe_tokenizer
     from hpc_train.mpi.agreement import agreed, same
 
     world, readers = runtime.world, runtime.node if each_node else runtime.world
     with agreed(world):
         directory = Path(folder)
-        manifest = manifests.read_manifest(directory)
+        manifest = read_any_manifest(directory)
+        tokenizer = BYTES if isinstance(manifest, TableManifest) else manifest.tokenizer
     same(world, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
     with agreed(world):
         every = every_shard(manifest)
@@ -138,9 +139,9 @@ def verify_data(
         ]
         if readers.rank == 0:
             try:
-                describe_tokenizer(manifest.tokenizer, directory)
+                describe_tokenizer(tokenizer, directory)
             except DataError as error:
-                found.append((manifest.tokenizer, error.cause))
+                found.append((tokenizer, error.cause))
     damaged = [
         {"file": name, "rank": rank, "host": host, "cause": cause}
         for rank, (host, some) in enumerate(
@@ -157,7 +158,7 @@ def verify_data(
         for one in damaged:
             runtime.print((where + "{cause}").format(**one))
     if damaged:
-        total = len(every) + (manifest.tokenizer != BYTES)
+        total = len(every) + (tokenizer != BYTES)
         names = sorted({str(one["file"]) for one in damaged})
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         raise DataError(
@@ -166,7 +167,8 @@ def verify_data(
             "copy these files again, or prepare the data again",
         )
     if not as_json:
-        runtime.print(f"{folder}: sound, {len(every)} shards, {nbytes / 2**20:.1f} MiB of tokens")
+        what = "rows" if isinstance(manifest, TableManifest) else "tokens"
+        runtime.print(f"{folder}: sound, {len(every)} shards, {nbytes / 2**20:.1f} MiB of {what}")
 
 
 class _Progress:

@@ -1,11 +1,12 @@
-"""`hpc-train prepare text|tokens PATH... --out DIR`: turn files into shards, on every rank."""
+"""`hpc-train prepare KIND PATH... --out DIR`: turn files into shards, on every rank."""
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from hpc_train.cli.prepare_table import add_table, run_table
+from hpc_train.cli.shared_portions import share_portions
 from hpc_train.cli.verb import Parser, positive
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from hpc_train.data.prepare.request import PrepareRequest
     from hpc_train.mpi.group import Group
     from hpc_train.mpi.runtime import Runtime
-
-WAIT_SECONDS = 0.05  # seconds between two looks of a rank that waits for the others
 
 
 def options() -> Parser:
@@ -105,6 +104,7 @@ def options() -> Parser:
             default=256.0,
             help="approximate size of a shard in MiB (default: %(default)s)",
         )
+    add_table(kinds)
     return made
 
 
@@ -124,6 +124,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str], runtime: Runtime) -> None:
     given = options().parse_args(arguments)
+    if given.kind == "table":
+        run_table(given, runtime)
+        return
     manifest = prepare_together(runtime.world, lambda: _request(given))
     runtime.print(
         f"{given.out}: {manifest.documents} texts, vocabulary of {manifest.vocab}, "
@@ -157,23 +160,10 @@ def prepare_together(world: Group, make: Callable[[], PrepareRequest]) -> Manife
         DataError: as `prepare.prepare_text`; on all ranks.
         SetupError: a library is needed and missing; on all ranks.
     """
-    from hpc_train.data.prepare.partial import Dealing
     from hpc_train.data.prepare.work import begun, finish, work
-    from hpc_train.mpi.agreement import from_first, settle
+    from hpc_train.mpi.agreement import from_first
 
     with ExitStack() as held:  # rank 0 holds the partial folder until all ranks are ready
         preparation = from_first(world, lambda: held.enter_context(begun(make())))
-        dealing = Dealing(preparation, world.rank, world.size)
-        failure: Exception | None = None
-        try:
-            work(preparation, dealing)
-        except Exception as error:  # noqa: BLE001  # all ranks raise it
-            failure = error
-        if world.comm is not None:
-            everyone = world.comm.Ibarrier()
-            with world.waiting("the portions of the other ranks"):
-                while not everyone.Test():
-                    dealing.look()
-                    time.sleep(WAIT_SECONDS)
-        settle(world, failure)
+        share_portions(world, preparation, lambda dealing: work(preparation, dealing))
         return from_first(world, lambda: finish(preparation))

@@ -4,6 +4,7 @@ sections.py   one frozen dataclass per section, which checks its own values
 spread.py     the sections that say how a job is spread over its ranks
 finetune.py   the section that says which parameters of a trained model are trained further
 mixture.py    checks a list of folders with weights
+together.py   checks that the values of several sections go together
 file.py       makes the sections from a YAML file and dotted options
 help.py       the help of the keys, in plain words
 keys.py       reads a YAML file and checks its keys; also for machines and sites

@@ -17,6 +17,7 @@ from hpc_train.config.finetune import FinetuneSection
 from hpc_train.config.mixture import FORM as MIXTURE_FORM
 from hpc_train.config.mixture import check_mixture
 from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
+from hpc_train.config.together import check_together
 from hpc_train.errors import ConfigError
 
 
@@ -233,6 +234,13 @@ class DataSection:
     cache_gb: float = 0.0
     """Most GB (10^9 bytes) in the cache of a node. 0 sets no limit but free space: the cache always
     leaves a tenth of the disk free, and takes at most half of the free memory."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """For the classification of tables, the weight of each class in the loss. With balanced all
+    classes weigh the same, however many rows they have; the mean weight of the training rows stays
+    1."""
+    sampling: Literal["natural", "balanced"] = "natural"
+    """For the classification of tables, how often each class is drawn: as often as it occurs, or
+    with balanced each class equally often. An epoch has as many samples in both cases."""
 
     def __post_init__(self) -> None:
         if isinstance(self.path, list):
@@ -253,6 +261,12 @@ class DataSection:
         if self.micro_batch != "auto":
             at_least(self, "data", micro_batch=1)
         at_least(self, "data", micro_tokens=1)
+        if self.class_weights == self.sampling == "balanced":
+            raise ConfigError(
+                "data.class_weights and data.sampling are both balanced, so that rare classes "
+                "would count twice",
+                "leave one of them out",
+            )
         if self.damaged == "substitute" and not self.across_documents:
             raise ConfigError(
                 "data.damaged is substitute, but data.across_documents is false: without the "
@@ -403,56 +417,7 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
 
     def __post_init__(self) -> None:
-        zero, gradients = self.memory.stage, self.gradients
-        if zero and gradients.engine == "horovod":
-            raise ConfigError(
-                f"memory.zero is {zero}, but gradients.engine is horovod",
-                "use --gradients.engine mpi",
-            )
-        if zero and gradients.two_level == "off":
-            raise ConfigError(
-                f"memory.zero is {zero}, but gradients.two_level is off",
-                "leave one out: memory.zero sums in the shared memory of a node",
-            )
-        if gradients.average_every > 1 and (
-            zero or gradients.engine == "horovod" or gradients.compression != "none"
-        ):
-            raise ConfigError(
-                f"gradients.average_every is {gradients.average_every}: replicas differ meanwhile",
-                "leave out memory.zero, gradients.compression and engine horovod",
-            )
-        if zero > 1 and gradients.compression != "none":
-            raise ConfigError(
-                f"memory.zero is {zero}, but gradients.compression is {gradients.compression}",
-                "use --memory.zero 1 --memory.scope node, or leave gradients.compression out",
-            )
-        if zero and self.memory.scope == "all" and gradients.compression != "none":
-            raise ConfigError(
-                f"memory.scope is all, but gradients.compression is {gradients.compression}, which "
-                "needs each node's whole sum",
-                "use --memory.scope node, or leave gradients.compression out",
-            )
-        averaged = gradients.reduction == "mean" and gradients.average_every == 1
-        unequal = self.data.loss == "token" or self.data.micro_tokens is not None
-        if unequal and not averaged:
-            given = "loss is token" if self.data.loss == "token" else "micro_tokens is given"
-            raise ConfigError(
-                f"data.{given}, but the replicas' gradients are not averaged in every step",
-                f"leave out gradients.average_every and reduction, or data.{given.split()[0]}",
-            )
-        if gradients.reduction == "adasum" and self.optimizer.clip_norm:
-            raise ConfigError(
-                f"optimizer.clip_norm is {self.optimizer.clip_norm}, but with gradients.reduction "
-                "adasum the replicas' gradients have no common norm",
-                "leave optimizer.clip_norm out",
-            )
-        started = self.checkpoint.weights or self.checkpoint.resume not in ("auto", "none")
-        if self.finetune.active and not started:
-            raise ConfigError(
-                "section finetune leaves parameters as they are, but checkpoint.weights is not "
-                "given, so they would stay random",
-                "give checkpoint.weights, or leave finetune out",
-            )
+        check_together(self)
 
     def to_yaml(self) -> str:
         """The configuration as YAML; `config.file.load` reads it back to an equal one."""

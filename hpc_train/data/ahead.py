@@ -7,10 +7,11 @@ import queue
 import threading
 import weakref
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
-from hpc_train.data.manifest import HASHED_BYTES
+from hpc_train.data.manifest import HASHED_BYTES, StoredShard
 from hpc_train.data.shard_files import TAKEN, UNDER_WAY, ShardFiles, every_block
 from hpc_train.errors import HpcTrainError
 
@@ -31,7 +32,7 @@ class Ahead:
         nbytes: the number of bytes of each read.
     """
 
-    def __init__(self, files: ShardFiles, nbytes: int) -> None:
+    def __init__(self, files: ShardFiles[Any], nbytes: int) -> None:
         self._wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         arguments = self._wanted, self._ended, _Asking(files, nbytes)
@@ -51,12 +52,12 @@ class Ahead:
         self._thread.join(THREAD_PATIENCE)
 
 
-class _Asking(ShardFiles):
+class _Asking(ShardFiles[StoredShard]):
     """The same shards, opened once more, so that nothing here keeps a read waiting."""
 
     readers = AHEAD_READERS
 
-    def __init__(self, files: ShardFiles, nbytes: int) -> None:
+    def __init__(self, files: ShardFiles[Any], nbytes: int) -> None:
         self.__setstate__(files.__getstate__())
         self.nbytes = nbytes
         self.seen, self.asked = files.verified, files.asked
@@ -75,7 +76,7 @@ class _Asking(ShardFiles):
     def _ask(self, numbers: np.ndarray, begins: np.ndarray) -> None:
         if self.cache is None or not self.cache.has_room(HASHED_BYTES):
             return
-        first, last = self._blocks_of(numbers, begins, self.nbytes, "tokens")
+        first, last = self._blocks_of(numbers, begins, self.nbytes, self.names[0])
         new = (self.seen[first] & self.seen[last]) == 0
         shards = self._shards_of(numbers[new])
         blocks = every_block(first, last, new)

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from hpc_train import files
-from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, Shard
+from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, StoredShard
 from hpc_train.errors import DataError
 
 HASH_TYPE = np.dtype("<u8")
@@ -30,8 +30,8 @@ def hash_of_table(table: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(table.data)
 
 
-def read_table(descriptor: int, path: Path, shard: Shard, dtype: str) -> np.ndarray:
-    """Read the hashes of a shard's blocks, uint64 (blocks,): of tokens, then of documents.
+def read_table(descriptor: int, path: Path, shard: StoredShard, dtype: str) -> np.ndarray:
+    """Read the hashes of the blocks of a shard's datasets, uint64 (blocks,).
 
     Raises:
         DataError: the table is damaged, or the file ends early.
@@ -49,12 +49,12 @@ def read_table(descriptor: int, path: Path, shard: Shard, dtype: str) -> np.ndar
     return table
 
 
-def path_of(path: Path, shard: Shard, dataset: str) -> Path:
+def path_of(path: Path, shard: StoredShard, dataset: str) -> Path:
     """The file that has a dataset of a shard, whose own file is `path`."""
     return path.parent / shard.source if shard.source and dataset == "tokens" else path
 
 
-def damaged_block(path: Path, shard: Shard, dataset: str, block: int) -> DataError:
+def damaged_block(path: Path, shard: StoredShard, dataset: str, block: int) -> DataError:
     """The error for a block that does not have its hash."""
     place, where = f"from byte {block * HASHED_BYTES} on", path_of(path, shard, dataset)
     if where != path:

@@ -13,31 +13,38 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from hpc_train import files
 from hpc_train.data.blocks import block_hashes, damaged_block, ends_early, path_of, read_table
-from hpc_train.data.manifest import HASHED_BYTES, PREPARE_AGAIN, TOKEN_BYTES, Manifest, Shard
+from hpc_train.data.manifest import (
+    HASHED_BYTES,
+    PREPARE_AGAIN,
+    TOKEN_BYTES,
+    StoredData,
+    StoredShard,
+)
 from hpc_train.errors import DataError, HpcTrainError
 
+S = TypeVar("S", bound=StoredShard)
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
-DATASETS = ("tokens", "documents", "hashes")
 NO_ADDRESS = (1 << 64) - 1  # HDF5's address of data that lie in another file
 BEFORE_BYTES = 1 << 20  # most bytes before the data; HDF5 takes some KiB
 PIECE_BYTES = 8 << 20  # a multiple of HASHED_BYTES
 LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the system, which says nothing of the file
 
 
-def every_shard(manifest: Manifest) -> list[Shard]:
+def every_shard(manifest: StoredData[S]) -> list[S]:
     """The shards of all splits, in the manifest's order."""
     return [shard for shards in manifest.splits.values() for shard in shards]
 
 
 def check_shards(
-    directory: Path, manifest: Manifest, shards: Iterable[Shard] | None = None
+    directory: Path, manifest: StoredData[StoredShard], shards: Iterable[StoredShard] | None = None
 ) -> None:
-    """Check shards without reading their tokens.
+    """Check shards without reading their data.
 
     Args:
         directory: the data folder.
@@ -51,8 +58,8 @@ def check_shards(
         check_shard(directory / shard.name, shard, manifest.dtype)
 
 
-def check_shard(path: Path, shard: Shard, dtype: str) -> None:
-    """Check one shard without reading its tokens.
+def check_shard(path: Path, shard: StoredShard, dtype: str) -> None:
+    """Check one shard without reading its data.
 
     Raises:
         DataError: as `check_shards`.
@@ -60,8 +67,8 @@ def check_shard(path: Path, shard: Shard, dtype: str) -> None:
     close_shard(open_shard(path, shard, dtype))
 
 
-def open_shard(path: Path, shard: Shard, dtype: str) -> dict[str, int]:
-    """Open a shard and check it without reading its tokens.
+def open_shard(path: Path, shard: StoredShard, dtype: str) -> dict[str, int]:
+    """Open a shard and check it without reading its data.
 
     Returns:
         For each dataset a descriptor of the file that has it. `close_shard` closes them.
@@ -76,7 +83,7 @@ def open_shard(path: Path, shard: Shard, dtype: str) -> dict[str, int]:
             _check(own, path, shard, dtype)
         except OSError as error:
             raise unreadable_shard(path, error) from None
-        found = dict.fromkeys(DATASETS, own)
+        found = dict.fromkeys(shard.extents(dtype), own)
         if shard.source:
             source = path_of(path, shard, "tokens")
             found["tokens"] = _opened(held, source)
@@ -105,19 +112,19 @@ def _opened(held: ExitStack, path: Path) -> int:
     return descriptor
 
 
-def _check_source(descriptor: int, path: Path, shard: Shard, dtype: str) -> None:
+def _check_source(descriptor: int, path: Path, shard: StoredShard, dtype: str) -> None:
     """Check that the file of others that has a shard's tokens is long enough."""
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         raise DataError(f"{path.resolve()} is not a file", PREPARE_AGAIN)
-    if found.st_size < shard.offset + shard.nbytes(dtype):
+    if found.st_size < sum(next(iter(shard.extents(dtype).values()))):
         raise DataError(
             f"{path.resolve()} has {found.st_size} bytes, fewer than when {shard.name} was made",
             PREPARE_AGAIN,
         )
 
 
-def _check(descriptor: int, path: Path, shard: Shard, dtype: str) -> None:
+def _check(descriptor: int, path: Path, shard: StoredShard, dtype: str) -> None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         raise DataError(f"shard {path} is not a file", PREPARE_AGAIN)
@@ -126,8 +133,7 @@ def _check(descriptor: int, path: Path, shard: Shard, dtype: str) -> None:
             f"shard {path} has {found.st_size} bytes, its manifest says {shard.file_bytes}",
             PREPARE_AGAIN,
         )
-    inside = [name for name in DATASETS if not (shard.source and name == "tokens")]
-    extents = [shard.extents(dtype)[name] for name in inside]
+    extents = [*shard.extents(dtype).values()][1 if shard.source else 0 :]
     begin = min(offset for offset, nbytes in extents if nbytes)
     if begin > BEFORE_BYTES:
         raise _foreign(path)
@@ -162,15 +168,17 @@ def _foreign(path: Path) -> DataError:
     return DataError(f"shard {path} is not the one its manifest describes", PREPARE_AGAIN)
 
 
-def _labels(shard: Shard, dtype: str) -> list[list[bytes]]:
+def _labels(shard: StoredShard, dtype: str) -> list[list[bytes]]:
     """What an HDF5 file with this data holds before it: fields, each with its possible forms.
 
-    The fields are those of the HDF5 file format specification, IV.A.2: fixed-point datatypes
-    (class 0, little-endian) and contiguous layouts (class 1, address, size), each with its version
-    before it. The hash is an attribute, which is text.
+    The fields are those of the HDF5 file format specification, IV.A.2: the fixed-point datatype of
+    tokens (class 0, little-endian) and contiguous layouts (class 1, address, size), each with its
+    version before it. The hash is an attribute, which is text.
     """
-    size = TOKEN_BYTES[dtype]
-    kind = bytes(3) + size.to_bytes(4, "little") + bytes(2) + (8 * size).to_bytes(2, "little")
+    kinds = []
+    if size := TOKEN_BYTES.get(dtype):
+        kind = bytes(3) + size.to_bytes(4, "little") + bytes(2) + (8 * size).to_bytes(2, "little")
+        kinds = [[version + kind for version in (b"\x10", b"\x20", b"\x30", b"\x40")]]
     extents = shard.extents(dtype)
     if shard.source:
         extents["tokens"] = NO_ADDRESS, shard.nbytes(dtype)
@@ -180,14 +188,14 @@ def _labels(shard: Shard, dtype: str) -> list[list[bytes]]:
         if nbytes
     ]
     return [
-        [version + kind for version in (b"\x10", b"\x20", b"\x30", b"\x40")],
+        *kinds,
         *([version + place for version in (b"\x03\x01", b"\x04\x01")] for place in places),
         [shard.hash.encode()],
     ]
 
 
 def damage(
-    path: Path, shard: Shard, dtype: str, tell: Callable[[int], None] = lambda count: None
+    path: Path, shard: StoredShard, dtype: str, tell: Callable[[int], None] = lambda count: None
 ) -> str | None:
     """Read all blocks of a shard and compare their hashes. Takes 8 MiB of memory.
 
@@ -195,7 +203,7 @@ def damage(
         path: the shard's file.
         shard: the manifest's entry for it.
         dtype: the tokens' type.
-        tell: is called after each piece of tokens with the piece's number of bytes.
+        tell: is called after each piece of the first dataset with the piece's number of bytes.
 
     Returns:
         What is wrong with the shard, in words; None if nothing is.
@@ -204,8 +212,7 @@ def damage(
         descriptors = open_shard(path, shard, dtype)
         try:
             table = read_table(descriptors["hashes"], path, shard, dtype)
-            for name in ("tokens", "documents"):
-                extent = shard.extents(dtype)[name]
+            for name, extent in [*shard.extents(dtype).items()][:-1]:
                 blocks = -(-extent[1] // HASHED_BYTES)
                 hashed = extent, table[:blocks]
                 _compare(descriptors[name], path, shard, name, hashed, tell)
@@ -222,7 +229,7 @@ def damage(
 def _compare(
     descriptor: int,
     path: Path,
-    shard: Shard,
+    shard: StoredShard,
     name: str,
     hashed: tuple[tuple[int, int], np.ndarray],
     tell: Callable[[int], None],

@@ -10,17 +10,18 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import DataError
 
 FILE_NAME = "manifest.json"
 FORMAT = "hpc_train.tokens/4"
+DATA_KINDS = {"hpc_train.tokens": "tokens of texts", "hpc_train.table": "rows of a table"}
 PREPARE_AGAIN = "run `hpc-train prepare` again into a new folder"
 SPLITS = ("train", "validation")
 # The types of tokens, and the bytes of one token. No other types are read: a file could otherwise
@@ -29,8 +30,56 @@ TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
 HASHED_BYTES = 1 << 16  # bytes that one hash is of
 LARGEST_SIZE = 1 << 62  # limit of sizes and their sums, so that they fit into 64 bits
 FILE_BYTES = 1 << 28  # largest manifest; one has some 300 bytes per shard
+M = TypeVar("M")
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a file in the folder itself
 HASH = re.compile(r"[0-9a-f]{32}")
+
+
+class StoredShard(Protocol):
+    """An HDF5 file with contiguous, uncompressed datasets, as readers see it.
+
+    It has a file `name` in the data folder, the size `file_bytes` of the file, the name `source` of
+    the link to a file that has the first dataset, "" if the shard has it itself, and the `hash` of
+    the bytes of its dataset `hashes`: xxh3-128, hexadecimal.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def file_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def source(self) -> str: ...  # noqa: D102
+    @property
+    def hash(self) -> str: ...  # noqa: D102
+
+    def nbytes(self, dtype: str) -> int:
+        """Size of the first dataset in bytes, if its type is `dtype`."""
+
+    def extents(self, dtype: str) -> dict[str, tuple[int, int]]:
+        """The offset and the size in bytes of each dataset, if the first one's type is `dtype`.
+
+        Samples are in the first one. The last one, `hashes`, has the xxh3-64 of each block of
+        HASHED_BYTES of the others, in their order, uint64. Last blocks may be shorter.
+        """
+
+
+S_co = TypeVar("S_co", bound=StoredShard, covariant=True)
+
+
+class StoredData(Protocol[S_co]):
+    """What readers of shards need of a manifest."""
+
+    @property
+    def dtype(self) -> str:
+        """NumPy's name for the type of what the shards' first dataset has."""
+
+    @property
+    def limit(self) -> int | None:
+        """The numbers of the first dataset are below it. None: they are no numbers."""
+
+    @property
+    def splits(self) -> Mapping[str, tuple[S_co, ...]]:
+        """The shards of each split."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +154,11 @@ class Manifest:
         """The text of the manifest file."""
         return json.dumps({"format": FORMAT, **asdict(self), "hash": self.digest}, indent=1) + "\n"
 
+    @property
+    def limit(self) -> int:
+        """Tokens are below it."""
+        return self.vocab
+
     @cached_property
     def digest(self) -> str:
         """A hash of the manifest. It is equal for equal tokens in equal shards."""
@@ -125,7 +179,21 @@ def read_manifest(directory: Path) -> Manifest:
     """Read a data folder's manifest.
 
     Raises:
-        DataError: there is no manifest, or it is damaged.
+        DataError: there is no manifest, or it is damaged, or it is that of a table.
+    """
+    return checked_manifest(directory, parse_manifest, "text")
+
+
+def checked_manifest(directory: Path, parse: Callable[[Any], M], kind: str) -> M:
+    """Read a data folder's manifest, and check it.
+
+    Args:
+        directory: the data folder.
+        parse: makes a manifest from the file's JSON tree. It may raise a ValueError.
+        kind: what `hpc-train prepare` has to be called with to make such a folder.
+
+    Raises:
+        DataError: there is no manifest, or it is damaged, or of another kind.
     """
     path = directory / FILE_NAME
     try:
@@ -134,14 +202,19 @@ def read_manifest(directory: Path) -> Manifest:
         if path.stat().st_size > FILE_BYTES:
             raise ValueError(f"it has more than {FILE_BYTES} bytes")
         text = path.read_text(encoding="utf-8")
-        return parse_manifest(json.loads(text, object_pairs_hook=_without_duplicates))
+        return parse(json.loads(text, object_pairs_hook=_without_duplicates))
     except FileNotFoundError:
         raise DataError(
             f"{directory} holds no prepared data (no {FILE_NAME})",
-            f"`hpc-train prepare text PATH... --out {directory}` makes it",
+            f"`hpc-train prepare {kind} PATH... --out {directory}` makes it",
         ) from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", "make it readable") from None
+    except OtherKindError as error:
+        raise DataError(
+            f"{directory} is a folder of another kind: {error}",
+            f"give a folder that `hpc-train prepare {kind}` has made",
+        ) from None
     except RecursionError:
         raise DataError(f"{path} is damaged (it is nested too deeply)", PREPARE_AGAIN) from None
     except ValueError as error:
@@ -181,19 +254,18 @@ def parse_manifest(tree: Any) -> Manifest:
         ValueError: a key is missing or unknown, a value is not allowed, or the values do not have
             the manifest's hash.
     """
-    if isinstance(tree, dict) and tree.get("format") != FORMAT:
-        raise ValueError(f"its format is {_short(tree.get('format'))}, not {FORMAT}")
+    check_format(tree, FORMAT)
     keys = [field.name for field in fields(Manifest)]
-    _check_keys("the manifest", tree, ["format", *keys, "hash"])
+    check_keys("the manifest", tree, ["format", *keys, "hash"])
     given = {key: tree[key] for key in keys}
     dtype, splits = given["dtype"], given["splits"]
     if not isinstance(dtype, str) or dtype not in TOKEN_BYTES:
         raise ValueError(f"dtype is {dtype!r}, not one of {', '.join(TOKEN_BYTES)}")
-    _check_number("vocab", given["vocab"], 1, 1 << 8 * TOKEN_BYTES[dtype])
-    _check_number("documents", given["documents"], 0, LARGEST_SIZE)
-    _check_text("tokenizer", given["tokenizer"], PLAIN_NAME, "a plain file name")
+    check_number("vocab", given["vocab"], 1, 1 << 8 * TOKEN_BYTES[dtype])
+    check_number("documents", given["documents"], 0, LARGEST_SIZE)
+    check_text("tokenizer", given["tokenizer"], PLAIN_NAME, "a plain file name")
     if not isinstance(splits, dict) or not set(splits) <= {*SPLITS}:
-        raise ValueError(f"splits are {_short(splits)}, not some of {', '.join(SPLITS)}")
+        raise ValueError(f"splits are {short_value(splits)}, not some of {', '.join(SPLITS)}")
     shards = {split: _shards(split, found, dtype) for split, found in splits.items()}
     every = [shard for some in shards.values() for shard in some]
     if len({shard.name for shard in every}) < len(every):
@@ -202,9 +274,8 @@ def parse_manifest(tree: Any) -> Manifest:
         raise ValueError("the shards have more bytes together than a file system can hold")
     manifest = Manifest(**{**given, "splits": shards})
     if tree["hash"] != manifest.digest:
-        raise ValueError(
-            f"its hash is {_short(tree['hash'])}, but its content has the hash {manifest.digest}"
-        )
+        found = short_value(tree["hash"])
+        raise ValueError(f"its hash is {found}, but its content has the hash {manifest.digest}")
     return manifest
 
 
@@ -213,7 +284,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"it has the key {_short(twice)} twice")
+        raise ValueError(f"it has the key {short_value(twice)} twice")
     return tree
 
 
@@ -224,13 +295,13 @@ def _shards(split: str, trees: Any, dtype: str) -> tuple[Shard, ...]:
 
 
 def _shard(what: str, tree: Any, dtype: str) -> Shard:
-    _check_keys(what, tree, [field.name for field in fields(Shard)])
-    _check_text(f"{what}: name", tree["name"], PLAIN_NAME, "a plain file name")
+    check_keys(what, tree, [field.name for field in fields(Shard)])
+    check_text(f"{what}: name", tree["name"], PLAIN_NAME, "a plain file name")
     if tree["source"] != "":
-        _check_text(f"{what}: source", tree["source"], PLAIN_NAME, "a plain file name")
-    _check_text(f"{what}: hash", tree["hash"], HASH, "32 hexadecimal digits")
+        check_text(f"{what}: source", tree["source"], PLAIN_NAME, "a plain file name")
+    check_text(f"{what}: hash", tree["hash"], HASH, "32 hexadecimal digits")
     for key in ("file_bytes", "tokens", "offset", "documents", "documents_offset", "hashes_offset"):
-        _check_number(f"{what}: {key}", tree[key], 1 if key == "tokens" else 0, LARGEST_SIZE)
+        check_number(f"{what}: {key}", tree[key], 1 if key == "tokens" else 0, LARGEST_SIZE)
     shard = Shard(**tree)
     for name, (offset, nbytes) in shard.extents(dtype).items():
         if offset + nbytes > shard.file_bytes and not (name == "tokens" and shard.source):
@@ -238,25 +309,50 @@ def _shard(what: str, tree: Any, dtype: str) -> Shard:
     return shard
 
 
-def _check_keys(what: str, tree: Any, keys: list[str]) -> None:
+class OtherKindError(ValueError):
+    """A manifest is sound, as far as its format says, but of another kind of data."""
+
+
+def check_format(tree: Any, wanted: str) -> None:
+    """Raise a ValueError unless a manifest has a format.
+
+    Raises:
+        OtherKindError: the manifest is of another kind of data.
+        ValueError: its format is not known.
+    """
+    found = tree.get("format") if isinstance(tree, dict) else wanted
+    if found == wanted:
+        return
+    of, kind = str(found).partition("/")[0], wanted.partition("/")[0]
+    if of != kind and of in DATA_KINDS:
+        raise OtherKindError(f"it has {DATA_KINDS[of]}, not {DATA_KINDS[kind]}")
+    raise ValueError(f"its format is {short_value(found)}, not {wanted}")
+
+
+def check_keys(what: str, tree: Any, keys: Sequence[str]) -> None:
+    """Raise a ValueError unless a JSON tree is an object with exactly these keys."""
     if not isinstance(tree, dict):
         raise ValueError(f"{what} is not an object with keys")
     if missing := [key for key in keys if key not in tree]:
         raise ValueError(f"{what} lacks the key {missing[0]}")
     if unknown := sorted(set(tree) - set(keys)):
-        raise ValueError(f"{what} has the unknown key {_short(unknown[0])}")
+        raise ValueError(f"{what} has the unknown key {short_value(unknown[0])}")
 
 
-def _check_number(what: str, value: Any, least: int, most: int) -> None:
+def check_number(what: str, value: Any, least: int, most: int) -> None:
+    """Raise a ValueError unless a value is a whole number in a range."""
     if type(value) is not int or not least <= value <= most:  # True is an int, too
-        raise ValueError(f"{what} is {_short(value)}, not a whole number from {least} to {most}")
+        raise ValueError(
+            f"{what} is {short_value(value)}, not a whole number from {least} to {most}"
+        )
 
 
-def _check_text(what: str, value: Any, pattern: re.Pattern[str], wanted: str) -> None:
+def check_text(what: str, value: Any, pattern: re.Pattern[str], wanted: str) -> None:
+    """Raise a ValueError unless a value is a text that a pattern matches wholly."""
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise ValueError(f"{what} is {_short(value)}, not {wanted}")
+        raise ValueError(f"{what} is {short_value(value)}, not {wanted}")
 
 
-def _short(value: Any) -> str:
+def short_value(value: Any) -> str:
     """A value for a message, cut to 80 characters, as a damaged file may have longer ones."""
     return text if len(text := ascii(value)) <= 80 else f"{text[:80]}..."

@@ -14,7 +14,7 @@ from hpc_train import files
 from hpc_train.data.block_cache import BlockCache
 from hpc_train.data.blocks import ends_early, read_table
 from hpc_train.data.check import close_shard, open_shard, unreadable_shard
-from hpc_train.data.manifest import Shard
+from hpc_train.data.manifest import StoredShard
 
 Identity = tuple[int, int, int, int]
 
@@ -26,22 +26,24 @@ class OpenedShard:
     Args:
         path: its file.
         shard: the manifest's entry for it.
-        descriptors: for each dataset that of the file that has it.
-        identity: what tells the file that has the tokens from another one, and from itself after a
+        descriptors: for each dataset that of the file that has it; samples are in the first one.
+        identity: what tells the file that has the samples from another one, and from itself after a
             change: device, inode, size and time of change.
         table: the hashes of its blocks.
-        copy: a descriptor of the copy of the file that has the tokens; -1: there is none.
+        copy: a descriptor of the copy of the file that has the samples; -1: there is none.
     """
 
     path: Path
-    shard: Shard
+    shard: StoredShard
     descriptors: Mapping[str, int]
     identity: Identity
     table: np.ndarray
     copy: int
 
     @classmethod
-    def open(cls, path: Path, shard: Shard, dtype: str, cache: BlockCache | None) -> OpenedShard:
+    def open(
+        cls, path: Path, shard: StoredShard, dtype: str, cache: BlockCache | None
+    ) -> OpenedShard:
         """Open and check a shard.
 
         Raises:
@@ -50,7 +52,7 @@ class OpenedShard:
         """
         descriptors = open_shard(path, shard, dtype)
         try:
-            found = os.fstat(descriptors["tokens"])
+            found = os.fstat(next(iter(descriptors.values())))
             table = read_table(descriptors["hashes"], path, shard, dtype)
         except OSError as error:
             close_shard(descriptors)
@@ -63,8 +65,10 @@ class OpenedShard:
         return cls(path, shard, descriptors, identity, table, copy)
 
     def has_changed(self) -> bool:
-        """Whether somebody has written to the file that has the tokens."""
-        found = os.fstat(self.descriptors["tokens"])  # of an open file only these can change
+        """Whether somebody has written to the file that has the samples."""
+        found = os.fstat(
+            next(iter(self.descriptors.values()))
+        )  # of an open file only these can change
         return (found.st_size, found.st_mtime_ns) != self.identity[2:]
 
     def copy_of(self, dataset: str) -> int:

@@ -54,12 +54,12 @@ class Permutation:
         mask = np.uint64((1 << self.half_bits) - 1)
         left, right = values >> bits, values & mask
         for key in self.keys:
-            left, right = right, left ^ (_scramble(right ^ key) & mask)
+            left, right = right, left ^ (scramble(right ^ key) & mask)
         return (left << bits) | right
 
 
-def _scramble(x: Words) -> Words:
-    """SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014)."""
+def scramble(x: Words) -> Words:
+    """SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014), of each word."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpc_train.data.manifest import PREPARE_AGAIN
+from hpc_train.data.manifest import PREPARE_AGAIN, Shard
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.errors import DataError
 
@@ -137,7 +137,7 @@ class DocumentWindows:
         sequence: targets per sample, T.
     """
 
-    def __init__(self, files: ShardFiles, sequence: int) -> None:
+    def __init__(self, files: ShardFiles[Shard], sequence: int) -> None:
         self.files, self.sequence = files, sequence
         documents = np.array([shard.documents for shard in files.shards], np.int64)
         # A shard in which no document begins has the middle of one.

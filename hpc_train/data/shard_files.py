@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import xxhash
 
 from hpc_train.data.block_cache import BlockCache
 from hpc_train.data.blocks import beyond_vocabulary, block_hashes, damaged_block
-from hpc_train.data.manifest import HASHED_BYTES, Manifest
+from hpc_train.data.check import S
+from hpc_train.data.manifest import HASHED_BYTES, StoredData
 from hpc_train.data.opened_shard import Identity, OpenedShard, why_unread
 from hpc_train.data.read_threads import ReadThreads
 
@@ -38,7 +39,7 @@ def most_open_files() -> int:
     return max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
-class ShardFiles:
+class ShardFiles(Generic[S]):
     """The shards of a split.
 
     Several threads may call `read`. One at a time is served, and reads with several threads where
@@ -51,28 +52,29 @@ class ShardFiles:
         split: "train" or "validation".
         cache: the cache of its blocks on this node; None: there is none.
 
-    The attribute `shards` has the shards of the split, in the manifest's order. `verified` has the
-    bits SOURCE and COPY of each block, uint8. `asked` says which are UNDER_WAY or TAKEN.
+    The attribute `shards` has the shards of the split, in the manifest's order, and `names` has the
+    names of their datasets. `verified` has the bits SOURCE and COPY of each block, uint8. `asked`
+    says which are UNDER_WAY or TAKEN.
     """
 
     readers = SHARD_READERS  # most threads that read together
 
     def __init__(
-        self, directory: Path, manifest: Manifest, split: str, cache: BlockCache | None = None
+        self, directory: Path, manifest: StoredData[S], split: str, cache: BlockCache | None = None
     ) -> None:
         self.directory, self.cache = directory, cache
-        self.shards = manifest.splits.get(split, ())
-        self.dtype, self.vocab = np.dtype(manifest.dtype).newbyteorder("<"), manifest.vocab
+        self.shards: tuple[S, ...] = manifest.splits.get(split, ())
+        self.dtype, self.limit = np.dtype(manifest.dtype).newbyteorder("<"), manifest.limit
         extents = [shard.extents(manifest.dtype) for shard in self.shards]
-        names = ("tokens", "documents")
-        sizes = np.array([[one[name][1] for name in names] for one in extents], np.int64)
-        blocks = -(-sizes.reshape(-1, 2) // HASHED_BYTES)
-        # Blocks are counted through all shards. In each shard those of documents come second.
+        self.names = [name for name in (extents[0] if extents else ()) if name != "hashes"]
+        sizes = np.array([[one[name][1] for name in self.names] for one in extents], np.int64)
+        blocks = -(-sizes.reshape(len(extents), -1) // HASHED_BYTES)
+        # Blocks are counted through all shards, and in each of them through its datasets.
         self._ends = blocks.sum(1).cumsum()
-        of_shards = self._ends - blocks.sum(1)
-        self._first_block = {"tokens": of_shards, "documents": of_shards + blocks[:, 0]}
+        first = (self._ends - blocks.sum(1))[:, None] + blocks.cumsum(1) - blocks
+        self._first_block = dict(zip(self.names, first.T, strict=True))
         self._offset = {
-            name: np.array([one[name][0] for one in extents], np.int64) for name in names
+            name: np.array([one[name][0] for one in extents], np.int64) for name in self.names
         }
         self._renew()
 
@@ -111,7 +113,7 @@ class ShardFiles:
             begins: the first byte of each read in the dataset, int64 (N,).
             nbytes: the number of bytes of each read, at least 1: one for all, or int64 (N,).
             memories: N lists, each with one memory of as many bytes.
-            dataset: "tokens" or "documents".
+            dataset: the dataset to read from.
 
         Raises:
             DataError: a shard cannot be read, ends early or is damaged, or a token is not in the
@@ -235,9 +237,10 @@ class ShardFiles:
         if not blocks.size:
             return []
         owners = self._ends.searchsorted(blocks, "right")
-        # A shard's tokens and documents have different places in the file.
+        # The datasets of a shard have different places in the file.
         apart = (np.diff(blocks) > 1) | (np.diff(owners) > 0)
-        apart |= np.isin(blocks[1:], self._first_block["documents"])
+        for name in self.names[1:]:
+            apart |= np.isin(blocks[1:], self._first_block[name])
         groups = [
             group[first : first + VERIFIED_TOGETHER].tolist()
             for group in np.split(blocks, np.flatnonzero(apart) + 1)
@@ -247,7 +250,8 @@ class ShardFiles:
 
     def _extent(self, number: int, blocks: list[int]) -> tuple[str, int, int, int]:
         """Dataset, number of the first block in it, offset and size of neighbouring blocks."""
-        dataset = "tokens" if blocks[0] < self._first_block["documents"][number] else "documents"
+        begun = [name for name in self.names if self._first_block[name][number] <= blocks[0]]
+        dataset = begun[-1]
         offset, nbytes = self.shards[number].extents(str(self.dtype))[dataset]
         first = blocks[0] - int(self._first_block[dataset][number])
         left = nbytes - first * HASHED_BYTES
@@ -264,7 +268,7 @@ class ShardFiles:
             if error := why_unread(copy, memory, offset):
                 self._leave_cache(error)
                 break
-            wanted = shard.table[group[0] - int(self._first_block["tokens"][number]) :]
+            wanted = shard.table[group[0] - int(self._first_block[self.names[0]][number]) :]
             found = block_hashes(memory)
             self.verified[np.array(group)[found == wanted[: len(group)]]] |= COPY
         left: np.ndarray = blocks[self.verified[blocks] == 0]
@@ -279,7 +283,7 @@ class ShardFiles:
 
     def _verify_group(self, shard: OpenedShard, number: int, blocks: list[int]) -> None:
         """Read and verify neighbouring blocks of one dataset of a shard."""
-        begin = int(self._first_block["tokens"][number])
+        begin = int(self._first_block[self.names[0]][number])
         dataset, first, offset, nbytes = self._extent(number, blocks)
         array = np.empty(nbytes, np.uint8)
         memory = array.data
@@ -296,10 +300,12 @@ class ShardFiles:
             shard.fill(dataset, memory[part], at)
             if xxhash.xxh3_64_intdigest(memory[part]) != wanted:
                 raise damaged_block(shard.path, shard.shard, dataset, first + place)
-        if dataset == "tokens" and (tokens := array.view(self.dtype)).max() >= self.vocab:
-            place = int(tokens.argmax())
-            block = first + place * self.dtype.itemsize // HASHED_BYTES
-            raise beyond_vocabulary(shard.path, block, int(tokens[place]), self.vocab)
+        if self.limit is not None and dataset == self.names[0]:
+            tokens = array.view(self.dtype)
+            if tokens.max() >= self.limit:
+                place = int(tokens.argmax())
+                block = first + place * self.dtype.itemsize // HASHED_BYTES
+                raise beyond_vocabulary(shard.path, block, int(tokens[place]), self.limit)
         copy = shard.copy_of(dataset)
         if self.cache is not None and copy >= 0 and self.cache.keep(copy, memory, offset):
             self.verified[blocks] |= COPY
@@ -315,7 +321,9 @@ class ShardFiles:
             shard = OpenedShard.open(self.directory / of.name, of, str(self.dtype), self.cache)
             if self._seen.setdefault(number, shard.identity) != shard.identity:
                 self._seen[number] = shard.identity
-                self.verified[int(self._first_block["tokens"][number]) : self._ends[number]] = 0
+                self.verified[
+                    int(self._first_block[self.names[0]][number]) : self._ends[number]
+                ] = 0
             self._files[number] = shard
         self._checked[number] = shard
         return shard
@@ -330,7 +338,7 @@ class ShardFiles:
         shard.close()
         if shard.copy >= 0:
             # When the shard is opened again, its copy may be another file.
-            begin = int(self._first_block["tokens"][number])
+            begin = int(self._first_block[self.names[0]][number])
             self.verified[begin : self._ends[number]] &= SOURCE
 
     def close(self) -> None:

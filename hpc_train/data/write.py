@@ -13,7 +13,7 @@ import numpy as np
 from hpc_train import files
 from hpc_train.data.blocks import block_hashes, hash_of_table
 from hpc_train.data.check import damage
-from hpc_train.data.manifest import Shard
+from hpc_train.data.manifest import Shard, StoredShard
 from hpc_train.errors import DataError
 
 ALIGNMENT = 4096
@@ -41,38 +41,82 @@ def write_shard(
         OSError: the file cannot be written.
     """
     begins = np.zeros(1, "<i8") if documents is None else documents.astype("<i8")
-    columns = {"tokens": tokens, "documents": begins}
     link = _link_to(source[0], path.parent) if source else ""
-    hashes = np.concatenate([block_hashes(column.data.cast("B")) for column in columns.values()])
-    columns["hashes"] = hashes
-    with h5py.File(path, "x", alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
-        file.attrs.update(about or {})
-        # All descriptions come first, and all data behind them: `check_shard` looks for the
-        # descriptions at the beginning of the file.
-        outside = [(str(source[0].absolute()), source[1], tokens.nbytes)] if source else None
-        for name, column in columns.items():
-            place = outside if name == "tokens" else None
-            file.create_dataset(name, column.shape, column.dtype, external=place)
-        file["tokens"].attrs["hash"] = hash_of_table(hashes)
-        for name, column in columns.items():
-            if len(column) and not (source and name == "tokens"):
-                file[name][:] = column
-        offsets = {name: file[name].id.get_offset() or 0 for name in columns}
-    files.sync(path)
+    columns = {"tokens": tokens, "documents": begins}
+    offsets, digest = write_datasets(path, columns, about, source)
     shard = Shard(
         name=path.name,
         file_bytes=path.stat().st_size,
         source=link,
         tokens=len(tokens),
-        offset=source[1] if source else offsets["tokens"],
+        offset=offsets["tokens"],
         documents=len(begins),
         documents_offset=offsets["documents"],
         hashes_offset=offsets["hashes"],
-        hash=hash_of_table(hashes),
+        hash=digest,
     )
-    if cause := damage(path, shard, str(tokens.dtype)):
-        raise DataError(f"the disk did not keep what was written ({cause})", "check the disk")
+    check_written(path, shard, str(tokens.dtype))
     return shard
+
+
+def write_datasets(
+    path: Path,
+    columns: Mapping[str, np.ndarray],
+    about: Mapping[str, str] | None = None,
+    source: tuple[Path, int] | None = None,
+) -> tuple[dict[str, int], str]:
+    """Write an HDF5 file of contiguous datasets, and of the hashes of their blocks, durably.
+
+    Args:
+        path: a new file.
+        columns: the datasets by name; samples are in the first one.
+        about: attributes of the file.
+        source: a file that has the first dataset, and the offset of it there.
+
+    Returns:
+        The offset of each dataset and of `hashes` in its file, 0 for empty ones, and the hash of
+        `hashes`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    main = next(iter(columns))
+    hashes = np.concatenate([block_hashes(_bytes_of(column)) for column in columns.values()])
+    digest = hash_of_table(hashes)
+    every = {**columns, "hashes": hashes}
+    with h5py.File(path, "x", alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
+        file.attrs.update(about or {})
+        # All descriptions come first, and all data behind them: `check_shard` looks for the
+        # descriptions at the beginning of the file.
+        outside = None
+        if source:
+            outside = [(str(source[0].absolute()), source[1], columns[main].nbytes)]
+        for name, column in every.items():
+            place = outside if name == main else None
+            file.create_dataset(name, column.shape, column.dtype, external=place)
+        file[main].attrs["hash"] = digest
+        for name, column in every.items():
+            if len(column) and not (source and name == main):
+                file[name][:] = column
+        offsets = {name: file[name].id.get_offset() or 0 for name in every}
+    files.sync(path)
+    if source:
+        offsets[main] = source[1]
+    return offsets, digest
+
+
+def check_written(path: Path, shard: StoredShard, dtype: str) -> None:
+    """Read a new shard back.
+
+    Raises:
+        DataError: the file has other data than were written.
+    """
+    if cause := damage(path, shard, dtype):
+        raise DataError(f"the disk did not keep what was written ({cause})", "check the disk")
+
+
+def _bytes_of(column: np.ndarray) -> memoryview:
+    return column.view(np.uint8).data if len(column) else memoryview(b"")
 
 
 def _link_to(source: Path, folder: Path) -> str:

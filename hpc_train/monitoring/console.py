@@ -32,6 +32,11 @@ def describe_record(record: Mapping[str, float]) -> str:
     return "  ".join(shown)
 
 
+def describe_scores(scores: Mapping[str, float]) -> str:
+    """Describe scores of a model in a short line, in their order."""
+    return ", ".join(f"{name.replace('_', ' ')} {score:.5g}" for name, score in scores.items())
+
+
 class ProgressDisplay(Protocol):
     """Shows the records of a run when they are made."""
 

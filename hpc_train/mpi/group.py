@@ -89,6 +89,18 @@ class Group:
         with self.waiting(what):
             return self.comm.allgather(value)
 
+    def gathered_by_first(self, value: T, what: str = GATHER) -> list[T]:
+        """The values of all ranks, by rank, on rank 0; an empty list on the others. Collective.
+
+        Args:
+            value: this rank's value; it is pickled.
+            what: names the values, for the message if a rank does not come.
+        """
+        if self.comm is None:
+            return [value]
+        with self.waiting(what):
+            return self.comm.gather(value) or []
+
     def united(self, values: Mapping[K, T], what: str = GATHER) -> dict[K, T]:
         """The union of all ranks' mappings. Collective.
 

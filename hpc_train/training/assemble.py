@@ -39,6 +39,7 @@ from hpc_train.training.finetuning import choose_trained
 from hpc_train.training.learning_rate import last_step
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.saving import check_best, policy_of
+from hpc_train.training.scoring import HeldOutScores
 from hpc_train.training.substituted import SubstitutedSamples
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class TrainingTask:
             the data set returned it, on the model's device. By default the model is called with the
             parts of the batch, and returns the loss. A model with an attribute `loss_over` gets the
             value of `data.loss` there.
+        scores: what else is computed from the held-out samples. `metrics.jsonl` gets each score as
+            validation_NAME.
         counted: a function of a batch, on the CPU. It returns how many of its tokens, or of other
             items, its loss is the mean over. `data.loss: token` needs it. If it returns 0, the
             batch does not count.
@@ -96,6 +99,7 @@ class TrainingTask:
     private_parameters: bool = False
     most_at_a_time: int | None = None
     counted: Callable[[Any], int] | None = None
+    scores: HeldOutScores | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from hpc_train.job.preemption import StopRequests
 from hpc_train.job.preflight import preflight
 from hpc_train.job.run_directory import reporting, run_directory
 from hpc_train.launch.protocol import STOP
+from hpc_train.monitoring.console import describe_scores
 from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.runtime import Runtime
@@ -80,7 +81,10 @@ class Trainer:
         lock = threading.RLock()  # both data sets may be parts of one
         self.reader = Reader(task.dataset, lock)
         held_out = Reader(task.validation, lock)
-        self.validation = Validation(config, held_out, made, self._loss, self.counted)
+        compute = None if task.scores is None else task.scores.compute
+        self.validation = Validation(config, held_out, made, self._measured, self.counted, compute)
+        self.held_out: dict[str, float] = {}
+        """The mean loss and the scores of the last pass over held-out samples."""
         self.meter = Meter(config.data.batch, self.group.waiting, task.tokens_per_sample)
         self.memory = PeakMemory()
         self._closed = self._searched = False
@@ -145,6 +149,8 @@ class Trainer:
                     self._train_step(step, report)
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
+                if self.held_out:
+                    logger.info("held-out samples at the end: %s", describe_scores(self.held_out))
 
     def _find_micro_batch(self) -> None:
         """Choose the size of micro-batches by trial. Collective."""
@@ -208,9 +214,9 @@ class Trainer:
         """The mean loss over the held-out data set. Collective."""
         self.checkpoints.unify()
         self.model.eval()
-        mean = self.validation.mean(self.micro_batch)
+        self.held_out = self.validation.scores(self.micro_batch)
         self.model.train()
-        return mean
+        return self.held_out["loss"]
 
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
         """Compute one step, and report its numbers if that is due. Collective."""
@@ -235,8 +241,8 @@ class Trainer:
             if self.scaler is not None:
                 record["skipped_steps"] = self.scaler.skipped_steps
             if self._validation_due(step.number):
-                record["validation_loss"] = self.validate()
-                self.checkpoints.scores[step.number] = record["validation_loss"]
+                self.checkpoints.scores[step.number] = self.validate()
+                record |= {f"validation_{name}": one for name, one in self.held_out.items()}
             report(record)
 
     def _memory(self) -> float:
@@ -288,11 +294,22 @@ class Trainer:
 
     def _loss(self, batch: Any) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
+        with self._number_format():
+            return _at_least_float32(self.loss(self.model, batch))
+
+    def _measured(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss of held-out samples, as `_loss`, and the rows that the task's scores need."""
+        if self.task.scores is None:
+            return self._loss(batch), {}
+        with self._number_format():
+            loss, rows = self.task.scores.measure(self.model, batch)
+            return _at_least_float32(loss), rows
+
+    def _number_format(self) -> AbstractContextManager[object]:
+        """A context in which the model computes in the number format of the configuration."""
         if self.scaler is None:
-            return self.loss(self.model, batch)
-        with torch.autocast(self.device.type, self.scaler.dtype):
-            loss = self.loss(self.model, batch)
-        return loss.to(torch.promote_types(loss.dtype, torch.float32))
+            return nullcontext()
+        return torch.autocast(self.device.type, self.scaler.dtype)
 
     def _seed(self, step: int, micro_batch: MicroBatch, virtual_stage: int) -> None:
         """Seed the random generators, and the model's own draws, for a micro-batch."""
@@ -386,3 +403,7 @@ def _call(model: nn.Module, batch: Any) -> Tensor:
     """Call a model with the parts of a batch; it returns its loss."""
     loss: Tensor = model(*batch)
     return loss
+
+
+def _at_least_float32(loss: Tensor) -> Tensor:
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))

@@ -1,11 +1,12 @@
-"""Computes the mean loss over held-out samples, on all ranks of any layout."""
+"""Computes the mean loss and the scores of held-out samples, on all ranks of any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,17 +20,20 @@ from hpc_train.seeds import mix
 from hpc_train.training.assemble import Assembly
 from hpc_train.training.device import moved
 from hpc_train.training.evaluation import HELD_OUT
+from hpc_train.training.scoring import GatheredRows
 
 
 class Validation:
-    """The held-out samples of a job, and how its ranks compute their mean loss.
+    """The held-out samples of a job, and how its ranks compute their mean loss and their scores.
 
     Args:
         config: the configuration.
         reader: reads the held-out samples.
         made: the parts of the job.
-        loss: computes the loss of a batch on the model's device.
+        measure: computes the loss of a batch on the model's device, and tensors with a row for each
+            of its samples, by name.
         counted: counts the items of a batch that its loss is the mean over; None: its samples.
+        compute: computes the scores of these rows of all samples; None: there are no scores.
     """
 
     def __init__(
@@ -37,20 +41,27 @@ class Validation:
         config: RunConfig,
         reader: Reader,
         made: Assembly,
-        loss: Callable[[Any], Tensor],
+        measure: Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]],
         counted: Callable[[Any], int] | None,
+        compute: Callable[[Mapping[str, np.ndarray]], Mapping[str, float | None]] | None = None,
     ) -> None:
         self.config, self.reader, self.made = config, reader, made
-        self.loss, self.counted = loss, counted
+        self.measure, self.counted, self.compute = measure, counted, compute
 
-    def mean(self, size: int) -> float:
-        """The mean loss. Collective.
+    def scores(self, size: int) -> dict[str, float]:
+        """The mean loss as "loss", and the scores of the task by their names. Collective.
+
+        Each held-out sample of the pass counts once.
 
         Args:
             size: the number of samples of a micro-batch, unless `data.micro_tokens` is given.
+
+        Raises:
+            HpcTrainError: the task's functions of scores have failed; on all ranks.
         """
         made = self.made
         totals = torch.zeros(2, dtype=torch.float64)
+        gathered = GatheredRows(made.grid.world)
         for parts in self._rounds(size):
             with agreed(made.grid.world):
                 batches = [self._read(part.places) for part in parts]
@@ -59,12 +70,23 @@ class Validation:
                     for part, batch in zip(parts, batches, strict=True)
                 ]
             with torch.no_grad():
-                losses = self._evaluate([moved(batch, made.device) for batch in batches], parts)
+                losses, rows = self._evaluate(
+                    [moved(batch, made.device) for batch in batches], parts
+                )
             for loss, count in zip(losses, items, strict=False):  # other ranks have no losses
                 if count:  # the mean over nothing may be NaN
                     totals += torch.tensor([loss.item() * count, count], dtype=torch.float64)
+            if self.compute is not None:
+                gathered.add(
+                    [
+                        (part.places, own)
+                        for part, own in zip(parts, rows, strict=False)
+                        if part.counted
+                    ]
+                )
         made.collectives.sum_(totals)
-        return float(totals[0] / totals[1])
+        found = {} if self.compute is None else gathered.scores(self.compute)
+        return {"loss": float(totals[0] / totals[1]), **found}
 
     def _read(self, indices: Sequence[int]) -> Any:
         """A batch of held-out samples. What the data set draws is the same each time."""
@@ -74,14 +96,21 @@ class Validation:
 
         return self.reader.read(indices, seed_of)
 
-    def _evaluate(self, batches: list[Any], parts: list[Part]) -> list[Tensor]:
-        """The losses of micro-batches, on the rank whose losses count; others return none."""
+    def _evaluate(
+        self, batches: list[Any], parts: list[Part]
+    ) -> tuple[list[Tensor], list[Mapping[str, Tensor]]]:
+        """Losses and rows of micro-batches, on the rank whose losses count; others return none."""
+        rows: list[Mapping[str, Tensor]] = []
+
+        def forward(number: int, virtual_stage: int) -> Tensor:
+            loss, own = self.measure(batches[number])  # only the last stage comes back from there
+            rows.append(own)
+            return loss
+
         if not batches:
-            return []
-        losses = self.made.layout.pipeline.evaluate(
-            lambda number, virtual_stage: self.loss(batches[number]), [part.form for part in parts]
-        )
-        return losses if self.made.speaks else []
+            return [], []
+        losses = self.made.layout.pipeline.evaluate(forward, [part.form for part in parts])
+        return (losses, rows) if self.made.speaks else ([], [])
 
     def _rounds(self, size: int) -> Iterator[list[Part]]:
         """Yield this replica's micro-batches in rounds. All replicas have as many rounds.

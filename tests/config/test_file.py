@@ -144,3 +144,14 @@ def test_every_key_is_documented():
             text = text.replace(f", --{key}+ {items}", "")
         documented = text.split(f"--{key} ")[-1].split("--")[0]
         assert len(documented.split("(type")[0].split()) > 2, key
+
+
+@pytest.mark.parametrize("key", ["class_weights", "sampling"])
+def test_a_gpt_has_no_classes_to_balance(key):
+    with pytest.raises(ConfigError, match=f"data.{key} is balanced, but model.kind is gpt"):
+        load(None, [f"--data.{key}", "balanced"])
+
+
+def test_classes_are_balanced_in_one_way_only():
+    with pytest.raises(ConfigError, match="class_weights and data.sampling are both balanced"):
+        load(None, ["--data.class_weights", "balanced", "--data.sampling", "balanced"])

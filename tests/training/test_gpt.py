@@ -12,7 +12,8 @@ from hpc_train.errors import DataError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.model import planned_shape
-from hpc_train.training.gpt import job_of, train_gpt
+from hpc_train.training.gpt import train_gpt
+from hpc_train.training.planned import job_of
 from tests.conftest import records, small_text
 
 SMALL = [

@@ -1,12 +1,13 @@
 """The folder of a preparation that is not finished: its plan, what is made, and who makes what.
 
-It lies beside the folder that it becomes, and is called .NAME.partial:
+It lies beside the folder that it becomes, and is called .NAME.partial. A preparation of several
+stages has for each of them a folder below KEY, with what is listed here:
 
     lock                     held by the process, or rank 0, that prepares
     KEY/plan.json            the portions. KEY is a hash of all that the result depends on
-    KEY/portions.jsonl       the parts of files in each portion, one portion on a line
-    KEY/shards/              becomes the data folder
-    KEY/train-00000.json     a portion is finished: its shards, written when they are durable
+    KEY/portions.jsonl       what is in each portion, one portion on a line
+    KEY/shards/              what is made. That of the last stage becomes the data folder
+    KEY/train-00000.json     a portion is finished: its files, written when they are durable
     KEY/attempt-*/           of one start: a file for each portion that a rank has taken, with the
                              number of bytes it has read, and a folder for what each rank writes
 
@@ -24,28 +25,29 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hpc_train import files
-from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
+from hpc_train.data.manifest import FILE_NAME
 from hpc_train.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 LOCK, PLAN, PORTIONS, FAILED = "lock", "plan.json", "portions.jsonl", "failed"
+R = TypeVar("R")
 TELL_SECONDS = 5.0  # seconds between two lines of progress
 
 
 class ShardPortion(NamedTuple):
-    """A portion of the input, which one rank makes into a shard, or into several.
+    """A portion of the work, from which one rank makes a file, or several.
 
     Args:
-        name: the name of its first shard without the ending, such as train-00003.
-        nbytes: number of bytes of its streams.
+        name: the name of its first file without the ending, such as train-00003.
+        nbytes: number of bytes that are read for it.
         offset: place of its line in the file of all portions, in bytes.
         length: length of the line in bytes.
     """
@@ -57,15 +59,15 @@ class ShardPortion(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Preparation:
+class Preparation(Generic[R]):
     """What every rank has to know of a preparation.
 
     Args:
         target: the data folder to make.
-        folder: what is made of it so far, `.NAME.partial/KEY`.
+        folder: what is made of it so far, `.NAME.partial/KEY` or the folder of a stage.
         attempt: the folder of this start.
-        recipe: how tokens are made.
-        shard_tokens: approximate number of tokens in a shard.
+        recipe: how it is made.
+        shard_size: approximate number of tokens or rows in a shard.
         portions: all portions, in the order of the data.
         finished: the names of portions that were finished before this start.
     """
@@ -73,8 +75,8 @@ class Preparation:
     target: Path
     folder: Path
     attempt: Path
-    recipe: TokenRecipe
-    shard_tokens: int
+    recipe: R
+    shard_size: int
     portions: tuple[ShardPortion, ...]
     finished: frozenset[str]
 
@@ -83,11 +85,10 @@ class Preparation:
         """The folder that becomes the data folder."""
         return self.folder / "shards"
 
-    def parts(self, portion: ShardPortion) -> list[InputPart]:
-        """The parts of files in a portion."""
+    def content(self, portion: ShardPortion) -> Any:
+        """What is in a portion, as `store_plan` was given it."""
         with files.opened(self.folder / PORTIONS) as descriptor:
-            line = files.read_at(descriptor, portion.length, portion.offset)
-        return [InputPart(InputFile(*file), *rest) for file, *rest in json.loads(line)]
+            return json.loads(files.read_at(descriptor, portion.length, portion.offset))
 
     def check_shared(self) -> None:
         """Make sure that this rank sees what rank 0 has written.
@@ -154,6 +155,59 @@ def locked_partial(target: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+@contextmanager
+def held_partial(target: Path, key: str) -> Iterator[Path]:
+    """Hold the partial folder of a data folder for a preparation. Only rank 0 calls.
+
+    What preparations with other keys have left there is removed. If the block fails and no portion
+    is finished, the partial folder is removed.
+
+    Yields:
+        The folder `.NAME.partial/KEY`, which may not exist.
+
+    Raises:
+        DataError: the data folder exists already, is being prepared, or cannot be written.
+    """
+    with writing_to(target), locked_partial(target) as root:
+        folder = root / key
+        try:
+            check_target(target)
+            _remove_others(root, key)
+            yield folder
+        except Exception:
+            if not any(folder.rglob("*-*.json")):  # no portion is finished
+                shutil.rmtree(root, ignore_errors=True)
+            raise
+
+
+def _remove_others(root: Path, key: str) -> None:
+    for other in root.iterdir():
+        if other.name not in (key, LOCK):
+            logger.info(
+                "the options or the input have changed since an earlier start, whose %d finished "
+                "portions are removed: it starts afresh",
+                len([*other.rglob("*-*.json")]),
+            )
+            shutil.rmtree(other)
+
+
+def publish(shards: Path, target: Path, manifest: str) -> None:
+    """Write the manifest, then give the folder its final name, and remove the partial folder.
+
+    Args:
+        shards: the folder that becomes the data folder.
+        target: its name.
+        manifest: the text of the manifest.
+    """
+    written = shards.with_name(FILE_NAME)
+    files.write_text(written, manifest)
+    files.rename(written, shards / FILE_NAME)
+    with suppress(FileNotFoundError):
+        target.rmdir()  # an empty folder of that name is fine
+    files.rename(shards, target)
+    shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)
+
+
 def _lock(root: Path, target: Path) -> int:
     while True:
         root.mkdir(parents=True, exist_ok=True)
@@ -179,39 +233,36 @@ def _lock(root: Path, target: Path) -> int:
         os.close(descriptor)
 
 
-def store_plan(folder: Path, named: Mapping[str, Sequence[InputPart]], shard_tokens: int) -> None:
+def store_plan(folder: Path, named: Mapping[str, tuple[int, Any]], shard_size: int) -> None:
     """Write the plan of a preparation into its folder, durably.
 
     Args:
-        folder: `.NAME.partial/KEY`.
-        named: the parts of each portion, by its name, in the order of the data.
-        shard_tokens: approximate number of tokens in a shard.
+        folder: `.NAME.partial/KEY` or the folder of a stage.
+        named: of each portion, by its name and in the order of the data, the number of bytes that
+            are read for it, and what is in it, as JSON values.
+        shard_size: approximate number of tokens or rows in a shard.
     """
     (folder / "shards").mkdir(parents=True, exist_ok=True)
     portions, offset, lines = [], 0, []
-    for name, parts in named.items():
-        line = json.dumps([_row(part) for part in parts]) + "\n"
-        portions.append([name, sum(part.nbytes for part in parts), offset, len(line)])
+    for name, (nbytes, content) in named.items():
+        line = json.dumps(content) + "\n"
+        portions.append([name, nbytes, offset, len(line)])
         lines.append(line)
         offset += len(line)
     files.write_text(folder / PORTIONS, "".join(lines))
-    tree = {"shard_tokens": shard_tokens, "portions": portions}
+    tree = {"shard_size": shard_size, "portions": portions}
     files.write_text(folder / PLAN, json.dumps(tree))
 
 
-def _row(part: InputPart) -> list[Any]:
-    return [[*vars(part.file).values()], part.begin, part.end, part.first, part.last]
-
-
 def load_plan(
-    target: Path, folder: Path, recipe: TokenRecipe, sound: Callable[[Preparation, Any], bool]
-) -> Preparation:
+    target: Path, folder: Path, recipe: R, sound: Callable[[Preparation[R], Any], bool]
+) -> Preparation[R]:
     """Begin an attempt to carry out the plan in a folder. The lock of the folder has to be held.
 
     Args:
         target: the data folder to make.
-        folder: `.NAME.partial/KEY`, with a plan.
-        recipe: how tokens are made.
+        folder: `.NAME.partial/KEY` or the folder of a stage, with a plan.
+        recipe: how it is made.
         sound: whether what an entry describes is there. Other portions are made again.
     """
     tree = json.loads((folder / PLAN).read_text())
@@ -220,7 +271,7 @@ def load_plan(
     attempt = folder / f"attempt-{secrets.token_hex(8)}"
     attempt.mkdir()
     portions = tuple(ShardPortion(*row) for row in tree["portions"])
-    made = Preparation(target, folder, attempt, recipe, tree["shard_tokens"], portions, frozenset())
+    made = Preparation(target, folder, attempt, recipe, tree["shard_size"], portions, frozenset())
     finished = set()
     for name in {portion.name for portion in portions} & _entries(folder):
         path = made.entry(name)
@@ -228,8 +279,9 @@ def load_plan(
             finished.add(name)
         else:
             files.remove(path)
-    values = {**vars(made), "finished": frozenset(finished)}
-    return Preparation(**values)
+    if finished:
+        logger.info("continues: %d of %d portions are finished", len(finished), len(portions))
+    return replace(made, finished=frozenset(finished))
 
 
 def _entries(folder: Path) -> set[str]:
@@ -252,7 +304,7 @@ class Dealing:
         size: number of ranks.
     """
 
-    def __init__(self, preparation: Preparation, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, preparation: Preparation[Any], rank: int = 0, size: int = 1) -> None:
         self.preparation, self.rank, self.size = preparation, rank, size
         self.scratch = preparation.attempt / f"rank-{rank}"
         self._taken = set(preparation.finished)
@@ -337,3 +389,26 @@ class Dealing:
         if self._claim is not None:
             os.close(self._claim)
             self._claim = None
+
+
+def make_portions(dealing: Dealing, make: Callable[[ShardPortion], None]) -> None:
+    """Make portions until there is none left. Every rank calls; they need not wait for each other.
+
+    It returns early if another rank has failed.
+
+    Raises:
+        DataError: a file cannot be read, has changed or has an error, or the disk is full.
+    """
+    try:
+        with writing_to(dealing.preparation.target):
+            dealing.preparation.check_shared()
+            while portion := dealing.take():
+                dealing.scratch.mkdir(exist_ok=True)
+                make(portion)
+    except AbandonedError:
+        return
+    except BaseException:
+        dealing.fail()
+        raise
+    finally:
+        dealing.close()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,18 @@ import numpy as np
 
 from hpc_train import files
 from hpc_train.data.check import check_shards
-from hpc_train.data.manifest import FILE_NAME, Manifest, Shard, parse_manifest
-from hpc_train.data.prepare import partial
-from hpc_train.data.prepare.inputs import InputPart, TokenRecipe
+from hpc_train.data.manifest import Manifest, Shard, parse_manifest
+from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
 from hpc_train.data.prepare.partial import (
-    AbandonedError,
+    PLAN,
     Dealing,
     Preparation,
     ShardPortion,
+    held_partial,
+    load_plan,
+    make_portions,
+    publish,
+    store_plan,
     writing_to,
 )
 from hpc_train.data.prepare.portions import bytes_per_token, cut_portions, read_part, whole_parts
@@ -81,7 +85,7 @@ def prepare_text(
 
 
 @contextmanager
-def begun(request: PrepareRequest) -> Iterator[Preparation]:
+def begun(request: PrepareRequest) -> Iterator[Preparation[TokenRecipe]]:
     """Begin a preparation, or continue one that has the same key. Only rank 0 calls.
 
     The partial folder is held until the block ends. If the block fails and no portion is finished,
@@ -91,37 +95,10 @@ def begun(request: PrepareRequest) -> Iterator[Preparation]:
         DataError: the folder exists already, is being prepared, or cannot be written; or a file
             cannot be read.
     """
-    target = request.target
-    with writing_to(target), partial.locked_partial(target) as root:
-        folder = root / request.key
-        try:
-            partial.check_target(target)
-            _remove_others(root, request.key)
-            if not (folder / partial.PLAN).exists():
-                _make_plan(request, folder)
-            preparation = partial.load_plan(target, folder, request.recipe, _is_sound)
-            if preparation.finished:
-                logger.info(
-                    "continues: %d of %d portions are finished",
-                    len(preparation.finished),
-                    len(preparation.portions),
-                )
-            yield preparation
-        except Exception:
-            if not any(folder.glob("*-*.json")):  # no portion is finished
-                shutil.rmtree(root, ignore_errors=True)
-            raise
-
-
-def _remove_others(root: Path, key: str) -> None:
-    for other in root.iterdir():
-        if other.name not in (key, partial.LOCK):
-            logger.info(
-                "the options or the input have changed since an earlier start, whose %d finished "
-                "portions are removed: it starts afresh",
-                len([*other.glob("*-*.json")]),
-            )
-            shutil.rmtree(other)
+    with held_partial(request.target, request.key) as folder:
+        if not (folder / PLAN).exists():
+            _make_plan(request, folder)
+        yield load_plan(request.target, folder, request.recipe, _is_sound)
 
 
 def _make_plan(request: PrepareRequest, folder: Path) -> None:
@@ -136,14 +113,28 @@ def _make_plan(request: PrepareRequest, folder: Path) -> None:
     }
     if request.options.get("validation") and not splits["validation"]:
         logger.warning("nothing is held out for validation: compressed files are not cut")
-    partial.store_plan(folder, named, tokens)
+    plan = {
+        name: (sum(part.nbytes for part in parts), [_row(part) for part in parts])
+        for name, parts in named.items()
+    }
+    store_plan(folder, plan, tokens)
+
+
+def _row(part: InputPart) -> list[Any]:
+    return [[*vars(part.file).values()], part.begin, part.end, part.first, part.last]
+
+
+def _parts(preparation: Preparation[TokenRecipe], portion: ShardPortion) -> list[InputPart]:
+    """The parts of files in a portion."""
+    rows = preparation.content(portion)
+    return [InputPart(InputFile(*file), *rest) for file, *rest in rows]
 
 
 def _codec(recipe: TokenRecipe) -> Tokenizer | None:
     return loads(recipe.tokenizer) if recipe.tokenizer else None
 
 
-def work(preparation: Preparation, dealing: Dealing) -> None:
+def work(preparation: Preparation[TokenRecipe], dealing: Dealing) -> None:
     """Make portions until there is none left. Every rank calls; they need not wait for each other.
 
     It returns early if another rank has failed.
@@ -151,28 +142,19 @@ def work(preparation: Preparation, dealing: Dealing) -> None:
     Raises:
         DataError: a file cannot be read, has changed or has an error, or the disk is full.
     """
-    try:
-        with writing_to(preparation.target):
-            preparation.check_shared()
-            codec = _codec(preparation.recipe)
-            while portion := dealing.take():
-                _make_portion(preparation, portion, dealing, codec)
-    except AbandonedError:
-        return
-    except BaseException:
-        dealing.fail()
-        raise
-    finally:
-        dealing.close()
+    codec = cache(lambda: _codec(preparation.recipe))
+    make_portions(dealing, lambda portion: _make_portion(preparation, portion, dealing, codec()))
 
 
 def _make_portion(
-    preparation: Preparation, portion: ShardPortion, dealing: Dealing, codec: Tokenizer | None
+    preparation: Preparation[TokenRecipe],
+    portion: ShardPortion,
+    dealing: Dealing,
+    codec: Tokenizer | None,
 ) -> None:
-    dealing.scratch.mkdir(exist_ok=True)
     recipe = preparation.recipe
-    parts = preparation.parts(portion)
-    size, about = preparation.shard_tokens, _about(recipe, parts)
+    parts = _parts(preparation, portion)
+    size, about = preparation.shard_size, _about(recipe, parts)
     writer = ShardWriter(dealing.scratch, portion.name, size, recipe.dtype, about)
     documents, left_out = 0, []
     for part in parts:
@@ -284,7 +266,7 @@ class ShardWriter:
         self._documents = array("q", (documents[~inside] - count).tolist())
 
 
-def finish(preparation: Preparation) -> Manifest:
+def finish(preparation: Preparation[TokenRecipe]) -> Manifest:
     """Write the manifest, and give the data folder its name. Only rank 0 calls, after all others.
 
     Returns:
@@ -310,7 +292,7 @@ def finish(preparation: Preparation) -> Manifest:
             raise DataError("the files have no tokens", "give files with some text")
         if manifest.tokenizer != BYTES:
             files.write_text(preparation.shards / TOKENIZER_FILE, preparation.recipe.tokenizer)
-        _publish(preparation, manifest)
+        publish(preparation.shards, preparation.target, manifest.to_json())
     return manifest
 
 
@@ -330,20 +312,9 @@ def _manifest(recipe: TokenRecipe, entries: Sequence[Any]) -> Manifest:
     return parse_manifest(json.loads(draft.to_json()))
 
 
-def _is_sound(preparation: Preparation, entry: Any) -> bool:
+def _is_sound(preparation: Preparation[TokenRecipe], entry: Any) -> bool:
     try:
         check_shards(preparation.shards, _manifest(preparation.recipe, [entry]))
     except (DataError, KeyError, TypeError, ValueError):
         return False
     return True
-
-
-def _publish(preparation: Preparation, manifest: Manifest) -> None:
-    """Write the manifest, then give the folder its final name."""
-    written = preparation.folder / FILE_NAME
-    files.write_text(written, manifest.to_json())
-    files.rename(written, preparation.shards / FILE_NAME)
-    with suppress(FileNotFoundError):
-        preparation.target.rmdir()  # an empty folder of that name is fine
-    files.rename(preparation.shards, preparation.target)
-    shutil.rmtree(preparation.folder.parent, ignore_errors=True)

@@ -20,10 +20,36 @@ UNKNOWN, MISSING_CODE, FIRST_CODE = 0, 1, 2  # codes of categories; the known on
 DAY = 86400.0  # seconds
 DatePart = Literal["days", "month", "weekday", "hour"]
 DATE_PARTS: tuple[DatePart, ...] = get_args(DatePart)
-RawColumns = Mapping[str, np.ndarray]
-"""Values of columns by name, each of shape (N,). Numeric columns are float64, with NaN where a
-value is missing. Dates are float64, seconds since 1970 in UTC. Categorical columns are of type
-object: str, or None where a value is missing."""
+RawColumns = Mapping[str, Any]
+"""Values of columns by name, each of length N. Numeric columns are float64 (N,), with NaN where a
+value is missing. Dates are float64 (N,), seconds since 1970 in UTC, with NaN likewise. Categorical
+columns are `Categories`, or of type object (N,): str, or None where a value is missing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Categories:
+    """The values of a categorical column, each different text once.
+
+    Args:
+        codes: place of each row's text in `values`, int32 (N,); -1 where the value is missing.
+        values: the texts. All of them are different, and some may be in no row.
+    """
+
+    codes: npt.NDArray[np.int32]
+    values: tuple[str, ...]
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.codes)
+
+    def __getitem__(self, rows: Any) -> Categories:
+        """Some of the rows: an array of their numbers, a mask, or a slice."""
+        return Categories(self.codes[rows], self.values)
+
+    def texts(self) -> np.ndarray:
+        """The values of all rows, of type object (N,): str, or None where a value is missing."""
+        found: np.ndarray = np.array([*self.values, None], object)[self.codes]
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +225,19 @@ def date_part(seconds: np.ndarray, part: DatePart) -> npt.NDArray[np.float64]:
     return np.where(known, months.astype(np.int64) % 12 + 1.0, np.nan)
 
 
-def category_codes(values: np.ndarray, categories: Sequence[str]) -> npt.NDArray[np.int32]:
+def category_codes(
+    values: np.ndarray | Categories, categories: Sequence[str]
+) -> npt.NDArray[np.int32]:
     """The codes of categorical values, int32 (N,).
 
     Args:
-        values: str, or None where a value is missing; of type object (N,).
+        values: the values of N rows; or str, or None where a value is missing, of type object (N,).
         categories: the known categories.
     """
     codes: dict[str | None, int] = {one: FIRST_CODE + n for n, one in enumerate(categories)}
     codes[None] = MISSING_CODE
+    if isinstance(values, Categories):
+        of_values = [*(codes.get(v, UNKNOWN) for v in values.values), MISSING_CODE]
+        known: npt.NDArray[np.int32] = np.array(of_values, np.int32)[values.codes]
+        return known
     return np.fromiter((codes.get(v, UNKNOWN) for v in values.tolist()), np.int32, len(values))

@@ -103,9 +103,12 @@ class TableSchema:
 
     def to_yaml(self) -> str:
         """The schema as YAML; `parse_schema` reads it back to an equal one."""
+        return yaml.safe_dump(self.to_tree(), sort_keys=False, allow_unicode=True)
+
+    def to_tree(self) -> dict[str, Any]:
+        """The schema as plain JSON values; `schema_of_tree` reads them back."""
         tree = asdict(self) | {"columns": {column.name: column.kind for column in self.columns}}
-        tree = {key: list(v) if isinstance(v, tuple) else v for key, v in tree.items()}
-        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in tree.items()}
 
 
 def parse_schema(text: str) -> TableSchema:
@@ -119,6 +122,15 @@ def parse_schema(text: str) -> TableSchema:
     except yaml.YAMLError as error:
         first = str(error).splitlines()[0]
         raise DataError(f"the schema is not YAML ({first})", "mend the file") from None
+    return schema_of_tree(tree)
+
+
+def schema_of_tree(tree: Any) -> TableSchema:
+    """Make a schema from the plain values of its file.
+
+    Raises:
+        DataError: the values are no schema. The message names what is wrong.
+    """
     known = {field.name for field in fields(TableSchema)}
     if not isinstance(tree, Mapping) or not isinstance(tree.get("columns"), Mapping):
         raise DataError("the schema has no columns", "list them as NAME: KIND below `columns`")

@@ -1,0 +1,93 @@
+"""Checks that the values of several sections of a configuration go together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpc_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hpc_train.config import RunConfig
+
+
+def check_together(config: RunConfig) -> None:
+    """Check that no value of a section excludes a value of another one.
+
+    Raises:
+        ConfigError: two values exclude each other. The message names both.
+    """
+    _check_kind(config)
+    zero, gradients = config.memory.stage, config.gradients
+    if zero and gradients.engine == "horovod":
+        raise ConfigError(
+            f"memory.zero is {zero}, but gradients.engine is horovod",
+            "use --gradients.engine mpi",
+        )
+    if zero and gradients.two_level == "off":
+        raise ConfigError(
+            f"memory.zero is {zero}, but gradients.two_level is off",
+            "leave one out: memory.zero sums in the shared memory of a node",
+        )
+    if gradients.average_every > 1 and (
+        zero or gradients.engine == "horovod" or gradients.compression != "none"
+    ):
+        raise ConfigError(
+            f"gradients.average_every is {gradients.average_every}: replicas differ meanwhile",
+            "leave out memory.zero, gradients.compression and engine horovod",
+        )
+    if zero > 1 and gradients.compression != "none":
+        raise ConfigError(
+            f"memory.zero is {zero}, but gradients.compression is {gradients.compression}",
+            "use --memory.zero 1 --memory.scope node, or leave gradients.compression out",
+        )
+    if zero and config.memory.scope == "all" and gradients.compression != "none":
+        raise ConfigError(
+            f"memory.scope is all, but gradients.compression is {gradients.compression}, which "
+            "needs each node's whole sum",
+            "use --memory.scope node, or leave gradients.compression out",
+        )
+    averaged = gradients.reduction == "mean" and gradients.average_every == 1
+    unequal = config.data.loss == "token" or config.data.micro_tokens is not None
+    if unequal and not averaged:
+        given = "loss is token" if config.data.loss == "token" else "micro_tokens is given"
+        raise ConfigError(
+            f"data.{given}, but the replicas' gradients are not averaged in every step",
+            f"leave out gradients.average_every and reduction, or data.{given.split()[0]}",
+        )
+    if gradients.reduction == "adasum" and config.optimizer.clip_norm:
+        raise ConfigError(
+            f"optimizer.clip_norm is {config.optimizer.clip_norm}, but with gradients.reduction "
+            "adasum the replicas' gradients have no common norm",
+            "leave optimizer.clip_norm out",
+        )
+    started = config.checkpoint.weights or config.checkpoint.resume not in ("auto", "none")
+    if config.finetune.active and not started:
+        raise ConfigError(
+            "section finetune leaves parameters as they are, but checkpoint.weights is not given, "
+            "so they would stay random",
+            "give checkpoint.weights, or leave finetune out",
+        )
+
+
+def _check_kind(config: RunConfig) -> None:
+    """Check that section data has only what the kind of model can use."""
+    kind, data = config.model.kind, config.data
+    if kind == "gpt":
+        for key in ("class_weights", "sampling"):
+            if getattr(data, key) == "balanced":
+                raise ConfigError(
+                    f"data.{key} is balanced, but model.kind is gpt, which has no classes",
+                    f"leave data.{key} out: it is for the classification of tables",
+                )
+        return
+    given = {
+        "loss": data.loss == "token",
+        "micro_tokens": data.micro_tokens is not None,
+        "across_documents": not data.across_documents,
+    }
+    for key, present in given.items():
+        if present:
+            raise ConfigError(
+                f"data.{key} is given, but model.kind is {kind}, and rows of tables have no tokens",
+                f"leave data.{key} out",
+            )

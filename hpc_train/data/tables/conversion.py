@@ -1,0 +1,246 @@
+"""The values of a column become raw numbers and texts; those that cannot are told with a cause.
+
+Numbers in a categorical column become texts. A csv file's text stays as it is. In the other formats
+a whole number is written without a point, so 1 and 1.0 are both "1"; other numbers are written as
+Python's repr() does, truth values as True and False, and dates in ISO 8601.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpc_train.data.tables.features import Categories
+from hpc_train.data.tables.schema import ColumnKind
+from hpc_train.errors import DataError
+
+# Causes of wrong rows; 0 stands for a right one.
+NO_NUMBER, NO_DATE, NOT_UTF8, HAS_NUL, FIELDS, QUOTES = range(1, 7)
+CAUSES = {
+    NO_NUMBER: "is no number",
+    NO_DATE: "is no date of ISO 8601",
+    NOT_UTF8: "is not UTF-8",
+    HAS_NUL: "has a NUL byte",
+    FIELDS: "another number of fields",
+    QUOTES: "a quote in a wrong place",
+}
+TRUTH = {"true": 1.0, "false": 0.0}
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+SHOWN = 40  # characters of a wrong value that a message has
+EXACT = float(1 << 53)  # below it a float is a whole number exactly
+PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnValues:
+    """The values of a column.
+
+    Args:
+        raw: the values of N rows, as in `RawColumns`.
+        causes: a cause for each row whose value is wrong and 0 for the others, int8 (N,); None: all
+            are right.
+        given: the different values as the file has them.
+        codes: place of each row's value in `given`.
+    """
+
+    raw: npt.NDArray[np.float64] | Categories
+    causes: npt.NDArray[np.int8] | None = None
+    given: Sequence[Any] = ()
+    codes: npt.NDArray[np.int32] | None = None
+
+
+def shortened(value: Any) -> str:
+    """A value as it is shown in a message."""
+    text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+    return ascii(text) if len(text) <= SHOWN else f"{text[:SHOWN]!a}..."
+
+
+def from_different(
+    given: Sequence[Any], codes: np.ndarray, kind: ColumnKind, missing: Sequence[str]
+) -> ColumnValues:
+    """Convert texts, each different one once.
+
+    Args:
+        given: the different texts: str, or bytes that should be UTF-8, or None.
+        codes: place of each row's text in `given`, (N,); -1 where there is none.
+        kind: numeric, categorical or date.
+        missing: texts that stand for a missing value.
+    """
+    count = len(given)
+    known = frozenset(missing)
+    causes = np.zeros(count + 1, np.int8)  # one more for rows without a text, which have code -1
+    texts: list[str | None] = []
+    for place, value in enumerate(given):
+        text, cause = _decoded(value)
+        causes[place] = cause
+        texts.append(None if cause or text in known else text)
+    codes = np.asarray(codes, np.int32)
+    raw: npt.NDArray[np.float64] | Categories
+    if kind == "categorical":
+        raw = _categories(texts, codes)
+    else:
+        number = _seconds if kind == "date" else _number
+        numbers = np.full(count + 1, np.nan)
+        for place, text in enumerate(texts):
+            if text is not None and (stripped := text.strip()) not in known:
+                try:
+                    numbers[place] = number(stripped)
+                except ValueError:
+                    causes[place] = NO_DATE if kind == "date" else NO_NUMBER
+        raw = numbers[codes]
+    if not causes.any():
+        return ColumnValues(raw)
+    of_rows = causes[codes]
+    return ColumnValues(raw, of_rows if of_rows.any() else None, given, codes)
+
+
+def _decoded(value: Any) -> tuple[str | None, int]:
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8")
+        except UnicodeDecodeError:
+            return None, NOT_UTF8
+    return (None, HAS_NUL) if value is not None and "\0" in value else (value, 0)
+
+
+def _number(text: str) -> float:
+    truth = TRUTH.get(text.lower())
+    return float(text) if truth is None else truth
+
+
+def _seconds(text: str) -> float:
+    date = datetime.fromisoformat(text)
+    date = date if date.tzinfo else date.replace(tzinfo=UTC)
+    return float(_to_seconds(np.array([(date - EPOCH) // timedelta(microseconds=1)]), "us")[0])
+
+
+def _to_seconds(whole: np.ndarray, unit: str) -> npt.NDArray[np.float64]:
+    scale = PER_SECOND[unit]
+    seconds: npt.NDArray[np.float64] = whole // scale + whole % scale / scale
+    return seconds
+
+
+def _categories(texts: Sequence[str | None], codes: npt.NDArray[np.int32]) -> Categories:
+    """Categories of texts of which some may be equal."""
+    places: dict[str, int] = {}
+    new = [-1 if text is None else places.setdefault(text, len(places)) for text in texts]
+    if len(places) == len(texts):
+        return Categories(codes, tuple(places))
+    return Categories(np.array([*new, -1], np.int32)[codes], tuple(places))
+
+
+def canonical_text(value: Any) -> str | None:
+    """The text of a number, a truth value or a date in a categorical column; None for NaN."""
+    if isinstance(value, float):
+        if value != value:
+            return None
+        return str(int(value)) if abs(value) < EXACT and value == int(value) else repr(value)
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> ColumnValues:
+    """Convert a NumPy array (N,) of numbers, truth values, dates or fixed-length texts.
+
+    Raises:
+        DataError: an array of this type cannot be of this kind.
+    """
+    of = values.dtype.kind
+    if of not in "biufMSU":
+        raise DataError(f"is of type {values.dtype}", "give it the kind ignored in the schema")
+    if of == "M":
+        values = values.astype("datetime64[us]")
+    if (kind == "numeric" and of in "biuf") or (kind == "date" and of == "M"):
+        if of != "M":
+            return ColumnValues(values.astype(np.float64))
+        seconds = _to_seconds(values.astype(np.int64), "us")
+        return ColumnValues(np.where(np.isnat(values), np.nan, seconds))
+    if of not in "SU" and kind != "categorical":
+        raise DataError(f"is of type {values.dtype}, not {kind}", "change its kind in the schema")
+    different, codes = np.unique(values, return_inverse=True)
+    given: list[Any] = different.tolist()
+    if of not in "SU":
+        given = [None if one is None else canonical_text(one) for one in given]
+    return from_different(given, codes, kind, missing if of in "SU" else ())
+
+
+def from_arrow(array: Any, kind: ColumnKind, missing: Sequence[str]) -> ColumnValues:
+    """Convert an Arrow array.
+
+    Raises:
+        DataError: an array of this type cannot be of this kind.
+    """
+    import pyarrow as pa
+
+    of = array.type
+    if pa.types.is_dictionary(of):
+        inside = of.value_type
+    elif _is_text(pa, of) or kind == "categorical":
+        inside = of
+    elif kind == "date" and (pa.types.is_timestamp(of) or pa.types.is_date(of)):
+        return ColumnValues(_dates(pa, array))
+    elif kind == "numeric" and _is_number(pa, of):
+        return ColumnValues(_floats(pa, array))
+    else:
+        raise DataError(f"is of type {of}, not {kind}", "change its kind in the schema")
+    if not (_is_text(pa, inside) or pa.types.is_temporal(inside) or _is_number(pa, inside)):
+        raise DataError(f"is of type {of}", "give it the kind ignored in the schema")
+    if not pa.types.is_dictionary(of):
+        array = array.dictionary_encode()
+    elif not _is_text(pa, inside) and kind != "categorical":
+        return from_arrow(array.dictionary_decode(), kind, missing)
+    codes = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    if _is_text(pa, inside):
+        try:
+            given = array.dictionary.to_pylist()
+        except UnicodeDecodeError:
+            given = array.dictionary.cast(pa.binary()).to_pylist()
+        return from_different(given, codes, kind, missing)
+    texts = [None if one is None else canonical_text(one) for one in array.dictionary.to_pylist()]
+    return from_different(texts, codes, kind, ())
+
+
+def _is_text(pa: Any, of: Any) -> bool:
+    kinds = pa.types
+    return bool(
+        kinds.is_string(of)
+        or kinds.is_large_string(of)
+        or kinds.is_binary(of)
+        or kinds.is_large_binary(of)
+        or kinds.is_fixed_size_binary(of)
+        or getattr(kinds, "is_string_view", lambda of: False)(of)
+    )
+
+
+def _is_number(pa: Any, of: Any) -> bool:
+    kinds = pa.types
+    return bool(
+        kinds.is_boolean(of)
+        or kinds.is_integer(of)
+        or kinds.is_floating(of)
+        or kinds.is_decimal(of)
+        or kinds.is_null(of)
+    )
+
+
+def _floats(pa: Any, array: Any) -> npt.NDArray[np.float64]:
+    if pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
+        found = array.to_numpy(zero_copy_only=False)
+        if not array.null_count:
+            return found.astype(np.float64)  # type: ignore[no-any-return]
+    # Without `safe=False` whole numbers that no float is equal to would be refused.
+    cast = array.cast(pa.float64(), safe=False)
+    return cast.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def _dates(pa: Any, array: Any) -> npt.NDArray[np.float64]:
+    if pa.types.is_date(array.type):
+        array = array.cast(pa.timestamp("ms"))
+    unit = array.type.unit
+    whole = array.view(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+    missing = array.is_null().to_numpy(zero_copy_only=False)
+    return np.where(missing, np.nan, _to_seconds(whole, unit))

@@ -1,0 +1,245 @@
+"""The features of a table from the statistics of its training rows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hpc_train.data.tables.features import (
+    DATE_PARTS,
+    CategoricalFeature,
+    NumericFeature,
+    TableFeatures,
+    TargetValues,
+)
+from hpc_train.data.tables.row_files import read_array
+from hpc_train.data.tables.schema import TableSchema
+from hpc_train.data.tables.statistics import (
+    NumberSummary,
+    add_counts,
+    ranked,
+    smallest,
+    summed,
+)
+from hpc_train.data.tables.targets import class_order
+from hpc_train.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Scaling = Literal["standard", "robust"]
+MOST_CLASSES = 1 << 12
+SAMPLES_TOGETHER = 64  # features whose samples are in memory, each of half a MiB
+COUNTS_TOGETHER = 4  # columns whose counts are in memory, each of some MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureOptions:
+    """How features are made of columns.
+
+    Args:
+        max_categories: most categories of a column that get a code of their own, the most frequent
+            ones.
+        bins: most bins between the edges of a numeric feature.
+        scaling: "standard" subtracts the mean and divides by the standard deviation; "robust" takes
+            the median and the distance of the quartiles, which outliers do not change.
+    """
+
+    max_categories: int = 1000
+    bins: int = 48
+    scaling: Scaling = "standard"
+
+
+def candidate_features(schema: TableSchema) -> list[NumericFeature]:
+    """The numeric features that a table may get, unscaled."""
+    found = []
+    for column in schema.features:
+        if column.kind == "numeric":
+            found.append(NumericFeature(name=column.name, column=column.name))
+        elif column.kind == "date":
+            found += [
+                NumericFeature(name=f"{column.name}.{part}", column=column.name, part=part)
+                for part in DATE_PARTS
+            ]
+    return found
+
+
+def scaled_feature(
+    feature: NumericFeature,
+    summary: NumberSummary,
+    sample: npt.NDArray[np.float64],
+    options: FeatureOptions,
+) -> NumericFeature | None:
+    """A feature with its center, scale and edges.
+
+    Args:
+        feature: the unscaled feature.
+        summary: what is known of its training values.
+        sample: a sample of these values without missing ones, float64 (N,).
+        options: how features are made.
+
+    Returns:
+        The feature; None if it is the same in all training rows.
+    """
+    _check_finite(feature.name, summary)
+    if summary.least == summary.most:
+        if not summary.count or not summary.missing:
+            return None
+        return replace(feature, center=summary.least)
+    levels = np.linspace(0, 1, options.bins + 1)[1:-1]
+    inner = np.quantile(sample, levels) if len(sample) else np.empty(0)
+    center, scale = summary.mean, summary.std
+    if options.scaling == "robust" and len(sample):
+        low, center, high = np.quantile(sample, [0.25, 0.5, 0.75]).tolist()
+        scale = high - low or scale
+    scale = scale or 1.0
+    every = (np.array([summary.least, *inner, summary.most]) - center) / scale
+    # The model reads float32, in which neighbours may be equal.
+    edges = tuple(np.unique(every.astype(np.float32)).astype(np.float64).tolist())
+    if len(edges) < 2:
+        return None
+    return replace(feature, center=center, scale=scale, edges=edges)
+
+
+def _check_finite(name: str, summary: NumberSummary) -> None:
+    if not math.isfinite(summary.std):
+        raise DataError(
+            f"the numbers of {name} are so large that their standard deviation is no number",
+            "divide them, or give the column another kind in the schema",
+        )
+
+
+def fix_features(
+    schema: TableSchema,
+    options: FeatureOptions,
+    trees: Sequence[Any],
+    opened: Callable[[int], BinaryIO],
+) -> TableFeatures:
+    """Make the features of a table.
+
+    Args:
+        schema: its schema.
+        options: how features are made.
+        trees: what `PortionStatistics.write` returned, for all portions in their order.
+        opened: opens the file that it wrote for a portion.
+
+    Raises:
+        DataError: no feature differs between training rows, or the target cannot be learned.
+    """
+    found: dict[str, NumericFeature | CategoricalFeature | None] = {}
+    candidates = candidate_features(schema)
+    for first in range(0, len(candidates), SAMPLES_TOGETHER):
+        places = range(first, min(first + SAMPLES_TOGETHER, len(candidates)))
+        for place, sample in zip(places, _samples(trees, opened, places), strict=True):
+            summary = summed(tree["numbers"][place] for tree in trees)
+            candidate = candidates[place]
+            found[candidate.name] = scaled_feature(candidate, summary, sample, options)
+    names = [column.name for column in schema.features if column.kind == "categorical"]
+    for first in range(0, len(names), COUNTS_TOGETHER):
+        group = names[first : first + COUNTS_TOGETHER]
+        for name, counts in _counts(trees, opened, group).items():
+            missing = sum(tree["texts"][name][1] for tree in trees)
+            rows = sum(tree["rows"][0] for tree in trees)
+            found[name] = _categorical(name, counts, missing, rows, options)
+    dropped = [name for name, made in found.items() if made is None]
+    if dropped:
+        logger.info("no features, as all training rows have the same value: %s", ", ".join(dropped))
+    if len(dropped) == len(found):
+        raise DataError(
+            "all training rows have the same values", "give more rows, or other columns"
+        )
+    return TableFeatures(
+        numeric=tuple(one for one in found.values() if isinstance(one, NumericFeature)),
+        categorical=tuple(one for one in found.values() if isinstance(one, CategoricalFeature)),
+        target=_target(schema, trees),
+        missing=schema.missing,
+    )
+
+
+def _samples(
+    trees: Sequence[Any], opened: Callable[[int], BinaryIO], places: Sequence[int]
+) -> list[npt.NDArray[np.float64]]:
+    """The samples of some candidate features, without missing values."""
+    hashes = [np.empty(0, np.uint64)]
+    values = [[np.empty(0)] for _ in places]
+    for number, tree in enumerate(trees):
+        with opened(number) as file:
+            hashes.append(read_array(file, tree["hashes"]))
+            for parts, place in zip(values, places, strict=True):
+                parts.append(read_array(file, tree["numbers"][place][3]))
+    kept = smallest(np.concatenate(hashes))
+    samples = (np.concatenate(parts)[kept] for parts in values)
+    return [sample[~np.isnan(sample)] for sample in samples]
+
+
+def _counts(
+    trees: Sequence[Any], opened: Callable[[int], BinaryIO], names: Sequence[str]
+) -> dict[str, dict[str, int]]:
+    """The counts of the texts of some categorical columns."""
+    counts: dict[str, dict[str, int]] = {name: {} for name in names}
+    for number, tree in enumerate(trees):
+        with opened(number) as file:
+            for name in names:
+                counts[name] = add_counts(counts[name], file, tree["texts"][name][0])
+    return counts
+
+
+def _categorical(
+    name: str, counts: dict[str, int], missing: int, rows: int, options: FeatureOptions
+) -> CategoricalFeature | None:
+    if rows == missing or (len(counts) == 1 and not missing):
+        return None
+    categories = ranked(counts, options.max_categories)
+    known = [counts[one] for one in categories]
+    unknown = rows - missing - sum(known)
+    shares = [one / max(1, rows) for one in (unknown, missing, *known)]
+    return CategoricalFeature(name=name, categories=tuple(categories), shares=tuple(shares))
+
+
+def _target(schema: TableSchema, trees: Sequence[Any]) -> TargetValues | None:
+    rows = sum(tree["rows"][0] for tree in trees)
+    if not rows:
+        raise DataError(
+            "no row is left to train on", "give a table with more rows that have a target"
+        )
+    if schema.task == "none":
+        return None
+    if schema.task == "classification":
+        return _classes(schema, trees, rows)
+    summaries = [
+        summed(tree["targets"][place] for tree in trees) for place in range(len(schema.targets))
+    ]
+    if schema.task == "multilabel":
+        shares = tuple(one.mean for one in summaries)
+        return TargetValues(task="multilabel", names=schema.targets, shares=shares)
+    [one] = summaries
+    _check_finite(schema.targets[0], one)
+    return TargetValues(
+        task="regression", names=schema.targets, center=one.mean, scale=one.std or 1.0
+    )
+
+
+def _classes(schema: TableSchema, trees: Sequence[Any], rows: int) -> TargetValues:
+    counts: dict[str, int] = {}
+    [name] = schema.targets
+    for tree in trees:
+        for text, number in tree["classes"][0].items():
+            counts[text] = counts.get(text, 0) + number
+        if len(counts) > MOST_CLASSES:
+            raise DataError(
+                f"the target {name} has more than {MOST_CLASSES} classes",
+                "give --task regression, or another target",
+            )
+    if len(counts) < 2:
+        raise DataError(
+            f"all training rows have the target {name} = {next(iter(counts))}",
+            "give rows with two classes or more",
+        )
+    classes = class_order(counts, numbers=schema.kind(name) == "numeric")
+    shares = tuple(counts[one] / rows for one in classes)
+    return TargetValues(task="classification", names=(name,), classes=classes, shares=shares)

@@ -1,0 +1,246 @@
+"""Finds out what the columns of a table hold, from samples of its files.
+
+The samples depend on the files only: the first records of each of some files, and some in the
+middle of large ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from hpc_train.data.tables.array_source import sample_arrays
+from hpc_train.data.tables.conversion import TRUTH, ColumnValues, from_array, from_arrow
+from hpc_train.data.tables.csv_source import sample_csv
+from hpc_train.data.tables.features import Categories
+from hpc_train.data.tables.parquet_source import sample_parquet
+from hpc_train.data.tables.schema import MISSING, Column, ColumnKind, TableSchema, TableTask
+from hpc_train.data.tables.sources import table_columns
+from hpc_train.data.tables.table_files import TableFile, check_names
+from hpc_train.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+SAMPLED_TABLES = 32
+MOST_CLASSES = 20  # different whole numbers of a target that is taken for classes
+FEW_TEXTS = 20  # different texts that are categories in any case
+TEXT_SHARE = 0.5  # of the values; if more texts are different, they are free text or names of rows
+MOST_WRONG = 0.05  # of the values; if more are no numbers, the column is not numeric
+_Stored = Literal["text", "number", "truth", "date", "other"]
+
+
+@dataclass
+class _Sampled:
+    """What samples have of a column: how it is stored, and how often it has each text."""
+
+    stored: set[_Stored] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def share(self, check: Callable[[str], bool]) -> float:
+        """The share of the values that pass a check."""
+        total = self.counts.total()
+        return sum(n for text, n in self.counts.items() if check(text)) / total if total else 0.0
+
+
+def infer_schema(
+    files: Sequence[TableFile],
+    *,
+    targets: Sequence[str] = (),
+    task: TableTask | None = None,
+    group: str | None = None,
+    time: str | None = None,
+    weight: str | None = None,
+) -> TableSchema:
+    """Make the schema of a table. One rank calls it.
+
+    Columns of numbers and truth values become numeric, those of ISO 8601 dates become dates, and
+    other texts become categorical. A column whose texts are nearly all different, or without any
+    value, is ignored, and the log says so. The columns for the group and the classes are
+    categorical, so that their values stay exact texts.
+
+    Args:
+        files: the table's files. All must have the same columns.
+        targets: the columns that are predicted.
+        task: what is predicted; None: "none" without a target, "multilabel" with several ones,
+            "regression" if the target is numeric and not one of a few whole numbers or a truth
+            value, else "classification".
+        group: a column whose equal values stay in one split.
+        time: a column of numbers or dates by which the table is split.
+        weight: a column of numbers that are the weights of rows.
+
+    Raises:
+        DataError: a file cannot be read or has other columns, or a column does not suit its role.
+        SetupError: a library is missing.
+        UserError: a file is HDF5, MPI runs, and `start_workers` was not called before.
+    """
+    names = table_columns(files[0])
+    for file in files[1:]:
+        check_names(file, table_columns(file), names)
+    sampled = {name: _Sampled() for name in names}
+    step = -(-len(files) // SAMPLED_TABLES)
+    for file in files[::step]:
+        for name, stored, counts in _samples(file):
+            sampled[name].stored.add(stored)
+            sampled[name].counts.update(counts)
+    kinds = {name: _kind(column) for name, column in sampled.items()}
+    for name in targets:
+        if name not in names:
+            raise DataError(f"the table has no column {name!r}", f"it has {', '.join(names)}")
+    if task is None:
+        task = _task(kinds, sampled, targets)
+    _suit_roles(kinds, names, {"group": group, "time": time, "weight": weight})
+    _suit_targets(kinds, targets, task)
+    roles = {*targets, group, time, weight}
+    for name, kind in kinds.items():
+        _tell(name, kind, sampled[name], used=name in roles)
+    return TableSchema(
+        columns=tuple(Column(name=name, kind=kind) for name, kind in kinds.items()),
+        task=task,
+        targets=tuple(targets),
+        group=group,
+        time=time,
+        weight=weight,
+    )
+
+
+def _samples(file: TableFile) -> Iterator[tuple[str, _Stored, Counter[str]]]:
+    """For each column of a file's samples its name, how it is stored, and its texts."""
+    missing = frozenset(MISSING)
+    if file.format == "csv":
+        names, blocks = sample_csv(file)
+        for block in blocks:
+            for name, column in zip(names, zip(*block, strict=True), strict=False):
+                yield name, "text", Counter(text for text in column if text.strip() not in missing)
+    elif file.format == "parquet":
+        names, batches = sample_parquet(file)
+        for batch in batches:
+            for name, array in zip(names, batch.columns, strict=True):
+                yield name, _stored_arrow(array.type), _texts(from_arrow, array)
+    else:
+        for name, array in sample_arrays(file).items():
+            kinds: dict[str, _Stored] = {"b": "truth", "M": "date", "S": "text", "U": "text"}
+            yield name, kinds.get(array.dtype.kind, "number"), _texts(from_array, array)
+
+
+def _stored_arrow(of: Any) -> _Stored:
+    import pyarrow as pa
+
+    of = of.value_type if pa.types.is_dictionary(of) else of
+    if pa.types.is_boolean(of):
+        return "truth"
+    if pa.types.is_integer(of) or pa.types.is_floating(of) or pa.types.is_decimal(of):
+        return "number"
+    if pa.types.is_timestamp(of) or pa.types.is_date(of):
+        return "date"
+    return "other" if pa.types.is_nested(of) else "text"
+
+
+def _texts(convert: Callable[..., ColumnValues], array: Any) -> Counter[str]:
+    """How often each text is in an array; nothing if its type is none that is read."""
+    try:
+        raw = convert(array, "categorical", MISSING).raw
+    except DataError:
+        return Counter()
+    assert isinstance(raw, Categories)
+    return Counter(text for text in raw.texts().tolist() if text is not None)
+
+
+def _kind(column: _Sampled) -> ColumnKind:
+    if not column.counts:
+        return "ignored"
+    if column.stored <= {"number", "truth"}:
+        return "numeric"
+    if column.stored == {"date"}:
+        return "date"
+    if column.share(_is_number) >= 1 - MOST_WRONG:
+        return "numeric"
+    if column.share(_is_date) >= 1 - MOST_WRONG:
+        return "date"
+    most = max(FEW_TEXTS, TEXT_SHARE * column.counts.total())
+    return "categorical" if len(column.counts) <= most else "ignored"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.strip().lower() in TRUTH
+    return True
+
+
+def _is_date(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text.strip())
+    except ValueError:
+        return False
+    return True
+
+
+def _task(
+    kinds: dict[str, ColumnKind], sampled: dict[str, _Sampled], targets: Sequence[str]
+) -> TableTask:
+    if len(targets) != 1:
+        return "multilabel" if targets else "none"
+    column = sampled[targets[0]]
+    if kinds[targets[0]] in ("categorical", "ignored"):
+        return "classification"
+    if column.counts and all(text.strip().lower() in TRUTH for text in column.counts):
+        return "classification"
+    whole = len(column.counts) <= MOST_CLASSES and all(_is_whole(text) for text in column.counts)
+    return "classification" if whole else "regression"
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        return float(text).is_integer()
+    except ValueError:
+        return False
+
+
+def _suit_roles(
+    kinds: dict[str, ColumnKind], names: Sequence[str], roles: dict[str, str | None]
+) -> None:
+    for role, name in roles.items():
+        if name is None:
+            continue
+        if name not in names:
+            raise DataError(f"the table has no column {name!r}", f"it has {', '.join(names)}")
+        if role == "group":
+            kinds[name] = "categorical"
+        elif kinds[name] not in (("numeric", "date") if role == "time" else ("numeric",)):
+            what = "numbers or dates" if role == "time" else "numbers"
+            raise DataError(f"column {name!r}, the {role}, has no {what}", "name another column")
+
+
+def _suit_targets(kinds: dict[str, ColumnKind], targets: Sequence[str], task: TableTask) -> None:
+    for name in targets:
+        if task == "regression" and kinds[name] != "numeric":
+            raise DataError(
+                f"column {name!r}, the target of a regression, has no numbers",
+                "name another column, or give --task classification",
+            )
+        if task == "classification" or kinds[name] != "numeric":
+            kinds[name] = "categorical"
+
+
+def _tell(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> None:
+    """Log what a person may want to change in the schema."""
+    total, different = column.counts.total(), len(column.counts)
+    if kind == "ignored" and not total:
+        logger.info("column %r is ignored: it has no value that can be read in the samples", name)
+    elif kind == "ignored":
+        logger.info(
+            "column %r is ignored: %d of its %d sampled values are different texts, so they may be "
+            "free text or names of rows; give it the kind categorical in the schema to use it",
+            name,
+            different,
+            total,
+        )
+    elif kind in ("numeric", "date") and column.stored == {"text"} and not used:
+        check = _is_number if kind == "numeric" else _is_date
+        if wrong := [text for text in column.counts if not check(text)]:
+            logger.info("column %r is %s, but some values are not, as %.40r", name, kind, wrong[0])

@@ -1,0 +1,118 @@
+"""`hpc-train prepare table`: turn files of a table into shards with a manifest.
+
+It is done in stages, whose portions the ranks share:
+
+- quotes: each portion of a csv file that may have quoted line ends counts its quotes, so that all
+  of them know where their records begin.
+- rows: each portion's rows are parsed, and written to a file of typed columns.
+- statistics: from these files come those of the training rows. Rank 0 puts them together and fixes
+  the features.
+- shards: the rows of each shard are taken from these files, and encoded.
+
+A portion is finished when its entry is there, so a stage that was killed continues. No stage holds
+more than a batch of rows in memory, besides one shard, and the statistics of a portion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpc_train.data.prepare.partial import (
+    Dealing,
+    Preparation,
+    ShardPortion,
+    held_partial,
+    make_portions,
+    publish,
+    writing_to,
+)
+from hpc_train.data.tables.stage_rows import begin_quotes, begin_rows, make_quotes, make_rows
+from hpc_train.data.tables.stage_shards import (
+    begin_shards,
+    begin_statistics,
+    make_shard,
+    make_statistics,
+    table_manifest_of,
+)
+from hpc_train.data.tables.table_manifest import TableManifest, parse_table_manifest
+from hpc_train.data.tables.table_request import TableRequest
+
+Begin = Callable[[TableRequest, Path], Preparation[Any]]
+Make = Callable[[Preparation[Any], Dealing, ShardPortion], None]
+STAGES: tuple[tuple[Begin, Make], ...] = (
+    (begin_quotes, make_quotes),
+    (begin_rows, make_rows),
+    (begin_statistics, make_statistics),
+    (begin_shards, make_shard),
+)
+
+
+def prepare_table(request: TableRequest) -> TableManifest:
+    """Prepare a table in this process alone.
+
+    Returns:
+        The manifest of the new folder.
+
+    Raises:
+        DataError: a file cannot be read, or has a wrong row; nothing can be learned of the rows; or
+            the folder cannot be written.
+        SetupError: a library is needed and missing.
+    """
+    with begun_table(request) as folder:
+        for begin, make in STAGES:
+            preparation = begin(request, folder)
+            work_on(preparation, Dealing(preparation), make)
+        return finish_table(preparation)
+
+
+@contextmanager
+def begun_table(request: TableRequest) -> Iterator[Path]:
+    """Begin a preparation, or continue one that has the same key. Only rank 0 calls.
+
+    The partial folder is held until the block ends.
+
+    Yields:
+        The folder of the stages.
+
+    Raises:
+        DataError: the data folder exists already, is being prepared, or cannot be written.
+    """
+    with held_partial(request.target, request.key) as folder:
+        yield folder
+
+
+def work_on(
+    preparation: Preparation[Any],
+    dealing: Dealing,
+    make: Make,
+) -> None:
+    """Make portions of a stage until there is none left. Every rank calls.
+
+    Raises:
+        DataError: as `prepare_table`.
+    """
+    make_portions(dealing, partial(make, preparation, dealing))
+
+
+def finish_table(preparation: Preparation[Any]) -> TableManifest:
+    """Write the manifest, and give the data folder its name. Only rank 0 calls, after all others.
+
+    Args:
+        preparation: the last stage.
+
+    Returns:
+        The manifest of the new folder.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    with writing_to(preparation.target):
+        text = table_manifest_of(preparation).to_json()
+        manifest = parse_table_manifest(json.loads(text))  # so it passes all checks
+        publish(preparation.shards, preparation.target, text)
+    return manifest

@@ -1,0 +1,107 @@
+"""Scores of held-out samples: arrays of every rank, put together in the order of the samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpc_train.errors import UserError
+from hpc_train.mpi.agreement import agreed, from_first
+from hpc_train.mpi.group import Group
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutScores:
+    """What is computed from all held-out samples besides their mean loss.
+
+    Rank 0 holds the arrays of all samples of a pass, so their size and the number of held-out
+    samples, or of those of `data.validation_batches`, decide the memory that this takes.
+
+    Args:
+        measure: a function of the model and a batch. It takes the place of the task's loss on
+            held-out samples. It returns that loss, and tensors by name that have a row for each
+            sample of the batch, such as predictions and targets.
+        compute: a function of these tensors as NumPy arrays, which have the rows of all samples in
+            the order of their numbers. It returns scores by name. Those that are None or not finite
+            are left out. It is called on rank 0 only, so it must not call a collective.
+    """
+
+    measure: Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Tensor]]]
+    compute: Callable[[Mapping[str, np.ndarray]], Mapping[str, float | None]]
+
+
+class GatheredRows:
+    """Gathers arrays of samples on rank 0, and computes scores of them.
+
+    Args:
+        group: all ranks of the job.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._parts: list[tuple[np.ndarray, dict[str, np.ndarray]]] = []  # on rank 0
+
+    def add(self, parts: Sequence[tuple[Sequence[int], Mapping[str, Tensor]]]) -> None:
+        """Add samples of every rank. Collective.
+
+        Args:
+            parts: numbers of samples, and their tensors by name. Each sample is that of one rank.
+
+        Raises:
+            UserError: a tensor does not have one row for each sample; on all ranks.
+        """
+        with agreed(self.group):
+            mine = [
+                (np.asarray(numbers, np.int64), _rows(tensors, len(numbers)))
+                for numbers, tensors in parts
+            ]
+        for found in self.group.gathered_by_first(mine, "the predictions of held-out samples"):
+            self._parts += found
+
+    def scores(
+        self, compute: Callable[[Mapping[str, np.ndarray]], Mapping[str, float | None]]
+    ) -> dict[str, float]:
+        """The scores that `compute` makes of all samples, on all ranks. Collective.
+
+        Raises:
+            HpcTrainError: `compute` has failed; on all ranks.
+        """
+
+        def computed() -> dict[str, float]:
+            numbers = np.concatenate([some for some, _ in self._parts])
+            order = np.argsort(numbers, kind="stable")
+            names = self._parts[0][1]
+            arrays = {
+                name: np.concatenate([rows[name] for _, rows in self._parts])[order]
+                for name in names
+            }
+            return {
+                name: float(score)
+                for name, score in compute(arrays).items()
+                if score is not None and math.isfinite(score)
+            }
+
+        return from_first(self.group, computed)
+
+
+def _rows(tensors: Mapping[str, Tensor], samples: int) -> dict[str, np.ndarray]:
+    """Tensors as arrays of their own, checked to have a row for each sample."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.ndim < 1 or len(tensor) != samples:
+            shape = [*tensor.shape] if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise UserError(
+                f"`measure` of the task's scores returned {shape} for {name!r} of {samples} "
+                "samples",
+                "let it return tensors with one row for each sample",
+            )
+        plain = tensor.detach().cpu()
+        # NumPy has no bfloat16.
+        found[name] = np.array((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())
+    return found

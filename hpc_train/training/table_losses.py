@@ -1,0 +1,246 @@
+"""Losses and predictions of models of tables, and the scores of their predictions.
+
+B samples, K members of the model, C classes. A model returns (B, K, outputs). Each member has a
+loss of its own, so the members learn apart from each other. What users see is their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hpc_train.data.tables.features import TargetValues
+from hpc_train.errors import ConfigError
+from hpc_train.monitoring import scores
+
+ClassWeights = Literal["none", "balanced"]
+
+
+class TableLoss:
+    """The loss of a model of tables: the mean over the samples of a batch of weight times loss.
+
+    The loss of a sample is the mean over the members. It is the cross-entropy for a classification,
+    the mean over the labels of the binary cross-entropy for "multilabel", and for a regression the
+    squared error of the scaled target, or with quantiles the mean over them of the
+    pinball loss (Koenker and Bassett, "Regression quantiles", Econometrica 1978).
+
+    The sum of the weights of a batch does not divide the loss, so the loss of a step does not
+    depend on how the step is cut into micro-batches.
+
+    Args:
+        target: what is predicted.
+        class_weights: "balanced" multiplies the weight of each sample by the inverse of the share
+            of its class in the training rows, divided by the number of classes that occur. Over the
+            training rows the mean of these factors is 1.
+        quantiles: the quantiles that the outputs of a regression predict; with none the output is
+            the mean.
+
+    Raises:
+        ConfigError: the task has no classes, and class_weights is "balanced"; or the task is no
+            regression, and there are quantiles.
+    """
+
+    def __init__(
+        self,
+        target: TargetValues,
+        *,
+        class_weights: ClassWeights = "none",
+        quantiles: Sequence[float] = (),
+    ) -> None:
+        if quantiles and target.task != "regression":
+            raise ConfigError(
+                f"model.quantiles is given, but the table's task is {target.task}",
+                "leave model.quantiles out: it is for a regression",
+            )
+        if class_weights != "none":
+            check_has_classes(target, "data.class_weights")
+        self.target, self.quantiles = target, tuple(quantiles)
+        self.factors = class_factors(target) if class_weights == "balanced" else None
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a batch: a scalar.
+
+        Args:
+            model: takes the numeric and the categorical features; returns (B, K, outputs).
+            batch: numeric (B, n), categorical (B, c), target and weight (B,), as `TableDataset`
+                returns them.
+        """
+        numeric, categorical, _, _ = batch
+        return self.of_outputs(model(numeric, categorical), batch)
+
+    def of_outputs(self, outputs: Tensor, batch: Any) -> Tensor:
+        """The loss of the outputs of a model, (B, K, outputs), for a batch: a scalar."""
+        _, _, target, weight = batch
+        loss = self.per_sample(outputs, target)
+        if self.factors is not None:
+            weight = weight * self.factors.to(weight)[target]
+        mean: Tensor = (loss * weight).mean()
+        return mean
+
+    def per_sample(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """The loss of each sample without its weight, (B,), float32 or float64.
+
+        Args:
+            outputs: (B, K, outputs).
+            target: the third part of a batch.
+        """
+        outputs = _full(outputs)
+        samples, members, _ = outputs.shape
+        if self.target.task == "classification":
+            every = target.repeat_interleave(members)
+            of_all = F.cross_entropy(outputs.flatten(0, 1), every, reduction="none")
+            return of_all.view(samples, members).mean(1)
+        wanted = target.to(outputs)
+        if self.target.task == "multilabel":
+            wanted = wanted[:, None].expand_as(outputs)
+            of_labels = F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none")
+            return of_labels.mean((1, 2))
+        errors = wanted[:, None, None] - outputs
+        if self.quantiles:
+            levels = outputs.new_tensor(self.quantiles)
+            return torch.maximum(levels * errors, (levels - 1) * errors).mean((1, 2))
+        return errors.square().mean((1, 2))
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """What users see of the outputs (B, K, outputs) of a model: float64.
+
+        Returns:
+            The probabilities of the classes (B, C) or of the labels (B, labels), or values in the
+            target's unit, (B,), with quantiles (B, number of quantiles).
+        """
+        outputs = outputs.double()
+        if self.target.task == "classification":
+            return outputs.softmax(-1).mean(1)
+        if self.target.task == "multilabel":
+            return outputs.sigmoid().mean(1)
+        values = outputs.mean(1) * self.target.scale + self.target.center
+        return values if self.quantiles else values[:, 0]
+
+    def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a batch, and what `scores` needs of its samples; for `HeldOutScores`."""
+        numeric, categorical, target, weight = batch
+        outputs = model(numeric, categorical)
+        rows = {"predictions": self.predictions(outputs), "target": target, "weight": weight}
+        return self.of_outputs(outputs, batch), rows
+
+    def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float | None]:
+        """The scores of predictions by name, see `monitoring.scores`; for `HeldOutScores`.
+
+        Args:
+            rows: what `measure` returns, for all samples. Rows with a weight count by it. The
+                weights of `class_weights` do not count.
+        """
+        predictions, target = rows["predictions"], rows["target"]
+        weight = rows["weight"].astype(np.float64)
+        if self.target.task == "classification":
+            return scores_of_classes(target, predictions, weight)
+        if self.target.task == "multilabel":
+            return scores_of_labels(target > 0, predictions, weight)
+        values = target.astype(np.float64) * self.target.scale + self.target.center
+        return scores_of_values(values, predictions, weight, self.quantiles)
+
+
+def check_has_classes(target: TargetValues, key: str) -> None:
+    """Check that a key of the configuration, which is "balanced", has classes to balance.
+
+    Raises:
+        ConfigError: the task is no classification.
+    """
+    if target.task != "classification":
+        raise ConfigError(
+            f"{key} is balanced, but the table's task is {target.task}",
+            f"leave {key} out: it is for a classification",
+        )
+
+
+def class_factors(target: TargetValues) -> Tensor:
+    """The factor of each class that makes all classes weigh the same: float64 (C,).
+
+    Its mean over the training rows is 1. The factor of a class without training rows is 1.
+    """
+    shares = torch.tensor(target.shares, dtype=torch.float64)
+    found = shares > 0
+    return torch.where(found, 1 / (shares * found.sum()), torch.ones_like(shares))
+
+
+def scores_of_classes(
+    target: np.ndarray, probabilities: np.ndarray, weight: np.ndarray
+) -> dict[str, float | None]:
+    """The scores of a classification.
+
+    Args:
+        target: numbers of classes, int (N,).
+        probabilities: of each class, float64 (N, C).
+        weight: weights of the samples, float (N,).
+    """
+    predicted = probabilities.argmax(1)
+    right = predicted == target
+    return {
+        "accuracy": scores.accuracy(right, weight),
+        "balanced_accuracy": scores.balanced_accuracy(target, predicted, weight),
+        "auc": scores.auc_of_classes(target, probabilities, weight),
+        "log_loss": scores.log_loss(target, probabilities, weight),
+        "calibration_error": scores.calibration_error(right, probabilities.max(1), weight),
+    }
+
+
+def scores_of_labels(
+    target: np.ndarray, probabilities: np.ndarray, weight: np.ndarray
+) -> dict[str, float | None]:
+    """The scores of a multilabel task: means over the labels for which they are defined.
+
+    Args:
+        target: whether each label is given, bool (N, labels).
+        probabilities: of each label, float64 (N, labels).
+        weight: weights of the samples, float (N,).
+    """
+    every = [
+        scores_of_classes(own.astype(np.int64), np.stack([1 - chance, chance], 1), weight)
+        for own, chance in zip(target.T, probabilities.T, strict=True)
+    ]
+    means: dict[str, float | None] = {}
+    for name in every[0]:
+        defined = [value for found in every if (value := found[name]) is not None]
+        means[name] = sum(defined) / len(defined) if defined else None
+    return means
+
+
+def scores_of_values(
+    target: np.ndarray, predicted: np.ndarray, weight: np.ndarray, quantiles: Sequence[float] = ()
+) -> dict[str, float | None]:
+    """The scores of a regression, in the target's unit.
+
+    Args:
+        target: values, float64 (N,).
+        predicted: float64 (N,), or with quantiles (N, number of quantiles).
+        weight: weights of the samples, float (N,).
+        quantiles: the quantiles that are predicted. Their pinball losses are named by them, and
+            "pinball" is their mean. If 0.5 is among them, errors are those of the median.
+    """
+    found: dict[str, float | None] = {}
+    point: np.ndarray | None = predicted
+    if quantiles:
+        losses = {
+            f"pinball_{level:g}": scores.pinball_loss(target, predicted[:, place], weight, level)
+            for place, level in enumerate(quantiles)
+        }
+        defined = [value for value in losses.values() if value is not None]
+        found = {"pinball": sum(defined) / len(defined) if defined else None, **losses}
+        point = predicted[:, quantiles.index(0.5)] if 0.5 in quantiles else None
+    if point is not None:
+        found |= {
+            "rmse": scores.rmse(target, point, weight),
+            "r2": scores.r_squared(target, point, weight),
+            "mae": scores.mean_absolute_error(target, point, weight),
+        }
+    return found
+
+
+def _full(outputs: Tensor) -> Tensor:
+    """Outputs in float32 or float64, as the losses need them."""
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
