@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -63,7 +63,8 @@ def start_from(
     ones keep their initial values.
 
     A model may have a method `foreign_weights(about, *, whole)` for weights with other names or
-    another arrangement: see `hpc_train.models.gpt.gpt2.foreign_weights`.
+    another arrangement: see `hpc_train.models.gpt.gpt2.foreign_weights`. What it returns may have
+    an attribute `fresh`, the names of parameters that the source may lack, in all or in part.
 
     Args:
         path: a checkpoint, a run directory (for its newest checkpoint), a safetensors file, or a
@@ -84,6 +85,9 @@ def start_from(
     named = state.model_tensors(model, shards, streamed).items()
     held = {name.removeprefix(MODEL): part for name, part in named}
     forms = group.united({name: part.form for name, part in held.items()})
+    named_parameters = model.named_parameters()
+    mine = {shards[n].name if n in shards else n: p.requires_grad for n, p in named_parameters}
+    trained = group.united(mine)
     sources: list[_Source] = []  # of rank 0
 
     def choose() -> list[str]:
@@ -91,11 +95,19 @@ def start_from(
         whole = len(wanted) == len(forms)
         source = _open(path)
         foreign = getattr(model, "foreign_weights", None)
+        fresh: Collection[str] = ()
         if foreign and (convert := foreign(source.about, whole=whole)):
-            source = _converted(source, convert)
+            source, fresh = _converted(source, convert), getattr(convert, "fresh", ())
+        if frozen := [name for name in wanted if name in fresh and not trained[name]]:
+            raise ConfigError(
+                f"the weights lack all or a part of {_few(frozen)}, which would stay random, as "
+                "section finetune does not train it",
+                "name it in finetune.patterns, or set finetune.head true for the head",
+            )
         # The model's adapters are new. Those of a checkpoint are part of its weights.
-        for name in [name for name in wanted if is_adapter(name) and name not in source.forms]:
-            del wanted[name]
+        for name in [name for name in wanted if name not in source.forms]:
+            if is_adapter(name) or name in fresh:
+                del wanted[name]
         sources.append(source)
         _check(source, wanted, forms)
         _tell(source, wanted, forms)
@@ -159,6 +171,18 @@ def _open(path: Path) -> _Source:
     except OSError as error:
         name = error.filename or path
         raise DataError(f"{name} cannot be read ({error.strerror})", GIVE) from None
+
+
+def about_of(path: Path) -> Mapping[str, Any]:
+    """What is told beside weights: the checkpoint's `about`, or the folder's `config.json`.
+
+    Args:
+        path: as for `start_from`.
+
+    Raises:
+        HpcTrainError: as `start_from`.
+    """
+    return _open(path).about
 
 
 def _tree(path: Path) -> dict[str, Any]:

@@ -85,11 +85,25 @@ def initial_of_adapter(name: str, shape: Sequence[int]) -> Initial | None:
     return Initial() if name.endswith(f".{LORA_B}") else None
 
 
+def initial_tensor(model: HasInitial, name: str, shape: Sequence[int]) -> Tensor:
+    """The whole parameter of this name, float32, as `InitialValues` fills it."""
+    return _whole(model.initial(name), model.initial_seed, name, shape)
+
+
 def made_at_once(into: Tensor, name: str, seed: int) -> None:
     """Fill the whole parameter of an adapter in a model that has no seed of its own."""
     how = initial_of_adapter(name, into.shape)
     assert how is not None
-    into.copy_(torch.from_numpy(normals(seed, name, 0, into.numel())).view(into.shape) * how.std)
+    into.copy_(_whole(how, seed, name, into.shape))
+
+
+def _whole(how: Initial, seed: int, name: str, shape: Sequence[int]) -> Tensor:
+    made = torch.full(tuple(shape), how.mean, dtype=torch.float32)
+    if how.std and made.numel():
+        drawn = normals(seed, name, 0, made.numel()) * np.float32(how.std)
+        made += torch.from_numpy(drawn).view(made.shape)
+        made[list(how.blank)] = 0
+    return made
 
 
 class InitialValues:

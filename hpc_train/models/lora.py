@@ -60,6 +60,16 @@ class LoraLinear(Linear):
         return torch.add(y, linear(linear(x, self.lora_a), self.lora_b), alpha=self.scale)
 
 
+def weight_of(layer: nn.Linear) -> Tensor:
+    """The weight (N, K) with which a layer computes, for a model that computes with it itself."""
+    weight: Tensor = layer.weight
+    a, b = getattr(layer, LORA_A, None), getattr(layer, LORA_B, None)
+    if a is None or b is None:
+        return weight
+    scale: float = layer.scale  # type: ignore[assignment]
+    return torch.addmm(weight, b, a, alpha=scale)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraAdapters:
     """The adapters of a model.
