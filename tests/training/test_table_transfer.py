@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from hpc_train.checkpoint.catalogue import newest
+from hpc_train.checkpoint.restore import Tensors
+from hpc_train.data.tables.dataset import TableDataset
 from hpc_train.data.tables.features import (
     CategoricalFeature,
     NumericFeature,
     TableFeatures,
     TargetValues,
 )
+from hpc_train.data.tables.table_manifest import read_table_manifest
 from hpc_train.data.tables.transfer import rescaling, with_statistics_of
 from hpc_train.errors import ConfigError
 from hpc_train.models.kinds import SHAPES
@@ -24,6 +28,7 @@ from hpc_train.planning.model import table_sizes
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.table_transfer import features_to_read
 from hpc_train.training.trainer import Trainer
+from tests.programs import hpc_train, run
 from tests.training.test_trainer import check_equal, config
 
 AGE = NumericFeature(name="age", column="age", center=40.0, scale=10.0, edges=(-2.0, 0.0, 1.0, 3.0))
@@ -194,3 +199,51 @@ def test_a_run_that_goes_on_reads_its_table_as_before_without_the_weights(tmp_pa
     train(tmp_path / "new", model_of("tabular_resnet", read), read, *options)
     (tmp_path / "old").rename(tmp_path / "away")
     assert features_to_read(config(tmp_path / "new", *options), NEW, Group()) == read
+
+
+def write_csv(path, columns: list[str]) -> None:
+    """A table of some columns; what is to be predicted follows from age and town."""
+    drawn = np.random.default_rng(len(columns))
+    age, town = drawn.normal(30 + 10 * len(columns), 9, 400), drawn.choice([*"xyz"], 400)
+    values = {"age": age.round(3), "town": town, "weight": drawn.normal(size=400).round(3)}
+    values |= {"ill": np.where((age > 50) ^ (town == "x"), "yes", "no")}
+    rows = zip(*(values[column] for column in columns), strict=True)
+    path.write_text("\n".join(",".join(map(str, row)) for row in [columns, *rows]) + "\n")
+
+
+@pytest.mark.slow("five programs, one of them of two ranks")
+def test_a_prepared_table_is_read_as_the_weights_know_it(tmp_path):
+    write_csv(tmp_path / "old.csv", ["age", "town", "ill"])
+    write_csv(tmp_path / "new.csv", ["town", "weight", "age", "ill"])
+    for name in ("old", "new"):
+        prepared = ["prepare", "table", str(tmp_path / f"{name}.csv"), "--target", "ill"]
+        done = run(*hpc_train(*prepared, "--out", str(tmp_path / name)))
+        assert done.returncode == 0, done.stderr
+    small = ["--model.kind", "tabular_resnet", "--model.hidden", "8", "--run.steps", "4"]
+
+    def trained(name: str, *options: str, launcher: tuple[str, ...] = ()) -> dict:
+        words = ["train", *small, "--data.path", str(tmp_path / name.split("-")[0])]
+        command = hpc_train(*words, "--run.dir", str(tmp_path / f"run-{name}"), *options)
+        done = run(*launcher, *command)
+        assert done.returncode == 0, done.stderr
+        return Tensors(newest(tmp_path / f"run-{name}")).state()["about"]
+
+    old = trained("old")
+    weights = ["--checkpoint.weights", str(tmp_path / "run-old"), "--finetune.lora", "2"]
+    weights += ["--finetune.head", "true", "--finetune.patterns", "['embedding.*']"]
+    tuned = trained("new", *weights, launcher=("mpirun", "-np", "2"))
+    [age] = [one for one in tuned["features"]["numeric"] if one["name"] == "age"]
+    assert age == old["features"]["numeric"][0]
+    own = read_table_manifest(tmp_path / "new").features
+    assert age["center"] != own.numeric[[one.name for one in own.numeric].index("age")].center
+    assert tuned["lora"]["rank"] == 2
+    manifest = read_table_manifest(tmp_path / "new")
+    read = TableFeatures.from_tree(tuned["features"])
+    sets = [
+        TableDataset(tmp_path / "new", manifest, "train", dtype=torch.float64, read_as=features)
+        for features in (None, read)
+    ]
+    stored, converted = (one.fetch(np.arange(len(one)))[0].numpy() for one in sets)
+    for place, (was, now) in enumerate(zip(own.numeric, read.numeric, strict=True)):
+        value = stored[:, place] * was.scale + was.center
+        np.testing.assert_allclose(converted[:, place] * now.scale + now.center, value, rtol=1e-12)
