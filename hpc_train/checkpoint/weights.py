@@ -362,14 +362,23 @@ def export_model(
         for new, (name, change) in sources.items():  # in the file's order, to read it once
             yield new, change(_as(saved[name], dtype))
 
-    _write(forms, tensors(), target)
+    write_tensors(forms, tensors(), target)
     return forms
 
 
-def _write(
+def write_tensors(
     forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], target: Path
 ) -> None:
-    """Write tensors to a file that is complete or does not exist. One at a time is in memory."""
+    """Write tensors to a file that is complete or does not exist. One at a time is in memory.
+
+    Args:
+        forms: type and shape of each tensor, by name.
+        tensors: the tensors with their names.
+        target: the file to make: .safetensors or .pt.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     partial = target.with_name(f".{target.name}.partial")
     pickled = target.with_name(f".{target.name}.pickled")
     try:

@@ -24,8 +24,8 @@ class FinetuneSection:
     """Whether the model's head, the last of its stages, is trained. A weight that it shares with
     the embedding is trained in both."""
     patterns: list[str] = field(default_factory=list)
-    """Shell patterns of the names of parameters that are trained besides. Without lora, head and
-    patterns, all parameters are."""
+    """Shell patterns of the names of parameters that are trained besides. By default none are, but
+    without lora, head and patterns all parameters are."""
 
     def __post_init__(self) -> None:
         at_least(self, "finetune", lora=0)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hpc_train.checkpoint.catalogue import newest
+from hpc_train.cli.checkpoint import export, export_to_peft
 from hpc_train.config import FinetuneSection
 from hpc_train.config.file import load
 from hpc_train.errors import CheckpointMismatch, ConfigError
@@ -19,6 +20,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.finetuning import choose_trained
+from hpc_train.training.generate import load_gpt
 from hpc_train.training.trainer import Trainer
 from tests.programs import hpc_train, only_line, run
 from tests.training.test_trainer import check_equal, config, make, text
@@ -245,5 +247,42 @@ def test_a_gpt_is_fine_tuned_exported_and_writes_text(program):
         assert done.returncode == 0, done.stderr
         texts.append(done.stdout)
     assert texts[0] == texts[1]
+    for name in ("base", "tuned"):
+        export(
+            str(program.root / name), str(program.root / f"{name}-gpt2"), [], [], None, gpt2=True
+        )
+    export_to_peft(str(program.root / "tuned"), str(program.root / "peft"))
+    theirs, adapted = (
+        load_file(program.root / f"{name}-gpt2" / "model.safetensors") for name in ("base", "tuned")
+    )
+    adapters = load_file(program.root / "peft" / "adapter_model.safetensors")
+    assert len(adapters) == 16
+    for name in [name for name in adapters if "lora_A" in name]:
+        weight = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+        product = adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
+        torch.testing.assert_close(adapted[weight], theirs[weight] + product.T)
     line = only_line(program.train("nothing", "--finetune.head", "true").stderr)
     assert "give checkpoint.weights, or leave finetune out" in line
+
+
+@pytest.mark.slow("five programs")
+def test_peft_opens_the_adapters_beside_the_base_model(program):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    steps = ["--run.steps", "3"]
+    assert program.train("base", *steps).returncode == 0
+    lora = ["--finetune.lora", "2", "--finetune.alpha", "6", "--optimizer.lr", "0.05"]
+    lora += ["--checkpoint.weights", str(program.root / "base")]
+    assert program.train("tuned", *lora, *steps).returncode == 0
+    for name, form in (("base", "gpt2"), ("tuned", "peft")):
+        words = [str(program.root / name), "--to", form, "--out", str(program.root / form)]
+        done = run(*hpc_train("checkpoint", "export", *words))
+        assert done.returncode == 0, done.stderr
+    plain = transformers.GPT2LMHeadModel.from_pretrained(program.root / "gpt2", dtype=torch.float64)
+    theirs = peft.PeftModel.from_pretrained(plain, program.root / "peft").double().eval()
+    ours, *_ = load_gpt(program.root / "tuned")
+    tokens = torch.randint(250, (3, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-9, atol=1e-9)
+    done = run(*hpc_train("checkpoint", "export", words[0].replace("tuned", "base"), *words[1:]))
+    assert "has no adapters" in only_line(done.stderr)
