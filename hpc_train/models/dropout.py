@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hpc_train.seeds import FIRST_FACTOR, GOLDEN, SECOND_FACTOR
+from hpc_train.seeds import FIRST_FACTOR, GAMMA, SECOND_FACTOR
 
 PER_WORD = 4  # numbers of 16 bits in one of 64
 LEVELS = 1 << 16
@@ -64,8 +64,8 @@ class SampleDropout(nn.Module):
         elements = math.prod(shape[1:])
         words = -(-elements // PER_WORD)
         seeds = torch.as_tensor(self.seeds, dtype=torch.int64, device=x.device)
-        keys = scrambled(seeds + (self.place + 1) * GOLDEN % (1 << 63)).unsqueeze(1)
-        counts = torch.arange(1, words + 1, device=x.device).mul_(signed(GOLDEN))
+        keys = scrambled(seeds + (self.place + 1) * GAMMA % (1 << 63)).unsqueeze(1)
+        counts = torch.arange(1, words + 1, device=x.device).mul_(signed(GAMMA))
         masks = torch.empty(len(x), elements, dtype=x.dtype, device=x.device)
         step = max(1, HASHES_AT_ONCE // max(1, words))
         for begin in range(0, len(x), step):
