@@ -16,7 +16,7 @@ from hpc_train.errors import ConfigError
 from hpc_train.models.lora import is_adapter
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-REMEDY = "export the whole model: leave out --to, or give --to gpt2"
+_REMEDY = "export the whole model: leave out --to, or give --to gpt2"
 
 
 def export_adapters(
@@ -40,10 +40,10 @@ def export_adapters(
     """
     saved = MergedTensors(path)
     if saved.adapters is None:
-        raise ConfigError(f"{path} has no adapters", REMEDY)
+        raise ConfigError(f"{path} has no adapters", _REMEDY)
     slots = (name for name in saved.saved.names if name.startswith(OPTIMIZER))
     if others := [n for n in dict.fromkeys(map(parameter_of, slots)) if not is_adapter(n)]:
-        raise ConfigError(f"more than adapters was trained in {path}, such as {others[0]}", REMEDY)
+        raise ConfigError(f"more than adapters was trained in {path}, such as {others[0]}", _REMEDY)
     target = folder / FILE
     if target.exists():
         raise ConfigError(f"{target} exists", "give another --out, or move it away")
