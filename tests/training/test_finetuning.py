@@ -23,7 +23,7 @@ from hpc_train.training.finetuning import choose_trained
 from hpc_train.training.generate import load_gpt
 from hpc_train.training.trainer import Trainer
 from tests.programs import hpc_train, only_line, run
-from tests.training.test_trainer import check_equal, config, make, text
+from tests.training.test_trainer import check_equal, config, make, records, text
 
 SIZES = {"vocab": 13, "sequence": 8, "layers": 1, "hidden": 8, "heads": 2}
 LORA = ["--finetune.lora", "2", "--finetune.alpha", "6"]
@@ -286,3 +286,24 @@ def test_peft_opens_the_adapters_beside_the_base_model(program):
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-9, atol=1e-9)
     done = run(*hpc_train("checkpoint", "export", words[0].replace("tuned", "base"), *words[1:]))
     assert "has no adapters" in only_line(done.stderr)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_adapters_are_trained_in_16_bits(job, together, kind):
+    given = [*LORA, "--checkpoint.weights", str(together / "weights")]
+    if job.world.rank == 0:
+        torch.manual_seed(7)
+        weights = dict(GPT(**{**SIZES, "vocab": 14}).named_parameters())
+        save_file({name: p.detach().clone() for name, p in weights.items()}, together / "weights")
+        job_of(config(together / "alone", *given), alone()).train()
+    job.world.barrier()
+    options = [*LAYOUTS["zero_bubble"], "--precision.dtype", kind]
+    job_of(config(together / "run", *given, *options), job).train()
+    if job.world.rank == 0:
+        mine, theirs = records(together / "run"), records(together / "alone")
+        close = pytest.approx([one["loss"] for one in theirs], rel=0.02)
+        assert [one["loss"] for one in mine] == close
+        adapters = [n for n in saved(together / "run") if n.startswith("model.") and is_adapter(n)]
+        assert {saved(together / "run")[name].dtype for name in adapters} == {torch.float32}
+    job.world.barrier()
