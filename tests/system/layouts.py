@@ -63,7 +63,7 @@ def shapes(generator: random.Random) -> dict:
         "embedding_width": generator.choice([1, 5]),
         "heads": 4,
     }
-    kept = {key: shape[key] for key in ("kind", "layers", "hidden", "dropout", "frozen")}
+    kept = {key: shape[key] for key in ("kind", "layers", "hidden", "dropout", "frozen", "lora")}
     own = {key: more[key] for key in OF_TABLES[shape["kind"]]}
     return kept | own | {"numeric": generator.choice(["piecewise_linear", "periodic", "linear"])}
 
