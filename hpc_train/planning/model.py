@@ -112,8 +112,8 @@ def planned_shape(config: RunConfig) -> Shape:
 
 def trained_parameters(
     config: RunConfig, shape: Shape, parts: Sequence[PartCost]
-) -> Sequence[float]:
-    """The parameters of each part that are trained on a rank, as section finetune says.
+) -> tuple[list[float], list[float]]:
+    """The parameters of each part that a rank trains, and those that it has frozen.
 
     With patterns nobody knows without the model, so all are counted. Adapters are counted as if all
     of a block's matrices had one.
@@ -125,10 +125,12 @@ def trained_parameters(
     """
     chosen = config.finetune
     if not chosen.active or chosen.patterns:
-        return [part.parameters for part in parts]
+        return [float(part.parameters) for part in parts], [0.0] * len(parts)
     share = shape.low_rank(chosen.lora) / config.parallel.tp
     inside = [share * part.weights for part in parts[1:-1]]
-    return [0.0, *inside, parts[-1].parameters if chosen.head else 0.0]
+    frozen = [float(part.parameters) for part in parts]  # adapters come on top
+    head = frozen.pop() if chosen.head else 0.0
+    return [0.0, *inside, head], [*frozen, 0.0][: len(parts)]
 
 
 def block_shape(config: RunConfig) -> Shape:

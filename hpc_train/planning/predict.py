@@ -74,7 +74,7 @@ class StepModel:
         self.micro_batch, self.n = micro_batching(self.config)
         self.item = ITEM_BYTES[self.config.precision.parameters]
         shape = layout.shape
-        trained = self._by_rank(trained_parameters(self.config, shape, layout.parts))
+        trained = self._by_rank(trained_parameters(self.config, shape, layout.parts)[0])
         self.state = self.item * trained  # bytes of what a rank trains, and of its gradients
         self.activation = self.micro_batch * shape.tokens * shape.hidden * self.item
         self.crossing_next = self.node != np.roll(self.node, -1, axis=1)

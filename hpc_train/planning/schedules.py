@@ -182,11 +182,11 @@ def memory(
     )
     offloaded = config.memory.offload != "none"
     moments = 0 if offloaded else OPTIMIZER_TENSORS[config.optimizer.name]
-    trained = trained_parameters(config, shape, parts)
+    trained, frozen = trained_parameters(config, shape, parts)
     mine = [[i for run in runs[rank::pp] for i in run] for rank in range(pp)]
     stages = [[trained[i] * parameter for i in its] for its in mine]
-    # Each rank has all parameters that are frozen.
-    frozen = [sum(max(0.0, parts[i].parameters - trained[i]) for i in its) for its in mine]
+    # Replicas do not divide what is frozen.
+    left = [sum(frozen[i] for i in its) * parameter for its in mine]
     return [
         (
             round(
@@ -194,7 +194,7 @@ def memory(
                 * micro_batch
                 * activation
             ),
-            round(state_bytes(stages[rank], moments, by).total + frozen[rank] * parameter),
+            round(state_bytes(stages[rank], moments, by).total + left[rank]),
         )
         for rank, actions in enumerate(schedule)
     ]
