@@ -15,6 +15,7 @@ from hpc_train.checkpoint.catalogue import newest
 from hpc_train.data import tokenizer
 from hpc_train.errors import CheckpointMismatch, ConfigError
 from hpc_train.models.gpt.shape import GptShape
+from hpc_train.models.lora import LoraAdapters
 from hpc_train.mpi.group import Group
 from hpc_train.training.device import choose_device
 
@@ -36,7 +37,10 @@ def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, GptShape, tokenizer.Tok
         remedy = "give a checkpoint of `hpc-train train`"
         raise CheckpointMismatch(f"{path} does not hold a GPT", remedy)
     shape = GptShape.from_tree(about["shape"])
-    model: nn.Module = shape.build().to(choose_device(), getattr(torch, about["dtype"]))
+    model: nn.Module = shape.build()
+    if (adapters := LoraAdapters.of(about)) is not None:
+        adapters.add_to(model)
+    model.to(choose_device(), getattr(torch, about["dtype"]))
     restore.load_tensors(reader, state.model_tensors(model, {}), group)
     return model.eval(), shape, tokenizer.loads(about["tokenizer"])
 
