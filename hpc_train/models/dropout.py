@@ -2,27 +2,38 @@
 
 PyTorch's dropout draws from one stream per process. If a batch is cut over other ranks or
 micro-batches, every mask changes. Here each sample brings a seed. Its masks, and so the loss, are
-the same on every layout and after every resume, and no generator state has to be saved. The idea of
-keys in place of streams is from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-(SC11).
+the same on every layout and after every resume, and no generator state has to be saved.
+
+A mask's numbers are hashes of the sample's seed, the layer's place and the number of the element.
+They are computed for all samples at once, on any device. The idea of keys in place of streams is
+from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC11). The hash is SplitMix64 of
+Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), which
+`hpc_train.seeds` has for integers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from hpc_train.seeds import mix
+from hpc_train.seeds import FIRST_FACTOR, GOLDEN, SECOND_FACTOR
+
+PER_WORD = 4  # numbers of 16 bits in one of 64
+LEVELS = 1 << 16
+HASHES_AT_ONCE = (
+    1 << 17
+)  # hashes that are computed at once, so that they stay in the processor's cache
 
 
 class SampleDropout(nn.Module):
     """Dropout for tensors whose first dimension runs over samples.
 
     Args:
-        share: probability that an element is dropped.
+        share: probability that an element is dropped. It is rounded to a multiple of 2^-16.
         place: a number that differs between the dropout layers of one model.
     """
 
@@ -30,7 +41,8 @@ class SampleDropout(nn.Module):
         super().__init__()
         self.share = share
         self.place = place
-        self.seeds: Sequence[int] = ()
+        self.seeds: Sequence[int] | Tensor = ()
+        """A seed for each sample, below 2^63: integers, or a tensor of int64."""
         self.section: tuple[int, int, int] | None = None
         """(dim, index, parts): x is only part `index` of `parts` equal parts along a dimension."""
 
@@ -40,23 +52,44 @@ class SampleDropout(nn.Module):
             return x
         if len(self.seeds) != len(x):
             raise ValueError(f"{len(x)} samples but {len(self.seeds)} seeds: call seed_samples")
-        masks = torch.stack([self._mask(x, seed) for seed in self.seeds])
+        dropped = min(LEVELS - 1, round(self.share * LEVELS))
         # The masks do not contain the factor: rounded to 16 bits it would change the mean.
-        return (x * masks).mul_(1 / (1 - self.share))
+        return (x * self._masks(x, dropped)).mul_(LEVELS / (LEVELS - dropped))
 
-    def _mask(self, x: Tensor, seed: int) -> Tensor:
-        """One sample's mask of zeros and ones, cut to this rank's part if `section` is set."""
-        generator = torch.Generator(x.device).manual_seed(mix(seed, self.place))
-        shape = list(x.shape[1:])
-        if self.section is None:
-            drawn = torch.rand(shape, generator=generator, device=x.device)
-        else:
-            dim, index, parts = self.section
-            dim = dim % x.dim() - 1
-            shape[dim] *= parts
-            drawn = torch.rand(shape, generator=generator, device=x.device)
-            drawn = drawn.chunk(parts, dim)[index]
-        return (drawn >= self.share).to(x.dtype)
+    def _masks(self, x: Tensor, dropped: int) -> Tensor:
+        """The samples' masks of zeros and ones, cut to this rank's part if `section` is set."""
+        shape = list(x.shape)
+        dim, index, parts = self.section or (1, 0, 1)
+        shape[dim] *= parts
+        elements = math.prod(shape[1:])
+        words = -(-elements // PER_WORD)
+        seeds = torch.as_tensor(self.seeds, dtype=torch.int64, device=x.device)
+        keys = scrambled(seeds + (self.place + 1) * GOLDEN % (1 << 63)).unsqueeze(1)
+        counts = torch.arange(1, words + 1, device=x.device).mul_(signed(GOLDEN))
+        masks = torch.empty(len(x), elements, dtype=x.dtype, device=x.device)
+        step = max(1, HASHES_AT_ONCE // max(1, words))
+        for begin in range(0, len(x), step):
+            drawn = scrambled(keys[begin : begin + step] + counts).view(torch.int16)
+            torch.ge(drawn[:, :elements], dropped - LEVELS // 2, out=masks[begin : begin + step])
+        return masks.view(shape).chunk(parts, dim)[index]
+
+
+def scrambled(numbers: Tensor) -> Tensor:
+    """Hash a tensor of int64, in place."""
+    for shift, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
+        numbers ^= _shifted(numbers, shift)
+        numbers *= signed(factor)
+    return numbers.bitwise_xor_(_shifted(numbers, 31))
+
+
+def signed(number: int) -> int:
+    """The number of int64 that has the same 64 bits. Products of both wrap around alike."""
+    return number - (1 << 64)
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """Shift the bits of int64 numbers to the right, with zeros in front."""
+    return (numbers >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 class SeedsInUse:
@@ -84,6 +117,6 @@ class SeedsInUse:
         finally:
             self._set(later)
 
-    def _set(self, seeds: Sequence[Sequence[int]]) -> None:
+    def _set(self, seeds: Sequence[Sequence[int] | Tensor]) -> None:
         for dropout, its in zip(self.dropouts, seeds, strict=True):
             dropout.seeds = its

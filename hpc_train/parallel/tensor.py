@@ -13,6 +13,7 @@ from hpc_train.collectives import Collectives
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.linear import Linear
+from hpc_train.models.tabular.members import MemberScale
 from hpc_train.parallel.linear import TOKENS, Deferred, ParallelLinear
 from hpc_train.parallel.vocabulary import VocabParallelCrossEntropy, VocabParallelEmbedding
 from hpc_train.sharding import SliceSpec
@@ -34,7 +35,8 @@ def parallelize(
     The styles are:
 
     - colwise, for a Linear: each rank computes its part of the outputs. A `SampleDropout` on such
-      outputs needs this style, too. Each rank then draws its part of the mask.
+      outputs needs this style, too. Each rank then draws its part of the mask. So does the
+      `MemberScale` of an ensemble.
     - rowwise, for a Linear: each rank takes its part of the inputs, which are the outputs of a
       colwise layer.
     - vocab: for an Embedding, the Linear that computes the logits, and their CrossEntropyLoss.
@@ -127,6 +129,8 @@ class _Sharing:
         """Replace one layer. Returns the slices of its parameters by their full names."""
         layer = root.get_submodule(name)
         dims = {"weight": 1} if style == "rowwise" else {"weight": 0, "bias": 0}
+        if isinstance(layer, MemberScale):
+            dims = {"weight": 1, "bias": 1}
         try:
             specs = {
                 f"{name}.{own}": self.spec(parameter, dims[own])
@@ -163,6 +167,9 @@ class _Sharing:
             return VocabParallelCrossEntropy(self.over, layer.ignore_index, each=each)
         if isinstance(layer, SampleDropout) and style == "colwise":
             layer.section = (-1, self.over.group.rank, self.over.group.size)
+            return layer
+        if isinstance(layer, MemberScale) and style == "colwise":
+            layer.weight, layer.bias = self.part(layer.weight, 1), self.part(layer.bias, 1)
             return layer
         return None
 
@@ -208,4 +215,4 @@ def _replaceable(layer: nn.Module) -> bool:
         case nn.CrossEntropyLoss():
             plain = layer.weight is None and not layer.label_smoothing
             return plain and layer.reduction in ("mean", "none")
-    return isinstance(layer, SampleDropout)
+    return isinstance(layer, SampleDropout | MemberScale)

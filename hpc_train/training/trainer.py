@@ -35,7 +35,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.simulate import enough
 from hpc_train.planning.schedules import OPTIMIZER_TENSORS
-from hpc_train.seeds import mix
+from hpc_train.seeds import mix, mix_each
 from hpc_train.training.assemble import TrainingTask, assemble
 from hpc_train.training.device import moved, seed
 from hpc_train.training.learning_rate import learning_rate
@@ -319,7 +319,7 @@ class Trainer:
         seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
         seed_samples = getattr(self.model, "seed_samples", None)
         if seed_samples is not None:
-            seed_samples([mix(base, step, place) for place in part.places])
+            seed_samples(mix_each((base, step), part.places))
 
     def _clip(self, *, needed: bool) -> float:
         """Clip the averaged gradients. Returns their norm before; 0 if nothing needs it."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 from hpc_train.models import GPT
 from hpc_train.models.dropout import SampleDropout
-from hpc_train.seeds import mix
+from hpc_train.seeds import mix, mix_each
 
 SHAPE = {"vocab": 11, "sequence": 8, "layers": 2, "hidden": 16, "heads": 2}
 
@@ -120,9 +121,35 @@ def test_sections_of_a_mask_are_parts_of_the_whole_one(dim, parts):
     assert torch.equal(torch.cat(found, dim), whole(x))
 
 
+def test_samples_and_places_have_masks_that_agree_by_chance_only():
+    masks = []
+    for place in (0, 1):
+        dropout = SampleDropout(0.5, place)
+        dropout.seeds = [0, 1, 2]
+        masks += [*dropout(torch.ones(3, 101, 99)).flatten(1)]
+    # 10 000 elements agree in half of the places, with a standard deviation of 0.005.
+    for one, other in combinations(masks, 2):
+        assert (one == other).double().mean().item() == pytest.approx(0.5, abs=0.025)
+
+
+def test_masks_of_many_samples_are_those_of_each():
+    x = torch.ones(9, 70, 1001)  # more hashes than are computed at once
+    dropout = SampleDropout(0.5, place=1)
+    dropout.seeds = range(9)
+    whole = dropout(x)
+    for number in range(9):
+        dropout.seeds = [number]
+        assert torch.equal(dropout(x[:1])[0], whole[number])
+
+
 def test_forgotten_seeds_are_an_error():
     with pytest.raises(ValueError, match="call seed_samples"):
         gpt(dropout=0.1)(tokens())
+
+
+def test_many_seeds_at_once_are_those_of_mix():
+    last = [0, 1, 77, 2**40]
+    assert mix_each((3, 4), last) == [mix(3, 4, one) for one in last]
 
 
 def test_mix_gives_unrelated_seeds():

@@ -192,9 +192,10 @@ class GPT(nn.Module):
         """Set the seeds of dropout for the next forward pass, one for each sample."""
         if not self.drops:
             return  # walking through all modules takes time, and no layer would use the seeds
+        kept = torch.as_tensor(seeds, dtype=torch.int64)
         for module in self.modules():
             if isinstance(module, SampleDropout):
-                module.seeds = seeds
+                module.seeds = kept
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None

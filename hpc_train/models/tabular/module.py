@@ -7,8 +7,7 @@ al., "TabM", https://arxiv.org/abs/2410.24210. All of them read rows as `data.ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ class TabularModel(nn.Module):
 
     stages = ("embedding", "blocks.*", "head")
     memory_blocks = ("blocks.*",)
-    tensor_plan: ClassVar[dict[str, str]]
+    tensor_plan: Mapping[str, str]
 
     embedding: nn.Module
     blocks: nn.ModuleList
@@ -56,8 +55,9 @@ class TabularModel(nn.Module):
 
     def seed_samples(self, seeds: Sequence[int]) -> None:
         """Set the seeds of dropout for the next forward pass, one for each row."""
+        kept = torch.as_tensor(seeds, dtype=torch.int64)
         for dropout in self._dropouts:
-            dropout.seeds = seeds
+            dropout.seeds = kept
 
     def forward(self, numeric: Tensor, categorical: Tensor) -> Tensor:
         """Compute predictions: logits of classes or labels, scaled values, or their quantiles.
@@ -216,13 +216,6 @@ class TabularMlp(TabularModel):
         members: number of members K.
     """
 
-    tensor_plan: ClassVar[dict[str, str]] = {
-        "blocks.*.up": "colwise",
-        "blocks.*.after_up.scale": "colwise",
-        "blocks.*.after_up.dropout": "colwise",
-        "blocks.*.down": "rowwise",
-    }
-
     def __init__(
         self,
         *,
@@ -240,12 +233,16 @@ class TabularMlp(TabularModel):
             MlpLayer(members, hidden, dropout, 0),
         )
         self.blocks = nn.ModuleList(MlpBlock(hidden, members, dropout, i) for i in range(layers))
-        several = members > 1
-        self.head = (
-            MemberHeads(members, hidden, sizes.outputs)
-            if several
-            else Linear(hidden, sizes.outputs)
-        )
+        self.tensor_plan = {
+            "blocks.*.up": "colwise",
+            "blocks.*.after_up.dropout": "colwise",
+            "blocks.*.down": "rowwise",
+        }
+        if members > 1:
+            self.tensor_plan["blocks.*.after_up.scale"] = "colwise"
+            self.head = MemberHeads(members, hidden, sizes.outputs)
+        else:
+            self.head = Linear(hidden, sizes.outputs)
         self.complete()
 
 
@@ -297,12 +294,6 @@ class TabularResnet(TabularModel):
         numeric: how numbers become vectors.
     """
 
-    tensor_plan: ClassVar[dict[str, str]] = {
-        "blocks.*.up": "colwise",
-        "blocks.*.dropout_up": "colwise",
-        "blocks.*.down": "rowwise",
-    }
-
     def __init__(
         self,
         *,
@@ -317,6 +308,11 @@ class TabularResnet(TabularModel):
         self.embedding = RowEmbedding(sizes, hidden, embedding_width, numeric)
         self.blocks = nn.ModuleList(ResnetBlock(hidden, dropout, i) for i in range(layers))
         self.head = NormHead(hidden, sizes.outputs)
+        self.tensor_plan = {
+            "blocks.*.up": "colwise",
+            "blocks.*.dropout_up": "colwise",
+            "blocks.*.down": "rowwise",
+        }
         self.complete()
 
 
@@ -400,14 +396,6 @@ class TabularTransformer(TabularModel):
         numeric: how numbers become vectors.
     """
 
-    tensor_plan: ClassVar[dict[str, str]] = {
-        "blocks.*.attention.qkv": "colwise",
-        "blocks.*.attention.out": "rowwise",
-        "blocks.*.mlp.up": "colwise",
-        "blocks.*.mlp.dropout": "colwise",
-        "blocks.*.mlp.down": "rowwise",
-    }
-
     def __init__(
         self,
         *,
@@ -424,4 +412,11 @@ class TabularTransformer(TabularModel):
             TransformerBlock(hidden, heads, dropout, i) for i in range(layers)
         )
         self.head = NormHead(hidden, sizes.outputs)
+        self.tensor_plan = {
+            "blocks.*.attention.qkv": "colwise",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.dropout": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+        }
         self.complete()
