@@ -18,8 +18,8 @@ from hpc_train.data.tables.features import MISSING_CODE, TableFeatures
 from hpc_train.models.dropout import uniforms
 from hpc_train.seeds import mix
 
-CELLS, VALUES, SECOND_VIEW = 1, 2, 3  # make the numbers drawn for one row differ
-PROJECTION = 64  # width of the vectors that are contrasted
+# Places of random numbers of a row, which no dropout layer has.
+CELLS, VALUES, SECOND_VIEW = 1 << 40, 2 << 40, 3 << 40
 
 
 class MaskedCells:
@@ -46,7 +46,6 @@ class MaskedCells:
         self.numbers = len(features.numeric)
         self.codes = [one.codes for one in features.categorical]
         self.share = share
-        self.outputs = self.numbers + sum(self.codes)
         self.seeds: Sequence[int] = ()
 
     def seed_samples(self, seeds: Sequence[int]) -> None:
@@ -102,8 +101,6 @@ class CorruptedRows:
         together: number of rows in a group.
     """
 
-    outputs = PROJECTION
-
     def __init__(self, features: TableFeatures, share: float, together: int) -> None:
         self.share, self.together = share, together
         self.seeds: Sequence[int] = ()
@@ -121,8 +118,9 @@ class CorruptedRows:
         """The loss of a batch of whole groups, a scalar; rows count by their weights."""
         numeric, categorical, _, weight = batch
         others = self.corrupted(numeric, categorical)
-        if hasattr(model, "seed_samples"):  # the views have dropout masks of their own
-            model.seed_samples([*self.seeds, *(mix(seed, SECOND_VIEW) for seed in self.seeds)])
+        seed_samples: Any = getattr(model, "seed_samples", None)
+        if seed_samples is not None:  # the views have dropout masks of their own
+            seed_samples([*self.seeds, *(mix(seed, SECOND_VIEW) for seed in self.seeds)])
         both = [torch.cat(pair) for pair in zip((numeric, categorical), others, strict=True)]
         vectors = model(*both)
         vectors = F.normalize(vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=2)

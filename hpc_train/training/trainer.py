@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +83,8 @@ class Trainer:
         held_out = Reader(task.validation, lock)
         compute = None if task.scores is None else task.scores.compute
         self.validation = Validation(config, held_out, made, self._measured, self.counted, compute)
+        self.validation.seed_samples = self._seed_samples
+        self.validation.together = task.together
         self.held_out: dict[str, float] = {}
         """The mean loss and the scores of the last pass over held-out samples."""
         self.meter = Meter(config.data.batch, self.group.waiting, task.tokens_per_sample)
@@ -317,9 +319,14 @@ class Trainer:
         # Other layers draw other numbers.
         stage = virtual_stage * self.grid.pp + self.grid.coordinate.pp
         seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
-        seed_samples = getattr(self.model, "seed_samples", None)
-        if seed_samples is not None:
-            seed_samples(mix_each((base, step), part.places))
+        self._seed_samples((base, step), part.places)
+
+    def _seed_samples(self, numbers: Sequence[int], last: Sequence[int]) -> None:
+        """Give the model and the loss a seed for each sample, if they draw for samples."""
+        for one in (self.model, self.loss):
+            seed_samples: Any = getattr(one, "seed_samples", None)
+            if seed_samples is not None:
+                seed_samples(mix_each(numbers, last))
 
     def _clip(self, *, needed: bool) -> float:
         """Clip the averaged gradients. Returns their norm before; 0 if nothing needs it."""
