@@ -45,5 +45,9 @@ def _train(settings: RunConfig | Exception, runtime: Runtime) -> None:
     with agreed(runtime.world):
         if isinstance(settings, Exception):
             raise settings
-        from hpc_train.training.gpt import train_gpt  # load torch last: mistakes show at once
-    train_gpt(settings, runtime)
+        # Load torch last: mistakes show at once.
+        if settings.model.kind == "gpt":
+            from hpc_train.training.gpt import train_gpt as train
+        else:
+            from hpc_train.training.tables import train_table as train
+    train(settings, runtime)

@@ -68,7 +68,7 @@ class ShardFiles(Generic[S]):
         extents = [shard.extents(manifest.dtype) for shard in self.shards]
         self.names = [name for name in (extents[0] if extents else ()) if name != "hashes"]
         sizes = np.array([[one[name][1] for name in self.names] for one in extents], np.int64)
-        blocks = -(-sizes.reshape(len(extents), -1) // HASHED_BYTES)
+        blocks = -(-sizes.reshape(len(extents), len(self.names)) // HASHED_BYTES)
         # Blocks are counted through all shards, and in each of them through its datasets.
         self._ends = blocks.sum(1).cumsum()
         first = (self._ends - blocks.sum(1))[:, None] + blocks.cumsum(1) - blocks

@@ -69,9 +69,16 @@ def features_of(directory: Path) -> TableFeatures:
     Raises:
         ConfigError: the folder has no prepared table.
     """
-    raise ConfigError(
-        f"{directory} has no prepared table", "give data.path the folder of `prepare table`"
-    )
+    # Loaded here, because it loads numpy, which the plan of a GPT does not need.
+    from hpc_train.data.tables.table_manifest import read_table_manifest
+
+    try:
+        return read_table_manifest(directory).features
+    except DataError as error:
+        raise ConfigError(
+            f"the sizes of the table are not known: {error.cause}",
+            "give data.path the folder of `hpc-train prepare table`",
+        ) from None
 
 
 def planned_shape(config: RunConfig) -> Shape:
@@ -86,7 +93,10 @@ def planned_shape(config: RunConfig) -> Shape:
     folders = [Path(folder) for folder in config.data.folders]
     if config.model.kind != "gpt":
         if not folders:
-            raise ConfigError("the sizes of the table are not known", "give data.path")
+            raise ConfigError(
+                "the sizes of the table are not known",
+                "give data.path the folder of `hpc-train prepare table`",
+            )
         return shape_of(config.model, table_sizes(features_of(folders[0]), config.model.quantiles))
     if config.model.vocab is not None:
         return shape_of(config.model, config.model.vocab)

@@ -21,7 +21,8 @@ from hpc_train.data.loader import Part, cut
 from hpc_train.data.mixture import Mixture
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.packing import PackedDataset
-from hpc_train.data.shards import TokenDataset
+from hpc_train.data.shard_files import ShardFiles
+from hpc_train.data.tables.balanced import RowsOfClass
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.gradients import GradientAverager, LossScaler
 from hpc_train.models.deferred import deferred, recipes_of
@@ -346,9 +347,7 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
         ConfigError: it cannot.
     """
     every = task.dataset.datasets if isinstance(task.dataset, Mixture) else [task.dataset]
-    of_shards = [one for one in every if isinstance(one, (TokenDataset, PackedDataset))]
-    cached = [one for one in of_shards if one.files.cache is not None]
-    if data.cache is not None and len(cached) < len(every):
+    if data.cache is not None and not all(map(_is_cached, every)):
         raise ConfigError(
             "data.cache is given, but the data set was made without a cache",
             "leave data.cache out, or give each TokenDataset a BlockCache",
@@ -385,6 +384,13 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
             "data.damaged is substitute, but the data set substitutes no samples",
             "leave data.damaged out, or give a TokenDataset with damaged='substitute'",
         )
+
+
+def _is_cached(dataset: Any) -> bool:
+    """Whether a data set reads shards through a cache of its node."""
+    of = dataset.dataset if isinstance(dataset, RowsOfClass) else dataset
+    files = getattr(of, "files", None)
+    return isinstance(files, ShardFiles) and files.cache is not None
 
 
 def sample_order_identity(config: RunConfig, order: SampleOrder) -> dict[str, Any]:

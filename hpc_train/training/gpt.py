@@ -57,11 +57,12 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             "dtype": config.precision.parameters,
             "tokenizer": describe_tokenizer(manifest.tokenizer, directory),
         }
-    with node_caches(config.data, found, group) as caches:
+    of_folders = {directory: manifest.digest for directory, manifest in found.items()}
+    with node_caches(config.data, of_folders, group) as caches:
         splits = manifests.SPLITS
         training, held_out = (samples_of(config, found, name, group, caches) for name in splits)
         assert training is not None  # only held-out samples may be missing
-        digests = [one.digest for one in found.values()]
+        digests = [*of_folders.values()]
         data = digests if len(digests) > 1 else digests[0]
         identity = {"data": data, "model.sequence": config.model.sequence, **shape.identity}
         if not config.data.across_documents:

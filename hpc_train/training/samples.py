@@ -28,13 +28,13 @@ Samples = TokenDataset | PackedDataset
 
 @contextmanager
 def node_caches(
-    section: DataSection, found: Mapping[Path, Manifest], group: Group
+    section: DataSection, digests: Mapping[Path, str], group: Group
 ) -> Iterator[dict[Path, BlockCache]]:
     """The caches of `data.cache` on this node, by data folder, until the block ends. Collective.
 
     Args:
         section: the section `data` of the configuration.
-        found: the manifests of the folders.
+        digests: the digests of the folders' manifests.
         group: all ranks of the job.
 
     Raises:
@@ -44,9 +44,9 @@ def node_caches(
         caches = {}
         if section.cache is not None:
             with agreed(group):
-                limit = int(section.cache_gb * 1e9) // len(found)
-                for directory, manifest in found.items():
-                    caches[directory] = BlockCache(Path(section.cache), manifest.digest, limit)
+                limit = int(section.cache_gb * 1e9) // len(digests)
+                for directory, digest in digests.items():
+                    caches[directory] = BlockCache(Path(section.cache), digest, limit)
                     stack.callback(caches[directory].close)
         yield caches
 

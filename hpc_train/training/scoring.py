@@ -75,12 +75,9 @@ class GatheredRows:
 
         def computed() -> dict[str, float]:
             numbers = np.concatenate([some for some, _ in self._parts])
-            order = np.argsort(numbers, kind="stable")
-            names = self._parts[0][1]
-            arrays = {
-                name: np.concatenate([rows[name] for _, rows in self._parts])[order]
-                for name in names
-            }
+            places = np.empty_like(numbers)
+            places[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
+            arrays = {name: self._in_order(name, places) for name in [*self._parts[0][1]]}
             return {
                 name: float(score)
                 for name, score in compute(arrays).items()
@@ -88,6 +85,15 @@ class GatheredRows:
             }
 
         return from_first(self.group, computed)
+
+    def _in_order(self, name: str, places: np.ndarray) -> np.ndarray:
+        """The rows of this name, each at its place. Frees the parts that they came in."""
+        first = self._parts[0][1][name]
+        array, begin = np.empty((len(places), *first.shape[1:]), first.dtype), 0
+        for numbers, rows in self._parts:
+            array[places[begin : begin + len(numbers)]] = rows.pop(name)
+            begin += len(numbers)
+        return array
 
 
 def _rows(tensors: Mapping[str, Tensor], samples: int) -> dict[str, np.ndarray]:

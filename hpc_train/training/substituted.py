@@ -12,7 +12,7 @@ from typing import Any, Literal
 from hpc_train.checkpoint.state import ExtraState
 from hpc_train.data.check import check_shards, every_shard
 from hpc_train.data.loader import Step
-from hpc_train.data.manifest import Manifest
+from hpc_train.data.manifest import Manifest, StoredData, StoredShard
 from hpc_train.data.substitutes import (
     COPY_AGAIN,
     MOST_SUBSTITUTED,
@@ -31,27 +31,39 @@ logger = logging.getLogger(__name__)
 _KEY = "substituted_samples"  # in metrics.jsonl and in checkpoints
 
 
+def check_each_shard(runtime: Runtime, directory: Path, manifest: StoredData[StoredShard]) -> None:
+    """Check a data folder's shards, which each node may see in another way. Collective.
+
+    The ranks of each node divide them among them.
+
+    Raises:
+        DataError: a shard cannot be used; on all ranks.
+    """
+    node = runtime.node
+    with agreed(runtime.world):
+        check_shards(directory, manifest, every_shard(manifest)[node.rank :: node.size])
+
+
 def check_on_nodes(
     runtime: Runtime,
     directory: Path,
     manifest: Manifest,
     damaged: Literal["raise", "substitute"],
 ) -> None:
-    """Check a data folder's shards, which each node may see in another way. Collective.
+    """Check a data folder's shards as `data.damaged` says. Collective.
 
-    The ranks of each node divide them among them. With "substitute" a node warns of shards that
-    cannot be used.
+    With "raise" as `check_each_shard`. With "substitute" a node warns of shards that cannot be
+    used.
 
     Raises:
         DataError: a shard cannot be used; with "substitute": too many cannot. On all ranks.
     """
     world, node = runtime.world, runtime.node
-    mine = every_shard(manifest)[node.rank :: node.size]
     if damaged == "raise":
-        with agreed(world):
-            check_shards(directory, manifest, mine)
+        check_each_shard(runtime, directory, manifest)
         return
     with agreed(world):
+        mine = every_shard(manifest)[node.rank :: node.size]
         unfit = unfit_shards(directory, manifest, mine)
     unfit = node.united(unfit)
     with agreed(world):

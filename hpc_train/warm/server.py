@@ -35,7 +35,10 @@ LIBRARIES = (
     *("jsonargparse", "docstring_parser", "typeshed_client", "rich.console", "rich.progress"),
     *("torch.utils.data", "tokenizers"),
 )
-PROGRAM = ("hpc_train.cli.train", "hpc_train.training.gpt", "hpc_train.models.gpt.module")
+PROGRAM = (
+    *("hpc_train.cli.train", "hpc_train.training.gpt", "hpc_train.models.gpt.module"),
+    *("hpc_train.training.tables", "hpc_train.models.tabular.module"),
+)
 BEFORE = 20.0  # seconds to wait for the first stand-in
 AFTER = 1.0  # seconds to wait for another one of the same start
 PR_SET_PDEATHSIG = 1  # prctl(2)

@@ -28,6 +28,32 @@ def test_a_written_configuration_reads_back_equal(tmp_path):
     assert load(write(tmp_path, made.to_yaml())) == made
 
 
+def test_a_kind_of_model_has_its_own_keys_and_defaults(tmp_path):
+    """In any order of the options, and again from the file that says what was taken."""
+    made = load(None, ["--model.members", "8", "--model.kind", "tabular_mlp"]).model
+    assert (made.members, made.hidden, made.numeric) == (8, 128, "piecewise_linear")
+    assert (made.heads, made.vocab, made.sequence, made.tie_embeddings) == (None,) * 4
+    written = load(None, ["--model.kind=tabular_mlp", "--model.quantiles=[0.1, 0.9]"])
+    assert "members: 16" in written.to_yaml()
+    assert load(write(tmp_path, written.to_yaml())) == written
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--model.kind=tabular", "--model.vocab=9"], "vocab"),
+        (["--model.kind=tabular", "--model.members=9"], "members"),
+        (["--model.kind=tabular_mlp", "--model.heads=2"], "heads"),
+        (["--model.kind=tabular_resnet", "--model.tie_embeddings=false"], "tie_embeddings"),
+        (["--model.numeric=linear"], "numeric"),
+        (["--model.quantiles=[0.5]"], "quantiles"),
+    ],
+)
+def test_a_key_of_another_kind_of_model_is_refused(options, key):
+    with pytest.raises(ConfigError, match=f"model.{key} is given, but model.kind .* does not have"):
+        load(None, options)
+
+
 ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
 
 
@@ -44,6 +70,8 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ("run: {steps: 1, epochs: 1}", "run.steps and run.epochs are both given"),
         ("model: {hidden: 64, heads: 3}", "does not divide model.hidden 64: nearest that do: 2, 4"),
         ("model: {dropout: 1.0}", "model.dropout is 1.0"),
+        ("model: {kind: tabular, quantiles: [0.5, 1]}", "give numbers above 0 and below 1"),
+        ("model: {kind: tabular_mlp, members: 0}", "model.members is 0: give 1 or more"),
         ("gradients: {engine: nccl}", "it takes one of auto, horovod, mpi"),
         ("gradients: {reduction: adasum}", "engine is auto: use --gradients.engine horovod"),
         (

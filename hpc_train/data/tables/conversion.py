@@ -33,6 +33,7 @@ TRUTH = {"true": 1.0, "false": 0.0}
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SHOWN = 40  # characters of a wrong value that a message has
 EXACT = float(1 << 53)  # below it a float is a whole number exactly
+LAST_CHARACTER = 0x10FFFF
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -152,6 +153,8 @@ def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> 
     of = values.dtype.kind
     if of not in "biufMSU":
         raise DataError(f"is of type {values.dtype}", "give it the kind ignored in the schema")
+    if of == "U" and not _is_unicode(values):
+        raise DataError("has characters that Unicode has not", "write the file again")
     if of == "M":
         values = values.astype("datetime64[us]")
     if (kind == "numeric" and of in "biuf") or (kind == "date" and of == "M"):
@@ -166,6 +169,12 @@ def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> 
     if of not in "SU":
         given = [None if one is None else canonical_text(one) for one in given]
     return from_different(given, codes, kind, missing if of in "SU" else ())
+
+
+def _is_unicode(values: np.ndarray) -> bool:
+    """Whether all code points of texts are characters, which NumPy does not check."""
+    codes = np.ascontiguousarray(values.astype(values.dtype.newbyteorder("="))).view(np.uint32)
+    return not ((codes > LAST_CHARACTER) | ((codes >= 0xD800) & (codes < 0xE000))).any()
 
 
 def from_arrow(array: Any, kind: ColumnKind, missing: Sequence[str]) -> ColumnValues:

@@ -69,7 +69,7 @@ def cut_csv(file: TableFile, nbytes: int, *, quoted_newlines: bool) -> list[Tabl
         return [TablePortion(file, 0, ENDLESS, quoted_newlines)]
     return [
         TablePortion(file, begin, min(begin + nbytes, file.nbytes), quoted_newlines)
-        for begin in range(0, file.nbytes, nbytes)
+        for begin in range(0, max(file.nbytes, 1), nbytes)  # an empty file is told when it is read
     ]
 
 

@@ -240,6 +240,6 @@ def _classes(schema: TableSchema, trees: Sequence[Any], rows: int) -> TargetValu
             f"all training rows have the target {name} = {next(iter(counts))}",
             "give rows with two classes or more",
         )
-    classes = class_order(counts, numbers=schema.kind(name) == "numeric")
+    classes = class_order(counts)
     shares = tuple(counts[one] / rows for one in classes)
     return TargetValues(task="classification", names=(name,), classes=classes, shares=shares)

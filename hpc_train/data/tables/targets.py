@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +37,12 @@ def class_texts(values: np.ndarray | Categories) -> Categories:
     return Categories(places[codes], tuple(class_text(one) for one in different[finite].tolist()))
 
 
-def class_order(counts: Mapping[str, int], *, numbers: bool) -> tuple[str, ...]:
-    """The classes in the order of their numbers: by value, or by text."""
-    return tuple(sorted(counts, key=float if numbers else None))
+def class_order(texts: Iterable[str]) -> tuple[str, ...]:
+    """Classes in the order of their numbers: by value if all of them are numbers, else by text."""
+    every = sorted(texts)
+    with suppress(ValueError):
+        return tuple(sorted(every, key=float))
+    return tuple(every)
 
 
 def encode_target(

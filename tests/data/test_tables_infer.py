@@ -1,0 +1,142 @@
+"""The schema that is found in a table says what its columns hold."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from datetime import date
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hpc_train.data.tables.infer import infer_schema
+from hpc_train.data.tables.sources import list_tables
+from hpc_train.errors import DataError
+
+COUNT = 200
+
+
+def columns():
+    numbers = range(COUNT)
+    return {
+        "float": [n / 7 if n % 5 else "NA" for n in numbers],
+        "class": [n % 3 for n in numbers],
+        "truth": [["true", "False", ""][n % 3] for n in numbers],
+        "color": [["red", "green", "dark, blue"][n % 3] for n in numbers],
+        "day": [f"2020-01-{1 + n % 28:02}" for n in numbers],
+        "moment": [f"2020-01-{1 + n % 28:02}T10:00:00Z" for n in numbers],
+        "free": [f"this is\nrow {n}" for n in numbers],
+        "empty": ["" for _ in numbers],
+        "mixed": [n if n != 77 else "?" for n in numbers],
+    }
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns())
+        writer.writerows(zip(*columns().values(), strict=True))
+    return path
+
+
+def kinds(schema):
+    return {column.name: column.kind for column in schema.columns}
+
+
+def test_kinds_are_found_in_the_texts_of_a_csv_file(table, caplog):
+    with caplog.at_level(logging.INFO, "hpc_train"):
+        schema = infer_schema(list_tables([table]))
+    assert kinds(schema) == {
+        "float": "numeric",
+        "class": "numeric",
+        "truth": "numeric",
+        "color": "categorical",
+        "day": "date",
+        "moment": "date",
+        "free": "ignored",
+        "empty": "ignored",
+        "mixed": "numeric",
+    }
+    assert "column 'free' is ignored: 200 of its 200 sampled values" in caplog.text
+    assert "column 'empty' is ignored" in caplog.text
+    assert "column 'mixed' is numeric, but some values are not, as '?'" in caplog.text
+
+
+def test_kinds_are_those_of_the_types_of_parquet(tmp_path):
+    rows = pa.table(
+        {
+            "i": range(COUNT),
+            "f": np.ones(COUNT, np.float32),
+            "b": [True, False] * (COUNT // 2),
+            "d": [date(2020, 1, 1)] * COUNT,
+            "t": ["x", "y"] * (COUNT // 2),
+            "n": ["1", "2"] * (COUNT // 2),
+            "l": [[1]] * COUNT,
+        }
+    )
+    pq.write_table(rows, tmp_path / "a.parquet")
+    assert kinds(infer_schema(list_tables([tmp_path]))) == {
+        "i": "numeric",
+        "f": "numeric",
+        "b": "numeric",
+        "d": "date",
+        "t": "categorical",
+        "n": "numeric",
+        "l": "ignored",
+    }
+
+
+@pytest.mark.parametrize(
+    ("targets", "task", "kind"),
+    [
+        (["class"], "classification", "categorical"),
+        (["truth"], "classification", "categorical"),
+        (["color"], "classification", "categorical"),
+        (["float"], "regression", "numeric"),
+        (["mixed"], "regression", "numeric"),
+        (["class", "truth"], "multilabel", "numeric"),
+        ([], "none", "numeric"),
+    ],
+)
+def test_the_task_is_that_of_the_target(table, targets, task, kind):
+    schema = infer_schema(list_tables([table]), targets=targets)
+    assert schema.task == task
+    assert all(schema.kind(name) == kind for name in targets)
+
+
+def test_roles_have_columns_that_suit_them(table):
+    files = list_tables([table])
+    schema = infer_schema(
+        files, targets=["class"], task="regression", group="free", time="day", weight="float"
+    )
+    assert (schema.kind("class"), schema.kind("free")) == ("numeric", "categorical")
+    for roles in (
+        {"time": "color"}, {"weight": "day"}, {"weight": "absent"}, {"targets": ["absent"]},
+        {"targets": ["color"], "task": "regression"},
+    ):  # fmt: skip
+        with pytest.raises(DataError, match="column"):
+            infer_schema(files, **roles)
+
+
+def test_a_file_with_other_columns_is_named(table, tmp_path):
+    other = tmp_path / "b.csv"
+    names = table.read_text().split("\n")[0].split(",")
+    other.write_text(",".join([*names[1:], "new"]) + "\n")
+    with pytest.raises(DataError, match=r"b\.csv has no column 'float'"):
+        infer_schema(list_tables([table, other]))
+
+
+def test_the_middle_of_large_files_is_sampled_also_inside_quotes(tmp_path):
+    path = tmp_path / "a.csv"
+    text = "\n".join(f"line {n}, of a text" for n in range(30))
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["n", "late", "text"])
+        for n in range(12_000):
+            writer.writerow([n, "x" if n > 2000 else "", text if n % 2 else '"' + text])
+    schema = infer_schema(list_tables([path]))
+    assert kinds(schema) == {"n": "numeric", "late": "categorical", "text": "categorical"}
