@@ -190,6 +190,12 @@ class ModelSection:
             raise ConfigError(
                 f"model.quantiles is {self.quantiles}", "give numbers above 0 and below 1"
             )
+        if self.quantiles and self.pretraining not in (None, "none"):
+            raise ConfigError(
+                f"model.quantiles is given, but model.pretraining {self.pretraining} does not "
+                "learn the target",
+                "leave model.quantiles out",
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.dropout is {self.dropout}", "give a number from 0 to below 1")
         if self.corrupted is not None and not 0 < self.corrupted < 1:

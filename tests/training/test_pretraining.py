@@ -20,6 +20,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.pretraining import CorruptedRows, MaskedCells
+from hpc_train.training.table_task import table_task
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import alone, check_equal, config
 
@@ -174,6 +175,43 @@ def test_losses_of_pretraining_are_those_of_one_rank(job, together, kind, pretra
         train(together / layout, kind, pretraining, options, job)
         if job.world.rank == 0:
             check_equal(together / layout, together / "reference")
+
+
+def test_a_prepared_table_is_trained_on_without_its_target(tmp_path):
+    loads = []
+    for pretraining, options in {"masked_cells": [], "contrast": ["--model.together", "4"]}.items():
+        words = ["--model.kind", "tabular_resnet", "--model.pretraining", pretraining, *options]
+        task = table_task(config(tmp_path, *words), FEATURES, Rows(30, 1), None, Group())
+        assert task.model.head.output.out_features == OUTPUTS[pretraining]
+        assert task.scores is None
+        loads.append(task.together)
+    assert loads == [1, 4]
+    with pytest.raises(ConfigError, match="without a target"):
+        table_task(
+            config(tmp_path, "--model.kind", "tabular"), FEATURES, Rows(30, 1), None, Group()
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (["--model.corrupted", "0.2"], "model.corrupted is given, but model.pretraining is none"),
+        (
+            ["--model.pretraining", "masked_cells", "--model.together", "8"],
+            "model.together is given, but model.pretraining is masked_cells",
+        ),
+        (["--model.pretraining", "contrast", "--model.corrupted", "1"], "model.corrupted is 1"),
+        (["--model.pretraining", "contrast", "--model.quantiles", "[0.5]"], "quantiles is given"),
+        (
+            ["--model.pretraining", "contrast", "--data.sampling", "balanced"],
+            "sampling is balanced",
+        ),
+    ],
+)
+def test_keys_without_an_effect_are_refused(tmp_path, options, cause):
+    with pytest.raises(ConfigError, match=cause):
+        words = ["--model.kind", "tabular", *options]
+        table_task(config(tmp_path, *words), FEATURES, Rows(30, 1), None, Group())
 
 
 def test_groups_must_fit_into_micro_batches(tmp_path):
