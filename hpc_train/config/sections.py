@@ -92,7 +92,14 @@ class RunSection:
         return seconds
 
 
-_OF_TABLES: dict[str, Any] = {"dropout": 0.1, "numeric": "piecewise_linear", "quantiles": []}
+_OF_TABLES: dict[str, Any] = {
+    "dropout": 0.1,
+    "numeric": "piecewise_linear",
+    "quantiles": [],
+    "pretraining": "none",
+    "corrupted": None,
+    "together": None,
+}
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt": {
         "layers": 6,
@@ -114,7 +121,13 @@ MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     "tabular_resnet": {"layers": 2, "hidden": 128, "embedding_width": 16, **_OF_TABLES},
 }
 """The keys of section model that each kind has, and their defaults. None stands for what the data
-decides."""
+or other keys decide."""
+PRETRAINING_DEFAULTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "masked_cells": {"corrupted": 0.3},
+    "contrast": {"corrupted": 0.3, "together": 32},
+}
+"""The keys that each value of model.pretraining has besides, and their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,19 +169,20 @@ class ModelSection:
     quantiles: list[float] = field(default_factory=list)
     """Quantiles that a regression of a table predicts, as numbers between 0 and 1. By default it
     predicts the mean."""
+    pretraining: Literal["none", "masked_cells", "contrast"] | None = None
+    """What a model of tables learns in place of the target: to predict cells that are hidden from
+    it, or to tell a row's corrupted copy from those of other rows. By default it learns the
+    target."""
+    corrupted: float | None = None
+    """Share of the cells that pretraining hides or replaces. By default it is 0.3."""
+    together: int | None = None
+    """Number of neighbours in a step's order whose copies are told from each other, with
+    model.pretraining contrast. It divides data.micro_batch. By default it is 32."""
 
     def __post_init__(self) -> None:
-        known = MODEL_DEFAULTS[self.kind]
-        for key in {key for keys in MODEL_DEFAULTS.values() for key in keys}:
-            if getattr(self, key) is None:
-                object.__setattr__(self, key, known.get(key))  # the section is frozen
-            elif key not in known and getattr(self, key) != []:
-                raise ConfigError(
-                    f"model.{key} is given, but model.kind {self.kind} does not have it",
-                    f"leave model.{key} out",
-                )
+        self._resolve()
         at_least(self, "model", layers=1, hidden=1, heads=1, vocab=1, sequence=1)
-        at_least(self, "model", embedding_width=1, members=1)
+        at_least(self, "model", embedding_width=1, members=1, together=2)
         assert self.hidden is not None  # all kinds have it
         assert self.dropout is not None
         if self.heads is not None and self.hidden % self.heads:
@@ -181,8 +195,40 @@ class ModelSection:
             raise ConfigError(
                 f"model.quantiles is {self.quantiles}", "give numbers above 0 and below 1"
             )
+        if self.quantiles and self.pretraining not in (None, "none"):
+            raise ConfigError(
+                f"model.quantiles is given, but model.pretraining {self.pretraining} does not "
+                "learn the target",
+                "leave model.quantiles out",
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.dropout is {self.dropout}", "give a number from 0 to below 1")
+        if self.corrupted is not None and not 0 < self.corrupted < 1:
+            raise ConfigError(
+                f"model.corrupted is {self.corrupted}", "give a number above 0 and below 1"
+            )
+
+    def _resolve(self) -> None:
+        """Give keys that were left out their defaults for this kind.
+
+        Raises:
+            ConfigError: a key was given that this kind, or its way of training, does not have.
+        """
+        known = MODEL_DEFAULTS[self.kind] | PRETRAINING_DEFAULTS[self.pretraining or "none"]
+        for key in ("corrupted", "together"):
+            if getattr(self, key) is not None and known.get(key) is None:
+                raise ConfigError(
+                    f"model.{key} is given, but model.pretraining is {self.pretraining or 'none'}",
+                    f"leave model.{key} out",
+                )
+        for key in {key for keys in MODEL_DEFAULTS.values() for key in keys}:
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, known.get(key))  # the section is frozen
+            elif key not in known and getattr(self, key) != []:
+                raise ConfigError(
+                    f"model.{key} is given, but model.kind {self.kind} does not have it",
+                    f"leave model.{key} out",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +291,10 @@ class DataSection:
     sampling: Literal["natural", "balanced"] = "natural"
     """For the classification of tables, how often each class is drawn: as often as it occurs, or
     with balanced each class equally often. An epoch has as many samples in both cases."""
+    importance: int = 0
+    """For tables, number of times that each feature is permuted among the held-out rows after the
+    last step. importance.json of the run directory then has what the loss and the scores change
+    by. 0 disables it."""
 
     def __post_init__(self) -> None:
         if isinstance(self.path, list):
@@ -253,7 +303,7 @@ class DataSection:
             raise ConfigError(
                 f"data.path is {self.path!r}", f"give a folder, or a list of {MIXTURE_FORM}"
             )
-        at_least(self, "data", batch=1, validation_every=0, validation_batches=0)
+        at_least(self, "data", batch=1, validation_every=0, validation_batches=0, importance=0)
         at_least(self, "data", prefetch=0, workers=0, cache_gb=0)
         if self.cache_gb and self.cache is None:
             raise ConfigError(

@@ -63,8 +63,7 @@ class SampleDropout(nn.Module):
         shape[dim] *= parts
         elements = math.prod(shape[1:])
         words = -(-elements // PER_WORD)
-        seeds = torch.as_tensor(self.seeds, dtype=torch.int64, device=x.device)
-        keys = scrambled(seeds + (self.place + 1) * GAMMA % (1 << 63)).unsqueeze(1)
+        keys = _keys(self.seeds, self.place, x.device)
         counts = torch.arange(1, words + 1, device=x.device).mul_(signed(GAMMA))
         masks = torch.empty(len(x), elements, dtype=x.dtype, device=x.device)
         step = max(1, HASHES_AT_ONCE // max(1, words))
@@ -72,6 +71,31 @@ class SampleDropout(nn.Module):
             drawn = scrambled(keys[begin : begin + step] + counts).view(torch.int16)
             torch.ge(drawn[:, :elements], dropped - LEVELS // 2, out=masks[begin : begin + step])
         return masks.view(shape).chunk(parts, dim)[index]
+
+
+def uniforms(
+    seeds: Sequence[int] | Tensor, place: int, count: int, device: torch.device | None = None
+) -> Tensor:
+    """Random numbers of samples, which follow from their seeds alone.
+
+    Args:
+        seeds: a seed for each of B samples, below 2^63.
+        place: a number that differs between the draws for one sample.
+        count: how many numbers of each sample.
+        device: where to compute them.
+
+    Returns:
+        Numbers from 0 to below 1, float64 (B, count).
+    """
+    counts = torch.arange(1, count + 1, device=device).mul_(signed(GAMMA))
+    drawn = scrambled(_keys(seeds, place, device) + counts)
+    return _shifted(drawn, 11).double().mul_(2.0**-53)
+
+
+def _keys(seeds: Sequence[int] | Tensor, place: int, device: torch.device | None) -> Tensor:
+    """The keys of samples' random numbers at a place, int64 (B, 1)."""
+    given = torch.as_tensor(seeds, dtype=torch.int64, device=device)
+    return scrambled(given + (place + 1) * GAMMA % (1 << 63)).unsqueeze(1)
 
 
 def scrambled(numbers: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from hpc_train.data import manifest as manifests
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.models.kinds import SHAPES
 from hpc_train.models.shape import Division, PartCost, Shape
-from hpc_train.models.tabular.sizes import TableSizes
+from hpc_train.models.tabular.sizes import CONTRASTED, TableSizes
 
 if TYPE_CHECKING:
     from hpc_train.data.tables.features import TableFeatures
@@ -28,39 +27,49 @@ def shape_of(section: ModelSection, data: int | TableSizes) -> Shape:
     """
     sizes: dict[str, Any] = {key: getattr(section, key) for key in MODEL_DEFAULTS[section.kind]}
     if isinstance(data, TableSizes):
-        del sizes["quantiles"]  # they are among the outputs
+        for key in ("quantiles", "pretraining", "corrupted", "together"):
+            del sizes[key]  # the outputs are among the table's sizes
         sizes["sizes"] = data
     else:
         sizes["vocab"] = data
     return SHAPES[section.kind](**sizes)
 
 
-def table_sizes(features: TableFeatures, quantiles: Sequence[float] = ()) -> TableSizes:
+def table_sizes(features: TableFeatures, section: ModelSection) -> TableSizes:
     """The sizes that a model takes from a table.
 
     Args:
         features: the table's features and target.
-        quantiles: those that a regression predicts; none if it predicts the mean.
+        section: section model of the configuration.
 
     Raises:
         ConfigError: quantiles are given for another task, or the table has no feature or target.
     """
-    target = features.target
+    codes = tuple(one.codes for one in features.categorical)
+    return TableSizes(
+        edges=tuple(one.edges for one in features.numeric),
+        codes=codes,
+        outputs=_outputs(features, section, sum(codes)),
+    )
+
+
+def _outputs(features: TableFeatures, section: ModelSection, codes: int) -> int:
+    """The number of a model's outputs for a row; 0 if there is nothing to predict."""
+    target, quantiles = features.target, section.quantiles
     if quantiles and (target is None or target.task != "regression"):
         task = "none" if target is None else target.task
         raise ConfigError(
             f"model.quantiles is given, but the table's task is {task}",
             "leave model.quantiles out: it is for regressions",
         )
-    outputs = 0
-    if target is not None:
-        counts = {"classification": len(target.classes), "multilabel": len(target.names)}
-        outputs = counts.get(target.task, len(quantiles) or 1)
-    return TableSizes(
-        edges=tuple(one.edges for one in features.numeric),
-        codes=tuple(one.codes for one in features.categorical),
-        outputs=outputs,
-    )
+    if section.pretraining == "masked_cells":
+        return len(features.numeric) + codes
+    if section.pretraining == "contrast":
+        return CONTRASTED
+    if target is None:
+        return 0
+    counts = {"classification": len(target.classes), "multilabel": len(target.names)}
+    return counts.get(target.task, len(quantiles) or 1)
 
 
 def features_of(directory: Path) -> TableFeatures:
@@ -97,7 +106,7 @@ def planned_shape(config: RunConfig) -> Shape:
                 "the sizes of the table are not known",
                 "give data.path the folder of `hpc-train prepare table`",
             )
-        return shape_of(config.model, table_sizes(features_of(folders[0]), config.model.quantiles))
+        return shape_of(config.model, table_sizes(features_of(folders[0]), config.model))
     if config.model.vocab is not None:
         return shape_of(config.model, config.model.vocab)
     if not folders:

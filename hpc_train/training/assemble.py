@@ -89,6 +89,10 @@ class TrainingTask:
             model, a loss or a hook wrote to shared parameters, each of the ranks would do so.
         most_at_a_time: the largest number of samples that `data.micro_batch: auto` tries to compute
             at a time; None: all samples of a replica.
+        together: how many neighbours in a step's order the loss compares with each other. A
+            micro-batch then has a multiple of that many samples.
+        finish: a function of the Trainer, called on all ranks after the last step, while the job
+            still holds the run directory, also if they were all taken by an earlier start.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -102,6 +106,8 @@ class TrainingTask:
     most_at_a_time: int | None = None
     counted: Callable[[Any], int] | None = None
     scores: HeldOutScores | None = None
+    together: int = 1
+    finish: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,6 +324,12 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
             at_a_time = 1 if searched else data.samples_at_a_time
             parts = cut(data.batch, grid.dp, replica, at_a_time)
             micro_batches = len(parts)
+            if parts[0].count % task.together:
+                raise ConfigError(
+                    f"a micro-batch has {parts[0].count} samples, which is no multiple of the "
+                    f"{task.together} that are computed together",
+                    f"give data.micro_batch a multiple of {task.together}",
+                )
         else:
             parts = PartsByLength(
                 task.dataset, order, data.micro_tokens, ranks=grid.dp, rank=replica
@@ -366,6 +378,12 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
         raise ConfigError(
             f"data.validation_every is {data.validation_every}, but nothing is held out",
             "prepare the data with more --validation, or leave the key out",
+        )
+    if task.together > 1 and (data.micro_batch == "auto" or data.micro_tokens is not None):
+        raise ConfigError(
+            f"{task.together} neighbours are computed together, but the data decides on the size "
+            "of micro-batches",
+            f"give data.micro_batch a multiple of {task.together}",
         )
     if data.loss == "token" and task.counted is None:
         raise ConfigError(

@@ -45,6 +45,8 @@ class TableLoss:
             regression, and there are quantiles.
     """
 
+    together = 1  # the losses of rows do not depend on each other
+
     def __init__(
         self,
         target: TargetValues,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -17,8 +18,11 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 from hpc_train.planning.model import division_of, shape_of, table_sizes
 from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.importance import report_importance
+from hpc_train.training.pretraining import CorruptedRows, MaskedCells
 from hpc_train.training.scoring import HeldOutScores
 from hpc_train.training.table_losses import TableLoss, check_has_classes
+from hpc_train.training.trainer import Trainer
 
 ROWS_AT_ONCE = 1 << 16  # rows that are read together to learn their classes
 
@@ -43,8 +47,13 @@ def table_task(
         DataError: rows cannot be read; on all ranks.
     """
     with agreed(group):
+        if config.data.importance and held_out is None:
+            raise ConfigError(
+                f"data.importance is {config.data.importance}, but no rows are held out",
+                "prepare the table with --validation above 0, or leave data.importance out",
+            )
         loss, shape = loss_of(config, features), table_shape(config, features)
-    training = sampled(config.data, training, loss.target, group)
+    training = sampled(config.data, training, features.target, group)
     with agreed(group):
         torch.manual_seed(config.run.seed)
         dtype = getattr(torch, config.precision.parameters)
@@ -56,8 +65,11 @@ def table_task(
         training,
         loss,
         validation=held_out,
-        scores=HeldOutScores(loss.measure, loss.scores),
+        scores=HeldOutScores(loss.measure, loss.scores) if isinstance(loss, TableLoss) else None,
+        together=loss.together,
+        finish=_finish(config, features),
         identity={
+            "model.pretraining": config.model.pretraining,
             "data.sampling": config.data.sampling,
             "model.quantiles": config.model.quantiles,
             **shape.identity,
@@ -72,6 +84,13 @@ def table_task(
     )
 
 
+def _finish(config: RunConfig, features: TableFeatures) -> Callable[[Trainer], None] | None:
+    repeats = config.data.importance
+    if not repeats:
+        return None
+    return lambda trainer: report_importance(trainer, features, repeats)
+
+
 def table_shape(config: RunConfig, features: TableFeatures) -> Shape:
     """The shape of a configuration's model for a table, which its layout can divide.
 
@@ -79,22 +98,43 @@ def table_shape(config: RunConfig, features: TableFeatures) -> Shape:
         ConfigError: keys of the configuration do not fit the table's task, or the layout.
     """
     loss_of(config, features)
-    shape = shape_of(config.model, table_sizes(features, config.model.quantiles))
+    shape = shape_of(config.model, table_sizes(features, config.model))
     shape.check(division_of(config.parallel))
     return shape
 
 
-def loss_of(config: RunConfig, features: TableFeatures) -> TableLoss:
+def loss_of(config: RunConfig, features: TableFeatures) -> TableLoss | MaskedCells | CorruptedRows:
     """The loss of a configuration's model for a table.
 
     Raises:
         ConfigError: the table has no target, or keys of the configuration do not fit its task.
     """
-    target = features.target
-    if target is None:
+    target, model = features.target, config.model
+    if model.pretraining == "none" and target is None:
         raise ConfigError(
-            "the table was prepared without a target", "prepare it with --target COLUMN"
+            "the table was prepared without a target",
+            "prepare it with --target COLUMN, or give model.pretraining",
         )
+    if model.pretraining != "none":
+        for key in ("sampling", "class_weights"):
+            if getattr(config.data, key) == "balanced":
+                raise ConfigError(
+                    f"data.{key} is balanced, but model.pretraining {model.pretraining} does not "
+                    "learn the target",
+                    f"leave data.{key} out",
+                )
+        if config.data.importance:
+            raise ConfigError(
+                f"data.importance is {config.data.importance}, but model.pretraining "
+                f"{model.pretraining} does not learn the target",
+                "leave data.importance out",
+            )
+        assert model.corrupted is not None  # the section gives it a value
+        if model.pretraining == "masked_cells":
+            return MaskedCells(features, model.corrupted)
+        assert model.together is not None
+        return CorruptedRows(features, model.corrupted, model.together)
+    assert target is not None
     if config.data.sampling == "balanced":
         check_has_classes(target, "data.sampling")
     return TableLoss(
@@ -102,7 +142,7 @@ def loss_of(config: RunConfig, features: TableFeatures) -> TableLoss:
     )
 
 
-def sampled(section: DataSection, training: Any, target: TargetValues, group: Group) -> Any:
+def sampled(section: DataSection, training: Any, target: TargetValues | None, group: Group) -> Any:
     """The training rows as `data.sampling` draws them. Collective.
 
     For balanced sampling the ranks read the classes of all rows, each its part of them.
@@ -117,7 +157,7 @@ def sampled(section: DataSection, training: Any, target: TargetValues, group: Gr
         DataError: rows cannot be read; on all ranks.
         ConfigError: the training rows are of one class; on all ranks.
     """
-    if section.sampling == "natural":
+    if section.sampling == "natural" or target is None:
         return training
     with agreed(group):
         rows, classes = len(training), len(target.classes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +86,8 @@ class Trainer:
         held_out = Reader(task.validation, lock)
         compute = None if task.scores is None else task.scores.compute
         self.validation = Validation(config, held_out, made, self._measured, self.counted, compute)
+        self.validation.seed_samples = self._seed_samples
+        self.validation.together = task.together
         self.held_out: dict[str, float] = {}
         """The mean loss and the scores of the last pass over held-out samples."""
         self.meter = Meter(config.data.batch, self.group.waiting, task.tokens_per_sample)
@@ -137,6 +139,7 @@ class Trainer:
             if after >= self.plan.last or self.patience.over:
                 early = ", and run.patience has ended training" if self.patience.over else ""
                 logger.info("nothing to do: step %d of %d is done%s", after, self.plan.last, early)
+                self._finish()
                 return after
             with (
                 closing(self._loader(after)) as loader,
@@ -157,7 +160,12 @@ class Trainer:
                     logger.info(summary)
                 if self.held_out:
                     logger.info("held-out samples at the end: %s", describe_scores(self.held_out))
+                self._finish()
         return after
+
+    def _finish(self) -> None:
+        if self.task.finish is not None:
+            self.task.finish(self)
 
     def _find_micro_batch(self) -> None:
         """Choose the size of micro-batches by trial. Collective."""
@@ -219,11 +227,24 @@ class Trainer:
 
     def validate(self) -> float:
         """The mean loss over the held-out data set. Collective."""
+        self.held_out = self._scores(self.validation)
+        return self.held_out["loss"]
+
+    def scores_of(self, dataset: Any) -> dict[str, float]:
+        """The mean loss as "loss", and the task's scores, of other samples. Collective.
+
+        Args:
+            dataset: samples of the same kind as the held-out ones; `data.validation_batches` counts
+                for them, too.
+        """
+        return self._scores(self.validation.of(dataset))
+
+    def _scores(self, validation: Validation) -> dict[str, float]:
         self.checkpoints.unify()
         self.model.eval()
-        self.held_out = self.validation.scores(self.micro_batch)
+        found = validation.scores(self.micro_batch)
         self.model.train()
-        return self.held_out["loss"]
+        return found
 
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
         """Compute one step, and report its numbers if that is due. Collective."""
@@ -329,9 +350,14 @@ class Trainer:
         # Other layers draw other numbers.
         stage = virtual_stage * self.grid.pp + self.grid.coordinate.pp
         seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
-        seed_samples = getattr(self.model, "seed_samples", None)
-        if seed_samples is not None:
-            seed_samples(mix_each((base, step), part.places))
+        self._seed_samples((base, step), part.places)
+
+    def _seed_samples(self, numbers: Sequence[int], last: Sequence[int]) -> None:
+        """Give the model and the loss a seed for each sample, if they draw for samples."""
+        for one in (self.model, self.loss):
+            seed_samples: Any = getattr(one, "seed_samples", None)
+            if seed_samples is not None:
+                seed_samples(mix_each(numbers, last))
 
     def _clip(self, *, needed: bool) -> float:
         """Clip the averaged gradients. Returns their norm before; 0 if nothing needs it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,16 @@ class Validation:
     ) -> None:
         self.config, self.reader, self.made = config, reader, made
         self.measure, self.counted, self.compute = measure, counted, compute
+        self.seed_samples: Callable[[Sequence[int], Sequence[int]], None] | None = None
+        """Gives each sample of the next micro-batch a seed of some numbers and its own number."""
+        self.together = 1
+        """How many neighbours among the held-out samples are computed together."""
+
+    def of(self, dataset: Any) -> Validation:
+        """The same for other samples."""
+        made = copy.copy(self)
+        made.reader = Reader(dataset, self.reader.lock)
+        return made
 
     def scores(self, size: int) -> dict[str, float]:
         """The mean loss as "loss", and the scores of the task by their names. Collective.
@@ -103,6 +114,8 @@ class Validation:
         rows: list[Mapping[str, Tensor]] = []
 
         def forward(number: int, virtual_stage: int) -> Tensor:
+            if self.seed_samples is not None:
+                self.seed_samples((self.config.run.seed, HELD_OUT), parts[number].places)
             loss, own = self.measure(batches[number])  # only the last stage comes back from there
             rows.append(own)
             return loss
@@ -134,9 +147,22 @@ class Validation:
                 for first in range(0, len(parts), at_once):
                     yield parts[first : first + at_once]
             return
-        mine, most = samples[grid.coordinate.dp :: grid.dp], -(-len(samples) // grid.dp)
+        mine, most = self._dealt(samples)
         for first in range(0, most, size * at_once):
             end = most if self.config.memory.zero == 3 else len(mine)
             cuts = range(first, min(first + size * at_once, end), size)
             wanted = [mine[begin : begin + size] for begin in cuts]
             yield [Part(some) if some else Part(range(1), counted=False) for some in wanted]
+
+    def _dealt(self, samples: range) -> tuple[range | tuple[int, ...], int]:
+        """The samples of this replica, and the largest number that a replica has."""
+        grid, together = self.made.grid, self.together
+        if together == 1:
+            return samples[grid.coordinate.dp :: grid.dp], -(-len(samples) // grid.dp)
+        begins = range(0, len(samples), together)
+        mine = tuple(
+            one
+            for begin in begins[grid.coordinate.dp :: grid.dp]
+            for one in samples[begin : begin + together]
+        )
+        return mine, min(len(samples), -(-len(begins) // grid.dp) * together)

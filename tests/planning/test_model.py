@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from hpc_train.config import ModelSection
 from hpc_train.config.file import load
 from hpc_train.data.manifest import FILE_NAME
 from hpc_train.data.tables.features import (
@@ -77,6 +80,9 @@ def test_a_job_that_does_not_fit_is_told_what_would(table, kind):
     assert 1 < most < 1048576 // 2
 
 
+TABULAR = ModelSection(kind="tabular")
+
+
 @pytest.mark.parametrize(
     ("task", "values", "outputs"),
     [
@@ -88,15 +94,15 @@ def test_a_job_that_does_not_fit_is_told_what_would(table, kind):
 )
 def test_a_target_says_how_many_outputs_a_model_has(task, values, outputs):
     target = TargetValues(**{"task": task, "names": ("t",), **values})
-    assert table_sizes(features(target)).outputs == outputs
+    assert table_sizes(features(target), TABULAR).outputs == outputs
 
 
 def test_what_cannot_be_predicted_is_refused():
     target = TargetValues(task="classification", names=("t",), classes=("x", "y"))
     with pytest.raises(ConfigError, match="quantiles is given, but the table's task is classific"):
-        table_sizes(features(target), [0.5])
+        table_sizes(features(target), replace(TABULAR, quantiles=[0.5]))
     with pytest.raises(ConfigError, match="nothing to predict"):
-        table_sizes(features(None))
+        table_sizes(features(None), TABULAR)
 
 
 def test_a_table_that_is_not_there_is_named(tmp_path):

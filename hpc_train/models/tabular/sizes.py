@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from hpc_train.errors import ConfigError
 
 FREQUENCIES = 24  # of each number's periodic embedding
+CONTRASTED = 64  # outputs of a model that learns to tell rows from each other
 NumericKind = Literal["piecewise_linear", "periodic", "linear"]
 """How a model turns numeric features into vectors."""
 
