@@ -75,6 +75,7 @@ def fitted(name: str, table: Table, seed: int, settings: Settings) -> Any:
     estimator = CANDIDATES[name].make(table, seed, settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # defaults may stop early
+        warnings.filterwarnings("ignore", "Got `batch_size`", UserWarning)  # of few rows
         return estimator.fit(table.frame, table.target)
 
 
