@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,18 @@ Found = dict[Cell, dict[str, Any]]
 # Each process computes with one thread, so that `--jobs` processes do not take each other's cores.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 REPORT_SECONDS = 60.0  # seconds between two lines about the progress
+
+
+def end_with_parent() -> None:
+    """End this process when the one that has started it ends, however that happens."""
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def read_cells(path: Path | None) -> Found:
@@ -63,7 +76,7 @@ def run_cells(
             out.write("\n")  # ends the line that was cut off
     todo = [cell for cell in cells if cell not in known]
     os.environ.update(ONE_THREAD)
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
         running: dict[Future[dict[str, Any]], Cell] = {
             pool.submit(work, cell): cell for cell in todo
         }

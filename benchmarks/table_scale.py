@@ -157,7 +157,8 @@ def training(folder: Path, options: argparse.Namespace) -> dict[str, float]:
         losses = [records[0]["loss"], records[-1]["loss"]]
         if not 0 < losses[1] < losses[0]:
             raise RuntimeError(f"the losses of the first and the last steps are {losses}")
-        return statistics.fmean(one["step_seconds"] for one in records[2:]) * options.steps
+        seconds = statistics.fmean(one["step_seconds"] for one in records[2:])
+        return seconds * float(options.steps)
 
     def limit() -> float:
         _, (found,) = start("loader", str(data), batch, str(options.steps))

@@ -133,8 +133,9 @@ def measured(cell: Cell) -> dict[str, Any]:
 def warm(name: str, table: str) -> None:
     """Fit a candidate on few rows, so that the clock does not measure what is done only once."""
     whole = table_of(table)
-    classes = np.unique(whole.target, return_index=True)[1] if whole.classes else []
-    rows = np.union1d(np.asarray(classes, int), np.arange(WARM_ROWS))
+    rows = np.arange(WARM_ROWS)
+    if whole.classes:  # the first row of each class, too
+        rows = np.union1d(rows, np.unique(whole.target, return_index=True)[1])
     fitted(name, whole.at(rows), 0, {})
 
 
@@ -164,13 +165,12 @@ class Comparison:
         self.scores: dict[tuple[str, str], list[Scores]] = {}  # seeds x folds, in order
         for (_, table, name, *_), result in found.items():
             self.scores.setdefault((str(table), str(name)), []).append(result["scores"])
-        for name in self.tables:
-            table = table_of(name)
-            if table.ideal is not None:
-                self.scores[name, IDEAL] = [
-                    table.at(test).scores(table.ideal[test])
+        for whole in map(table_of, self.tables):
+            if whole.ideal is not None:
+                self.scores[whole.name, IDEAL] = [
+                    whole.at(test).scores(whole.ideal[test])
                     for seed in range(options.seeds)
-                    for _, test in table.folds(options.folds, seed)
+                    for _, test in whole.folds(options.folds, seed)
                 ]
 
     def figure(self, table: str, name: str, measure: str) -> tuple[float, float]:
@@ -271,9 +271,9 @@ def parsed() -> argparse.Namespace:
         parser.error("give at most as many rounds as folds")
     absent = [name for name, one in CANDIDATES.items() if not one.present]
     if wrong := [name for name in options.candidates or [] if name in absent]:
-        parser.error(f"{', '.join(wrong)}: the package is not installed, see --help")
+        parser.error(f"{wrong[0]}: {CANDIDATES[wrong[0]].module} cannot be imported, see --help")
     for name in absent if options.candidates is None else []:
-        print(f"{name} is left out: its package is not installed, see --help")
+        print(f"{name} is left out: {CANDIDATES[name].module} cannot be imported, see --help")
     chosen = options.candidates or CANDIDATES
     options.candidates = [name for name in CANDIDATES if name in chosen and name not in absent]
     return options

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,15 +43,15 @@ class Candidate:
         space: the settings that the random search draws, as scikit-learn's ParameterSampler takes
             them.
         module: what is imported.
-        package: the package whose version is recorded.
         neural: whether it is a neural network.
+        more_defaults: gives the defaults that are no parameters of the estimator.
     """
 
     make: Callable[[Table, int, Settings], Any]
     space: Mapping[str, Any]
     module: str = "sklearn"
-    package: str = "scikit-learn"
     neural: bool = False
+    more_defaults: Callable[[], str] = str
 
     @property
     def present(self) -> bool:
@@ -68,7 +68,9 @@ class Candidate:
 
     def identity(self, table: Table, tuned: bool) -> str:
         """A short hash that changes with the version, the defaults, the space, and the table."""
-        parts = [version(self.package), repr(self.make(table, 0, {}).get_params()), table.digest]
+        version = str(import_module(self.module.partition(".")[0]).__version__)
+        parameters = repr(self.make(table, 0, {}).get_params())
+        parts = [version, parameters, self.more_defaults(), table.digest]
         if tuned:
             parts += [f"{key} {words(value)}" for key, value in sorted(self.space.items())]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
@@ -94,7 +96,9 @@ def one_hot(table: Table, *, scaled: bool = True) -> Any:
 
 
 def ours(table: Table, seed: int, settings: Settings) -> Any:
-    """The estimator of hpc_train. It is the only place that imports it.
+    """The estimator of hpc_train, which takes categories from the columns' types.
+
+    Settings with a dot in their name are keys of its argument `config`.
 
     Raises:
         RuntimeError: this version of hpc_train has none.
@@ -103,8 +107,18 @@ def ours(table: Table, seed: int, settings: Settings) -> Any:
         from hpc_train.tabular import Classifier, Regressor
     except ImportError as error:
         raise RuntimeError(f"hpc_train.tabular cannot be imported: {error}") from error
+    config = {key: value for key, value in settings.items() if "." in key}
+    others = {key: value for key, value in settings.items() if "." not in key}
     kind = Classifier if table.classes else Regressor
-    return kind(random_state=seed, **settings)
+    return kind(seed=seed, config=config or None, **others)
+
+
+def defaults_of_ours() -> str:
+    """The defaults of hpc_train that are no arguments of its estimators."""
+    from hpc_train.config.file import load
+
+    kinds = ("tabular", "tabular_mlp", "tabular_resnet")
+    return repr([load(options=[f"--model.kind={kind}"]) for kind in kinds])
 
 
 def boosting(table: Table, seed: int, settings: Settings) -> Any:
@@ -159,15 +173,18 @@ CANDIDATES: dict[str, Candidate] = {
     OURS: Candidate(
         ours,
         {
-            "learning_rate": loguniform(1e-4, 1e-2),
-            "weight_decay": loguniform(1e-5, 1e-1),
-            "dropout": uniform(0, 0.5),
-            "layers": randint(1, 5),
-            "hidden": [64, 128, 256, 512],
+            "lr": loguniform(3e-4, 1e-2),
+            "batch": [32, 64, 128, 256],
+            "optimizer.weight_decay": loguniform(1e-4, 1),
+            "model.dropout": uniform(0, 0.5),
+            "model.layers": randint(1, 4),
+            "model.hidden": [64, 128, 256],
+            "model.embedding_width": [8, 16, 32],
+            "model.numeric": ["piecewise_linear", "periodic", "linear"],
         },
         module="hpc_train.tabular",
-        package="hpc_train",
         neural=True,
+        more_defaults=defaults_of_ours,
     ),
     "HistGradientBoosting": Candidate(
         boosting,
@@ -213,7 +230,6 @@ CANDIDATES: dict[str, Candidate] = {
             "reg_lambda": loguniform(1e-3, 10),
         },
         module="xgboost",
-        package="xgboost",
     ),
     "LightGBM": Candidate(
         lightgbm,
@@ -228,6 +244,5 @@ CANDIDATES: dict[str, Candidate] = {
             "reg_lambda": loguniform(1e-6, 10),
         },
         module="lightgbm",
-        package="lightgbm",
     ),
 }
