@@ -1,7 +1,7 @@
 """A made table of 20 columns with as many rows as wanted, as Parquet or CSV, in bounded memory.
 
 Row number n is the same in both formats, and however many rows there are. There are 13 numeric
-columns, four of them with missing values, a date, 5 categorical columns with 2 to 20000 categories,
+columns, four of them with missing values, a date, 5 categorical columns with 2 to 3000 categories,
 and the class to predict, which depends on some of them.
 """
 
@@ -21,7 +21,7 @@ CHUNK = 100_000  # rows that are made at once; a row group of Parquet
 FILE_ROWS = 5_000_000
 NUMBERS = 13
 MISSING = (0.05, 0.1, 0.2, 0.4)  # shares of the first numeric columns
-CATEGORIES = {"sex": 2, "month_paid": 12, "branch": 100, "town": 1000, "device": 20000}
+CATEGORIES = {"sex": 2, "month_paid": 12, "branch": 100, "town": 1000, "device": 3000}
 FIRST_DATE, DATES = 1_420_070_400, 10 * 365 * 86_400  # seconds: from 2015-01-01, ten years
 TARGET = "bought"
 FORMATS = ("parquet", "csv")

@@ -76,13 +76,20 @@ def start(what: str, *words: str, ranks: int = 1) -> tuple[float, list[dict[str,
 def prepared(
     paths: list[Path], out: Path, ranks: int, digests: set[str], memory: list[int]
 ) -> float:
-    """Prepare a table. Returns the seconds of the command, and leaves the folder `out`."""
+    """Prepare a table. Returns the seconds of the command, and leaves the folder `out`.
+
+    Raises:
+        RuntimeError: a column was left out, so that the seconds would be those of less work.
+    """
     shutil.rmtree(out, ignore_errors=True)
     words = ["prepare", "table", *map(str, paths), "--target", TARGET]
     words += ["--task", "classification", "--out", str(out)]
     taken, found = start("program", *words, ranks=ranks)
     memory += [rank["memory"] for rank in found]
     digests.add(harness.digest(out))
+    kinds = json.loads((out / "manifest.json").read_text())["schema"]["columns"]
+    if ignored := [name for name, kind in kinds.items() if kind == "ignored"]:
+        raise RuntimeError(f"the columns {', '.join(ignored)} were left out")
     return taken
 
 
