@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -151,6 +152,17 @@ def arguments(description: str, **defaults: int) -> argparse.Namespace:
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
+
+
+def digest(folder: Path) -> str:
+    """A hash of all files of a folder and of their names. Files may be larger than memory."""
+    found = hashlib.blake2b()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            found.update(str(path.relative_to(folder)).encode() + b"\0")
+            with path.open("rb") as file:
+                found.update(hashlib.file_digest(file, "blake2b").digest())
+    return found.hexdigest()
 
 
 def medians(samples: Samples) -> dict[str, float]:

@@ -19,7 +19,6 @@ import sysconfig
 import tempfile
 import time
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 
 import psutil
@@ -88,14 +87,6 @@ def environ() -> dict[str, str]:
     return environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
 
 
-def digest(folder: Path) -> str:
-    """A hash of all files of a folder and of their names."""
-    found = blake2b()
-    for path in sorted(folder.iterdir()):
-        found.update(path.name.encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()
-
-
 def measured(folder: Path, tokenizer: str, ranks: int, digests: set[str]) -> float:
     """Seconds of a whole preparation."""
     begin = time.perf_counter()
@@ -103,7 +94,7 @@ def measured(folder: Path, tokenizer: str, ranks: int, digests: set[str]) -> flo
         command(folder, tokenizer, ranks), env=environ(), check=True, stdout=subprocess.DEVNULL
     )
     taken = time.perf_counter() - begin
-    digests.add(digest(folder / "out"))
+    digests.add(harness.digest(folder / "out"))
     shutil.rmtree(folder / "out")
     return taken
 
@@ -130,7 +121,7 @@ def killed_and_continued(folder: Path, tokenizer: str) -> tuple[float, float, st
     subprocess.run(words, env=environ(), check=True, stdout=subprocess.DEVNULL)
     taken = time.perf_counter() - begin
     whole = len([path for path in (folder / "out").glob("*.h5") if path.stem.count("-") == 1])
-    found = digest(folder / "out")
+    found = harness.digest(folder / "out")
     shutil.rmtree(folder / "out")
     return finished / whole, taken, found
 
