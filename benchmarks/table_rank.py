@@ -56,11 +56,11 @@ def read_alone(threads: int, paths: list[str]) -> dict[str, float]:
 def read_batches(folder: str, batch: int, steps: int) -> dict[str, float]:
     """Read the batches of a training's steps in its order, as one rank would."""
     import torch
-    from hpc_train.data.tables.dataset import TableDataset
-    from hpc_train.data.tables.table_manifest import read_table_manifest
 
     from hpc_train.data.loader import Loader, cut
     from hpc_train.data.order import SampleOrder
+    from hpc_train.data.tables.dataset import TableDataset
+    from hpc_train.data.tables.table_manifest import read_table_manifest
 
     torch.set_num_threads(1)
     dataset = TableDataset(Path(folder), read_table_manifest(Path(folder)), "train")

@@ -12,9 +12,9 @@ durations.py  reads and writes time spans
 """
 
 from hpc_train.config.finetune import FinetuneSection as FinetuneSection
+from hpc_train.config.model import ModelSection as ModelSection
 from hpc_train.config.sections import CheckpointSection as CheckpointSection
 from hpc_train.config.sections import DataSection as DataSection
-from hpc_train.config.sections import ModelSection as ModelSection
 from hpc_train.config.sections import OptimizerSection as OptimizerSection
 from hpc_train.config.sections import PrecisionSection as PrecisionSection
 from hpc_train.config.sections import RunConfig as RunConfig

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.config import DataSection, ModelSection, ParallelSection, RunConfig
-from hpc_train.config.sections import MODEL_DEFAULTS
+from hpc_train.config.model import MODEL_DEFAULTS
 from hpc_train.data import manifest as manifests
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.models.kinds import SHAPES

@@ -91,7 +91,7 @@ def fit_table(
     assert features.target is not None
     with checking(group):
         config = settings.configuration(len(training), held_out=held_out is not None)
-        shape = shape_of(config.model, table_sizes(features))
+        shape = shape_of(config.model, table_sizes(features, config.model))
         shape.check(division_of(config.parallel))
         dtype = getattr(torch, config.precision.parameters)
         data = _arrays(features, training, dtype)

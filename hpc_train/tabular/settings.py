@@ -17,6 +17,9 @@ KIND_OF_MODEL = {"mlp": "tabular_mlp", "resnet": "tabular_resnet", "transformer"
 OWN = {
     "model.kind": "model",
     "model.quantiles": "",
+    "model.pretraining": "",
+    "model.corrupted": "",
+    "model.together": "",
     "run.dir": "run_dir",
     "run.seed": "seed",
     "run.steps": "steps",
@@ -27,6 +30,7 @@ OWN = {
     "data.loss": "",
     "data.cache": "",
     "data.cache_gb": "",
+    "data.importance": "",
     "optimizer.lr": "lr",
 }
 """Keys that `config` does not take, with the parameter of the estimator that stands for each."""

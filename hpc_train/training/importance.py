@@ -26,7 +26,7 @@ from hpc_train.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 FILE = "importance.json"
-SHOWN = 5  # features that the log names
+NAMED = 5  # features that the log names
 
 
 def report_importance(trainer: Trainer, features: TableFeatures, repeats: int) -> None:
@@ -60,8 +60,8 @@ def report_importance(trainer: Trainer, features: TableFeatures, repeats: int) -
 
 def describe_importance(found: Mapping[str, Mapping[str, float]]) -> str:
     """A line about the most important features, which come first."""
-    shown = [f"{name} {changes['loss']:+.4g}" for name, changes in [*found.items()][:SHOWN]]
-    more = f", and {len(found) - SHOWN} more in {FILE}" if len(found) > SHOWN else ""
+    shown = [f"{name} {changes['loss']:+.4g}" for name, changes in [*found.items()][:NAMED]]
+    more = f", and {len(found) - NAMED} more in {FILE}" if len(found) > NAMED else ""
     return f"change of the held-out loss if a feature is permuted: {', '.join(shown)}{more}"
 
 
