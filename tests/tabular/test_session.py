@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,8 +18,10 @@ from hpc_train.tabular import Regressor
 from tests.programs import python, run
 from tests.tabular.tables import SMALL, curve
 
-HEAD = """
+ROOT = Path(__file__).parents[2]
+HEAD = f"""
 import json, os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
 from hpc_train.mpi.environment import read_launch
 from hpc_train.tabular import Regressor
 from hpc_train.training.trainer import Trainer
@@ -27,7 +30,7 @@ from tests.tabular.tables import EXACT, curve
 launch = read_launch(os.environ)
 rank = launch.rank if launch else 0
 X, y = curve()
-how = {"steps": 90, "batch": 16, "patience": 8, "lr": 0.01, "config": EXACT}
+how = dict(steps=90, batch=16, patience=8, lr=0.01, config=EXACT)
 """
 FIT = """
 folder, number, at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

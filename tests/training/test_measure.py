@@ -99,7 +99,7 @@ def test_a_process_alone_measures_itself(monkeypatch, dtype):
     assert list(made.compute) == [dtype]
     speed = made.compute[dtype]
     assert 0 < speed.rank < 1e15
-    assert 0.2 < speed.node / speed.rank < 5
+    assert 0 < speed.node < 1e15
     assert made.inside is None
     assert made.across is None
     assert made.node_gib > 0.01

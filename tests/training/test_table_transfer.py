@@ -11,6 +11,7 @@ from torch import nn
 
 from hpc_train.checkpoint.catalogue import newest
 from hpc_train.checkpoint.restore import Tensors
+from hpc_train.config import ModelSection
 from hpc_train.data.tables.dataset import TableDataset
 from hpc_train.data.tables.features import (
     CategoricalFeature,
@@ -74,7 +75,9 @@ class Rows:
 
 
 def model_of(kind: str, features: TableFeatures, numeric: str = "piecewise_linear", **more):
-    shape = SHAPES[kind](**KINDS[kind], sizes=table_sizes(features), numeric=numeric, **more)
+    shape = SHAPES[kind](
+        **KINDS[kind], sizes=table_sizes(features, ModelSection(kind=kind)), numeric=numeric, **more
+    )
     torch.manual_seed(5)
     model = shape.build_unfilled(torch.float64)
     model.table = {"features": features.to_tree(), "quantiles": []}
