@@ -105,7 +105,8 @@ class Validation:
         def seed_of(place: int) -> int:
             return mix(self.config.run.seed, HELD_OUT, indices[place])
 
-        return self.reader.read(indices, seed_of)
+        # As in training: torch takes a tuple as an index of several dimensions.
+        return self.reader.read(np.asarray(indices, np.int64), seed_of)
 
     def _evaluate(
         self, batches: list[Any], parts: list[Part]
