@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hpc_train.data import fork_server
 from hpc_train.data.tables.schema import Column, TableSchema
 from hpc_train.data.tables.sources import cut_tables, list_tables, read_rows, table_columns
 from hpc_train.data.tables.table_files import BATCH_ROWS
-from hpc_train.errors import DataError, SetupError
+from hpc_train.errors import DataError, SetupError, UserError
+from hpc_train.warm.meeting import Cold
 
 
 def schema_of(**kinds) -> TableSchema:
@@ -178,7 +180,7 @@ def test_hdf5_columns_are_datasets_of_one_axis(tmp_path, caplog):
         group["x"] = numbers
         group.create_dataset("n", data=np.arange(70_000) % 3, chunks=(1000,), compression="gzip")
         group["picture"] = np.ones((2, 2))
-    table = schema_of(**{"table/n": "categorical", "table/x": "numeric"})
+    table = schema_of(n="categorical", x="numeric")
     with caplog.at_level(logging.INFO, "hpc_train"):
         rows = rows_of(tmp_path / "a.h5", table, 300_000)
     assert rows == [(str(n % 3), float(n)) for n in range(70_000)]
@@ -186,6 +188,50 @@ def test_hdf5_columns_are_datasets_of_one_axis(tmp_path, caplog):
     (tmp_path / "b.h5").write_bytes((tmp_path / "a.h5").read_bytes()[:3000])
     with pytest.raises(DataError, match=r"b\.h5"):
         rows_of(tmp_path / "b.h5", table)
+
+
+def test_a_table_of_hdf5_has_a_column_for_each_field(tmp_path):
+    kind = [("n", "<i8"), ("values", ">f4", (2,)), ("text", "S5"), ("truth", "?")]
+    rows = np.zeros(1000, kind)
+    rows["n"], rows["values"][:, 1] = np.arange(1000), np.arange(1000) / 4
+    rows["truth"] = True
+    rows["text"] = [text.encode() for text in ["é", "NA"] * 500]
+    table = schema_of(
+        n="numeric", values_0="ignored", values_1="numeric", text="categorical", truth="numeric"
+    )
+    for number, options in enumerate([{}, {"chunks": (99,), "compression": "gzip"}]):
+        path = tmp_path / f"{number}.h5"
+        with h5py.File(path, "w") as file:
+            file.create_dataset("a/table", data=rows, **options)
+            file["a/numbers"] = np.arange(3)
+        for nbytes in (1 << 20, 100):
+            found = rows_of(path, table, nbytes)
+            assert found == [
+                (float(n), n / 4, "é" if n % 2 == 0 else None, 1.0) for n in range(1000)
+            ]
+
+
+def test_a_rank_reads_hdf5_with_the_workers_that_were_started_before_mpi(tmp_path, monkeypatch):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.arange(3.0)
+    monkeypatch.setattr(fork_server, "_state", None)
+    fork_server.start_workers()
+    monkeypatch.setattr(fork_server, "mpi_runs", lambda: True)
+    assert rows_of(tmp_path / "a.h5", schema_of(x="numeric")) == [(0.0,), (1.0,), (2.0,)]
+    (tmp_path / "b.h5").write_bytes((tmp_path / "a.h5").read_bytes())
+    monkeypatch.setattr(fork_server, "_state", None)
+    monkeypatch.setattr(
+        fork_server, "_start_warm", lambda: (_ for _ in ()).throw(Cold("no server"))
+    )
+    with pytest.raises(UserError, match="start_workers"):
+        cut_tables(list_tables([tmp_path / "b.h5"]))
+
+
+def test_texts_of_hdf5_without_a_fixed_length_are_refused(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["text"] = ["x", "yy"]
+    with pytest.raises(DataError, match="its type is object.* in tables texts of fixed length"):
+        table_columns(list_tables([tmp_path / "a.h5"])[0])
 
 
 def test_folders_are_searched_for_files_of_tables(tmp_path, caplog):

@@ -119,13 +119,13 @@ def _described(file: Any, path: str, variable: Any) -> dict[str, Any]:
     import h5py
 
     dtype = variable.dtype
-    kind = variable.id.get_type()
-    if dtype.itemsize not in WIDTHS.get(dtype.kind, ()):
-        raise _Refused(f"its type is {str(dtype)[:80]}. Only whole numbers and floats are read")
-    if not kind.equal(h5py.h5t.py_create(dtype)):
-        raise _Refused("its numbers have an unusual format; write them in an ordinary one")
-    if dtype.kind == "b":
-        dtype = np.dtype("u1")
+    if dtype.kind in "SV":
+        about = _texts_or_rows(variable)
+    else:
+        _check_number(dtype, variable.id.get_type())
+        if dtype.kind == "b":
+            dtype = np.dtype("u1")
+        about = {}
     if not variable.shape:
         raise _Refused("it has no axes; give a variable with a time or sample axis")
     if variable.is_virtual or variable.external:
@@ -136,7 +136,7 @@ def _described(file: Any, path: str, variable: Any) -> dict[str, Any]:
         "shape": [int(length) for length in variable.shape],
         "dtype": dtype.str,
         "fill": _fill(variable),
-        **_conventions(file, variable, dtype),
+        **(about or _conventions(file, variable, dtype)),
     }
     layout = variable.id.get_create_plist().get_layout()
     if layout == h5py.h5d.CHUNKED:
@@ -145,6 +145,47 @@ def _described(file: Any, path: str, variable: Any) -> dict[str, Any]:
         raise _Refused(f"its values are in its header (layout compact); {REWRITE}")
     offset = variable.id.get_offset()
     return told | {"offset": None if offset is None else int(offset)}
+
+
+def _check_number(dtype: np.dtype[Any], kind: Any) -> None:
+    import h5py
+
+    if dtype.itemsize not in WIDTHS.get(dtype.kind, ()):
+        raise _Refused(
+            f"its type is {str(dtype)[:80]}. Only whole numbers and floats are read, and in tables "
+            "texts of fixed length, such as type S20"
+        )
+    if not kind.equal(h5py.h5t.py_create(dtype)):
+        raise _Refused("its numbers have an unusual format; write them in an ordinary one")
+
+
+def _texts_or_rows(variable: Any) -> dict[str, Any]:
+    """What is told of texts of fixed length, or of a table whose rows have several fields."""
+    import h5py
+
+    dtype, kind = variable.dtype, variable.id.get_type()
+    plist = variable.id.get_create_plist()
+    defined = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
+    if defined and np.asarray(variable.fillvalue).tobytes().strip(b"\0"):
+        raise _Refused("it has a fill value of its own; write it without one")
+    told: dict[str, Any] = {"missing": [], "scale": 1.0, "add": 0.0, "fill": None}
+    if dtype.kind == "S":
+        return told
+    if dtype.names is None:
+        raise _Refused(f"its type is {str(dtype)[:80]}. Only numbers and texts are read")
+    fields = []
+    for number in range(kind.get_nmembers()):
+        name = kind.get_member_name(number).decode("utf-8", "replace")
+        base, shape = dtype[number].subdtype or (dtype[number], (1,))
+        of = kind.get_member_type(number)
+        of = of.get_super() if dtype[number].subdtype else of
+        if len(shape) != 1:
+            raise _Refused(f"its field {name[:80]} has several axes")
+        if base.kind != "S":
+            _check_number(base, of)
+        stored = "|u1" if base.kind == "b" else base.str
+        fields.append([name, stored, int(shape[0]), int(kind.get_member_offset(number))])
+    return told | {"dtype": fields, "row_bytes": int(kind.get_size())}
 
 
 def _conventions(file: Any, variable: Any, dtype: np.dtype[Any]) -> dict[str, Any]:

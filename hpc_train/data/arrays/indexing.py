@@ -88,7 +88,7 @@ def write_index(path: Path) -> tuple[list[str], dict[str, str]]:
         try:
             _parsed(path, name, tree, found.st_size)
         except DataError as error:
-            refused[name] = error.cause.removeprefix(f"{path}: variable {name}: ")
+            refused[name] = _reason(path, name, error)
     tree = {
         "format": INDEX_FORMAT,
         "file_bytes": found.st_size,
@@ -103,6 +103,31 @@ def write_index(path: Path) -> tuple[list[str], dict[str, str]]:
             "index a copy in a folder of your own, or call hpc_train.start_workers() in the script",
         ) from None
     return [name for name in variables if name not in refused], refused
+
+
+def look_up_all(path: Path) -> tuple[FileIndex, dict[str, str]]:
+    """Find out where all variables lie in a file, those of texts and of rows with fields, too.
+
+    Returns:
+        The variables that can be read, and why each of the others cannot be.
+
+    Raises:
+        DataError: the file cannot be read, or the helper has died at it.
+        UserError: MPI runs, the file has no index file, and no helper can be started.
+    """
+    kept = _kept(path)
+    [(found, trees)] = [kept] if kept else ask_helper([path], None)
+    variables, refused = {}, {}
+    for name, tree in trees.items():
+        try:
+            variables[name] = _parsed(path, name, tree, found.st_size, numbers=False)
+        except DataError as error:
+            refused[name] = _reason(path, name, error)
+    return FileIndex(path, found.st_size, found.st_mtime_ns, variables), refused
+
+
+def _reason(path: Path, name: str, error: DataError) -> str:
+    return error.cause.removeprefix(f"{path}: variable {name}").lstrip(": ")
 
 
 def index_path(path: Path) -> Path:
@@ -156,16 +181,22 @@ def _checked(path: Path, names: Sequence[str], answer: Answer) -> FileIndex:
     return FileIndex(path, found.st_size, found.st_mtime_ns, variables)
 
 
-def _parsed(path: Path, name: str, tree: Any, file_bytes: int) -> Stored:
+def _parsed(path: Path, name: str, tree: Any, file_bytes: int, *, numbers: bool = True) -> Stored:
     what = f"{path}: variable {name}"
     if isinstance(tree, dict) and "refused" in tree:
         raise DataError(
             f"{what}: {str(tree['refused'])[:2000]}", "docs/how-to/arrays.md has limits"
         )
     try:
-        return parse_variable(tree, file_bytes)
+        stored = parse_variable(tree, file_bytes)
     except ValueError as error:
         raise DataError(f"{what} cannot be read: {error}", CHECK_FILE) from None
+    if numbers and stored.dtype.kind in "SV":
+        raise DataError(
+            f"{what}: its type is {str(stored.dtype)[:80]}. Only whole numbers and floats are read",
+            "docs/how-to/arrays.md has limits",
+        )
+    return stored
 
 
 def ask_helper(paths: Sequence[Path], names: Sequence[str] | None) -> Iterator[Answer]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ VALUES_PER_BYTE = 2048
 SPARE_BYTES = 64 << 20
 STORED_TYPES = {f"{order}{kind}" for order in "<>" for kind in ("i2", "i4", "i8", "u2", "u4", "u8")}
 STORED_TYPES |= {"|i1", "|u1", *(f"{order}f{size}" for order in "<>" for size in (2, 4, 8))}
+FIXED_TEXT = re.compile(r"\|S[1-9][0-9]{0,4}")
+MOST_FIELDS = 10_000  # of a table's rows
+LARGEST_ROW = 1 << 24  # bytes
 COLUMNS = {"numbers": "<i8", "offsets": "<i8", "sizes": "<u4", "masks": "<u4"}
 
 
@@ -58,7 +62,7 @@ class Stored:
 
     Args:
         shape: lengths of its axes. The first one is the time or sample axis.
-        dtype: type of the values in the file.
+        dtype: type of the values in the file: numbers, texts of fixed length, or rows of these.
         fill: the value of what nobody has written.
         missing: values that stand for missing ones, of that type.
         scale, add: the values are to be multiplied by `scale`, and `add` is to be added.
@@ -68,7 +72,7 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    fill: float
+    fill: Any
     missing: tuple[Any, ...]
     scale: float
     add: float
@@ -90,9 +94,7 @@ def parse_variable(tree: Any, file_bytes: int) -> Stored:
         raise ValueError("it is not an object")
     shape = _lengths("shape", tree.get("shape"), 0)
     kind = tree.get("dtype")
-    if not isinstance(kind, str) or kind not in STORED_TYPES:
-        raise ValueError(f"its type is {ascii(kind)[:40]}")
-    dtype = np.dtype(kind)
+    dtype = _row_type(kind, tree.get("row_bytes")) if isinstance(kind, list) else _type(kind)
     if not all(shape[1:]):
         raise ValueError("an axis has the length 0")
     nbytes = math.prod(shape) * dtype.itemsize
@@ -113,6 +115,31 @@ def parse_variable(tree: Any, file_bytes: int) -> Stored:
         None if "chunk" in tree else _offset(tree.get("offset"), nbytes, file_bytes),
         _chunks(tree, shape, dtype, file_bytes) if "chunk" in tree else None,
     )
+
+
+def _type(kind: Any) -> np.dtype[Any]:
+    if not isinstance(kind, str) or not (kind in STORED_TYPES or FIXED_TEXT.fullmatch(kind)):
+        raise ValueError(f"its type is {ascii(kind)[:40]}")
+    return np.dtype(kind)
+
+
+def _row_type(fields: list[Any], row_bytes: Any) -> np.dtype[Any]:
+    """The type of a row with fields, each of a name, a type, a number of values and an offset."""
+    if type(row_bytes) is not int or not 0 < row_bytes <= LARGEST_ROW:
+        raise ValueError(f"a row has {ascii(row_bytes)[:40]} bytes")
+    if not 0 < len(fields) <= MOST_FIELDS:
+        raise ValueError(f"it has {len(fields)} fields")
+    formats: list[Any] = []
+    for one in fields:
+        if not isinstance(one, list) or [*map(type, one)] != [str, str, int, int]:
+            raise ValueError("a field is no list of a name, a type, a number and an offset")
+        _, kind, count, offset = one
+        base = _type(kind)
+        if not (0 < count <= row_bytes and 0 <= offset <= row_bytes - count * base.itemsize):
+            raise ValueError("a field leaves its row")
+        formats.append(base if count == 1 else (base, (count,)))
+    names, offsets = [one[0] for one in fields], [one[3] for one in fields]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": row_bytes})
 
 
 def _lengths(what: str, value: Any, least: int) -> tuple[int, ...]:
@@ -142,8 +169,10 @@ def _finite(what: str, value: Any) -> float:
     return float(number)
 
 
-def _fitting(value: float, dtype: np.dtype[Any]) -> float:
+def _fitting(value: float, dtype: np.dtype[Any]) -> Any:
     """The fill value as a number of the variable's type, which may be unsigned by an attribute."""
+    if dtype.kind in "SV":
+        return np.zeros((), dtype)[()]
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
             return float(dtype.type(value))
@@ -155,6 +184,8 @@ def _fitting(value: float, dtype: np.dtype[Any]) -> float:
 
 def _comparable(values: list[float], dtype: np.dtype[Any]) -> tuple[Any, ...]:
     """The values that numbers of this type can be equal to."""
+    if dtype.kind in "SV":
+        return ()
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
             return tuple(dtype.type(one) for one in values if not math.isnan(one))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.data.arrays.indexing import FileIndex, ask_helper, look_up
+from hpc_train.data.arrays.indexing import FileIndex, look_up_all
 from hpc_train.data.arrays.regions import BoxReader
 from hpc_train.data.arrays.stored import Stored
 from hpc_train.data.tables.conversion import from_array
@@ -42,7 +43,8 @@ LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a member of an archive: signature
 SKIPPED_BYTES = 1 << 20
 DAMAGES = (
     ValueError, SyntaxError, TypeError, KeyError, zipfile.BadZipFile, zlib.error, EOFError,
-    NotImplementedError, RuntimeError, OverflowError, MemoryError, struct.error,
+    NotImplementedError, RuntimeError, IndexError, tokenize.TokenError, OverflowError, MemoryError,
+    struct.error,
 )  # fmt: skip
 
 
@@ -121,40 +123,63 @@ def _offset(raw: Any, info: zipfile.ZipInfo) -> int:
     return int(info.header_offset + LOCAL_HEADER.size + name + extra)
 
 
+@dataclass(frozen=True, eq=False)
+class _Hdf5Table:
+    """The columns of an HDF5 file.
+
+    Args:
+        index: where its datasets lie.
+        columns: for each column its dataset, the field of a row in it, and the number of the value
+            in the field; None where there is none.
+        rows: the number of rows.
+    """
+
+    index: FileIndex
+    columns: dict[str, tuple[str, str | None, int | None]]
+    rows: int
+
+
 @lru_cache(maxsize=8)
-def _hdf5(file: TableFile) -> FileIndex:
-    """The index of an HDF5 file's columns: its datasets of one axis.
+def _hdf5(file: TableFile) -> _Hdf5Table:
+    """Find the columns of an HDF5 file: the fields of its table, or its datasets of one axis.
 
     Raises:
         DataError: it has none, or they have different lengths.
         UserError: MPI runs, and no helper can be started.
     """
-    path = Path(file.path)
-    [(_, trees)] = ask_helper([path], None)
-    names, others = [], {}
-    for name, tree in trees.items():
-        shape = tree.get("shape") if isinstance(tree, dict) else None
-        if isinstance(shape, list) and len(shape) == 1:
-            names.append(name)
-        else:
-            told = tree.get("refused") if isinstance(tree, dict) else None
-            others[name] = str(told or "it has more than one axis")[:200]
-    if not names:
-        why = "; ".join(f"{name}: {reason}" for name, reason in [*others.items()][:5])
+    index, refused = look_up_all(Path(file.path))
+    flat = {name: one for name, one in index.variables.items() if len(one.shape) == 1}
+    tables = {name: one for name, one in flat.items() if one.dtype.kind == "V"}
+    used = tables or flat
+    if not used:
+        why = "; ".join(f"{name}: {reason}" for name, reason in [*refused.items()][:5])
         raise DataError(
-            f"{file.path} has no dataset of one axis that can be read ({why or 'it has none'})",
-            "write each column as one dataset of numbers",
+            f"{file.path} has no dataset of one axis that can be read ({why[:500] or 'none'})",
+            "write each column as one dataset of numbers or of texts of fixed length",
         )
-    if others:
+    if len(tables) > 1 or len({one.shape for one in used.values()}) != 1:
+        what = "several tables" if tables else "datasets of one axis and different lengths"
+        raise DataError(f"{file.path} has {what}: {', '.join(used)}", "give files of one table")
+    if others := [name for name in [*index.variables, *refused] if name not in used]:
         logger.info("%s: these datasets are no columns: %s", file.path, ", ".join(others))
-    [index] = look_up([path], names)
-    if len({stored.shape for stored in index.variables.values()}) != 1:
-        raise DataError(
-            f"{file.path}: its datasets of one axis have different lengths",
-            "give a file with one table",
-        )
+    named: list[tuple[str, tuple[str, str | None, int | None]]] = []
+    folders = {name.rpartition("/")[0] for name in used}
+    for name, one in used.items():
+        if one.dtype.names is None:
+            named.append(
+                (name.rpartition("/")[2] if len(folders) == 1 else name, (name, None, None))
+            )
+            continue
+        for field in one.dtype.names:
+            if not one.dtype[field].shape:
+                named.append((field, (name, field, None)))
+            else:
+                count = one.dtype[field].shape[0]
+                named += [(f"{field}_{n}", (name, field, n)) for n in range(count)]
+    names = [name for name, _ in named]
     check_names(file, names, names)
-    return index
+    [(rows,)] = {one.shape for one in used.values()}
+    return _Hdf5Table(index, dict(named), rows)
 
 
 def array_columns(file: TableFile) -> list[str]:
@@ -164,7 +189,7 @@ def array_columns(file: TableFile) -> list[str]:
         DataError: it cannot be read.
     """
     if file.format == "hdf5":
-        return list(_hdf5(file).variables)
+        return list(_hdf5(file).columns)
     with _archive(file) as (raw, archive):
         return [name for one in _members(file, raw, archive) for name in one.columns]
 
@@ -176,9 +201,10 @@ def cut_arrays(file: TableFile, nbytes: int) -> list[TablePortion]:
         DataError: the file cannot be read.
     """
     if file.format == "hdf5":
-        stored = _hdf5(file).variables.values()
-        [rows] = {one.shape[0] for one in stored}
-        width = sum(one.dtype.itemsize for one in stored)
+        table = _hdf5(file)
+        rows = table.rows
+        used = {name for name, _, _ in table.columns.values()}
+        width = sum(table.index.variables[name].dtype.itemsize for name in used)
     else:
         with _archive(file) as (raw, archive):
             members = _members(file, raw, archive)
@@ -252,15 +278,19 @@ def _batches(file: TableFile, begin: int, end: int) -> Iterator[tuple[int, dict[
 def _hdf5_batches(
     file: TableFile, begin: int, end: int
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    index = _hdf5(file)
-    with closing(BoxReader([index])) as reader:
-        rows = min(stored.shape[0] for stored in index.variables.values())
-        for at in range(begin, min(end, rows), BATCH_ROWS):
+    table = _hdf5(file)
+    with closing(BoxReader([table.index])) as reader:
+        end = min(end, table.rows)
+        for at in range(begin, end, BATCH_ROWS):
+            read: dict[str, np.ndarray] = {}
             arrays = {}
-            for name, stored in index.variables.items():
-                values = np.empty(min(BATCH_ROWS, rows - at, end - at), stored.dtype)
-                reader.read(0, name, (at,), values)
-                arrays[name] = _meant(values, stored)
+            for column, (name, field, number) in table.columns.items():
+                stored = table.index.variables[name]
+                if name not in read:
+                    read[name] = np.empty(min(BATCH_ROWS, end - at), stored.dtype)
+                    reader.read(0, name, (at,), read[name])
+                values = read[name] if field is None else read[name][field]
+                arrays[column] = _meant(values if number is None else values[:, number], stored)
             yield at, arrays
 
 

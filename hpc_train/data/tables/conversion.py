@@ -2,7 +2,7 @@
 
 Numbers in a categorical column become texts. A csv file's text stays as it is. In the other formats
 a whole number is written without a point, so 1 and 1.0 are both "1"; other numbers are written as
-Python's repr() does, truth values as True and False, and dates in ISO 8601.
+Python's str() does, truth values as True and False, and dates in ISO 8601.
 """
 
 from __future__ import annotations
@@ -110,8 +110,12 @@ def _decoded(value: Any) -> tuple[str | None, int]:
 
 
 def _number(text: str) -> float:
-    truth = TRUTH.get(text.lower())
-    return float(text) if truth is None else truth
+    try:
+        return float(text)
+    except ValueError:
+        if (truth := TRUTH.get(text.lower())) is None:
+            raise
+        return truth
 
 
 def _seconds(text: str) -> float:
@@ -136,12 +140,11 @@ def _categories(texts: Sequence[str | None], codes: npt.NDArray[np.int32]) -> Ca
 
 
 def canonical_text(value: Any) -> str | None:
-    """The text of a number, a truth value or a date in a categorical column; None for NaN."""
-    if isinstance(value, float):
-        if value != value:
-            return None
-        return str(int(value)) if abs(value) < EXACT and value == int(value) else repr(value)
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+    """The text of a number or a truth value in a categorical column; None for None and NaN."""
+    if value is None or value != value:
+        return None
+    whole = isinstance(value, float) and abs(value) < EXACT and value == int(value)
+    return str(int(value)) if whole else str(value)
 
 
 def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> ColumnValues:
@@ -155,20 +158,32 @@ def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> 
         raise DataError(f"is of type {values.dtype}", "give it the kind ignored in the schema")
     if of == "U" and not _is_unicode(values):
         raise DataError("has characters that Unicode has not", "write the file again")
-    if of == "M":
-        values = values.astype("datetime64[us]")
-    if (kind == "numeric" and of in "biuf") or (kind == "date" and of == "M"):
-        if of != "M":
-            return ColumnValues(values.astype(np.float64))
-        seconds = _to_seconds(values.astype(np.int64), "us")
-        return ColumnValues(np.where(np.isnat(values), np.nan, seconds))
+    if kind == "numeric" and of in "biuf":
+        return ColumnValues(values.astype(np.float64))
+    if kind == "date" and of == "M":
+        return ColumnValues(_dates(values))
     if of not in "SU" and kind != "categorical":
         raise DataError(f"is of type {values.dtype}, not {kind}", "change its kind in the schema")
     different, codes = np.unique(values, return_inverse=True)
-    given: list[Any] = different.tolist()
-    if of not in "SU":
-        given = [None if one is None else canonical_text(one) for one in given]
-    return from_different(given, codes, kind, missing if of in "SU" else ())
+    if of in "SU":
+        return from_different(different.tolist(), codes, kind, missing)
+    return from_different(_canonical(different), codes, kind, ())
+
+
+def _canonical(different: np.ndarray) -> list[str | None]:
+    """The texts of numbers, truth values or dates in a categorical column; None for no value."""
+    if different.dtype.kind == "M":
+        return [None if one == "NaT" else one for one in np.datetime_as_string(different).tolist()]
+    return [canonical_text(one) for one in different.tolist()]
+
+
+def _dates(values: np.ndarray) -> npt.NDArray[np.float64]:
+    """The seconds since 1970 of dates, NaN where there is none."""
+    unit, count = np.datetime_data(values.dtype)
+    if unit not in PER_SECOND or count != 1:
+        values, unit = values.astype("datetime64[s]"), "s"
+    seconds = _to_seconds(values.astype(np.int64), unit)
+    return np.where(np.isnat(values), np.nan, seconds)
 
 
 def _is_unicode(values: np.ndarray) -> bool:
@@ -187,30 +202,43 @@ def from_arrow(array: Any, kind: ColumnKind, missing: Sequence[str]) -> ColumnVa
 
     of = array.type
     if pa.types.is_dictionary(of):
-        inside = of.value_type
-    elif _is_text(pa, of) or kind == "categorical":
-        inside = of
-    elif kind == "date" and (pa.types.is_timestamp(of) or pa.types.is_date(of)):
-        return ColumnValues(_dates(pa, array))
-    elif kind == "numeric" and _is_number(pa, of):
-        return ColumnValues(_floats(pa, array))
-    else:
-        raise DataError(f"is of type {of}, not {kind}", "change its kind in the schema")
-    if not (_is_text(pa, inside) or pa.types.is_temporal(inside) or _is_number(pa, inside)):
-        raise DataError(f"is of type {of}", "give it the kind ignored in the schema")
-    if not pa.types.is_dictionary(of):
-        array = array.dictionary_encode()
-    elif not _is_text(pa, inside) and kind != "categorical":
+        if kind == "categorical" or _is_text(pa, of.value_type):
+            return _from_dictionary(pa, array, kind, missing)
         return from_arrow(array.dictionary_decode(), kind, missing)
+    if kind == "date" and _is_date(pa, of):
+        return ColumnValues(_dates(_moments(array)))
+    if kind == "numeric" and _is_number(pa, of):
+        return ColumnValues(_floats(pa, array))
+    if _is_text(pa, of) or (kind == "categorical" and (_is_date(pa, of) or _is_number(pa, of))):
+        return _from_dictionary(pa, array.dictionary_encode(), kind, missing)
+    raise DataError(
+        f"is of type {of}, not {kind}", "change its kind in the schema; ignored suits any type"
+    )
+
+
+def _from_dictionary(pa: Any, array: Any, kind: ColumnKind, missing: Sequence[str]) -> ColumnValues:
     codes = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-    if _is_text(pa, inside):
+    different = array.dictionary
+    if _is_text(pa, different.type):
         try:
-            given = array.dictionary.to_pylist()
+            return from_different(different.to_pylist(), codes, kind, missing)
         except UnicodeDecodeError:
-            given = array.dictionary.cast(pa.binary()).to_pylist()
-        return from_different(given, codes, kind, missing)
-    texts = [None if one is None else canonical_text(one) for one in array.dictionary.to_pylist()]
-    return from_different(texts, codes, kind, ())
+            return from_different(different.cast(pa.binary()).to_pylist(), codes, kind, missing)
+    if _is_date(pa, different.type):
+        return from_different(_canonical(_moments(different)), codes, kind, ())
+    if not _is_number(pa, different.type):
+        raise DataError(f"is of type {array.type}", "give it the kind ignored in the schema")
+    return from_different([canonical_text(v) for v in different.to_pylist()], codes, kind, ())
+
+
+def _moments(array: Any) -> np.ndarray:
+    """Arrow's dates as NumPy's."""
+    found: np.ndarray = array.to_numpy(zero_copy_only=False)
+    return found
+
+
+def _is_date(pa: Any, of: Any) -> bool:
+    return bool(pa.types.is_timestamp(of) or pa.types.is_date(of))
 
 
 def _is_text(pa: Any, of: Any) -> bool:
@@ -244,12 +272,3 @@ def _floats(pa: Any, array: Any) -> npt.NDArray[np.float64]:
     # Without `safe=False` whole numbers that no float is equal to would be refused.
     cast = array.cast(pa.float64(), safe=False)
     return cast.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
-
-
-def _dates(pa: Any, array: Any) -> npt.NDArray[np.float64]:
-    if pa.types.is_date(array.type):
-        array = array.cast(pa.timestamp("ms"))
-    unit = array.type.unit
-    whole = array.view(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
-    missing = array.is_null().to_numpy(zero_copy_only=False)
-    return np.where(missing, np.nan, _to_seconds(whole, unit))

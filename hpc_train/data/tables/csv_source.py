@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,7 @@ def count_quotes(portion: TablePortion) -> int:
     return count
 
 
+@lru_cache(maxsize=16)  # a rank reads many portions of a file
 def csv_columns(file: TableFile) -> tuple[list[str], int]:
     """The names of a csv file's columns, and the place of its first record.
 
@@ -232,10 +234,15 @@ class _Parser:
         table = self.parse(block, dict.fromkeys(self.kinds, self.bytes), skip)
         if not readable:
             table = self._as_given(table)
-        columns = self._columns(table)
+        columns = {}
         for name, kind in self.kinds.items():
-            if self.suiting[kind] and columns[name].causes is None:
-                self.types[name] = self._suiting(table.column(name), kind)
+            [array] = table.column(name).chunks
+            suiting = self._suiting(array, kind)
+            columns[name] = from_arrow(array if suiting is None else suiting, kind, self.missing)
+            if suiting is not None:
+                self.types[name] = suiting.type
+            elif columns[name].causes is None:
+                self.types[name] = self.text
         return table.num_rows, columns, skipped
 
     def _as_given(self, table: Any) -> Any:
@@ -256,15 +263,14 @@ class _Parser:
             found[name] = from_arrow(array, kind, self.missing)
         return found
 
-    def _suiting(self, column: Any, kind: str) -> Any:
-        """The first Arrow type that a column can be read as; text suits in any case."""
+    def _suiting(self, array: Any, kind: str) -> Any:
+        """An array of texts as the first Arrow type that suits all of them; None: none does."""
         for one in self.suiting[kind]:
             try:
-                column.cast(self.pa.string()).cast(one)
+                return array.dictionary_decode().cast(self.pa.string()).cast(one)
             except self.pa.ArrowInvalid:
                 continue
-            return one
-        return self.text
+        return None
 
 
 class _Block:

@@ -192,7 +192,7 @@ class TableFeatures:
                 target=None if target is None else TargetValues(**_tuples(target)),
                 missing=tuple(tree["missing"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"these are no features of a table ({error})", "prepare it again"
             ) from None

@@ -25,7 +25,7 @@ from hpc_train.data.tables.statistics import (
     add_counts,
     ranked,
     smallest,
-    summed,
+    summary_of,
 )
 from hpc_train.data.tables.targets import class_order
 from hpc_train.errors import DataError
@@ -33,7 +33,7 @@ from hpc_train.errors import DataError
 logger = logging.getLogger(__name__)
 
 Scaling = Literal["standard", "robust"]
-MOST_CLASSES = 1 << 12
+CLASS_LIMIT = 1 << 12
 SAMPLES_TOGETHER = 64  # features whose samples are in memory, each of half a MiB
 COUNTS_TOGETHER = 4  # columns whose counts are in memory, each of some MiB
 
@@ -131,12 +131,13 @@ def fix_features(
     Raises:
         DataError: no feature differs between training rows, or the target cannot be learned.
     """
+    target = _target(schema, trees)
     found: dict[str, NumericFeature | CategoricalFeature | None] = {}
     candidates = candidate_features(schema)
     for first in range(0, len(candidates), SAMPLES_TOGETHER):
         places = range(first, min(first + SAMPLES_TOGETHER, len(candidates)))
         for place, sample in zip(places, _samples(trees, opened, places), strict=True):
-            summary = summed(tree["numbers"][place] for tree in trees)
+            summary = summary_of(tree["numbers"][place] for tree in trees)
             candidate = candidates[place]
             found[candidate.name] = scaled_feature(candidate, summary, sample, options)
     names = [column.name for column in schema.features if column.kind == "categorical"]
@@ -156,7 +157,7 @@ def fix_features(
     return TableFeatures(
         numeric=tuple(one for one in found.values() if isinstance(one, NumericFeature)),
         categorical=tuple(one for one in found.values() if isinstance(one, CategoricalFeature)),
-        target=_target(schema, trees),
+        target=target,
         missing=schema.missing,
     )
 
@@ -212,7 +213,7 @@ def _target(schema: TableSchema, trees: Sequence[Any]) -> TargetValues | None:
     if schema.task == "classification":
         return _classes(schema, trees, rows)
     summaries = [
-        summed(tree["targets"][place] for tree in trees) for place in range(len(schema.targets))
+        summary_of(tree["targets"][place] for tree in trees) for place in range(len(schema.targets))
     ]
     if schema.task == "multilabel":
         shares = tuple(one.mean for one in summaries)
@@ -230,9 +231,9 @@ def _classes(schema: TableSchema, trees: Sequence[Any], rows: int) -> TargetValu
     for tree in trees:
         for text, number in tree["classes"][0].items():
             counts[text] = counts.get(text, 0) + number
-        if len(counts) > MOST_CLASSES:
+        if len(counts) > CLASS_LIMIT:
             raise DataError(
-                f"the target {name} has more than {MOST_CLASSES} classes",
+                f"the target {name} has more than {CLASS_LIMIT} classes",
                 "give --task regression, or another target",
             )
     if len(counts) < 2:

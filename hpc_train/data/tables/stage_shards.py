@@ -37,7 +37,7 @@ from hpc_train.data.tables.stages import (
     portion_of_row,
     stage_entries,
 )
-from hpc_train.data.tables.statistics import PortionStatistics, sampled_share, smallest, summed
+from hpc_train.data.tables.statistics import PortionStatistics, sampled_share, smallest, summary_of
 from hpc_train.data.tables.table_manifest import TableManifest, TableShard, row_type
 from hpc_train.data.tables.table_request import TableRequest
 from hpc_train.data.tables.targets import encode_target
@@ -170,7 +170,7 @@ def begin_shards(request: TableRequest, folder: Path) -> Preparation[RowsRecipe]
 
     trees = [entry["statistics"] for entry in entries]
     features = fix_features(request.schema, request.options.features, trees, opened)
-    weights = summed(tree["weights"] for tree in trees)
+    weights = summary_of(tree["weights"] for tree in trees)
     if request.schema.weight is not None and not weights.mean > 0:
         raise DataError("the weights of all training rows are 0", "give other weights")
     earlier = _recipe(request, folder, entries, [])

@@ -3,10 +3,11 @@
 Each portion's numbers are found by one rank. All are put together in the order of the portions, so
 that the result has the same bits on any number of ranks. Memory is bounded:
 
-- Quantiles come from a sample of at most SAMPLED_ROWS rows, those with the smallest hashes of their
-  numbers. They are exact if no more rows have a value. Else the share of the rows below a quantile
-  is off by more than 0.01 with a probability below 1e-5, and by 0.002 on average (Dvoretzky,
-  Kiefer, Wolfowitz 1956, with the constant of Massart 1990).
+- Quantiles come from a sample of at most QUANTILE_ROWS training rows, those with the smallest
+  hashes of their numbers. They are exact if there are no more training rows. Else the share of the
+  rows below a quantile is off by more than 0.01 with a probability below 1e-5, and by some 0.002
+  usually (Dvoretzky, Kiefer, Wolfowitz 1956, with the constant of Massart 1990). Of a column with
+  missing values the sample has fewer values.
 - Texts are counted exactly while a column has at most COUNTED_TEXTS different ones. Else a count is
   too small by at most (number of rows) / (COUNTED_TEXTS + 1), and a text with fewer rows may be
   missing (Misra and Gries 1982; merged as by Agarwal et al., "Mergeable summaries", 2012).
@@ -37,21 +38,21 @@ from hpc_train.data.tables.splits import (
 )
 from hpc_train.data.tables.targets import class_texts
 
-SAMPLED_ROWS = 1 << 16
+QUANTILE_ROWS = 1 << 16
 SLACK = 1.2  # so many times more rows are looked at, as their number is a matter of chance
 COUNTED_TEXTS = 1 << 16
 
 
 def sampled_share(rows: float) -> float:
-    """The share of rows to look at, so that SAMPLED_ROWS are found of about so many."""
-    return min(1.0, SLACK * SAMPLED_ROWS / max(rows, 1.0))
+    """The share of rows to look at, so that QUANTILE_ROWS are found of about so many."""
+    return min(1.0, SLACK * QUANTILE_ROWS / max(rows, 1.0))
 
 
 def smallest(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    """Which rows of a sample have the SAMPLED_ROWS smallest hashes, bool (N,)."""
-    if len(hashes) <= SAMPLED_ROWS:
+    """Which rows of a sample have the QUANTILE_ROWS smallest hashes, bool (N,)."""
+    if len(hashes) <= QUANTILE_ROWS:
         return np.ones(len(hashes), bool)
-    return np.asarray(hashes <= np.partition(hashes, SAMPLED_ROWS - 1)[SAMPLED_ROWS - 1])
+    return np.asarray(hashes <= np.partition(hashes, QUANTILE_ROWS - 1)[QUANTILE_ROWS - 1])
 
 
 def only_largest(counts: dict[str, int], most: int) -> dict[str, int]:
@@ -215,7 +216,7 @@ class NumberSummary:
     most: float
 
 
-def summed(trees: Iterable[Sequence[Any]]) -> NumberSummary:
+def summary_of(trees: Iterable[Sequence[Any]]) -> NumberSummary:
     """The numbers of all portions together, from what `PortionStatistics.write` returned."""
     every = [*trees]
     with np.errstate(over="ignore", invalid="ignore"):

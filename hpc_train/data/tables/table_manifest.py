@@ -262,6 +262,8 @@ def _check_features(features: TableFeatures, schema: TableSchema) -> None:
     _check_names("names of features", names)
     if not 0 < len(names) <= MOST_WORDS:
         raise ValueError(f"it has {len(names)} features")
+    if features.missing != schema.missing:
+        raise ValueError("its features have other texts for missing values than its schema")
     _check_target(features.target, schema)
 
 
