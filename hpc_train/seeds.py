@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MASK_64 = (1 << 64) - 1
-GOLDEN = 0x9E3779B97F4A7C15
+GAMMA = 0x9E3779B97F4A7C15
 FIRST_FACTOR, SECOND_FACTOR = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -22,7 +22,7 @@ def mix_each(numbers: Sequence[int], last: Sequence[int]) -> list[int]:
     """`mix(*numbers, one)` for each one of `last`, faster than one by one."""
     import numpy as np  # planning has seeds, and does not load numpy
 
-    begin = (_state(numbers) + GOLDEN) & MASK_64
+    begin = (_state(numbers) + GAMMA) & MASK_64
     state = np.asarray(last, np.int64).astype(np.uint64) + np.uint64(begin)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(FIRST_FACTOR)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(SECOND_FACTOR)
@@ -34,7 +34,7 @@ def mix_each(numbers: Sequence[int], last: Sequence[int]) -> list[int]:
 def _state(numbers: Sequence[int]) -> int:
     state = 0
     for number in numbers:
-        state = (state + number + GOLDEN) & MASK_64
+        state = (state + number + GAMMA) & MASK_64
         state = ((state ^ (state >> 30)) * FIRST_FACTOR) & MASK_64
         state = ((state ^ (state >> 27)) * SECOND_FACTOR) & MASK_64
         state ^= state >> 31

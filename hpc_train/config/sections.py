@@ -286,6 +286,10 @@ class DataSection:
     sampling: Literal["natural", "balanced"] = "natural"
     """For the classification of tables, how often each class is drawn: as often as it occurs, or
     with balanced each class equally often. An epoch has as many samples in both cases."""
+    importance: int = 0
+    """For tables, number of times that each feature is permuted among the held-out rows after the
+    last step. importance.json of the run directory then has what the loss and the scores change
+    by. 0 disables it."""
 
     def __post_init__(self) -> None:
         if isinstance(self.path, list):
@@ -294,7 +298,7 @@ class DataSection:
             raise ConfigError(
                 f"data.path is {self.path!r}", f"give a folder, or a list of {MIXTURE_FORM}"
             )
-        at_least(self, "data", batch=1, validation_every=0, validation_batches=0)
+        at_least(self, "data", batch=1, validation_every=0, validation_batches=0, importance=0)
         at_least(self, "data", prefetch=0, workers=0, cache_gb=0)
         if self.cache_gb and self.cache is None:
             raise ConfigError(

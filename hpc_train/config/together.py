@@ -72,6 +72,11 @@ def _check_kind(config: RunConfig) -> None:
                     f"data.{key} is balanced, but model.kind is gpt, which has no classes",
                     f"leave data.{key} out: it is for the classification of tables",
                 )
+        if data.importance:
+            raise ConfigError(
+                f"data.importance is {data.importance}, but model.kind is gpt",
+                "leave data.importance out: it is for tables",
+            )
         return
     given = {
         "loss": data.loss == "token",

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hpc_train.seeds import FIRST_FACTOR, GOLDEN, SECOND_FACTOR
+from hpc_train.seeds import FIRST_FACTOR, GAMMA, SECOND_FACTOR
 
 PER_WORD = 4  # numbers of 16 bits in one of 64
 LEVELS = 1 << 16
@@ -64,7 +64,7 @@ class SampleDropout(nn.Module):
         elements = math.prod(shape[1:])
         words = -(-elements // PER_WORD)
         keys = _keys(self.seeds, self.place, x.device)
-        counts = torch.arange(1, words + 1, device=x.device).mul_(signed(GOLDEN))
+        counts = torch.arange(1, words + 1, device=x.device).mul_(signed(GAMMA))
         masks = torch.empty(len(x), elements, dtype=x.dtype, device=x.device)
         step = max(1, HASHES_AT_ONCE // max(1, words))
         for begin in range(0, len(x), step):
@@ -87,7 +87,7 @@ def uniforms(
     Returns:
         Numbers from 0 to below 1, float64 (B, count).
     """
-    counts = torch.arange(1, count + 1, device=device).mul_(signed(GOLDEN))
+    counts = torch.arange(1, count + 1, device=device).mul_(signed(GAMMA))
     drawn = scrambled(_keys(seeds, place, device) + counts)
     return _shifted(drawn, 11).double().mul_(2.0**-53)
 
@@ -95,7 +95,7 @@ def uniforms(
 def _keys(seeds: Sequence[int] | Tensor, place: int, device: torch.device | None) -> Tensor:
     """The keys of samples' random numbers at a place, int64 (B, 1)."""
     given = torch.as_tensor(seeds, dtype=torch.int64, device=device)
-    return scrambled(given + (place + 1) * GOLDEN % (1 << 63)).unsqueeze(1)
+    return scrambled(given + (place + 1) * GAMMA % (1 << 63)).unsqueeze(1)
 
 
 def scrambled(numbers: Tensor) -> Tensor:

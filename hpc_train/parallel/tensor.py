@@ -60,14 +60,21 @@ def parallelize(
         Maps names of parameters to the slices that this rank has. It has the other ones whole.
 
     Raises:
-        UserError: a style is unknown, the module that the plan names does not exist or does not fit
-            its style, or two layers share a parameter and the plan cuts it in only one of them.
+        UserError: a style is unknown, no style cuts the tokens though `sequence_parallel` is on,
+            the module that the plan names does not exist or does not fit its style, or two layers
+            share a parameter and the plan cuts it in only one of them.
         ConfigError: a layer cannot be divided by the number of ranks.
     """
     sharing = _Sharing(over, sequence_parallel and over.group.size > 1, deferred)
     named = dict(module.named_parameters(remove_duplicate=False))
     specs: dict[str, SliceSpec] = {}
-    for name, style in resolve(module, plan).items():
+    styles = resolve(module, plan)
+    if sharing.cut and not {"vocab", "sequence"} & {*styles.values()}:
+        raise UserError(
+            "parallel.sequence_parallel is on, but no layer of the tensor plan cuts the tokens",
+            "leave it out, or give an embedding of tokens the style vocab or sequence",
+        )
+    for name, style in styles.items():
         specs |= sharing.replace(module, name, style)
     for name, layer in list(module.named_modules()):
         if sharing.cut and isinstance(layer, SampleDropout) and layer.section is None:

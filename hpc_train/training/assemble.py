@@ -89,6 +89,8 @@ class TrainingTask:
             at a time; None: all samples of a replica.
         together: how many neighbours in a step's order the loss compares with each other. A
             micro-batch then has a multiple of that many samples.
+        finish: a function of the Trainer, called on all ranks after the last step, while the job
+            still holds the run directory, also if they were all taken by an earlier start.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -103,6 +105,7 @@ class TrainingTask:
     counted: Callable[[Any], int] | None = None
     scores: HeldOutScores | None = None
     together: int = 1
+    finish: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -17,9 +18,11 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 from hpc_train.planning.model import division_of, shape_of, table_sizes
 from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.importance import report_importance
 from hpc_train.training.pretraining import CorruptedRows, MaskedCells
 from hpc_train.training.scoring import HeldOutScores
 from hpc_train.training.table_losses import TableLoss, check_has_classes
+from hpc_train.training.trainer import Trainer
 
 ROWS_AT_ONCE = 1 << 16  # rows that are read together to learn their classes
 
@@ -44,6 +47,11 @@ def table_task(
         DataError: rows cannot be read; on all ranks.
     """
     with agreed(group):
+        if config.data.importance and held_out is None:
+            raise ConfigError(
+                f"data.importance is {config.data.importance}, but no rows are held out",
+                "prepare the table with --validation above 0, or leave data.importance out",
+            )
         loss, shape = loss_of(config, features), table_shape(config, features)
     training = sampled(config.data, training, features.target, group)
     with agreed(group):
@@ -57,6 +65,7 @@ def table_task(
         validation=held_out,
         scores=HeldOutScores(loss.measure, loss.scores) if isinstance(loss, TableLoss) else None,
         together=loss.together,
+        finish=_finish(config, features),
         identity={
             "model.pretraining": config.model.pretraining,
             "data.sampling": config.data.sampling,
@@ -72,6 +81,13 @@ def table_task(
         },
         private_parameters=True,
     )
+
+
+def _finish(config: RunConfig, features: TableFeatures) -> Callable[[Trainer], None] | None:
+    repeats = config.data.importance
+    if not repeats:
+        return None
+    return lambda trainer: report_importance(trainer, features, repeats)
 
 
 def table_shape(config: RunConfig, features: TableFeatures) -> Shape:
@@ -106,6 +122,12 @@ def loss_of(config: RunConfig, features: TableFeatures) -> TableLoss | MaskedCel
                     "learn the target",
                     f"leave data.{key} out",
                 )
+        if config.data.importance:
+            raise ConfigError(
+                f"data.importance is {config.data.importance}, but model.pretraining "
+                f"{model.pretraining} does not learn the target",
+                "leave data.importance out",
+            )
         assert model.corrupted is not None  # the section gives it a value
         if model.pretraining == "masked_cells":
             return MaskedCells(features, model.corrupted)

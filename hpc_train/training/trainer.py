@@ -136,6 +136,7 @@ class Trainer:
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
             if after >= self.plan.last:
                 logger.info("nothing to do: step %d of %d is done", after, self.plan.last)
+                self._finish()
                 return
             with (
                 closing(self._loader(after)) as loader,
@@ -153,6 +154,11 @@ class Trainer:
                     logger.info(summary)
                 if self.held_out:
                     logger.info("held-out samples at the end: %s", describe_scores(self.held_out))
+                self._finish()
+
+    def _finish(self) -> None:
+        if self.task.finish is not None:
+            self.task.finish(self)
 
     def _find_micro_batch(self) -> None:
         """Choose the size of micro-batches by trial. Collective."""
@@ -214,11 +220,24 @@ class Trainer:
 
     def validate(self) -> float:
         """The mean loss over the held-out data set. Collective."""
+        self.held_out = self._scores(self.validation)
+        return self.held_out["loss"]
+
+    def scores_of(self, dataset: Any) -> dict[str, float]:
+        """The mean loss as "loss", and the task's scores, of other samples. Collective.
+
+        Args:
+            dataset: samples of the same kind as the held-out ones; `data.validation_batches` counts
+                for them, too.
+        """
+        return self._scores(self.validation.of(dataset))
+
+    def _scores(self, validation: Validation) -> dict[str, float]:
         self.checkpoints.unify()
         self.model.eval()
-        self.held_out = self.validation.scores(self.micro_batch)
+        found = validation.scores(self.micro_batch)
         self.model.train()
-        return self.held_out["loss"]
+        return found
 
     def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
         """Compute one step, and report its numbers if that is due. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,12 @@ class Validation:
         """Gives each sample of the next micro-batch a seed of some numbers and its own number."""
         self.together = 1
         """How many neighbours among the held-out samples are computed together."""
+
+    def of(self, dataset: Any) -> Validation:
+        """The same for other samples."""
+        made = copy.copy(self)
+        made.reader = Reader(dataset, self.reader.lock)
+        return made
 
     def scores(self, size: int) -> dict[str, float]:
         """The mean loss as "loss", and the scores of the task by their names. Collective.

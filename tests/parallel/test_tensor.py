@@ -259,3 +259,12 @@ def test_sizes_that_the_ranks_do_not_divide_are_told():
 def test_layers_that_share_a_weight_are_cut_alike_or_not_at_all(plan):
     with pytest.raises(UserError, match="token.weight and output.weight are one parameter, but"):
         of_four(User(tie=True), plan)
+
+
+@pytest.mark.mpi
+def test_tokens_that_no_layer_cuts_are_refused(job):
+    over = connect(job.world)
+    plan = {name: style for name, style in User.plan.items() if style in ("colwise", "rowwise")}
+    with pytest.raises(UserError, match="no layer of the tensor plan cuts the tokens"):
+        parallelize(User(), plan, over, sequence_parallel=True)
+    over.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -20,11 +19,11 @@ from hpc_train.data.tables.features import (
 from hpc_train.data.tables.schema import Column, TableSchema
 from hpc_train.data.tables.table_manifest import TableManifest
 from hpc_train.errors import ConfigError
+from hpc_train.planning.choose import choose
 from hpc_train.planning.fits import PlannedJob, check_fits
 from hpc_train.planning.model import planned_shape, table_sizes
 from hpc_train.planning.schedules import plan
-from tests.programs import hpc_train as command
-from tests.programs import run
+from tests.planning.test_choose import MACHINE
 
 KINDS = ["tabular", "tabular_mlp", "tabular_resnet"]
 
@@ -113,8 +112,9 @@ def test_a_table_that_is_not_there_is_named(tmp_path):
         planned_shape(load(None, ["--model.kind", "tabular"]))
 
 
-def test_the_verb_compares_layouts_of_a_table(table):
-    options = ["--nodes=2", "--ranks_per_node=2", "--json", "--data.batch=64"]
-    done = run(*command("plan", "--data.path", table, "--model.kind=tabular_mlp", *options))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_of_a_table_are_compared(table, kind):
+    made = choose(configured(table, kind, "--data.batch=64"), MACHINE, 2, 2, every=True, top=1000)
+    found = {(row.dp, row.tp, row.pp) for row in made.layouts}
+    assert {(4, 1, 1), (2, 2, 1), (1, 2, 2)} <= found
+    assert not any(row.sequence_parallel for row in made.layouts)

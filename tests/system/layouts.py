@@ -21,13 +21,16 @@ from io import StringIO
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint.fileformat import LocalTensor, torch_dtypes
 from hpc_train.checkpoint.restore import CheckpointReader, load_tensors
 from hpc_train.config.file import load as configuration
 from hpc_train.gradients.streamed import StreamedParameters
-from hpc_train.models import GPT
+from hpc_train.models.kinds import SHAPES
+from hpc_train.models.tabular.sizes import TableSizes
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -42,7 +45,29 @@ HALF = STEPS // 2
 TOLERANCE = 1e-10
 
 
+TABLE = TableSizes(edges=((-1.0, 0.0, 2.0), (-0.5, 0.5)), codes=(4, 3), outputs=12)
+OF_TABLES = {
+    "tabular": ["heads"],
+    "tabular_mlp": ["members", "embedding_width"],
+    "tabular_resnet": ["embedding_width"],
+}
+
+
 def shapes(generator: random.Random) -> dict:
+    shape = sizes_of_gpt(generator) | {"kind": generator.choice(["gpt", "gpt", *OF_TABLES])}
+    if shape["kind"] == "gpt":
+        return shape
+    more = {
+        "members": generator.choice([1, 3]),
+        "embedding_width": generator.choice([1, 5]),
+        "heads": 4,
+    }
+    kept = {key: shape[key] for key in ("kind", "layers", "hidden", "dropout", "frozen")}
+    own = {key: more[key] for key in OF_TABLES[shape["kind"]]}
+    return kept | own | {"numeric": generator.choice(["piecewise_linear", "periodic", "linear"])}
+
+
+def sizes_of_gpt(generator: random.Random) -> dict:
     return {
         "vocab": generator.choice([12, 20]),
         "sequence": 8,
@@ -64,7 +89,7 @@ def layout(generator: random.Random, ranks: int, shape: dict) -> dict:
         virtual_stages = generator.choice([2, 3]) if schedule == "interleaved" else 1
         if 1 < dp * tp * pp <= ranks and pp * virtual_stages <= shape["layers"] + 2:
             break
-    cut = tp > 1 and generator.random() < 0.5
+    cut = tp > 1 and generator.random() < 0.5 and shape["kind"] == "gpt"
     micro_batch = generator.choice([n for n in (1, 2, 3, 4, 6) if 24 // dp % n == 0])
     return values(dp, tp, pp, schedule, virtual_stages, cut, micro_batch) | {
         "memory.zero": generator.choice(ZEROS),
@@ -97,11 +122,13 @@ CUBES = [  # the smallest layouts that have everything
 PER_SHAPE = 4  # layouts that are compared with one reference
 
 
-def model_of(shape: dict) -> GPT:
+def model_of(shape: dict) -> nn.Module:
     """The model, with some parameters that are not trained."""
-    sizes = {key: value for key, value in shape.items() if key != "frozen"}
+    sizes = {key: value for key, value in shape.items() if key not in ("frozen", "kind")}
+    if shape["kind"] != "gpt":
+        sizes["sizes"] = TABLE
     torch.manual_seed(7)
-    model = GPT(**sizes)
+    model = SHAPES[shape["kind"]](**sizes).build()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not shape["frozen"] or shape["frozen"] not in name)
     return model
@@ -121,16 +148,33 @@ def train(directory: Path, shape: dict, options: dict, steps: int, place: Runtim
         "optimizer.clip_norm": 0.8,
     }
     words = [word for key, value in (fixed | options).items() for word in (f"--{key}", str(value))]
-    text = torch.randint(12, (140, 9), generator=torch.Generator().manual_seed(1))
+    data = samples_of(shape)
     with redirect_stdout(StringIO()):
         task = TrainingTask(
             model_of(shape),
-            TensorDataset(text[:100, :-1], text[:100, 1:]),
-            lambda gpt, batch: gpt(*batch),
-            validation=TensorDataset(text[100:, :-1], text[100:, 1:]),
+            TensorDataset(*(column[:100] for column in data)),
+            (lambda gpt, batch: gpt(*batch)) if shape["kind"] == "gpt" else loss_of_rows,
+            validation=TensorDataset(*(column[100:] for column in data)),
             private_parameters=options.get("memory.zero") == 3,
         )
         Trainer(configuration(None, words), task, place).train()
+
+
+def samples_of(shape: dict) -> list[torch.Tensor]:
+    """140 samples: texts, or rows with missing numbers."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(12, (140, 9), generator=generator)
+    if shape["kind"] == "gpt":
+        return [text[:, :-1], text[:, 1:]]
+    numeric = torch.randn(140, 2, generator=generator, dtype=torch.float64)
+    numeric[torch.rand(140, 2, generator=generator) < 0.2] = torch.nan
+    return [numeric, text[:, :2] % 3, text[:, 2]]
+
+
+def loss_of_rows(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    predictions = model(*batch[:2])
+    classes = batch[2].unsqueeze(1).expand(predictions.shape[:2])
+    return cross_entropy(predictions.flatten(0, 1), classes.flatten())
 
 
 def results(directory: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -212,6 +256,8 @@ def main() -> int:
             options = layout(generator, job.world.size, shape)
             if number < len(CUBES) and job.world.size == 8:
                 options = CUBES[number]
+                if shape["kind"] != "gpt":
+                    options = {**options, "parallel.sequence_parallel": "false"}
             undivided = options.get("memory.zero", 0) in ("auto", 0)
             whole = undivided and ranks_of(options) == job.world.size
             if number % 2 and whole and runtime.horovod_built():

@@ -57,17 +57,21 @@ class ClassIndex:
         """
         before = self._before[:, number]
         strides = np.searchsorted(before, places, side="right") - 1
+        wanted = places - before[strides].astype(np.int64)
         found = np.empty(len(places), np.int64)
+        whole = len(self.numbers) // self.stride
+        windows = self.numbers[: whole * self.stride].reshape(whole, self.stride)
+        inside = np.flatnonzero(strides < whole)
         at_once = max(1, ROWS_COUNTED_AT_ONCE // self.stride)
-        for begin in range(0, len(places), at_once):
-            some = slice(begin, begin + at_once)
-            firsts = strides[some] * self.stride
-            near = firsts[:, None] + np.arange(self.stride)
-            np.minimum(near, len(self.numbers) - 1, out=near)
-            seen = np.cumsum(self.numbers[near] == number, axis=1)
-            wanted = places[some] - before[strides[some]].astype(np.int64)
-            found[some] = firsts + (seen > wanted[:, None]).argmax(axis=1)
-        return found
+        for begin in range(0, len(inside), at_once):
+            some = inside[begin : begin + at_once]
+            seen = np.cumsum(windows[strides[some]] == number, axis=1, dtype=np.int32)
+            found[some] = (seen > wanted[some, None]).argmax(axis=1)
+        last = strides == whole
+        if last.any():
+            of_class = np.flatnonzero(self.numbers[whole * self.stride :] == number)
+            found[last] = of_class[wanted[last]]
+        return found + strides * self.stride
 
 
 class RowsOfClass:

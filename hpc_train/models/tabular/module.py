@@ -163,12 +163,14 @@ class MlpLayer(nn.Module):
 
     def __init__(self, members: int, hidden: int, dropout: float, place: int) -> None:
         super().__init__()
-        self.scale = MemberScale(members, hidden) if members > 1 else nn.Identity()
+        self.scale = MemberScale(members, hidden) if members > 1 else None
         self.dropout = SampleDropout(dropout, place)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform x of shape (B, K, C); returns the same shape."""
-        dropped: Tensor = self.dropout(self.scale(x).relu())
+        # Nobody else needs what `scale` returns, but recomputing may need the product.
+        result = x.relu() if self.scale is None else self.scale(x).relu_()
+        dropped: Tensor = self.dropout(result)
         return dropped
 
 
