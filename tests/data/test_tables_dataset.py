@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpc_train.data.block_cache import BlockCache
 from hpc_train.data.manifest import HASHED_BYTES
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.tables.dataset import TableDataset
@@ -65,6 +66,16 @@ def test_any_rows_in_any_order_are_those_of_the_shards(table):
     for wrong in (-1, size):
         with pytest.raises(IndexError, match=f"from 0 to {size - 1}"):
             dataset.fetch([0, wrong])
+
+
+def test_rows_of_a_cache_are_those_of_the_shards(table, tmp_path):
+    rows = stored(table)
+    for _ in range(2):
+        cache = BlockCache(tmp_path / "cache", table[1].digest)
+        dataset = TableDataset(*table, "train", cache=cache)
+        same(dataset.fetch(np.arange(len(rows))), rows)
+        same(dataset.fetch([7, 3]), rows[[7, 3]])
+        dataset.close()
 
 
 def test_batches_have_the_types_that_models_read(table):

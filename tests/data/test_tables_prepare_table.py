@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpc_train.data.check import check_shards
 from hpc_train.data.prepare.partial import Dealing
-from hpc_train.data.tables import stage_rows
+from hpc_train.data.tables import stage_rows, statistics
 from hpc_train.data.tables.fixed import FeatureOptions
 from hpc_train.data.tables.prepare_table import STAGES, begun_table, prepare_table, work_on
 from hpc_train.data.tables.schema import parse_schema
@@ -315,13 +315,16 @@ def test_a_lost_file_of_a_stage_is_made_again(tmp_path):
         ),
         ({"value": [-1.0] * 60}, {"weight": "value"}, "value is -1, a weight below 0"),
         ({"value": [0.0] * 60}, {"weight": "value"}, "the weights of all training rows are 0"),
+        ({"label": [f"l{n}" for n in range(60)]}, {"limit": 50}, "has more than 50 classes"),
         ({"p": [0, 2] * 30}, {"targets": ["p"], "task": "multilabel"}, "p is 2, not 0 or 1"),
         ({}, {"task": "regression"}, "label"),
         ({}, {"time": "word"}, "time"),
         ({}, {"time": "when", "group": "who"}, "a group and a time"),
     ],
 )
-def test_what_cannot_be_learned_is_one_clear_error(tmp_path, change, roles, message):
+def test_what_cannot_be_learned_is_one_clear_error(tmp_path, monkeypatch, change, roles, message):
+    roles = dict(roles)
+    monkeypatch.setattr(statistics, "CLASS_LIMIT", roles.pop("limit", 1 << 12))
     path = write_csv(tmp_path / "a.csv", made_table(60) | change)
     with pytest.raises(DataError) as caught:
         prepared(path, tmp_path / "out", **roles)

@@ -23,6 +23,7 @@ from hpc_train.data.tables.schema import TableSchema
 from hpc_train.data.tables.statistics import (
     NumberSummary,
     add_counts,
+    check_classes,
     ranked,
     smallest,
     summary_of,
@@ -33,7 +34,6 @@ from hpc_train.errors import DataError
 logger = logging.getLogger(__name__)
 
 Scaling = Literal["standard", "robust"]
-CLASS_LIMIT = 1 << 12
 SAMPLES_TOGETHER = 64  # features whose samples are in memory, each of half a MiB
 COUNTS_TOGETHER = 4  # columns whose counts are in memory, each of some MiB
 
@@ -231,11 +231,7 @@ def _classes(schema: TableSchema, trees: Sequence[Any], rows: int) -> TargetValu
     for tree in trees:
         for text, number in tree["classes"][0].items():
             counts[text] = counts.get(text, 0) + number
-        if len(counts) > CLASS_LIMIT:
-            raise DataError(
-                f"the target {name} has more than {CLASS_LIMIT} classes",
-                "give --task regression, or another target",
-            )
+        check_classes(name, counts)
     if len(counts) < 2:
         raise DataError(
             f"all training rows have the target {name} = {next(iter(counts))}",

@@ -9,6 +9,7 @@ The folder of the preparation has a folder for each stage, as `partial` describe
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from hpc_train.data.prepare.partial import (
 from hpc_train.data.tables.table_files import TableFile, TablePortion
 from hpc_train.data.tables.table_manifest import TableShard
 from hpc_train.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 CUT, SPLIT = "cut.json", "split.json"
 WRITTEN_BYTES = 1 << 20  # that are written or read at once
@@ -52,7 +55,10 @@ def begin_stage(
     if not (folder / PLAN).exists():
         folder.mkdir(parents=True, exist_ok=True)
         store_plan(folder, plan(), 0)
-    return load_plan(target, folder, recipe, _is_sound)
+    made = load_plan(target, folder, recipe, _is_sound)
+    if made.portions:
+        logger.info("stage %s: %d portions", folder.name, len(made.portions))
+    return made
 
 
 def _is_sound(preparation: Preparation[Any], entry: Any) -> bool:

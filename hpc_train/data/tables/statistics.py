@@ -37,10 +37,13 @@ from hpc_train.data.tables.splits import (
     row_hashes,
 )
 from hpc_train.data.tables.targets import class_texts
+from hpc_train.errors import DataError
 
 QUANTILE_ROWS = 1 << 16
 SLACK = 1.2  # so many times more rows are looked at, as their number is a matter of chance
 COUNTED_TEXTS = 1 << 16
+MOST_TEXTS = 1 << 18  # of a column of a portion, in memory
+CLASS_LIMIT = 1 << 12
 
 
 def sampled_share(rows: float) -> float:
@@ -95,6 +98,19 @@ class NumberColumn:
             self.sample.append(values[sampled])
 
 
+def check_classes(name: str, counts: Mapping[str, int]) -> None:
+    """Make sure that a target has few enough classes.
+
+    Raises:
+        DataError: it has too many.
+    """
+    if len(counts) > CLASS_LIMIT:
+        raise DataError(
+            f"the target {name} has more than {CLASS_LIMIT} classes",
+            "give --task regression, or another target",
+        )
+
+
 class PortionStatistics:
     """The statistics of a portion's rows.
 
@@ -134,6 +150,9 @@ class PortionStatistics:
             key: the portion's key.
             numbers: number of each row in it, int64 (N,).
             columns: the values of all columns.
+
+        Raises:
+            DataError: the target has too many classes.
         """
         where = self.split.of(key, numbers, columns)
         for split in (TRAIN, HELD_OUT, LEFT_OUT):
@@ -142,6 +161,7 @@ class PortionStatistics:
             [name] = self.schema.targets
             for split in (TRAIN, HELD_OUT):
                 _count(self.classes[split], class_texts(columns[name][where == split]))
+            check_classes(name, self.classes[TRAIN])
         training = where == TRAIN
         own = {name: values[training] for name, values in columns.items()}
         hashes = row_hashes(key, numbers[training], SAMPLE_SEED)
@@ -152,6 +172,8 @@ class PortionStatistics:
         for name, counts in self.texts.items():
             self.missing[name] += int((own[name].codes < 0).sum())
             _count(counts, own[name])
+            if len(counts) > MOST_TEXTS:  # a portion may be a row group of any size
+                self.texts[name] = only_largest(counts, COUNTED_TEXTS)
         for target, name in zip(self.targets, self._number_targets(), strict=True):
             target.add(own[name])
         if self.schema.weight is not None:
