@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,11 +30,12 @@ from hpc_train.checkpoint.fileformat import (
     format_dtypes,
     torch_dtypes,
 )
+from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.parts import as_bytes
-from hpc_train.checkpoint.restore import Tensors
 from hpc_train.checkpoint.state import MODEL
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
+from hpc_train.models.lora import is_adapter
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
 
@@ -58,8 +59,12 @@ def start_from(
 ) -> None:
     """Fill a model with weights. Floating-point types are converted. Collective.
 
+    A checkpoint's adapters (`hpc_train.models.lora`) are merged into its weights. The model's own
+    ones keep their initial values.
+
     A model may have a method `foreign_weights(about, *, whole)` for weights with other names or
-    another arrangement: see `hpc_train.models.gpt.gpt2.foreign_weights`.
+    another arrangement: see `hpc_train.models.gpt.gpt2.foreign_weights`. What it returns may have
+    an attribute `fresh`, the names of parameters that the source may lack, in all or in part.
 
     Args:
         path: a checkpoint, a run directory (for its newest checkpoint), a safetensors file, or a
@@ -80,14 +85,29 @@ def start_from(
     named = state.model_tensors(model, shards, streamed).items()
     held = {name.removeprefix(MODEL): part for name, part in named}
     forms = group.united({name: part.form for name, part in held.items()})
+    named_parameters = model.named_parameters()
+    mine = {shards[n].name if n in shards else n: p.requires_grad for n, p in named_parameters}
+    trained = group.united(mine)
     sources: list[_Source] = []  # of rank 0
 
     def choose() -> list[str]:
         wanted = {name: f for name, f in forms.items() if selected(name, include, exclude)}
+        whole = len(wanted) == len(forms)
         source = _open(path)
         foreign = getattr(model, "foreign_weights", None)
-        if foreign and (convert := foreign(source.about, whole=len(wanted) == len(forms))):
-            source = _converted(source, convert)
+        fresh: Collection[str] = ()
+        if foreign and (convert := foreign(source.about, whole=whole)):
+            source, fresh = _converted(source, convert), getattr(convert, "fresh", ())
+        if frozen := [name for name in wanted if name in fresh and not trained[name]]:
+            raise ConfigError(
+                f"the weights lack all or a part of {_few(frozen)}, which would stay random, as "
+                "section finetune does not train it",
+                "name it in finetune.patterns, or set finetune.head true for the head",
+            )
+        # The model's adapters are new. Those of a checkpoint are part of its weights.
+        for name in [name for name in wanted if name not in source.forms]:
+            if is_adapter(name) or name in fresh:
+                del wanted[name]
         sources.append(source)
         _check(source, wanted, forms)
         _tell(source, wanted, forms)
@@ -153,6 +173,18 @@ def _open(path: Path) -> _Source:
         raise DataError(f"{name} cannot be read ({error.strerror})", GIVE) from None
 
 
+def about_of(path: Path) -> Mapping[str, Any]:
+    """What is told beside weights: the checkpoint's `about`, or the folder's `config.json`.
+
+    Args:
+        path: as for `start_from`.
+
+    Raises:
+        HpcTrainError: as `start_from`.
+    """
+    return _open(path).about
+
+
 def _tree(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_text())
@@ -172,13 +204,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _checkpoint(path: Path) -> _Source:
-    saved = Tensors(path)
-    forms = {
-        name.removeprefix(MODEL): (entry.dtype, entry.shape)
-        for name, entry in saved.entries.items()
-        if name.startswith(MODEL)
-    }
-    return _Source(path, forms, lambda name: saved[MODEL + name], saved.state().get("about", {}))
+    saved = MergedTensors(path)
+    forms = {name: (entry.dtype, entry.shape) for name, entry in saved.entries.items()}
+    return _Source(path, forms, saved.__getitem__, saved.about)
 
 
 def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
@@ -289,7 +317,8 @@ def export_model(
 ) -> dict[str, TensorForm]:
     """Write the model's tensors alone, with the names that the module gives them.
 
-    One tensor at a time is in memory. For .pt the folder needs room for the tensors twice.
+    Adapters (`hpc_train.models.lora`) are merged into the weights. One tensor at a time is in
+    memory. For .pt the folder needs room for the tensors twice.
 
     Args:
         path: a checkpoint.
@@ -313,8 +342,8 @@ def export_model(
         raise ConfigError(f"--out is {target}", f"end it with {' or '.join(SUFFIXES)}")
     if target.exists():
         raise ConfigError(f"{target} exists", "give another --out, or move it away")
-    saved = Tensors(path)
-    names = [name.removeprefix(MODEL) for name in saved.names if name.startswith(MODEL)]
+    saved = MergedTensors(path)
+    names = list(saved.entries)
     chosen = [name for name in names if selected(name, include, exclude)]
     if not chosen:
         raise ConfigError(
@@ -324,23 +353,32 @@ def export_model(
     forms: dict[str, TensorForm] = {}
     for name in chosen:
         new, change = (name, _same) if convert is None else convert(name)
-        entry = saved.entries[MODEL + name]
+        entry = saved.entries[name]
         empty = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
         empty = change(_as(empty, dtype))
-        forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (MODEL + name, change)
+        forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (name, change)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for new, (name, change) in sources.items():  # in the file's order, to read it once
             yield new, change(_as(saved[name], dtype))
 
-    _write(forms, tensors(), target)
+    write_tensors(forms, tensors(), target)
     return forms
 
 
-def _write(
+def write_tensors(
     forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], target: Path
 ) -> None:
-    """Write tensors to a file that is complete or does not exist. One at a time is in memory."""
+    """Write tensors to a file that is complete or does not exist. One at a time is in memory.
+
+    Args:
+        forms: type and shape of each tensor, by name.
+        tensors: the tensors with their names.
+        target: the file to make: .safetensors or .pt.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     partial = target.with_name(f".{target.name}.partial")
     pickled = target.with_name(f".{target.name}.pickled")
     try:

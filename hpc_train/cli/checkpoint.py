@@ -61,7 +61,10 @@ def options() -> Parser:
         help="the type that floating-point tensors are converted to",
     )
     export.add_argument(
-        "--to", choices=("gpt2",), help="write a folder that transformers opens as a GPT-2"
+        "--to",
+        choices=("gpt2", "peft"),
+        help="write a folder that transformers opens as a GPT-2 (gpt2), or one with the adapters "
+        "of LoRA alone, which PEFT opens beside that GPT-2 (peft)",
     )
     return made
 
@@ -75,6 +78,11 @@ def run(arguments: Sequence[str]) -> int:
         return verify_checkpoints(given.checkpoint, every=given.all)
     if given.action == "diff":
         return diff(given.first, given.second, every=given.all)
+    if given.to == "peft":
+        for key in ("include", "exclude", "dtype"):
+            if getattr(given, key):
+                raise ConfigError(f"--{key} is given with --to peft", f"leave out --{key}")
+        return export_to_peft(given.checkpoint, given.out)
     patterns = given.include, given.exclude
     return export(given.checkpoint, given.out, *patterns, given.dtype, gpt2=bool(given.to))
 
@@ -149,15 +157,11 @@ def export(
 
     from hpc_train.checkpoint import weights
     from hpc_train.checkpoint.catalogue import newest
-    from hpc_train.checkpoint.restore import Tensors
     from hpc_train.models.gpt.gpt2 import as_gpt2, config_json
 
     path, target, convert, shape = newest(Path(source)), Path(out), None, {}
     if gpt2:
-        about = Tensors(path).state().get("about", {})
-        if about.get("kind") != "gpt":
-            raise ConfigError(f"{path} is not a GPT of `hpc-train train`", "leave out --to")
-        shape, target = about["shape"], target / "model.safetensors"
+        shape, target = _sizes_of_gpt(path), target / "model.safetensors"
         target.parent.mkdir(parents=True, exist_ok=True)
         convert = as_gpt2(shape)
     kind = getattr(torch, dtype) if dtype else None
@@ -169,3 +173,30 @@ def export(
         files.write_text(config, json.dumps(config_json(shape), indent=2) + "\n")
     print(f"{out}: {len(forms)} tensors of {path}")
     return 0
+
+
+def export_to_peft(source: str, out: str) -> int:
+    """Write a model's adapters alone, to a folder for PEFT."""
+    from hpc_train.checkpoint.adapters import export_adapters
+    from hpc_train.checkpoint.catalogue import newest
+    from hpc_train.models.gpt.gpt2 import rows_as_gpt2
+
+    path = newest(Path(source))
+    count = export_adapters(path, Path(out), rows_as_gpt2(_sizes_of_gpt(path)))
+    print(f"{out}: {count} tensors of {path}")
+    return 0
+
+
+def _sizes_of_gpt(path: Path) -> dict[str, Any]:
+    """The sizes of a checkpoint's GPT, by the names of its arguments.
+
+    Raises:
+        ConfigError: the checkpoint has no GPT.
+    """
+    from hpc_train.checkpoint.restore import Tensors
+
+    about = Tensors(path).state().get("about", {})
+    if about.get("kind") != "gpt":
+        raise ConfigError(f"{path} is not a GPT of `hpc-train train`", "leave out --to")
+    shape: dict[str, Any] = about["shape"]
+    return shape

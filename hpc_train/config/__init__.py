@@ -2,6 +2,7 @@
 
 sections.py   one frozen dataclass per section, which checks its own values
 spread.py     the sections that say how a job is spread over its ranks
+finetune.py   the section that says which parameters of a trained model are trained further
 mixture.py    checks a list of folders with weights
 together.py   checks that the values of several sections go together
 file.py       makes the sections from a YAML file and dotted options
@@ -10,6 +11,7 @@ keys.py       reads a YAML file and checks its keys; also for machines and sites
 durations.py  reads and writes time spans
 """
 
+from hpc_train.config.finetune import FinetuneSection as FinetuneSection
 from hpc_train.config.sections import CheckpointSection as CheckpointSection
 from hpc_train.config.sections import DataSection as DataSection
 from hpc_train.config.sections import ModelSection as ModelSection

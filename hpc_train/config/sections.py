@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from hpc_train.config.durations import TIME_FORMS, parse_duration
+from hpc_train.config.finetune import FinetuneSection
 from hpc_train.config.mixture import FORM as MIXTURE_FORM
 from hpc_train.config.mixture import check_mixture
 from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
@@ -460,6 +461,7 @@ class RunConfig:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     gradients: GradientsSection = field(default_factory=GradientsSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    finetune: FinetuneSection = field(default_factory=FinetuneSection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     memory: MemorySection = field(default_factory=MemorySection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

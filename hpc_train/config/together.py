@@ -60,6 +60,13 @@ def check_together(config: RunConfig) -> None:
             "adasum the replicas' gradients have no common norm",
             "leave optimizer.clip_norm out",
         )
+    started = config.checkpoint.weights or config.checkpoint.resume not in ("auto", "none")
+    if config.finetune.active and not started:
+        raise ConfigError(
+            "section finetune leaves parameters as they are, but checkpoint.weights is not given, "
+            "so they would stay random",
+            "give checkpoint.weights, or leave finetune out",
+        )
 
 
 def _check_kind(config: RunConfig) -> None:

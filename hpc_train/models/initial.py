@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from hpc_train.sharding import SliceSpec
 
 AT_ONCE = 1 << 20  # elements that are made at once, so that little memory is needed besides
 PER_COUNT = 4  # numbers of 64 bits that Philox makes of one count
+LORA_A, LORA_B = "lora_a", "lora_b"  # how the names of adapters' parameters end (models.lora)
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,37 @@ def normals(seed: int, name: str, begin: int, count: int) -> NDArray[np.float32]
     return one
 
 
+def initial_of_adapter(name: str, shape: Sequence[int]) -> Initial | None:
+    """How an adapter's parameter begins, whatever model has it; None for any other parameter.
+
+    The results of A (R, K) have the variance of its inputs.
+    """
+    if name.endswith(f".{LORA_A}"):
+        return Initial(std=shape[1] ** -0.5)
+    return Initial() if name.endswith(f".{LORA_B}") else None
+
+
+def initial_tensor(model: HasInitial, name: str, shape: Sequence[int]) -> Tensor:
+    """The whole parameter of this name, float32, as `InitialValues` fills it."""
+    return _whole(model.initial(name), model.initial_seed, name, shape)
+
+
+def made_at_once(into: Tensor, name: str, seed: int) -> None:
+    """Fill the whole parameter of an adapter in a model that has no seed of its own."""
+    how = initial_of_adapter(name, into.shape)
+    assert how is not None
+    into.copy_(_whole(how, seed, name, into.shape))
+
+
+def _whole(how: Initial, seed: int, name: str, shape: Sequence[int]) -> Tensor:
+    made = torch.full(tuple(shape), how.mean, dtype=torch.float32)
+    if how.std and made.numel():
+        drawn = normals(seed, name, 0, made.numel()) * np.float32(how.std)
+        made += torch.from_numpy(drawn).view(made.shape)
+        made[list(how.blank)] = 0
+    return made
+
+
 class InitialValues:
     """The initial values of a model's parameters.
 
@@ -104,7 +136,7 @@ class InitialValues:
             first: the number of the first of these rows in `parameter`.
         """
         name, spec = self._known[parameter]
-        how = self.model.initial(name)
+        how = initial_of_adapter(name, spec.shape) or self.model.initial(name)
         if not how.std:
             into.fill_(how.mean)
             return

@@ -118,7 +118,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # A frozen weight has no gradient, so its input need not be kept.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.has_bias = bias is not None
         return kept(lambda: product(x, weight, bias))
 

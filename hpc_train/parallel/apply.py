@@ -18,7 +18,7 @@ from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.placement import Coordinate
 from hpc_train.parallel import recompute as recomputing
 from hpc_train.parallel.gradients import LayoutGradients
-from hpc_train.parallel.linear import Deferred
+from hpc_train.parallel.linear import Deferred, ParallelLinear
 from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.recompute import RecomputeBlocks
 from hpc_train.parallel.stages import Stages, runs_of, stage_names
@@ -120,8 +120,10 @@ def apply(
         "embedding": connect(grid.embedding, device),
         "model": connect(grid.model, device),
     }
+    layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
+    partial = {id(parameter) for layer in layers for parameter in layer.partial}
     gradients = LayoutGradients(
-        [p for name, p in named.items() if cut and name not in specs],
+        [p for name, p in named.items() if id(p) in partial or (cut and name not in specs)],
         [p for name, p in named.items() if shards[name].name in tied],
         [p for name, p in named.items() if shards[name].owned],
         **over,

@@ -20,7 +20,8 @@ class LayoutGradients:
 
     Args:
         partial: parameters between the layers that tensor-parallel ranks share, if sequence
-            parallelism is on. Each rank has seen only its part of the tokens.
+            parallelism is on: each rank has seen only its part of the tokens. And parameters of
+            adapters that each rank has whole, and has seen only its part of a layer for.
         tied: parameters that the first and the last stage share.
         counted: parameters whose part on this rank counts for the norm.
         tensor: the tensor-parallel group.

@@ -19,8 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives
+from hpc_train.models.initial import LORA_A, LORA_B
 from hpc_train.models.kept import kept
 from hpc_train.models.linear import lowered, product
+from hpc_train.models.lora import Adapter
 
 TOKENS = 1  # the dimension that sequence parallelism cuts
 
@@ -56,27 +58,41 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ParallelLinear
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        layer: ParallelLinear,
     ) -> Tensor:
         ctx.layer, ctx.has_bias = layer, bias is not None
-        ctx.save_for_backward(x, weight)
+        # A frozen weight has no gradient, so its input need not be kept, and gathered again.
+        again = layer.weight.requires_grad or a is not None
+        ctx.save_for_backward(x if again else None, weight, a, b)
         ctx.shape = list(x.shape)
         if layer.gathers:
             ctx.shape[TOKENS] *= layer.over.group.size
         # The sum is kept. So a pass that is repeated with kept results does not communicate.
-        return kept(lambda: layer.product(x, weight, bias))
+        return kept(lambda: layer.product(x, weight, bias, a, b))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: ParallelLinear = ctx.layer
-        x, weight = ctx.saved_tensors
+        x, weight, a, b = ctx.saved_tensors
         # Only this rank's part of a gathered input was kept. The rest arrives while dx is computed.
-        gathering = layer.over.start_gather(x, TOKENS) if layer.gathers else None
+        gathers = layer.gathers and x is not None
+        gathering = layer.over.start_gather(x, TOKENS) if gathers else None
         if layer.style == "rowwise" and layer.cut:
             dy = layer.over.start_gather(dy.contiguous(), TOKENS).wait()
         flat = dy.reshape(-1, dy.shape[-1])
-        dx = product(flat, weight.t()).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        dx = product(flat, weight.t()) if ctx.needs_input_grad[0] else None
+        dlow = product(flat, b.t()).mul_(layer.scale) if b is not None else None
+        if dx is not None:
+            if dlow is not None:
+                dx = dx.add_(product(dlow, a.t()))
+            dx = dx.view(ctx.shape)
         if gathering is not None:
             x = gathering.wait()
         summing = None
@@ -91,8 +107,13 @@ class _Linear(torch.autograd.Function):
         found = dweight() if ctx.needs_input_grad[1] else None
         if found is None and layer.deferred is not None and layer.weight.requires_grad:
             layer.deferred.waiting.append((layer.weight, dweight))
+        da = db = None
+        if dlow is not None:
+            wide = x.reshape(-1, x.shape[-1])
+            da = product(dlow.t(), wide.t())
+            db = product(flat.t(), product(wide, a).t()).mul_(layer.scale)
         dbias = flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return summing.wait() if summing is not None else dx, found, dbias, None
+        return summing.wait() if summing is not None else dx, found, dbias, da, db, None
 
 
 class ParallelLinear(nn.Module):
@@ -106,6 +127,8 @@ class ParallelLinear(nn.Module):
         over: the tensor-parallel group.
         cut: whether the tensors outside of a colwise and rowwise pair are cut along the tokens.
         deferred: takes the weight gradients, to be computed later. None computes them at once.
+        adapter: the layer's adapter, if it has one. For style colwise it has this rank's rows of B
+            (N, R), for style rowwise this rank's columns of A (R, K).
     """
 
     def __init__(
@@ -117,18 +140,44 @@ class ParallelLinear(nn.Module):
         *,
         cut: bool = False,
         deferred: Deferred | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         super().__init__()
         self.weight = weight
         self.bias: Parameter | None
         self.register_parameter("bias", bias)
         self.style, self.over, self.cut, self.deferred = style, over, cut, deferred
+        self.lora_a: Parameter | None
+        self.lora_b: Parameter | None
+        self.register_parameter(LORA_A, adapter.a if adapter else None)
+        self.register_parameter(LORA_B, adapter.b if adapter else None)
+        self.scale = adapter.scale if adapter else 0.0
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    @property
+    def partial(self) -> list[Parameter]:
+        """Whole parameters of the adapter, of whose gradients each rank computes a part.
+
+        Each rank sees only its part of the outputs of A, or of the inputs of B. The parts have to
+        be summed over the ranks.
+        """
+        whole = {"colwise": self.lora_a, "rowwise": self.lora_b}.get(self.style)
+        return [whole] if whole is not None and self.over.group.size > 1 else []
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None = None,
+        b: Tensor | None = None,
+    ) -> Tensor:
         """The layer's result, gathered before and summed after as the style says. Collective."""
         if self.gathers:
             x = self.over.start_gather(x, TOKENS).wait()
-        flat = product(x.reshape(-1, x.shape[-1]), weight, bias)
+        wide = x.reshape(-1, x.shape[-1])
+        flat = product(wide, weight, bias)
+        if a is not None and b is not None:
+            flat.add_(product(product(wide, a), b), alpha=self.scale)
         y = flat.view(*x.shape[:-1], weight.shape[0])
         if self.style == "rowwise":
             if self.cut:
@@ -154,5 +203,6 @@ class ParallelLinear(nn.Module):
         deferred = self.deferred is not None and x.requires_grad
         weight = self.weight.detach() if deferred else self.weight
         bias = None if at_once is None else lowered(at_once)
-        y: Tensor = _Linear.apply(lowered(x), lowered(weight), bias, self)
+        a, b = (None if p is None else lowered(p) for p in (self.lora_a, self.lora_b))
+        y: Tensor = _Linear.apply(lowered(x), lowered(weight), bias, a, b, self)
         return y if later is None else y + later.to(y.dtype)

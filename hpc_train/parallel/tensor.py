@@ -12,13 +12,20 @@ from torch.nn import Parameter
 from hpc_train.collectives import Collectives
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.initial import LORA_A, LORA_B
 from hpc_train.models.linear import Linear
+from hpc_train.models.lora import Adapter, LoraLinear, is_plain_linear
 from hpc_train.models.tabular.members import MemberScale
 from hpc_train.parallel.linear import TOKENS, Deferred, ParallelLinear
 from hpc_train.parallel.vocabulary import VocabParallelCrossEntropy, VocabParallelEmbedding
 from hpc_train.sharding import SliceSpec
 
 Style = Literal["colwise", "rowwise", "vocab", "sequence"]
+CUT_BY_ROWS = (
+    "weight",
+    "bias",
+    LORA_B,
+)  # parameters that are cut by rows in all styles but rowwise
 STYLES = ("colwise", "rowwise", "vocab", "sequence")
 
 
@@ -79,7 +86,7 @@ def parallelize(
     for name, layer in list(module.named_modules()):
         if sharing.cut and isinstance(layer, SampleDropout) and layer.section is None:
             layer.section = (TOKENS, over.group.rank, over.group.size)
-        if deferred is not None and type(layer) in (nn.Linear, Linear):
+        if deferred is not None and type(layer) in (nn.Linear, Linear, LoraLinear):
             module.set_submodule(name, sharing.linear(layer, "whole"))
     _check_tied(module, named)
     return specs
@@ -135,7 +142,7 @@ class _Sharing:
     def replace(self, root: nn.Module, name: str, style: Style) -> dict[str, SliceSpec]:
         """Replace one layer. Returns the slices of its parameters by their full names."""
         layer = root.get_submodule(name)
-        dims = {"weight": 1} if style == "rowwise" else {"weight": 0, "bias": 0}
+        dims = {"weight": 1, LORA_A: 1} if style == "rowwise" else dict.fromkeys(CUT_BY_ROWS, 0)
         if isinstance(layer, MemberScale):
             dims = {"weight": 1, "bias": 1}
         try:
@@ -188,7 +195,15 @@ class _Sharing:
         bias = layer.bias
         if bias is not None:
             bias = self.part(bias, 0 if style == "colwise" else None)
-        return ParallelLinear(weight, bias, style, self.over, cut=self.cut, deferred=self.deferred)
+        adapter = None
+        if isinstance(layer, LoraLinear):
+            a = self.part(layer.lora_a, 1 if style == "rowwise" else None)
+            b = self.part(layer.lora_b, 0 if style == "colwise" else None)
+            adapter = Adapter(a, b, layer.scale)
+        over, cut, deferred = self.over, self.cut, self.deferred
+        return ParallelLinear(
+            weight, bias, style, over, cut=cut, deferred=deferred, adapter=adapter
+        )
 
     def part(self, parameter: Tensor, dim: int | None) -> Parameter:
         """This rank's part of a parameter. Layers that share the parameter share the part."""
@@ -215,7 +230,7 @@ def _replaceable(layer: nn.Module) -> bool:
     """Whether a layer has no options that its replacement would ignore."""
     match layer:
         case nn.Linear():
-            return type(layer).forward in (nn.Linear.forward, Linear.forward)
+            return is_plain_linear(layer) or type(layer) is LoraLinear
         case nn.Embedding():
             options = layer.max_norm or layer.scale_grad_by_freq or layer.sparse
             return layer.padding_idx is None and not options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from hpc_train.config.sections import MODEL_DEFAULTS
 from hpc_train.data import manifest as manifests
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.models.kinds import SHAPES
-from hpc_train.models.shape import Division, Shape
+from hpc_train.models.shape import Division, PartCost, Shape
 from hpc_train.models.tabular.sizes import CONTRASTED, TableSizes
 
 if TYPE_CHECKING:
@@ -117,6 +118,29 @@ def planned_shape(config: RunConfig) -> Shape:
         raise ConfigError(
             f"the vocabulary size is not known: {error.cause}", "give model.vocab"
         ) from None
+
+
+def trained_parameters(
+    config: RunConfig, shape: Shape, parts: Sequence[PartCost]
+) -> tuple[list[float], list[float]]:
+    """The parameters of each part that a rank trains, and those that it has frozen.
+
+    With patterns nobody knows without the model, so all are counted. Adapters are counted as if all
+    of a block's matrices had one.
+
+    Args:
+        config: the configuration.
+        shape: the sizes of the model.
+        parts: the costs of its parts under the layout.
+    """
+    chosen = config.finetune
+    if not chosen.active or chosen.patterns:
+        return [float(part.parameters) for part in parts], [0.0] * len(parts)
+    share = shape.low_rank(chosen.lora) / config.parallel.tp
+    inside = [share * part.weights for part in parts[1:-1]]
+    frozen = [float(part.parameters) for part in parts]  # adapters come on top
+    head = frozen.pop() if chosen.head else 0.0
+    return [0.0, *inside, head], [*frozen, 0.0][: len(parts)]
 
 
 def block_shape(config: RunConfig) -> Shape:

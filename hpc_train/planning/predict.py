@@ -20,6 +20,7 @@ from hpc_train import compression
 from hpc_train.parallel.simulate import Costs, makespan
 from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.machine import Link, Machine
+from hpc_train.planning.model import trained_parameters
 from hpc_train.planning.schedules import ITEM_BYTES, OPTIMIZER_TENSORS, micro_batching
 
 Array = NDArray[np.float64]
@@ -72,9 +73,9 @@ class StepModel:
         self.inside, self.across = machine.inside or NO_COST, machine.across or NO_COST
         self.micro_batch, self.n = micro_batching(self.config)
         self.item = ITEM_BYTES[self.config.precision.parameters]
-        parameters = self._by_rank([part.parameters for part in layout.parts])
-        self.state = self.item * parameters  # bytes of each rank's parameters, and of its gradients
         shape = layout.shape
+        trained = self._by_rank(trained_parameters(self.config, shape, layout.parts)[0])
+        self.state = self.item * trained  # bytes of what a rank trains, and of its gradients
         self.activation = self.micro_batch * shape.tokens * shape.hidden * self.item
         self.crossing_next = self.node != np.roll(self.node, -1, axis=1)
         self.crossing_previous = self.node != np.roll(self.node, 1, axis=1)

@@ -17,7 +17,7 @@ from hpc_train.models.shape import PartCost, Shape
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.schedule import Name, Schedule, build
 from hpc_train.parallel.simulate import Costs, bubble_formula, peak_live, simulate
-from hpc_train.planning.model import division_of, planned_shape
+from hpc_train.planning.model import division_of, planned_shape, trained_parameters
 from hpc_train.planning.state import Dividing, state_bytes
 
 WHOLE_STATE = Dividing()
@@ -182,10 +182,11 @@ def memory(
     )
     offloaded = config.memory.offload != "none"
     moments = 0 if offloaded else OPTIMIZER_TENSORS[config.optimizer.name]
-    stages = [
-        [parts[i].parameters * parameter for run in runs[rank::pp] for i in run]
-        for rank in range(pp)
-    ]
+    trained, frozen = trained_parameters(config, shape, parts)
+    mine = [[i for run in runs[rank::pp] for i in run] for rank in range(pp)]
+    stages = [[trained[i] * parameter for i in its] for its in mine]
+    # Replicas do not divide what is frozen.
+    left = [sum(frozen[i] for i in its) * parameter for its in mine]
     return [
         (
             round(
@@ -193,7 +194,7 @@ def memory(
                 * micro_batch
                 * activation
             ),
-            round(state_bytes(stages[rank], moments, by).total),
+            round(state_bytes(stages[rank], moments, by).total + left[rank]),
         )
         for rank, actions in enumerate(schedule)
     ]

@@ -36,6 +36,7 @@ from hpc_train.parallel.apply import ParallelModel, apply
 from hpc_train.planning.schedules import size
 from hpc_train.training import averaging, sharing
 from hpc_train.training.device import choose_device, choose_matmul, make_deterministic, use_cores
+from hpc_train.training.finetuning import choose_trained
 from hpc_train.training.learning_rate import last_step
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.saving import check_best, policy_of
@@ -141,7 +142,8 @@ class Assembly:
         collectives: the collectives of all ranks.
         checkpoints: the checkpoints of the run.
         substituted: the number of samples that stood in for damaged ones.
-        state_bytes: bytes of the whole model's parameters and Adam's two moments.
+        state_bytes: bytes of the whole model's parameters, and of Adam's two moments of those that
+            are trained.
     """
 
     grid: ParallelGrid
@@ -200,8 +202,10 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     device = choose_device(runtime.node.rank)
     choose_matmul(group, config.precision.matmul, device)
 
-    # The whole model, with values or without.
+    # The whole model, with values or without, and which of its parameters are trained.
     model = _built(config, task, group)
+    with agreed(group):
+        finetuned, adapters = choose_trained(model, config.finetune, config.run.seed)
 
     # The engine that averages gradients, and whether ranks share parameters. The model must still
     # be whole, so that all ranks decide alike.
@@ -210,7 +214,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
 
     # The model: rank 0's weights, cut to this rank's part, on its device.
     model.to(getattr(torch, config.precision.parameters))
-    state_bytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
+    state_bytes = sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())
     layout = apply(
         model,
         grid,
@@ -249,8 +253,8 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         collectives,
         state,
         policy_of(config.checkpoint, config.run.nonfinite),
-        identity={**sample_order_identity(config, plan.order), **task.identity},
-        about=task.about,
+        identity={**sample_order_identity(config, plan.order), **task.identity, **finetuned},
+        about={**(task.about or {}), **adapters},
     )
     return Assembly(
         grid, plan, device, model, layout, replicas, optimizer, scaler, averager, collectives,

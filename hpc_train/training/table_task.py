@@ -58,6 +58,8 @@ def table_task(
         torch.manual_seed(config.run.seed)
         dtype = getattr(torch, config.precision.parameters)
         model = shape.build_unfilled(dtype)  # each rank fills its part when the layout is known
+        table = {"quantiles": config.model.quantiles, "features": features.to_tree()}
+        model.table = table  # by which it takes the weights of other tables' models
     return TrainingTask(
         model,
         training,
@@ -76,8 +78,7 @@ def table_task(
             "kind": config.model.kind,
             "shape": asdict(shape),
             "dtype": config.precision.parameters,
-            "quantiles": config.model.quantiles,
-            "features": features.to_tree(),
+            **table,
         },
         private_parameters=True,
     )

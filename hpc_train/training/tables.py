@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from hpc_train.training.planned import check_same_program, job_that_fits, train_
 from hpc_train.training.samples import node_caches
 from hpc_train.training.substituted import check_each_shard
 from hpc_train.training.table_task import table_shape, table_task
+from hpc_train.training.table_transfer import features_to_read
 
 
 def train_table(config: RunConfig, runtime: Runtime) -> None:
@@ -34,19 +36,20 @@ def train_table(config: RunConfig, runtime: Runtime) -> None:
         manifest = read_table_manifest(directory)
     same(group, f"the data in {directory}", manifest.digest, "copy the same data to all nodes")
     check_each_shard(runtime, directory, manifest)
+    features = features_to_read(config, manifest.features, group)
     with agreed(group):
-        shape = table_shape(config, manifest.features)
+        shape = table_shape(config, features)
     job, most = job_that_fits(config, shape, runtime)
     with node_caches(config.data, {directory: manifest.digest}, group) as caches:
         with agreed(group):
-            dtype = getattr(torch, config.precision.parameters)
+            how: Any = {"dtype": getattr(torch, config.precision.parameters), "read_as": features}
             training, held_out = (
-                TableDataset(directory, manifest, split, caches.get(directory), dtype=dtype)
+                TableDataset(directory, manifest, split, caches.get(directory), **how)
                 if manifest.rows(split)
                 else None
                 for split in SPLITS
             )
-        task = table_task(config, manifest.features, training, held_out, group)
+        task = table_task(config, features, training, held_out, group)
         assert task.about is not None
         whole = replace(
             task,

@@ -14,6 +14,7 @@ from hpc_train.checkpoint import restore, state
 from hpc_train.checkpoint.catalogue import newest
 from hpc_train.errors import CheckpointMismatch
 from hpc_train.models.kinds import SHAPES
+from hpc_train.models.lora import LoraAdapters
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
@@ -63,7 +64,10 @@ def load_model(
         _check(path, saved, reads)
         about = saved["about"]
         shape = SHAPES[about["kind"]].from_tree(about["shape"])
-        module: nn.Module = shape.build().to(device, getattr(torch, about["dtype"]))
+        module: nn.Module = shape.build()
+        if (adapters := LoraAdapters.of(about)) is not None:
+            adapters.add_to(module)
+        module.to(device, getattr(torch, about["dtype"]))
     restore.load_tensors(reader, state.model_tensors(module, {}), group, alike=group)
     return TrainedModel(path, module.eval(), shape, about, reader.table)
 

@@ -18,6 +18,7 @@ from hpc_train.data.tables.prepare_table import prepare_table
 from hpc_train.data.tables.schema import Column, TableSchema
 from hpc_train.data.tables.table_request import TableOptions, table_request
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
+from hpc_train.models.lora import LoraAdapters
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.predict import PredictOptions, features_read_by
@@ -96,16 +97,28 @@ def predicted(checkpoint, paths, out, **how):
     return predict_together(ALONE, str(checkpoint), options)
 
 
-def expected(checkpoint, columns):
+def loaded(checkpoint):
+    return load_model(checkpoint, "tables", torch.device("cpu"), Group())
+
+
+def expected(checkpoint, columns, module=None):
     """The outputs of each member for a table (N, K, outputs), computed in one batch."""
-    found = load_model(checkpoint, "tables", torch.device("cpu"), Group())
+    found = loaded(checkpoint)
     seconds = np.array(columns["day"], "datetime64[s]").astype(np.float64)
     raw = {"size": np.array(columns["size"]), "day": seconds}
     raw["color"] = np.array(columns["color"], object)
     numeric, categorical = features_read_by(found).encode(raw)
     with torch.no_grad():
-        outputs = found.module(torch.tensor(numeric).float(), torch.tensor(categorical).long())
+        outputs = (module or found.module)(
+            torch.tensor(numeric).float(), torch.tensor(categorical).long()
+        )
     return outputs.double().numpy()
+
+
+def of_classes(outputs):
+    """The probabilities of classes (N, C), the mean over the members."""
+    exact = np.exp(outputs)
+    return (exact / exact.sum(-1, keepdims=True)).mean(1)
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -153,9 +166,7 @@ def test_predictions_and_scores_are_those_of_numpy(trained, tmp_path):
     assert table["row"].tolist() == list(range(250))
     assert table["id"].tolist() == columns["id"]
     assert table["day"].dt.strftime("%Y-%m-%d").tolist() == columns["day"]
-    logits = expected(trained, columns)
-    exact = np.exp(logits)
-    probabilities = (exact / exact.sum(-1, keepdims=True)).mean(1)
+    probabilities = of_classes(expected(trained, columns))
     assert np.allclose(table[names[4:]], probabilities, atol=1e-6)
     assert table["prediction"].tolist() == probabilities.argmax(1).astype(str).tolist()
 
@@ -207,9 +218,7 @@ def test_each_task_has_its_columns(tmp_path, task, options):
         assert made.scores["accuracy"] == pytest.approx(np.mean(right) / weight.sum())
     elif not options:
         assert list(table) == ["row", "prediction"]
-        target = features_read_by(
-            load_model(checkpoint, "tables", torch.device("cpu"), Group())
-        ).target
+        target = features_read_by(loaded(checkpoint)).target
         values = outputs[..., 0].mean(1) * target.scale + target.center
         assert np.allclose(table["prediction"], values, rtol=1e-5)
         errors = (table["prediction"] - columns["height"]) ** 2
@@ -219,6 +228,25 @@ def test_each_task_has_its_columns(tmp_path, task, options):
         above = columns["height"] - table["quantile_0.1"]
         losses = np.maximum(0.1 * above, -0.9 * above)
         assert made.scores["pinball_0.1"] == pytest.approx(losses @ weight / weight.sum())
+
+
+def test_a_model_with_adapters_predicts_like_one_with_merged_weights(trained, tmp_path):
+    tuning = ["--checkpoint.weights", str(trained), "--finetune.lora", "2"]
+    checkpoint = trained_run(tmp_path, "classification", *tuning)
+    columns = made_columns(60, seed=4)
+    predicted(checkpoint, [write_csv(tmp_path / "t.csv", columns)], tmp_path / "p.parquet")
+    found = loaded(checkpoint)
+    adapters = LoraAdapters.of(found.about)
+    weights = {name: tensor.detach() for name, tensor in found.module.state_dict().items()}
+    for layer in adapters.layers:
+        a, b = (weights.pop(f"{layer}.{name}") for name in ("lora_a", "lora_b"))
+        assert b.abs().max() > 0
+        weights[f"{layer}.weight"] = adapters.merged(weights[f"{layer}.weight"], a, b)
+    merged = found.shape.build().eval()
+    merged.load_state_dict(weights)
+    seen = pd.read_parquet(tmp_path / "p.parquet")[[f"probability_{one}" for one in "012"]]
+    assert np.allclose(seen, of_classes(expected(checkpoint, columns, merged)), atol=1e-6)
+    assert not np.allclose(seen, of_classes(expected(trained, columns)), atol=1e-4)
 
 
 def test_files_of_all_formats_give_the_same_predictions(trained, tmp_path):

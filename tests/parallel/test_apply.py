@@ -16,6 +16,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models import GPT
+from hpc_train.models.lora import LoraAdapters, linear_layers
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -306,3 +307,45 @@ def test_gradients_of_any_layout_in_memory_are_completed(job, monkeypatch, small
     for parameter, gradient, one in zip(parameters, gradients, before, strict=True):
         assert parameter.grad is gradient
         torch.testing.assert_close(gradient, one * ranks, rtol=1e-13, atol=0)
+
+
+def adapted(seed=0):
+    """A model whose linear layers have random adapters, and are frozen, as is the embedding."""
+    model = gpt(seed, tie=True)
+    layers = [name for name in linear_layers(model) if "blocks.1." not in name]
+    LoraAdapters(rank=3, alpha=6, layers=layers).add_to(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name or "norm" in name or "blocks.1.mlp" in name)
+        if name.endswith("lora_b"):
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("cut", [False, True], ids=["", "sequence"])
+def test_the_gradients_of_adapters_are_those_of_one_rank(grid, schedule, cut):
+    text = torch.randint(12, (8, 8), generator=torch.Generator().manual_seed(3))
+    model, reference = adapted(grid.world.rank), adapted()
+    applied = put_on(model, grid, schedule, cut=cut and grid.tp > 1)
+
+    def forward(of, number):
+        part = text[2 * number :][:2]
+        of.seed_samples([17 * number, 17 * number + 1])
+        return of(part, part.roll(-1, 1))
+
+    applied.pipeline.train(lambda n, _: forward(model, n), [2] * 4)
+    applied.gradients.complete()
+    (sum(forward(reference, n) for n in range(4)) / 4).backward()
+    wanted = {n: p.grad for n, p in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
+        shard = applied.shards[name]
+        spec, whole = shard.spec, wanted[shard.name]
+        if whole is None:
+            assert parameter.grad is None
+            continue
+        part = whole.narrow(spec.dim, spec.start, spec.stop - spec.start)
+        torch.testing.assert_close(parameter.grad, part, rtol=1e-11, atol=1e-15)
+    kept = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    norm = applied.gradients.norm(averager_of(kept))
+    total = nn.utils.get_total_norm([g for g in wanted.values() if g is not None])
+    torch.testing.assert_close(norm, total, rtol=1e-12, atol=0)

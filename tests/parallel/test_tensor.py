@@ -14,6 +14,7 @@ from hpc_train.collectives import connect
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.lora import LoraAdapters
 from hpc_train.mpi.group import Group
 from hpc_train.parallel.linear import Deferred, ParallelLinear, compute
 from hpc_train.parallel.tensor import parallelize
@@ -268,3 +269,19 @@ def test_tokens_that_no_layer_cuts_are_refused(job):
     with pytest.raises(UserError, match="no layer of the tensor plan cuts the tokens"):
         parallelize(User(), plan, over, sequence_parallel=True)
     over.close()
+
+
+def test_a_frozen_layer_keeps_no_input_and_defers_no_gradient():
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    LoraAdapters(rank=2, alpha=2, layers=["1"]).add_to(layers)
+    layers[0].requires_grad_(requires_grad=False)
+    layers[1].weight.requires_grad_(requires_grad=False)
+    deferred = Deferred()
+    parallelize(layers, {}, connect(Group()), deferred=deferred)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    frozen = layers[0](x)
+    assert frozen.grad_fn.saved_tensors[0] is None
+    layers[2](layers[1](frozen)).sum().backward()
+    assert [parameter for parameter, _ in deferred.take()] == [layers[2].weight]
+    assert layers[1].lora_b.grad is not None
+    assert x.grad is not None

@@ -79,3 +79,13 @@ def test_on_gpus_a_rank_counts_and_zero_is_no_remedy():
     on_gpu = job("--memory.zero=0", on_cpu=False)
     assert on_gpu.needed() * 2 == job("--memory.zero=0").needed()
     assert "zero" not in on_gpu.remedy(round(0.9 * on_gpu.needed()))
+
+
+def test_gradients_and_optimizer_state_are_counted_for_what_is_trained():
+    weights = "--checkpoint.weights=base"
+    whole = job("--memory.zero=0", weights, "--model.sequence=8")
+    lora = job("--memory.zero=0", weights, "--model.sequence=8", "--finetune.lora=8")
+    parameters = 4 * sum(part.parameters for part in whole.shape.parts())
+    adapters = 4 * 8 * 8 * (16 * 512)  # rank x layers x rows and columns of a block's matrices
+    saved = whole.needed() - lora.needed()  # on a node with two ranks
+    assert saved == pytest.approx(2 * (3 * parameters - 4 * adapters), rel=1e-3)

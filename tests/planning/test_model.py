@@ -16,7 +16,7 @@ from hpc_train.data.tables.features import (
     TableFeatures,
     TargetValues,
 )
-from hpc_train.data.tables.schema import Column, TableSchema
+from hpc_train.data.tables.schema import MISSING, Column, TableSchema
 from hpc_train.data.tables.table_manifest import TableManifest
 from hpc_train.errors import ConfigError
 from hpc_train.planning.choose import choose
@@ -38,6 +38,7 @@ def features(target):
             CategoricalFeature(name="c", categories=("x", "y"), shares=(0.0, 0.0, 0.5, 0.5)),
         ),
         target=target,
+        missing=MISSING,
     )
 
 

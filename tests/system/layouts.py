@@ -21,6 +21,7 @@ from io import StringIO
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -62,7 +63,7 @@ def shapes(generator: random.Random) -> dict:
         "embedding_width": generator.choice([1, 5]),
         "heads": 4,
     }
-    kept = {key: shape[key] for key in ("kind", "layers", "hidden", "dropout", "frozen")}
+    kept = {key: shape[key] for key in ("kind", "layers", "hidden", "dropout", "frozen", "lora")}
     own = {key: more[key] for key in OF_TABLES[shape["kind"]]}
     return kept | own | {"numeric": generator.choice(["piecewise_linear", "periodic", "linear"])}
 
@@ -77,6 +78,7 @@ def sizes_of_gpt(generator: random.Random) -> dict:
         "dropout": generator.choice([0.0, 0.2]),
         "tie_embeddings": generator.random() < 0.6,
         "frozen": generator.choice(FROZEN),
+        "lora": generator.choice([0, 0, 2]),
     }
 
 
@@ -124,7 +126,7 @@ PER_SHAPE = 4  # layouts that are compared with one reference
 
 def model_of(shape: dict) -> nn.Module:
     """The model, with some parameters that are not trained."""
-    sizes = {key: value for key, value in shape.items() if key not in ("frozen", "kind")}
+    sizes = {key: value for key, value in shape.items() if key not in ("frozen", "kind", "lora")}
     if shape["kind"] != "gpt":
         sizes["sizes"] = TABLE
     torch.manual_seed(7)
@@ -147,6 +149,9 @@ def train(directory: Path, shape: dict, options: dict, steps: int, place: Runtim
         "optimizer.weight_decay": 0.1,
         "optimizer.clip_norm": 0.8,
     }
+    if shape["lora"]:  # of a model that is frozen but for its adapters and biases
+        fixed |= {"finetune.lora": shape["lora"], "finetune.patterns": "['*bias']"}
+        fixed["checkpoint.weights"] = directory.parent / f"{shape_name(shape)}.safetensors"
     words = [word for key, value in (fixed | options).items() for word in (f"--{key}", str(value))]
     data = samples_of(shape)
     with redirect_stdout(StringIO()):
@@ -226,10 +231,16 @@ def train_under(
     part.close()
 
 
+def shape_name(shape: dict) -> str:
+    return "-".join(str(value) for value in shape.values())
+
+
 def reference_of(job: Runtime, root: Path, shape: dict) -> Path:
     """The run of one rank. Collective."""
-    reference = root / "-".join(str(value) for value in shape.values())
+    reference = root / shape_name(shape)
     if job.world.rank == 0 and not reference.exists():
+        weights = dict(model_of(shape).named_parameters())
+        save_file(weights, reference.with_name(f"{reference.name}.safetensors"))
         train(reference, shape, {}, STEPS, Runtime(Group(), Group()))
     return reference
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from hpc_train.data.block_cache import BlockCache
 from hpc_train.data.shard_files import ShardFiles
+from hpc_train.data.tables.features import TableFeatures
 from hpc_train.data.tables.table_manifest import WORD_BYTES, TableManifest, row_type
+from hpc_train.data.tables.transfer import rescaling
 from hpc_train.errors import DataError
 
 ROWS_BYTES = 1 << 18  # bytes of the rows that are shuffled as one block
@@ -33,6 +35,8 @@ class TableDataset:
         split: "train" or "validation".
         cache: the cache of the shards' blocks on this node; None: there is none.
         dtype: type of the numbers in batches: torch.float32 or torch.float64.
+        read_as: the table's features with other statistics (`data.tables.transfer`), with which
+            the numbers are read; by default those with which the table was prepared.
 
     Raises:
         DataError: the split has no rows.
@@ -48,9 +52,11 @@ class TableDataset:
         split: str,
         cache: BlockCache | None = None,
         dtype: torch.dtype = torch.float32,
+        read_as: TableFeatures | None = None,
     ) -> None:
         self.files = ShardFiles(directory, manifest, split, cache)
-        self.features = manifest.features
+        self.features = read_as or manifest.features
+        self.rescaling = rescaling(manifest.features, self.features)
         self.dtype = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
         self.type = row_type(manifest.features)
         self.nbytes = self.type.itemsize
@@ -151,10 +157,19 @@ class TableDataset:
         else:
             found = self._taken(target[:, 0], "<f4", self.dtype, order)
         return (
-            self._taken(words[:, :numeric], "<f4", self.dtype, order),
+            self._numbers(words[:, :numeric], order),
             self._taken(words[:, numeric:coded], "<i4", np.dtype(np.int64), order),
             found,
             self._taken(words[:, -1], "<f4", self.dtype, order),
+        )
+
+    def _numbers(self, words: np.ndarray, order: np.ndarray | None) -> Tensor:
+        if self.rescaling is None:
+            return self._taken(words, "<f4", self.dtype, order)
+        factors, summands = map(torch.from_numpy, self.rescaling)
+        exact = self._taken(words, "<f4", np.dtype(np.float64), order)
+        return (
+            exact.mul_(factors).add_(summands).to(torch.from_numpy(np.empty(0, self.dtype)).dtype)
         )
 
     def _taken(

@@ -147,6 +147,22 @@ def as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
     Returns:
         A function that maps the name of one of our tensors to its GPT-2 name and a conversion.
     """
+    rows = rows_as_gpt2(sizes)
+
+    def converted(name: str) -> Converted:
+        theirs, of_rows = rows(name)
+        inside = re.search(r"\.(attn|mlp)\.\w+\.weight$", theirs)
+        return theirs, (lambda tensor: of_rows(tensor).t()) if inside else of_rows
+
+    return converted
+
+
+def rows_as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
+    """The same as `as_gpt2`, but weights are not transposed.
+
+    The rows of another tensor that belong to the rows of a weight are converted likewise, such as
+    those of an adapter.
+    """
     modules = {here: there for there, here in MODULES.items()}
 
     def converted(name: str) -> Converted:
@@ -155,12 +171,10 @@ def as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
         there = modules[path.removeprefix(block[0] if block else "")]
 
         def convert(tensor: Tensor) -> Tensor:
-            if there == "attn.c_attn":
-                by_head: Tensor = tensor.unflatten(0, (sizes["heads"], 3, -1))
-                tensor = by_head.transpose(0, 1).flatten(0, 2)
-            return (
-                tensor.t() if there.startswith(("attn.", "mlp.")) and kind == "weight" else tensor
-            )
+            if there != "attn.c_attn":
+                return tensor
+            by_head: Tensor = tensor.unflatten(0, (sizes["heads"], 3, -1))
+            return by_head.transpose(0, 1).flatten(0, 2)
 
         where = block[0].replace("blocks", "transformer.h") if block else "transformer."
         return f"{'' if there == 'lm_head' else where}{there}.{kind}", convert

@@ -5,4 +5,5 @@ shape.py       the three kinds' sizes and costs, without torch
 embeddings.py  features as vectors
 members.py     the parts that differ between the members of an ensemble
 module.py      the three models
+transfer.py    weights of a model of another table, feature by feature
 """

@@ -8,6 +8,7 @@ al., "TabM", https://arxiv.org/abs/2410.24210. All of them read rows as `data.ta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from hpc_train.models.attention import Attention
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.initial import Initial, fill
 from hpc_train.models.linear import Linear
+from hpc_train.models.lora import weight_of
 from hpc_train.models.tabular.embeddings import FeatureEmbedding, parameter
 from hpc_train.models.tabular.members import MemberHeads, MemberScale
 from hpc_train.models.tabular.sizes import NumericKind, TableSizes, gated_width
+from hpc_train.models.tabular.transfer import TableTransfer
 
 
 class TabularModel(nn.Module):
@@ -37,6 +40,10 @@ class TabularModel(nn.Module):
     blocks: nn.ModuleList
     head: nn.Module
 
+    table: Mapping[str, Any] | None = None
+    """What its checkpoints tell of its table, with the keys `features` (a tree of
+    `data.tables.TableFeatures`) and `quantiles`. Then it can take weights of other tables."""
+
     def __init__(self) -> None:
         super().__init__()
         # Drawn first, because modules draw numbers only if they are filled when they are built.
@@ -52,6 +59,20 @@ class TabularModel(nn.Module):
     def initial(self, name: str) -> Initial:
         """How the parameter of this name begins."""
         return self._initials[name]
+
+    def foreign_weights(self, about: Mapping[str, Any], *, whole: bool) -> TableTransfer | None:
+        """Choose how the weights of a model of another table are converted for this model.
+
+        Args:
+            about: what is told beside the weights, such as `about` of a checkpoint.
+            whole: whether all tensors are taken.
+
+        Returns:
+            None if nothing is told of the weights' table: then all tensors have to fit.
+        """
+        if self.table is None or "features" not in about:
+            return None
+        return TableTransfer(self, list(self._initials), self.table, about)
 
     def seed_samples(self, seeds: Sequence[int]) -> None:
         """Set the seeds of dropout for the next forward pass, one for each row."""
@@ -123,7 +144,7 @@ class RowEmbedding(nn.Module):
         if self.factors is None:
             row: Tensor = self.project(vectors.flatten(1))
             return row.unsqueeze(1)
-        weight = self.project.weight.unflatten(1, vectors.shape[1:])  # (C, F, E)
+        weight = weight_of(self.project).unflatten(1, vectors.shape[1:])  # (C, F, E)
         products = torch.bmm(vectors.transpose(0, 1), weight.permute(1, 2, 0))  # (F, B, C)
         rows: Tensor = self.factors(products)
         return rows
