@@ -26,7 +26,14 @@ WARM = {
     LOAD: "libraries",
 }
 COLD = {NAME: "off"}
-FORKED = ("train", "generate", "checkpoint", "topology", "prepare")  # verbs that load libraries
+FORKED = (
+    "train",
+    "generate",
+    "checkpoint",
+    "topology",
+    "prepare",
+    "predict",
+)  # verbs that load libraries
 ENVIRON = (
     environment.for_launcher(os.environ, os.geteuid())
     | WARM

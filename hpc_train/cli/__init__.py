@@ -35,6 +35,7 @@ VERBS = {
     "stage": "copy the Python environment and data sets to a disk of each node",
     "topology": "draw nodes and sockets, and show where each rank and group of a layout runs",
     "generate": "write text from a checkpoint",
+    "predict": "predict RUN TABLE --out FILE: predict the rows of a table, alone or on many ranks",
     "checkpoint": "list, verify, compare or export checkpoints",
 }
 

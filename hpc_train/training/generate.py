@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from hpc_train.checkpoint import restore, state
-from hpc_train.checkpoint.catalogue import newest
 from hpc_train.data import tokenizer
-from hpc_train.errors import CheckpointMismatch, ConfigError
+from hpc_train.errors import ConfigError
 from hpc_train.models.gpt.shape import GptShape
-from hpc_train.models.lora import LoraAdapters
 from hpc_train.mpi.group import Group
 from hpc_train.training.device import choose_device
+from hpc_train.training.trained import load_model
 
 
 def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, GptShape, tokenizer.Tokenizer]:
@@ -30,19 +27,9 @@ def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, GptShape, tokenizer.Tok
         CheckpointError: the checkpoint is damaged.
         CheckpointMismatch: there is no checkpoint, or it does not hold a GPT.
     """
-    path, group = newest(Path(checkpoint)), Group()
-    reader = restore.open_together(path, group)
-    about: dict[str, Any] = restore.load_state(reader, group)["about"]
-    if about.get("kind") != "gpt":
-        remedy = "give a checkpoint of `hpc-train train`"
-        raise CheckpointMismatch(f"{path} does not hold a GPT", remedy)
-    shape = GptShape.from_tree(about["shape"])
-    model: nn.Module = shape.build()
-    if (adapters := LoraAdapters.of(about)) is not None:
-        adapters.add_to(model)
-    model.to(choose_device(), getattr(torch, about["dtype"]))
-    restore.load_tensors(reader, state.model_tensors(model, {}), group)
-    return model.eval(), shape, tokenizer.loads(about["tokenizer"])
+    trained = load_model(checkpoint, "text", choose_device(), Group())
+    assert isinstance(trained.shape, GptShape)
+    return trained.module, trained.shape, tokenizer.loads(trained.about["tokenizer"])
 
 
 def generate(

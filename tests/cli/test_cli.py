@@ -105,7 +105,7 @@ def test_everything_that_is_exported_exists():
 
 def test_help_lists_the_verbs_and_the_exit_codes():
     text = run(*command("--help")).stdout
-    for word in ("doctor", "prepare", "train", "generate", "75 stopped early"):
+    for word in ("doctor", "prepare", "train", "generate", "predict", "75 stopped early"):
         assert word in text
 
 

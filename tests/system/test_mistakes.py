@@ -250,6 +250,8 @@ def test_a_launcher_of_another_mpi_is_noticed(program):
         (["prepare", "text", "--out", "x"], "required"),
         (["prepare", "text", "/no/text", "--out", "/tmp/never"], "/no/text does not exist"),
         (["generate", "/no/checkpoint"], "no such checkpoint: /no/checkpoint"),
+        (["predict", "run", "t.csv"], "the following arguments are required: --out"),
+        (["predict", "/no/run", "t.csv", "--out", "p.csv"], "no such checkpoint: /no/run"),
         (["doctor", "--jsn"], "unrecognized arguments: --jsn"),
     ],
 )

@@ -373,7 +373,7 @@ class Dealing:
                 done += min(portion.nbytes, int(read or 0))
         speed = (done - before) / (now - self._begin)
         logger.info(
-            "%.0f %% of the input prepared, %.1f MiB/s, %.0f s left",
+            "%.0f %% of the input done, %.1f MiB/s, %.0f s left",
             100 * done / max(1, total),
             speed / 2**20,
             (total - done) / max(1.0, speed),

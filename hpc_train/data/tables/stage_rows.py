@@ -83,7 +83,7 @@ def make_rows(
     rows = wrong = 0
     with path.open("wb", WRITTEN_BYTES) as file:
         for batch in read_rows(source, request.schema, request.options.wrong):
-            numbers, columns = _right(batch, source, request)
+            numbers, columns = right_rows(batch, source, request)
             wrong += batch.wrong + len(batch.numbers) - len(numbers)
             rows += len(numbers)
             if len(numbers):
@@ -94,10 +94,14 @@ def make_rows(
     finish_portion(preparation, dealing, portion, name, tree)
 
 
-def _right(
+def right_rows(
     batch: RawRows, source: TablePortion, request: TableRequest
 ) -> tuple[np.ndarray, RawColumns]:
-    """The rows of a batch whose weights and labels are allowed."""
+    """The rows of a batch whose weights and labels are allowed: their numbers and values.
+
+    Raises:
+        DataError: a row is wrong, and such rows are not to be left out.
+    """
     faulty, what = wrong_roles(request.schema, batch.columns)
     if not what:
         return batch.numbers, batch.columns

@@ -95,7 +95,7 @@ def table_request(
     for path in paths:
         if Path(path).resolve() in target.resolve().parents:
             raise DataError(
-                f"--out {out} is in the folder {path}, whose files are prepared",
+                f"--out {out} is in the folder {path}, whose files are read",
                 "give an --out outside of it",
             )
     if not 0 <= given.validation < 1:

@@ -1,0 +1,174 @@
+"""`hpc-train predict RUN TABLE... --out FILE`: predict the rows of a table, on every rank."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from hpc_train.cli.shared_portions import share_portions
+from hpc_train.cli.verb import Parser, positive
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from hpc_train.mpi.runtime import Runtime
+    from hpc_train.training.predict import PredictOptions
+    from hpc_train.training.predicted_rows import PredictionSummary
+
+
+def options() -> Parser:
+    """The options of the verb."""
+    made = Parser(
+        "hpc-train predict",
+        description="Predict the rows of a table with the model of a checkpoint. Under a launcher "
+        "the ranks share the work, and any number of them writes the same file. If the table has "
+        "the target, the predictions are scored. The same command continues predictions that were "
+        "stopped.",
+    )
+    made.add_argument(
+        "checkpoint",
+        metavar="RUN",
+        help="a run directory for its newest checkpoint, or a checkpoint file",
+    )
+    made.add_argument(
+        "paths",
+        nargs="+",
+        metavar="TABLE",
+        help="files of the table (CSV, Parquet, npz, HDF5), or folders to search",
+    )
+    made.add_argument(
+        "--out", required=True, metavar="FILE", help="the file to write, .parquet or .csv"
+    )
+    made.add_argument(
+        "--columns",
+        default="",
+        metavar="NAME,NAME",
+        help="columns of the table to copy beside the predictions",
+    )
+    made.add_argument(
+        "--batch",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="rows that the model computes at once (default: %(default)s)",
+    )
+    made.add_argument(
+        "--wrong_rows",
+        choices=("raise", "count"),
+        default="raise",
+        help="end at a row with a wrong value, or leave such rows out and count them (default: "
+        "%(default)s)",
+    )
+    made.add_argument("--scores", metavar="FILE", help="write the scores to this JSON file")
+    made.add_argument(
+        "--no_scores",
+        action="store_true",
+        help="compute no scores, which need memory for all predictions on rank 0",
+    )
+    made.add_argument(
+        "--no_quoted_newlines",
+        action="store_true",
+        help="no quoted field of a CSV file has a line end in it, so that the files are read once",
+    )
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        options().parse_args(arguments)
+    from hpc_train.data.prepare.foreign import HDF5_SUFFIXES
+    from hpc_train.job.program import run as run_program
+
+    if any(word.lower().endswith(HDF5_SUFFIXES) for word in arguments):
+        from hpc_train.data.fork_server import start_workers
+
+        start_workers()  # one of them looks into the files, as ranks never open HDF5
+    return run_program(lambda runtime: _run(arguments, runtime), ask_scheduler=False)
+
+
+def _run(arguments: Sequence[str], runtime: Runtime) -> None:
+    import json
+    from pathlib import Path
+
+    from hpc_train.training.predict import PredictOptions
+
+    given = options().parse_args(arguments)
+    wanted = PredictOptions(
+        paths=given.paths,
+        out=Path(given.out),
+        columns=tuple(name for name in given.columns.split(",") if name),
+        batch=given.batch,
+        wrong=given.wrong_rows,
+        quoted_newlines=not given.no_quoted_newlines,
+        score=not given.no_scores,
+        scores=None if given.scores is None else Path(given.scores),
+    )
+    made = predict_together(runtime, given.checkpoint, wanted)
+    runtime.print(
+        f"{given.out}: {made.rows} rows predicted, {made.wrong} wrong rows left out, "
+        f"{made.unknown} cells with unknown categories"
+    )
+    if made.scores is not None:
+        runtime.print(json.dumps(made.scores))
+
+
+def predict_together(
+    runtime: Runtime, checkpoint: str, wanted: PredictOptions
+) -> PredictionSummary:
+    """Predict the rows of a table on all ranks. Collective.
+
+    Args:
+        runtime: the ranks, which all see the files.
+        checkpoint: a checkpoint file, or a run directory.
+        wanted: what to predict.
+
+    Raises:
+        CheckpointError, CheckpointMismatch: as `load_model`; on all ranks.
+        ConfigError: an option does not fit the table or another option; on all ranks.
+        DataError: a file cannot be read or written, a column is missing, or a row is wrong; on all
+            ranks.
+        SetupError: a library is needed and missing; on all ranks.
+    """
+    import torch
+
+    from hpc_train.data.prepare.partial import held_partial
+    from hpc_train.data.tables.prepare_table import work_on
+    from hpc_train.data.tables.stage_rows import begin_quotes, begin_rows, make_quotes
+    from hpc_train.mpi.agreement import agreed, from_first
+    from hpc_train.training.device import choose_device, use_cores
+    from hpc_train.training.predict import (
+        PredictionPlan,
+        TablePredictor,
+        loss_of_checkpoint,
+        plan_predictions,
+        single_threads,
+    )
+    from hpc_train.training.predicted_rows import put_together
+    from hpc_train.training.trained import load_model
+
+    world = runtime.world
+    use_cores(runtime)
+    device = choose_device(runtime.node.rank)
+    trained = load_model(checkpoint, "tables", device, world)
+    with ExitStack() as held:  # rank 0 holds the partial folder until all ranks are ready
+
+        def begun() -> PredictionPlan:
+            plan = plan_predictions(trained, wanted)
+            folders.append(held.enter_context(held_partial(plan.request.target, plan.key)))
+            return plan
+
+        folders: list[Path] = []  # on rank 0
+        plan = from_first(world, begun)
+        quotes = from_first(world, lambda: begin_quotes(plan.request, folders[0]))
+        share_portions(world, quotes, lambda dealing: work_on(quotes, dealing, make_quotes))
+        rows = from_first(world, lambda: begin_rows(plan.request, folders[0]))
+        count = torch.get_num_threads() if device.type == "cpu" else 1
+        with agreed(world):
+            predictor = TablePredictor(
+                trained, plan, wanted.batch, held.enter_context(single_threads(count))
+            )
+        share_portions(world, rows, lambda dealing: work_on(rows, dealing, predictor.make_part))
+        loss = loss_of_checkpoint(trained)
+        return from_first(world, lambda: put_together(rows, plan.columns, loss, wanted.scores))

@@ -1,0 +1,265 @@
+"""Files of predictions: a part for each portion of a table, put together in the table's order.
+
+A part is an Arrow stream. Besides the columns of the result it has what the scores need. Rank 0
+reads the parts one after the other, so it needs memory for one group of rows, and for the
+predictions of the rows that are scored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_train import files
+from hpc_train.data.prepare.foreign import import_pyarrow
+from hpc_train.data.prepare.partial import Preparation, check_target, writing_to
+from hpc_train.data.tables.features import Categories, RawColumns, TargetValues
+from hpc_train.data.tables.schema import ColumnKind
+from hpc_train.data.tables.stages import stage_entries
+from hpc_train.data.tables.table_request import TableRequest
+from hpc_train.data.tables.targets import encode_target
+from hpc_train.errors import ConfigError
+from hpc_train.training.table_losses import TableLoss
+
+GROUP_ROWS = 1 << 16  # the least rows of a row group, but the last one
+ROW = "row"
+PREDICTION_SUFFIXES = (".parquet", ".csv")
+
+
+@dataclass(frozen=True)
+class PredictionSummary:
+    """What was predicted.
+
+    Args:
+        rows: number of rows with predictions.
+        wrong: number of wrong rows that were left out.
+        unknown: number of cells with a category that the training rows had not.
+        scores: the number of scored rows and the scores; None if the target is not in the table.
+    """
+
+    rows: int
+    wrong: int
+    unknown: int
+    scores: Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class PredictionColumns:
+    """The columns of a file of predictions.
+
+    Args:
+        target: what is predicted.
+        quantiles: the quantiles that a regression predicts; with none it predicts the mean.
+        copies: columns of the table that are copied, with their kinds.
+        scored: whether the table has the target, so that predictions are scored.
+        weight: the table's column of weights for the scores; None: all rows weigh 1.
+    """
+
+    target: TargetValues
+    quantiles: tuple[float, ...]
+    copies: Mapping[str, ColumnKind] = field(default_factory=dict)
+    scored: bool = False
+    weight: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self._types()]
+        if twice := [name for name in self.copies if names.count(name) > 1]:
+            raise ConfigError(
+                f"--columns names {twice[0]!r}, but the predictions have a column of this name",
+                "leave it out, or rename it in the table",
+            )
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The columns of what the model computes, in its order."""
+        if self.target.task == "classification":
+            return tuple(f"probability_{name}" for name in self.target.classes)
+        if self.target.task == "multilabel":
+            return tuple(f"probability_{name}" for name in self.target.names)
+        return tuple(f"quantile_{level:g}" for level in self.quantiles) or ("prediction",)
+
+    def _types(self) -> list[tuple[str, str]]:
+        of_kind = {"numeric": "float64", "date": "timestamp", "categorical": "string"}
+        types = [(ROW, "int64"), *((name, of_kind[kind]) for name, kind in self.copies.items())]
+        if self.target.task == "classification":
+            types.append(("prediction", "string"))
+        if self.target.task == "multilabel":
+            types += [(f"prediction_{name}", "int8") for name in self.target.names]
+        return [*types, *((name, "float64") for name in self.values)]
+
+    @property
+    def hidden(self) -> int:
+        """Number of columns of a part that the result has not: target, known, weight."""
+        labels = len(self.target.names) if self.target.task == "multilabel" else 1
+        return labels + 2 if self.scored else 0
+
+    def schema(self, *, part: bool) -> Any:
+        """The Arrow schema of the result, or of a part."""
+        pa = import_pyarrow()
+        kinds = {"timestamp": pa.timestamp("us", "UTC")}
+        named = [(name, kinds.get(of) or getattr(pa, of)()) for name, of in self._types()]
+        named += [(f"score {number}", pa.float64()) for number in range(self.hidden * part)]
+        return pa.schema(named)
+
+    def batch(self, numbers: np.ndarray, columns: RawColumns, predictions: np.ndarray) -> Any:
+        """A batch of a part.
+
+        Args:
+            numbers: number of each row in its portion, int64 (N,).
+            columns: the values of these rows.
+            predictions: what `TableLoss.predictions` makes of the model's outputs, (N,) or (N,
+                number of values).
+        """
+        pa = import_pyarrow()
+        every = predictions.reshape(len(numbers), len(self.values))
+        arrays = [pa.array(numbers)]
+        arrays += [_copied(columns[name], kind) for name, kind in self.copies.items()]
+        if self.target.task == "classification":
+            arrays.append(_texts(every.argmax(1), self.target.classes))
+        if self.target.task == "multilabel":
+            arrays += [pa.array(chance > 0.5).cast(pa.int8()) for chance in every.T]
+        arrays += [pa.array(np.ascontiguousarray(value)) for value in every.T]
+        if self.scored:
+            target, known = encode_target(self.target, columns)
+            weight = np.ones(len(numbers)) if self.weight is None else columns[self.weight]
+            known &= np.isfinite(weight)
+            hidden = [*target.reshape(len(numbers), -1).T, known, weight]
+            arrays += [pa.array(np.ascontiguousarray(one, np.float64)) for one in hidden]
+        return pa.record_batch(arrays, schema=self.schema(part=True))
+
+    def scored_rows(self, batch: Any) -> dict[str, np.ndarray]:
+        """What `TableLoss.scores` needs of a part's batch: the rows with a known target."""
+        every = [batch.column(name).to_numpy() for name in self.values]
+        *targets, known, weight = (
+            one.to_numpy() for one in batch.columns[batch.num_columns - self.hidden :]
+        )
+        kept = known > 0
+        predictions, target = np.stack(every, 1)[kept], np.stack(targets, 1)[kept]
+        if self.target.task == "regression" and not self.quantiles:
+            predictions = predictions[:, 0]
+        if self.target.task != "multilabel":
+            target = target[:, 0]
+        if self.target.task == "classification":
+            target = target.astype(np.int64)
+        return {"predictions": predictions, "target": target, "weight": weight[kept]}
+
+
+def _copied(values: np.ndarray | Categories, kind: ColumnKind) -> Any:
+    """A column of a table as an Arrow array, null where a value is missing."""
+    pa = import_pyarrow()
+    if isinstance(values, Categories):
+        return _texts(values.codes, values.values)
+    missing = np.isnan(values)
+    if kind != "date":
+        return pa.array(values, mask=missing)
+    moments = np.round(np.where(missing, 0.0, values) * 1e6).astype(np.int64)
+    return pa.array(moments, mask=missing).cast(pa.timestamp("us", "UTC"))
+
+
+def _texts(codes: np.ndarray, texts: Sequence[str]) -> Any:
+    """Texts by their places, (N,); null where a place is -1."""
+    pa = import_pyarrow()
+    places = pa.array(codes.astype(np.int32), mask=codes < 0)
+    return pa.DictionaryArray.from_arrays(places, pa.array(texts, pa.string())).cast(pa.string())
+
+
+def put_together(
+    preparation: Preparation[TableRequest],
+    columns: PredictionColumns,
+    loss: TableLoss,
+    scores: Path | None,
+) -> PredictionSummary:
+    """Make the result of all parts, and give it its name. Only rank 0 calls, after all others.
+
+    Args:
+        preparation: the stage whose portions are the parts.
+        columns: the columns of the result.
+        loss: makes the scores.
+        scores: a file that the scores are written to.
+
+    Raises:
+        DataError: the result cannot be written, or somebody else has made it.
+    """
+    target = preparation.target
+    with writing_to(target):
+        _, entries = stage_entries(preparation.folder)
+        found: list[dict[str, np.ndarray]] = []
+        result = preparation.folder / f"result{target.suffix}"
+        with closing(_writer(result, columns)) as writer:
+            waiting: list[Any] = []
+            for batch in _batches(preparation, entries, columns):
+                if columns.scored:
+                    found.append(columns.scored_rows(batch))
+                waiting.append(batch.select(range(batch.num_columns - columns.hidden)))
+                if sum(len(one) for one in waiting) >= GROUP_ROWS:
+                    _write(writer, waiting)
+            _write(writer, waiting)
+        totals = {key: sum(one[key] for one in entries) for key in ("rows", "wrong", "unknown")}
+        made = PredictionSummary(**totals, scores=_scores(loss, found) if columns.scored else None)
+        if scores is not None:
+            files.write_text(scores, json.dumps(made.scores, indent=2) + "\n")
+        files.sync(result)
+        check_target(target)
+        files.rename(result, target)
+        root = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(root, ignore_errors=True)
+    return made
+
+
+def _batches(
+    preparation: Preparation[TableRequest], entries: Sequence[Any], columns: PredictionColumns
+) -> Iterator[Any]:
+    """The batches of all parts, with the rows' numbers in the table."""
+    pa = import_pyarrow()
+    before = 0
+    for entry in entries:
+        with (
+            pa.OSFile(str(preparation.shards / entry["file"])) as file,
+            pa.ipc.open_stream(file) as part,
+        ):
+            for batch in part:
+                numbers = pa.array(batch.column(0).to_numpy() + before)
+                yield pa.record_batch([numbers, *batch.columns[1:]], schema=batch.schema)
+        before += entry["rows"] + entry["wrong"]
+
+
+def _writer(path: Path, columns: PredictionColumns) -> Any:
+    import_pyarrow()
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    schema = columns.schema(part=False)
+    if path.suffix == ".csv":
+        return pyarrow.csv.CSVWriter(str(path), schema)
+    return pyarrow.parquet.ParquetWriter(str(path), schema)
+
+
+def _write(writer: Any, waiting: list[Any]) -> None:
+    """Write batches as one row group, and forget them."""
+    pa = import_pyarrow()
+    if waiting:
+        writer.write_table(pa.Table.from_batches(waiting).combine_chunks())
+        waiting.clear()
+
+
+def _scores(loss: TableLoss, found: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    """The number of scored rows, and the scores that are defined."""
+    count = sum(len(one["weight"]) for one in found)
+    if not count:
+        return {"scored_rows": 0}
+    arrays = {name: np.concatenate([one.pop(name) for one in found]) for name in [*found[0]]}
+    every = loss.scores(arrays)
+    defined = {
+        name: float(score)
+        for name, score in every.items()
+        if score is not None and math.isfinite(score)
+    }
+    return {"scored_rows": count, **defined}
