@@ -15,6 +15,7 @@ from tests.programs import hpc_train, python, run
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 FIRST_RUN = ROOT / "docs/tutorial/first-run.md"
+TABLES = ROOT / "docs/tutorial/tables.md"
 
 
 def example(name, folder, *options, ranks=1):
@@ -178,3 +179,17 @@ def test_the_first_run_goes_as_its_page_says(tmp_path):
     assert '"step": 60' in done.stdout
     assert "async def " in done.stdout
     assert "model.head.norm.weight" in done.stdout
+
+
+@pytest.mark.slow("the tutorial of tables prepares three tables, trains four times, and predicts")
+def test_the_tutorial_of_tables_goes_as_its_page_says(tmp_path):
+    """Its commands, but for the installation, are typed as they stand."""
+    lines = [line[4:] for line in TABLES.read_text().splitlines() if line.startswith("    ")]
+    typed = "\n".join(line for line in lines if not line.startswith("pip "))
+    typed = typed.replace("steps: 300", "steps: 60").replace("steps=200", "steps=60")
+    done = run("bash", "-e", "-c", typed, cwd=tmp_path, environ={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "columns:" in done.stdout  # the schema
+    assert "held-out samples at the end" in done.stdout + done.stderr
+    assert '"row","diagnosis","prediction"' in done.stdout
+    assert "accuracy: 0.9" in done.stdout
