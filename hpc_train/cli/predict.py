@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from hpc_train.cli.shared_portions import share_portions
+from hpc_train.cli.shared_portions import run_on_files, share_portions
 from hpc_train.cli.verb import Parser, positive
 
 if TYPE_CHECKING:
@@ -76,16 +76,7 @@ def options() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    if {"-h", "--help"} & set(arguments):
-        options().parse_args(arguments)
-    from hpc_train.data.prepare.foreign import HDF5_SUFFIXES
-    from hpc_train.job.program import run as run_program
-
-    if any(word.lower().endswith(HDF5_SUFFIXES) for word in arguments):
-        from hpc_train.data.fork_server import start_workers
-
-        start_workers()  # one of them looks into the files, as ranks never open HDF5
-    return run_program(lambda runtime: _run(arguments, runtime), ask_scheduler=False)
+    return run_on_files(options, _run, arguments)
 
 
 def _run(arguments: Sequence[str], runtime: Runtime) -> None:

@@ -1,4 +1,4 @@
-"""The portions of `hpc-train prepare`, which all ranks make together."""
+"""What verbs share whose ranks divide portions of files among them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,39 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
+    from hpc_train.cli.verb import Parser
     from hpc_train.data.prepare.partial import Dealing, Preparation
     from hpc_train.mpi.group import Group
+    from hpc_train.mpi.runtime import Runtime
 
 WAIT_SECONDS = 0.05  # seconds between two looks of a rank that waits for the others
+
+
+def run_on_files(
+    options: Callable[[], Parser],
+    action: Callable[[Sequence[str], Runtime], None],
+    arguments: Sequence[str],
+) -> int:
+    """Run a verb that reads files of others, on every rank; returns the exit code.
+
+    Args:
+        options: makes the options of the verb.
+        action: carries the verb out.
+        arguments: the words behind the verb.
+    """
+    if {"-h", "--help"} & set(arguments):
+        options().parse_args(arguments)
+    from hpc_train.data.prepare.foreign import HDF5_SUFFIXES
+    from hpc_train.job.program import run as run_program
+
+    if any(word.lower().endswith(HDF5_SUFFIXES) for word in arguments):
+        from hpc_train.data.fork_server import start_workers
+
+        start_workers()  # one of them looks into the files, as ranks never open HDF5
+    return run_program(lambda runtime: action(arguments, runtime), ask_scheduler=False)
 
 
 def share_portions(

@@ -63,6 +63,7 @@ class StoredShard(Protocol):
         """
 
 
+S = TypeVar("S", bound=StoredShard)
 S_co = TypeVar("S_co", bound=StoredShard, covariant=True)
 
 
@@ -264,14 +265,7 @@ def parse_manifest(tree: Any) -> Manifest:
     check_number("vocab", given["vocab"], 1, 1 << 8 * TOKEN_BYTES[dtype])
     check_number("documents", given["documents"], 0, LARGEST_SIZE)
     check_text("tokenizer", given["tokenizer"], PLAIN_NAME, "a plain file name")
-    if not isinstance(splits, dict) or not set(splits) <= {*SPLITS}:
-        raise ValueError(f"splits are {short_value(splits)}, not some of {', '.join(SPLITS)}")
-    shards = {split: _shards(split, found, dtype) for split, found in splits.items()}
-    every = [shard for some in shards.values() for shard in some]
-    if len({shard.name for shard in every}) < len(every):
-        raise ValueError("two shards have the same name")
-    if sum(shard.file_bytes for shard in every) > LARGEST_SIZE:
-        raise ValueError("the shards have more bytes together than a file system can hold")
+    shards = parse_splits(splits, lambda what, found: _shard(what, found, dtype))
     manifest = Manifest(**{**given, "splits": shards})
     if tree["hash"] != manifest.digest:
         found = short_value(tree["hash"])
@@ -288,10 +282,30 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _shards(split: str, trees: Any, dtype: str) -> tuple[Shard, ...]:
-    if not isinstance(trees, list):
-        raise ValueError(f"split {split} is not a list of shards")
-    return tuple(_shard(f"shard {n} of {split}", tree, dtype) for n, tree in enumerate(trees))
+def parse_splits(splits: Any, make: Callable[[str, Any], S]) -> dict[str, tuple[S, ...]]:
+    """Make the shards of each split from their JSON trees, and check them together.
+
+    Args:
+        splits: the tree of all splits.
+        make: makes a shard of its name in messages and its tree.
+
+    Raises:
+        ValueError: the tree is not one of splits, or as `make` raises it.
+    """
+    if not isinstance(splits, dict) or not set(splits) <= {*SPLITS}:
+        raise ValueError(f"splits are {short_value(splits)}, not some of {', '.join(SPLITS)}")
+    shards = {}
+    for split, trees in splits.items():
+        if not isinstance(trees, list):
+            raise ValueError(f"split {split} is not a list of shards")
+        named = enumerate(trees)
+        shards[split] = tuple(make(f"shard {n} of {split}", tree) for n, tree in named)
+    every = [shard for some in shards.values() for shard in some]
+    if len({shard.name for shard in every}) < len(every):
+        raise ValueError("two shards have the same name")
+    if sum(shard.file_bytes for shard in every) > LARGEST_SIZE:
+        raise ValueError("the shards have more bytes together than a file system can hold")
+    return shards
 
 
 def _shard(what: str, tree: Any, dtype: str) -> Shard:

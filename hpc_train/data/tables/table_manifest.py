@@ -22,7 +22,6 @@ from hpc_train.data.manifest import (
     HASHED_BYTES,
     LARGEST_SIZE,
     PLAIN_NAME,
-    SPLITS,
     Manifest,
     check_format,
     check_keys,
@@ -31,6 +30,7 @@ from hpc_train.data.manifest import (
     checked_manifest,
     hash_of_manifest,
     parse_manifest,
+    parse_splits,
     short_value,
 )
 from hpc_train.data.tables.features import DATE_PARTS, FIRST_CODE, TableFeatures, TargetValues
@@ -199,26 +199,13 @@ def parse_table_manifest(tree: Any) -> TableManifest:
     _check_features(features, schema)
     for key in ("wrong", "left_out"):
         check_number(key, tree[key], 0, LARGEST_SIZE)
-    splits, dtype = tree["splits"], f"V{row_type(features).itemsize}"
-    if not isinstance(splits, dict) or not set(splits) <= {*SPLITS}:
-        raise ValueError(f"splits are {short_value(splits)}, not some of {', '.join(SPLITS)}")
-    shards = {split: _table_shards(split, found, dtype) for split, found in splits.items()}
-    every = [shard for some in shards.values() for shard in some]
-    if len({shard.name for shard in every}) < len(every):
-        raise ValueError("two shards have the same name")
-    if sum(shard.file_bytes for shard in every) > LARGEST_SIZE:
-        raise ValueError("the shards have more bytes together than a file system can hold")
+    dtype = f"V{row_type(features).itemsize}"
+    shards = parse_splits(tree["splits"], lambda what, found: _table_shard(what, found, dtype))
     manifest = TableManifest(schema, features, tree["wrong"], tree["left_out"], shards)
     if tree["hash"] != manifest.digest:
         found = short_value(tree["hash"])
         raise ValueError(f"its hash is {found}, but its content has the hash {manifest.digest}")
     return manifest
-
-
-def _table_shards(split: str, trees: Any, dtype: str) -> tuple[TableShard, ...]:
-    if not isinstance(trees, list):
-        raise ValueError(f"split {split} is not a list of shards")
-    return tuple(_table_shard(f"shard {n} of {split}", tree, dtype) for n, tree in enumerate(trees))
 
 
 def _table_shard(what: str, tree: Any, dtype: str) -> TableShard:
