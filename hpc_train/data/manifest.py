@@ -63,7 +63,7 @@ class StoredShard(Protocol):
         """
 
 
-S = TypeVar("S", bound=StoredShard)
+_S = TypeVar("_S", bound=StoredShard)
 S_co = TypeVar("S_co", bound=StoredShard, covariant=True)
 
 
@@ -282,7 +282,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def parse_splits(splits: Any, make: Callable[[str, Any], S]) -> dict[str, tuple[S, ...]]:
+def parse_splits(splits: Any, make: Callable[[str, Any], _S]) -> dict[str, tuple[_S, ...]]:
     """Make the shards of each split from their JSON trees, and check them together.
 
     Args:
