@@ -44,7 +44,8 @@ def options() -> Parser:
         "--columns",
         default="",
         metavar="NAME,NAME",
-        help="columns of the table to copy beside the predictions",
+        help="columns of the table to copy beside the predictions; a name with a comma is quoted "
+        "as in CSV",
     )
     made.add_argument(
         "--batch",
@@ -80,6 +81,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], runtime: Runtime) -> None:
+    import csv
     import json
     from pathlib import Path
 
@@ -89,7 +91,7 @@ def _run(arguments: Sequence[str], runtime: Runtime) -> None:
     wanted = PredictOptions(
         paths=given.paths,
         out=Path(given.out),
-        columns=tuple(name for name in given.columns.split(",") if name),
+        columns=tuple(next(csv.reader([given.columns]), ())),
         batch=given.batch,
         wrong=given.wrong_rows,
         quoted_newlines=not given.no_quoted_newlines,

@@ -365,6 +365,8 @@ def _of_target(y: Any) -> np.ndarray:
     if y is None:
         raise ValueError("fit requires y to be passed, but the target y is None")
     values: np.ndarray = check_array(y, ensure_2d=False, dtype=None, input_name="y")
+    if values.dtype == object and any(value is None for value in values.flat):
+        raise ValueError("Input y contains None, a missing value: leave such rows out")
     return values
 
 

@@ -31,6 +31,7 @@ OWN = {
     "data.cache": "",
     "data.cache_gb": "",
     "data.importance": "",
+    "checkpoint.weights": "",
     "optimizer.lr": "lr",
 }
 """Keys that `config` does not take, with the parameter of the estimator that stands for each."""

@@ -205,7 +205,8 @@ def put_together(
         totals = {key: sum(one[key] for one in entries) for key in ("rows", "wrong", "unknown")}
         made = PredictionSummary(**totals, scores=_scores(loss, found) if columns.scored else None)
         if scores is not None:
-            files.write_text(scores, json.dumps(made.scores, indent=2) + "\n")
+            with writing_to(scores):
+                files.write_text(scores, json.dumps(made.scores, indent=2) + "\n")
         files.sync(result)
         check_target(target)
         files.rename(result, target)

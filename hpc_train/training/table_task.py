@@ -58,7 +58,11 @@ def table_task(
         torch.manual_seed(config.run.seed)
         dtype = getattr(torch, config.precision.parameters)
         model = shape.build_unfilled(dtype)  # each rank fills its part when the layout is known
-        table = {"quantiles": config.model.quantiles, "features": features.to_tree()}
+        table = {
+            "quantiles": config.model.quantiles,
+            "pretraining": config.model.pretraining,
+            "features": features.to_tree(),
+        }
         model.table = table  # by which it takes the weights of other tables' models
     return TrainingTask(
         model,

@@ -320,6 +320,7 @@ def test_a_lost_file_of_a_stage_is_made_again(tmp_path):
         ({}, {"task": "regression"}, "label"),
         ({}, {"time": "word"}, "time"),
         ({}, {"time": "when", "group": "who"}, "a group and a time"),
+        ({}, {"group": "label"}, "column 'label' has two roles"),
     ],
 )
 def test_what_cannot_be_learned_is_one_clear_error(tmp_path, monkeypatch, change, roles, message):

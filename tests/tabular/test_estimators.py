@@ -113,6 +113,7 @@ def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
         ({"validation_fraction": 1.0}, ValueError, "validation_fraction is 1.0"),
         ({"config": {"run.seed": 3}}, ConfigError, "config has run.seed.*the parameter seed"),
         ({"config": {"checkpoint.every": 3}}, ConfigError, "without run_dir nothing is written"),
+        ({"config": {"checkpoint.weights": "x"}}, ConfigError, "does not take: leave it out"),
         ({"config": {"model.hiden": 3}}, ConfigError, "model.hiden.*model.hidden"),
         ({"config": {"model.hidden": "wide"}}, ConfigError, "model.hidden is 'wide'"),
         ({"lr": -1.0}, ConfigError, "optimizer.lr"),

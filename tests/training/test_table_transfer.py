@@ -74,13 +74,14 @@ class Rows:
         return self.numeric[indices], self.codes[indices], self.target[indices]
 
 
-def model_of(kind: str, features: TableFeatures, numeric: str = "piecewise_linear", **more):
-    shape = SHAPES[kind](
-        **KINDS[kind], sizes=table_sizes(features, ModelSection(kind=kind)), numeric=numeric, **more
-    )
+def model_of(
+    kind: str, features: TableFeatures, numeric: str = "piecewise_linear", pretraining: str = "none"
+):
+    sizes = table_sizes(features, ModelSection(kind=kind, pretraining=pretraining))
+    shape = SHAPES[kind](**KINDS[kind], sizes=sizes, numeric=numeric)
     torch.manual_seed(5)
     model = shape.build_unfilled(torch.float64)
-    model.table = {"features": features.to_tree(), "quantiles": []}
+    model.table = {"features": features.to_tree(), "quantiles": [], "pretraining": pretraining}
     return model
 
 
@@ -168,6 +169,25 @@ def test_another_target_gets_a_new_head_which_has_to_be_trained(tmp_path):
         train(tmp_path / "new", model_of("tabular_resnet", NEW), NEW, *lora)
     lora += ["--finetune.patterns", "['embedding.*']"]
     train(tmp_path / "new", model_of("tabular_resnet", NEW), NEW, *lora)
+
+
+@pytest.mark.parametrize("pretraining", ["masked_cells", "contrast"])
+def test_what_pretraining_has_learnt_is_taken_but_for_the_head(tmp_path, pretraining, caplog):
+    caplog.set_level("INFO")
+    learnt = model_of("tabular_mlp", OLD, pretraining=pretraining)
+    old = train(tmp_path / "old", learnt, OLD, "--run.steps", "2").model
+    weights = ["--checkpoint.weights", str(tmp_path / "old"), *FROZEN]
+    tuned = train(tmp_path / "tuned", model_of("tabular_mlp", OLD), OLD, *weights).model
+    assert "so the head begins anew" in caplog.text
+    theirs = dict(old.named_parameters())
+    for name, tensor in tuned.named_parameters():
+        if not name.startswith("head."):
+            assert torch.equal(tensor, theirs[name]), name
+    again = model_of("tabular_mlp", OLD, pretraining=pretraining)
+    train(tmp_path / "again", again, OLD, *weights)
+    assert torch.equal(again.head.weight, old.head.weight)
+    other = model_of("tabular_mlp", NEW, pretraining=pretraining)
+    train(tmp_path / "other", other, NEW, *weights)  # whose cells are others
 
 
 @pytest.mark.mpi(min_size=4)

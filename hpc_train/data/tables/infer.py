@@ -89,7 +89,10 @@ def infer_schema(
     kinds = {name: _kind(column) for name, column in sampled.items()}
     for name in targets:
         if name not in names:
-            raise DataError(f"the table has no column {name!r}", f"it has {', '.join(names)}")
+            remedy = f"its columns are {', '.join(names)}"
+            if len(names) == 1 and files[0].format == "csv":
+                remedy += "; commas separate them, or tabs in a .tsv file"
+            raise DataError(f"the table has no column {name!r}", remedy)
     if task is None:
         task = _task(kinds, sampled, targets)
     _suit_roles(kinds, names, {"group": group, "time": time, "weight": weight})
@@ -208,7 +211,9 @@ def _suit_roles(
         if name is None:
             continue
         if name not in names:
-            raise DataError(f"the table has no column {name!r}", f"it has {', '.join(names)}")
+            raise DataError(
+                f"the table has no column {name!r}", f"its columns are {', '.join(names)}"
+            )
         if role == "group":
             kinds[name] = "categorical"
         elif kinds[name] not in (("numeric", "date") if role == "time" else ("numeric",)):

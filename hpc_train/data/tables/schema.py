@@ -78,6 +78,11 @@ class TableSchema:
                 )
             if kinds[name] == "ignored":
                 raise DataError(f"column {name!r} has a role, but is ignored", "give another kind")
+        if both := [name for name in kinds if roles.count(name) > 1]:
+            raise DataError(
+                f"column {both[0]!r} has two roles",
+                "give each of the targets, the group, the time and the weight a column of its own",
+            )
         most = {"none": 0, "multilabel": len(kinds)}.get(self.task, 1)
         if len(self.targets) > most or (self.task != "none" and not self.targets):
             raise DataError(
@@ -85,7 +90,10 @@ class TableSchema:
                 "give one target column, for multilabel one or more, and for none no column",
             )
         if not self.features:
-            raise DataError("no column is a feature", "give a table with more columns")
+            raise DataError(
+                "no column is a feature: each is ignored or has a role",
+                "give a table with more columns and with rows, or change kinds in the schema",
+            )
 
     @property
     def features(self) -> tuple[Column, ...]:
@@ -120,8 +128,10 @@ def parse_schema(text: str) -> TableSchema:
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        first = str(error).splitlines()[0]
-        raise DataError(f"the schema is not YAML ({first})", "mend the file") from None
+        mark = getattr(error, "problem_mark", None)
+        said = getattr(error, "problem", None) or str(error).splitlines()[0]
+        place = f", line {mark.line + 1}" if mark else ""
+        raise DataError(f"the schema is not YAML{place}: {said}", "mend the file") from None
     return schema_of_tree(tree)
 
 
@@ -135,7 +145,10 @@ def schema_of_tree(tree: Any) -> TableSchema:
     if not isinstance(tree, Mapping) or not isinstance(tree.get("columns"), Mapping):
         raise DataError("the schema has no columns", "list them as NAME: KIND below `columns`")
     if unknown := [key for key in tree if key not in known]:
-        raise DataError(f"the schema has the unknown key {unknown[0]!r}", "remove it")
+        raise DataError(
+            f"the schema has the unknown key {unknown[0]!r}",
+            f"remove it; the keys are {', '.join(field.name for field in fields(TableSchema))}",
+        )
     columns = []
     for name, kind in tree["columns"].items():
         if kind not in COLUMN_KINDS:

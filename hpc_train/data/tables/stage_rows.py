@@ -106,9 +106,11 @@ def right_rows(
     if not what:
         return batch.numbers, batch.columns
     if request.options.wrong == "raise":
-        number = int(batch.numbers[faulty][0]) + 1
+        place = f"row {int(batch.numbers[faulty][0]) + 1}"
+        if source.begin:
+            place += f" of the part that begins at {source.unit} {source.begin}"
         raise DataError(
-            f"{source.file.path}: {what}, in row {number} of the part from {source.begin} on",
+            f"{source.file.path}: {what}, in {place}",
             "mend the file, or leave such rows out by --wrong_rows count",
         )
     kept = ~faulty

@@ -42,7 +42,8 @@ class TabularModel(nn.Module):
 
     table: Mapping[str, Any] | None = None
     """What its checkpoints tell of its table, with the keys `features` (a tree of
-    `data.tables.TableFeatures`) and `quantiles`. Then it can take weights of other tables."""
+    `data.tables.TableFeatures`), `quantiles` and `pretraining`. Then it can take weights of other
+    tables."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The weights of a model of one table, for a model of another table with other columns.
 
 What a model has for each feature or category is taken by its name. What is new begins with its
-initial values, and so does the head if the target is another one.
+initial values, and so does the head if the other model predicts something else.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class TableTransfer:
     Args:
         model: the model that gets the weights.
         names: the names of its parameters.
-        here: what its checkpoints tell of its table, with the keys `features` and `quantiles`.
+        here: what its checkpoints tell of its table, with the keys `features`, `quantiles` and
+            `pretraining`.
         there: the same of the other model.
 
     Attributes:
@@ -83,8 +84,8 @@ class TableTransfer:
         self.codes = _Matched.of(*(_codes(of["categorical"]) for of in (ours, theirs)))
         self.bins = max((len(one["edges"]) - 1 for one in ours["numeric"]), default=0)
         self.in_bins = any(name.endswith(".numeric.slope") for name in names)
-        self.same_target = _target(here) == _target(there)
-        fresh = {name for name in names if name.startswith("head.") and not self.same_target}
+        self.same_head = _predicted(here) == _predicted(there)
+        fresh = {name for name in names if name.startswith("head.") and not self.same_head}
         fresh |= {
             name for name in names if (m := self._matched(name)) and len(m[0].new) < m[0].size
         }
@@ -92,7 +93,7 @@ class TableTransfer:
         logger.info(
             "the weights have %d of %d features, and %d of %d categories%s",
             len(self.all.new), self.all.size, len(self.codes.new), self.codes.size,
-            "" if self.same_target else "; the target is another one, so the head begins anew",
+            "" if self.same_head else "; they predict something else, so the head begins anew",
         )  # fmt: skip
 
     def _matched(self, name: str) -> tuple[_Matched, int] | None:
@@ -107,7 +108,7 @@ class TableTransfer:
 
     def __call__(self, name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
         """The name of a tensor, and what converts it; None for one that is not taken."""
-        if name.startswith("head.") and not self.same_target:
+        if name.startswith("head.") and not self.same_head:
             return None
         found = self._matched(name)
         if found is None:
@@ -141,8 +142,14 @@ def _codes(features: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | int]]
     ]
 
 
-def _target(of: Mapping[str, Any]) -> list[Any]:
-    """What decides what the head predicts."""
-    target = of["features"]["target"] or {}
+def _predicted(of: Mapping[str, Any]) -> list[Any]:
+    """What the head predicts: the target, or what pretraining has in its place."""
+    pretraining, features = of.get("pretraining", "none"), of["features"]
+    if pretraining == "masked_cells":
+        numbers = [(one["name"], one["part"]) for one in features["numeric"]]
+        return [pretraining, numbers, _codes(features["categorical"])]
+    if pretraining != "none":
+        return [pretraining]
+    target = features["target"] or {}
     kept = [target.get("task"), *(list(target.get(key, ())) for key in ("names", "classes"))]
     return [*kept, list(of.get("quantiles") or ())]
