@@ -57,7 +57,7 @@ def begin_stage(
         store_plan(folder, plan(), 0)
     made = load_plan(target, folder, recipe, _is_sound)
     if made.portions:
-        logger.info("stage %s: %d portions", folder.name, len(made.portions))
+        logger.info("stage %s, portions: %d", folder.name, len(made.portions))
     return made
 
 

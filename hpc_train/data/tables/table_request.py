@@ -115,19 +115,19 @@ def table_request(
 def _check_roles(schema: TableSchema) -> None:
     """Make sure that the columns with a role have kinds that it allows."""
     numbers = schema.task in ("regression", "multilabel")
-    roles = [(f"target of a {schema.task}", name, numbers) for name in schema.targets]
+    roles = [(f"target of the task {schema.task}", name, numbers) for name in schema.targets]
     roles += [("weight", name, True) for name in (schema.weight,) if name is not None]
     for role, name, numeric in roles:
         kind = schema.kind(name)
         if kind == "date" or (numeric and kind != "numeric"):
             wanted = "numeric" if numeric else "numeric or categorical"
             raise DataError(
-                f"column {name!r} is the {role}, but {_of(kind)}",
+                f"column {name!r} is the {role}, but its kind is {kind}",
                 f"give another column, or write {wanted} as its kind in the schema",
             )
     if schema.time is not None and schema.kind(schema.time) == "categorical":
         raise DataError(
-            f"column {schema.time!r} is the time, but of texts",
+            f"column {schema.time!r} is the time, but its kind is categorical",
             "give a column of numbers or of ISO 8601 dates",
         )
     if schema.time is not None and schema.group is not None:
@@ -135,10 +135,6 @@ def _check_roles(schema: TableSchema) -> None:
             "the schema has a group and a time, and a table is split by one of them",
             "remove one of them",
         )
-
-
-def _of(kind: str) -> str:
-    return {"date": "of dates", "categorical": "of texts"}.get(kind, f"of the kind {kind}")
 
 
 def wrong_roles(schema: TableSchema, columns: RawColumns) -> tuple[np.ndarray, str]:
