@@ -209,7 +209,9 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         epochs: number of passes over the training rows. By default it follows from steps.
         steps: number of optimizer steps. If neither is given, they are 2000 or those of 100 passes,
             whichever is more.
-        batch: rows of a step over all ranks. A table of fewer rows has smaller batches.
+        batch: rows of a step over all ranks. A table of fewer rows has smaller batches. By default
+            it is the largest power of two that makes 8 steps of an epoch, but 32 at least and 256
+            at most.
         lr: learning rate of AdamW.
         patience: number of validations in a row that do not lower the validation loss, after which
             training ends. Then the model is that of the lowest loss. With 0 no rows are held out,
@@ -241,7 +243,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         *,
         epochs: int | None = None,
         steps: int | None = None,
-        batch: int = 256,
+        batch: int | None = None,
         lr: float = 1e-3,
         patience: int = 16,
         validation_fraction: float = 0.1,
@@ -325,7 +327,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         *,
         epochs: int | None = None,
         steps: int | None = None,
-        batch: int = 256,
+        batch: int | None = None,
         lr: float = 1e-3,
         patience: int = 16,
         validation_fraction: float = 0.1,

@@ -37,8 +37,12 @@ OWN = {
 """Keys that `config` does not take, with the parameter of the estimator that stands for each."""
 LEAST_STEPS, LEAST_EPOCHS = 2000, 100  # of a training for which neither is given
 LEAST_BETWEEN = 25  # steps between two validations
+LEAST_BATCH, MOST_BATCH = 32, 256  # rows of a batch if none is given
+STEPS_OF_EPOCH = 8  # least number of them, if no batch is given and there are rows enough
 ESTIMATOR_DEFAULTS: dict[str, Any] = {"memory.zero": 0, "run.preflight": False}
 """Values of keys that differ from those of `hpc-train train`."""
+MLP_DEFAULTS: dict[str, Any] = {"optimizer.weight_decay": 2.0}
+"""The same for the model "mlp". benchmarks/RESULTS.md says how they were chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class FitSettings:
     model: str
     epochs: int | None
     steps: int | None
-    batch: int
+    batch: int | None
     lr: float
     patience: int
     seed: int
@@ -83,6 +87,7 @@ class FitSettings:
         every = min(every, steps) if held_out else 0
         made: dict[str, Any] = {
             **ESTIMATOR_DEFAULTS,
+            **(MLP_DEFAULTS if self.model == "mlp" else {}),
             "model.kind": KIND_OF_MODEL[self.model],
             "run.seed": self.seed,
             "run.steps": steps,
@@ -101,8 +106,12 @@ class FitSettings:
 
     def _batch_of(self, rows: int) -> int:
         """Rows of a batch: of a small table as many as any usual number of ranks can divide."""
-        if rows >= self.batch:
-            return self.batch
+        wanted = self.batch
+        if wanted is None:
+            share = 1 << max(1, rows // STEPS_OF_EPOCH).bit_length() - 1
+            wanted = min(max(share, LEAST_BATCH), MOST_BATCH)
+        if rows >= wanted:
+            return wanted
         unit = 1 << max(0, rows.bit_length() - 2)
         return rows // unit * unit
 

@@ -1,7 +1,8 @@
 """Losses and predictions of models of tables, and the scores of their predictions.
 
-B samples, K members of the model, C classes. A model returns (B, K, outputs). Each member has a
-loss of its own, so the members learn apart from each other. What users see is their mean.
+B samples, K members of the model, C classes. A model returns (B, K, outputs). In training each
+member has a loss of its own, so the members learn apart from each other. What users see is the mean
+of the members' predictions. So that mean has the loss of held-out samples.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ ClassWeights = Literal["none", "balanced"]
 class TableLoss:
     """The loss of a model of tables: the mean over the samples of a batch of weight times loss.
 
-    The loss of a sample is the mean over the members. It is the cross-entropy for a classification,
-    the mean over the labels of the binary cross-entropy for "multilabel", and for a regression the
-    squared error of the scaled target, or with quantiles the mean over them of the
-    pinball loss (Koenker and Bassett, "Regression quantiles", Econometrica 1978).
+    The loss of a sample is the mean over the members for a model in training, and else the loss of
+    the mean of the members' predictions. It is the cross-entropy for a classification, the mean
+    over the labels of the binary cross-entropy for "multilabel", and for a regression the squared
+    error of the scaled target, or with quantiles the mean over them of the pinball loss (Koenker
+    and Bassett, "Regression quantiles", Econometrica 1978).
 
     The sum of the weights of a batch does not divide the loss, so the loss of a step does not
     depend on how the step is cut into micro-batches.
@@ -73,7 +75,8 @@ class TableLoss:
                 returns them.
         """
         numeric, categorical, _, _ = batch
-        return self.of_outputs(model(numeric, categorical), batch)
+        outputs = model(numeric, categorical)
+        return self.of_outputs(outputs if model.training else self.joined(outputs), batch)
 
     def of_outputs(self, outputs: Tensor, batch: Any) -> Tensor:
         """The loss of the outputs of a model, (B, K, outputs), for a batch: a scalar."""
@@ -108,6 +111,22 @@ class TableLoss:
             return torch.maximum(levels * errors, (levels - 1) * errors).mean((1, 2))
         return errors.square().mean((1, 2))
 
+    def joined(self, outputs: Tensor) -> Tensor:
+        """The outputs whose predictions are the mean of the members': (B, 1, outputs).
+
+        Args:
+            outputs: (B, K, outputs).
+        """
+        outputs = _full(outputs)
+        if outputs.shape[1] == 1:
+            return outputs
+        if self.target.task == "classification":
+            return outputs.log_softmax(2).logsumexp(1, keepdim=True)
+        if self.target.task == "multilabel":
+            yes, no = F.logsigmoid(outputs), F.logsigmoid(-outputs)
+            return yes.logsumexp(1, keepdim=True) - no.logsumexp(1, keepdim=True)
+        return outputs.mean(1, keepdim=True)
+
     def predictions(self, outputs: Tensor) -> Tensor:
         """What users see of the outputs (B, K, outputs) of a model: float64.
 
@@ -128,7 +147,7 @@ class TableLoss:
         numeric, categorical, target, weight = batch
         outputs = model(numeric, categorical)
         rows = {"predictions": self.predictions(outputs), "target": target, "weight": weight}
-        return self.of_outputs(outputs, batch), rows
+        return self.of_outputs(self.joined(outputs), batch), rows
 
     def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float | None]:
         """The scores of predictions by name, see `monitoring.scores`; for `HeldOutScores`.

@@ -106,6 +106,35 @@ def test_predictions_are_means_over_the_members():
     torch.testing.assert_close(found, 100 + 10 * outputs.double().mean(1))
 
 
+def test_the_loss_of_held_out_samples_is_that_of_the_predictions():
+    outputs, target = drawn(0, SAMPLES, MEMBERS, 3), torch.arange(SAMPLES) % 3
+    found = TableLoss(CLASSES).measure(lambda *_: outputs, batch_of(target))[0]
+    chance = outputs.softmax(2).mean(1).numpy()
+    assert found.item() == pytest.approx(metrics.log_loss(target, chance))
+    wanted = (drawn(1, SAMPLES, 2) > 0).double()
+    found = TableLoss(LABELS).measure(lambda *_: outputs[..., :2], batch_of(wanted))[0]
+    chance = outputs[..., :2].sigmoid().mean(1)
+    expected = torch.nn.functional.binary_cross_entropy(chance, wanted)
+    torch.testing.assert_close(found, expected)
+    values = drawn(1, SAMPLES)
+    found = TableLoss(VALUE).measure(lambda *_: outputs[..., :1], batch_of(values))[0]
+    torch.testing.assert_close(found, (outputs[..., 0].mean(1) - values).square().mean())
+
+
+def test_only_a_model_in_training_has_the_loss_of_its_members():
+    class Constant(torch.nn.Module):
+        def forward(self, *_):
+            return outputs
+
+    outputs, target = drawn(0, SAMPLES, MEMBERS, 3), torch.arange(SAMPLES) % 3
+    model, loss = Constant(), TableLoss(CLASSES)
+    in_training = loss(model, batch_of(target))
+    torch.testing.assert_close(in_training, loss.of_outputs(outputs, batch_of(target)))
+    held_out = loss(model.eval(), batch_of(target))
+    torch.testing.assert_close(held_out, loss.measure(model, batch_of(target))[0])
+    assert held_out < in_training
+
+
 def scored(loss, outputs, target):
     rows = loss.measure(lambda *_: outputs, batch_of(target))[1]
     return loss.scores({name: tensor.numpy() for name, tensor in rows.items()})

@@ -22,6 +22,7 @@ from hpc_train.data.tables.features import (
 from hpc_train.data.tables.schema import ColumnKind
 
 BINS = 48  # most bins between the edges of a numeric feature
+LEAST_BINS, ROWS_OF_BIN = 2, 100  # of a table with few rows
 MAX_CATEGORIES = 10_000  # of a categorical feature; others are unknown
 
 
@@ -30,7 +31,7 @@ def fit_features(
     kinds: Mapping[str, ColumnKind],
     target: TargetValues | None,
     *,
-    bins: int = BINS,
+    bins: int | None = None,
     max_categories: int = MAX_CATEGORIES,
 ) -> TableFeatures:
     """Make the features of the training rows.
@@ -41,10 +42,14 @@ def fit_features(
         columns: the columns of the training rows.
         kinds: what each column holds, in the order in which a model reads the features.
         target: what is predicted.
-        bins: largest number of bins of a numeric feature.
+        bins: largest number of bins of a numeric feature. By default there is one for 100 rows,
+            but there are 2 at least and 48 at most: few rows in a bin would be learned by heart.
         max_categories: largest number of categories of a categorical feature: the most frequent
             ones, equal ones by value.
     """
+    if bins is None:
+        rows = max((len(values) for values in columns.values()), default=0)
+        bins = min(max(LEAST_BINS, rows // ROWS_OF_BIN), BINS)
     numeric: list[NumericFeature] = []
     categorical: list[CategoricalFeature] = []
     for name, kind in kinds.items():
