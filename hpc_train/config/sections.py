@@ -223,7 +223,9 @@ class OptimizerSection:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up: constant, or falling to 0 at the last step."""
     weight_decay: float = 0.0
-    """Weight decay of tensors with two or more dimensions. For adamw it is decoupled."""
+    """Weight decay of matrices: of tensors with two or more dimensions, but for the biases and
+    factors of the members of tabular_mlp and the biases of embedded numbers. For adamw it is
+    decoupled."""
     clip_norm: float = 0.0
     """Largest global norm of the averaged gradients. 0 disables clipping."""
 

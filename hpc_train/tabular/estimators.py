@@ -212,7 +212,8 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         batch: rows of a step over all ranks. A table of fewer rows has smaller batches. By default
             it is the largest power of two that makes 8 steps of an epoch, but 32 at least and 256
             at most.
-        lr: learning rate of AdamW.
+        lr: learning rate of AdamW. The model "mlp" has a weight decay of 0.3 unless `config` gives
+            `optimizer.weight_decay`.
         patience: number of validations in a row that do not lower the validation loss, after which
             training ends. Then the model is that of the lowest loss. With 0 no rows are held out,
             and the model is that of the last step.
@@ -244,7 +245,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         epochs: int | None = None,
         steps: int | None = None,
         batch: int | None = None,
-        lr: float = 1e-3,
+        lr: float = 2e-3,
         patience: int = 16,
         validation_fraction: float = 0.1,
         seed: int = 0,
@@ -328,7 +329,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         epochs: int | None = None,
         steps: int | None = None,
         batch: int | None = None,
-        lr: float = 1e-3,
+        lr: float = 2e-3,
         patience: int = 16,
         validation_fraction: float = 0.1,
         seed: int = 0,

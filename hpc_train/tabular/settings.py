@@ -41,7 +41,7 @@ LEAST_BATCH, MOST_BATCH = 32, 256  # rows of a batch if none is given
 STEPS_OF_EPOCH = 8  # least number of them, if no batch is given and there are rows enough
 ESTIMATOR_DEFAULTS: dict[str, Any] = {"memory.zero": 0, "run.preflight": False}
 """Values of keys that differ from those of `hpc-train train`."""
-MLP_DEFAULTS: dict[str, Any] = {"optimizer.weight_decay": 2.0}
+MLP_DEFAULTS: dict[str, Any] = {"optimizer.weight_decay": 0.3}
 """The same for the model "mlp". benchmarks/RESULTS.md says how they were chosen."""
 
 

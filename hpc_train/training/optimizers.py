@@ -18,13 +18,23 @@ SGD_MOMENTUM = 0.9
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
     """Build the optimizer of the model's parameters that require gradients.
 
-    Weight decay applies to matrices only, not to biases, norms and other vectors. The part of a
-    model that a rank has may have no such parameter.
+    Weight decay applies to matrices only, not to biases, norms and other vectors. A module whose
+    vectors are stacked, such as those of an ensemble's members, has their names in `vectors`. The
+    part of a model that a rank has may have no such parameter.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    stacked = {
+        id(getattr(module, name))
+        for module in model.modules()
+        for name in getattr(module, "vectors", ())
+    }
+
+    def decays(parameter: nn.Parameter) -> bool:
+        return parameter.dim() >= 2 and id(parameter) not in stacked
+
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if decays(p)], "weight_decay": section.weight_decay},
+        {"params": [p for p in trained if not decays(p)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
     if section.name == "sgd":

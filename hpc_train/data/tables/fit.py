@@ -63,11 +63,13 @@ def fit_features(
 
 
 def _fit_date(name: str, seconds: np.ndarray, bins: int) -> list[NumericFeature]:
-    found = [
-        fit_numeric(f"{name}.{part}", name, part, date_part(seconds, part), bins)
-        for part in DATE_PARTS
-    ]
-    return [one for one in found if len(one.edges) > 2 or one.part == "days"]
+    found = []
+    for part in DATE_PARTS:
+        values = date_part(seconds, part)
+        known = values[np.isfinite(values)]
+        if part == "days" or (len(known) and known.min() < known.max()):
+            found.append(fit_numeric(f"{name}.{part}", name, part, values, bins))
+    return found
 
 
 def fit_numeric(

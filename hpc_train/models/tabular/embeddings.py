@@ -37,6 +37,8 @@ class NumericEmbedding(nn.Module):
         width: width E of the vectors.
     """
 
+    vectors = ("bias", "missing")
+
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
         self.bias = parameter(features, width)

@@ -26,6 +26,8 @@ class MemberScale(nn.Module):
         width: number of the layer's results C.
     """
 
+    vectors = ("weight", "bias")
+
     def __init__(self, members: int, width: int) -> None:
         super().__init__()
         self.weight = parameter(members, width)
@@ -48,6 +50,8 @@ class MemberHeads(nn.Module):
         width: width C of the input.
         outputs: number of results of each member.
     """
+
+    vectors = ("bias",)
 
     def __init__(self, members: int, width: int, outputs: int) -> None:
         super().__init__()

@@ -159,6 +159,8 @@ class MemberFactors(nn.Module):
         features: number of features F.
     """
 
+    vectors = ("weight",)
+
     def __init__(self, members: int, features: int) -> None:
         super().__init__()
         self.weight = parameter(members, features)
