@@ -19,14 +19,14 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
     """Build the optimizer of the model's parameters that require gradients.
 
     Weight decay applies to matrices only, not to biases, norms and other vectors. A module whose
-    vectors are stacked, such as those of an ensemble's members, has their names in `vectors`. The
-    part of a model that a rank has may have no such parameter.
+    vectors are stacked, such as those of an ensemble's members, has their names in an attribute
+    `stacked_vectors`. The part of a model that a rank has may have no such parameter.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stacked = {
         id(getattr(module, name))
         for module in model.modules()
-        for name in getattr(module, "vectors", ())
+        for name in getattr(module, "stacked_vectors", ())
     }
 
     def decays(parameter: nn.Parameter) -> bool:

@@ -37,7 +37,7 @@ class NumericEmbedding(nn.Module):
         width: width E of the vectors.
     """
 
-    vectors = ("bias", "missing")
+    stacked_vectors = ("bias", "missing")
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ class MemberScale(nn.Module):
         width: number of the layer's results C.
     """
 
-    vectors = ("weight", "bias")
+    stacked_vectors = ("weight", "bias")
 
     def __init__(self, members: int, width: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class MemberHeads(nn.Module):
         outputs: number of results of each member.
     """
 
-    vectors = ("bias",)
+    stacked_vectors = ("bias",)
 
     def __init__(self, members: int, width: int, outputs: int) -> None:
         super().__init__()

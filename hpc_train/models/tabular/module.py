@@ -159,7 +159,7 @@ class MemberFactors(nn.Module):
         features: number of features F.
     """
 
-    vectors = ("weight",)
+    stacked_vectors = ("weight",)
 
     def __init__(self, members: int, features: int) -> None:
         super().__init__()
