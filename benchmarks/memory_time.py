@@ -40,8 +40,8 @@ from hpc_train.host.allocator import keep_freed_memory
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.parallel.recompute import RecomputeBlocks, recompute
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.offload import OffloadedState
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 HOSTS, SLOTS = 4, 2

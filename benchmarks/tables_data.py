@@ -116,7 +116,7 @@ def frame_of(
 
 
 def frequent_first(draws: np.random.Generator, rows: int, count: int) -> np.ndarray:
-    """Numbers of categories (N,) below `count`, of which the first ones are the most frequent."""
+    """Numbers of categories (N,) below `count`. The lowest numbers are the most frequent."""
     shares = 1 / np.arange(2, count + 2)
     return draws.choice(count, rows, p=shares / shares.sum())
 

@@ -13,8 +13,8 @@ RMSE for a regression. Equal figures share the mean of their places. A second li
 classifications by log loss, and a third one compares neural networks alone.
 
 All candidates have their defaults (tabular_peers.py). With --trials 20 each has a random search
-within the training folds of every cell: 20 settings, of which the first is the defaults and the
-others are drawn from the space in tabular_peers.py. Each is scored by 3 folds of the training rows
+within the training folds of every cell. The first of its 20 settings is the defaults. The others
+are drawn from the space in tabular_peers.py. Each is scored by 3 folds of the training rows
 if these are fewer than 1000, and else on a quarter of them. The best one by accuracy, then by log
 loss, or by RMSE, is fitted on all training rows. The results are a table of their own, which takes
 about 30 times as long as the first one; --seeds makes it shorter.
@@ -57,9 +57,9 @@ from benchmarks.tabular_peers import CANDIDATES, OURS, Settings
 
 DEFAULTS, TIMES = "defaults", "times"
 IDEAL = "best attainable"
-FEW, PARTS = 1000, 3  # below so many training rows a search has folds; and how many
+FEW, PARTS = 1000, 3  # a search on fewer training rows than this has this number of folds
 WARM_ROWS = 100
-HIGHER = ("accuracy", "r2")  # measures of which more is better
+HIGHER = ("accuracy", "r2")  # the larger, the better; other measures are errors
 FIRST = {True: "accuracy", False: "rmse"}  # what ranks come from: of classes, of values
 SECOND = {True: "log_loss", False: "r2"}
 
@@ -86,7 +86,7 @@ def scored(estimator: Any, table: Table) -> Scores:
 
 
 def merit(found: Sequence[Scores]) -> tuple[float, ...]:
-    """Scores of one setting as numbers to compare, of which more is better."""
+    """Scores of one setting as numbers to compare. Larger ones are better."""
     names = [name for name in ("accuracy", "log_loss", "rmse") if name in found[0]]
     return tuple(
         (1 if name in HIGHER else -1) * statistics.fmean(one[name] for one in found)

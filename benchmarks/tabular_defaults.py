@@ -89,7 +89,7 @@ def tiny(draws: np.random.Generator, rows: int) -> Made:
 
 
 def wide(draws: np.random.Generator, rows: int) -> Made:
-    """Two classes by 5 of 100 features, of which two act together."""
+    """Two classes by 5 of 100 features. Two of these act together."""
     x = draws.standard_normal((rows, 100))
     used = draws.choice(100, 5, replace=False)
     value = 1.5 * x[:, used[0]] - x[:, used[1]] + np.abs(x[:, used[2]])

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from hpc_train.data.fork_server import start_workers as start_workers
     from hpc_train.job.program import run as run
     from hpc_train.mpi.runtime import Runtime as Runtime
-    from hpc_train.training.assemble import TrainingTask as TrainingTask
     from hpc_train.training.loop import Loop as Loop
     from hpc_train.training.options import LoopOptions as LoopOptions
     from hpc_train.training.scoring import HeldOutScores as HeldOutScores
+    from hpc_train.training.task import TrainingTask as TrainingTask
     from hpc_train.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ _HOMES = {
     "RunConfig": ("hpc_train.config", "RunConfig"),
     "Runtime": ("hpc_train.mpi.runtime", "Runtime"),
     "Trainer": ("hpc_train.training.trainer", "Trainer"),
-    "TrainingTask": ("hpc_train.training.assemble", "TrainingTask"),
+    "TrainingTask": ("hpc_train.training.task", "TrainingTask"),
     "load_config": ("hpc_train.config.file", "load"),
     "run": ("hpc_train.job.program", "run"),
     "start_workers": ("hpc_train.data.fork_server", "start_workers"),

@@ -19,7 +19,8 @@ background  the phases of a save, carried out at once or while training goes on
 engines     ways to write: POSIX, MPI-IO; stripes on Lustre
 reading     header and extents of a file, verified: one rank, without torch
 restore     fills the tensors of all ranks from a file
-weights     weights alone: start from them, export them
+weights     weights alone: start from them
+export      write them for other programs
 inspection  verify one file, compare two
 """
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from hpc_train import files
+from hpc_train.checkpoint.export import write_tensors
 from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.state import OPTIMIZER, parameter_of
-from hpc_train.checkpoint.weights import write_tensors
 from hpc_train.errors import ConfigError
 from hpc_train.models.lora import is_adapter
 

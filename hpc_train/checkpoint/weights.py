@@ -1,6 +1,6 @@
-"""A model's weights alone: start from them, and export them.
+"""A model's weights alone: a training starts from them.
 
-To start, they come from a checkpoint, a safetensors file or a Hugging Face folder. Rank 0 reads one
+They come from a checkpoint, a safetensors file or a Hugging Face folder. Rank 0 reads one
 tensor at a time, all ranks receive the whole tensor, and each keeps its part. So each byte is read
 once, and a rank has one tensor in memory beside the model.
 """
@@ -10,28 +10,24 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hpc_train import files
 from hpc_train.checkpoint import state
 from hpc_train.checkpoint.catalogue import find_checkpoints, newest
 from hpc_train.checkpoint.fileformat import (
     MAX_HEADER_BYTES,
-    Contents,
     LocalTensor,
     TensorForm,
     format_dtypes,
-    torch_dtypes,
 )
 from hpc_train.checkpoint.merged import MergedTensors
-from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.state import MODEL
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
@@ -44,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GIVE = "give a checkpoint, a run directory, a safetensors file, or a folder with model.safetensors"
-SUFFIXES = (".safetensors", ".pt")
-_Change: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def start_from(
@@ -334,122 +328,7 @@ def _few(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
-def export_model(
-    path: Path,
-    target: Path,
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
-    convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]]] | None = None,
-) -> dict[str, TensorForm]:
-    """Write the model's tensors alone, with the names that the module gives them.
-
-    Adapters (`hpc_train.models.lora`) are merged into the weights. One tensor at a time is in
-    memory. For .pt the folder needs room for the tensors twice.
-
-    Args:
-        path: a checkpoint.
-        target: the file to make: .safetensors, or .pt for a state dict that
-            `torch.load(weights_only=True)` reads.
-        include: shell patterns of the names to write; by default all.
-        exclude: shell patterns of the names to leave out.
-        dtype: the type that floating-point tensors are converted to; by default they keep theirs.
-        convert: for programs with other names or another arrangement. It returns for a name the
-            other name, and the function that makes their tensor of ours.
-
-    Returns:
-        Type and shape of each tensor that was written, by name.
-
-    Raises:
-        ConfigError: the target has another suffix, exists, or cannot be written. Or the patterns
-            leave no tensor.
-        CheckpointError: the checkpoint is damaged.
-    """
-    if target.suffix not in SUFFIXES:
-        raise ConfigError(f"--out is {target}", f"end it with {' or '.join(SUFFIXES)}")
-    if target.exists():
-        raise ConfigError(f"{target} exists", "give another --out, or move it away")
-    saved = MergedTensors(path)
-    names = list(saved.entries)
-    chosen = [name for name in names if selected(name, include, exclude)]
-    if not chosen:
-        raise ConfigError(
-            f"no tensor of {path} is left to export", f"its first ones are {', '.join(names[:3])}"
-        )
-    sources: dict[str, tuple[str, _Change]] = {}
-    forms: dict[str, TensorForm] = {}
-    for name in chosen:
-        new, change = (name, _same) if convert is None else convert(name)
-        entry = saved.entries[name]
-        empty = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
-        empty = change(_as(empty, dtype))
-        forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (name, change)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for new, (name, change) in sources.items():  # in the file's order, to read it once
-            yield new, change(_as(saved[name], dtype))
-
-    write_tensors(forms, tensors(), target)
-    return forms
-
-
-def write_tensors(
-    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], target: Path
-) -> None:
-    """Write tensors to a file that is complete or does not exist. One at a time is in memory.
-
-    Args:
-        forms: type and shape of each tensor, by name.
-        tensors: the tensors with their names.
-        target: the file to make: .safetensors or .pt.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    partial = target.with_name(f".{target.name}.partial")
-    pickled = target.with_name(f".{target.name}.pickled")
-    try:
-        _write_safetensors(forms, tensors, partial)
-        if target.suffix == ".pt":
-            from safetensors.torch import load_file
-
-            torch.save(load_file(partial), pickled)  # load_file maps the file: it is not in memory
-            pickled.replace(partial)
-        files.sync(partial)
-        files.rename(partial, target)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"{target} could not be written ({error})", "give a folder that is there, with room"
-        ) from None
-    finally:
-        partial.unlink(missing_ok=True)
-        pickled.unlink(missing_ok=True)
-
-
-def _write_safetensors(
-    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], path: Path
-) -> None:
-    contents = Contents.of(forms)
-    header = b'{"__metadata__":{"format":"pt"},' + contents.description[1:]
-    header = header.ljust(-(-len(header) // 8) * 8)
-    begins = {entry.name: 8 + len(header) + entry.begin for entry in contents.entries}
-    with path.open("wb") as file:
-        files.write_at(file.fileno(), len(header).to_bytes(8, "little") + header, 0)
-        for name, tensor in tensors:
-            files.write_at(file.fileno(), as_bytes(tensor.contiguous()).numpy().data, begins[name])
-            del tensor  # frees it before the next one is read
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether a name matches a pattern of `include`, or there is none, and none of `exclude`."""
     fits = any(fnmatch.fnmatchcase(name, pattern) for pattern in include) or not include
     return fits and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
-
-
-def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

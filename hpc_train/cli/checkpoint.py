@@ -155,8 +155,8 @@ def export(
     """Write the model's tensors alone: to a file, or to a folder for Hugging Face."""
     import torch
 
-    from hpc_train.checkpoint import weights
     from hpc_train.checkpoint.catalogue import newest
+    from hpc_train.checkpoint.export import export_model
     from hpc_train.models.gpt.gpt2 import as_gpt2, config_json
 
     path, target, convert, shape = newest(Path(source)), Path(out), None, {}
@@ -165,7 +165,7 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         convert = as_gpt2(shape)
     kind = getattr(torch, dtype) if dtype else None
-    forms = weights.export_model(
+    forms = export_model(
         path, target, include=include, exclude=exclude, dtype=kind, convert=convert
     )
     if gpt2:

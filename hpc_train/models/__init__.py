@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_train.models.gpt.module import GPT
-    from hpc_train.models.tabular.module import TabularMlp, TabularResnet, TabularTransformer
+    from hpc_train.models.tabular.module import TabularMlp, TabularResnet
+    from hpc_train.models.tabular.transformer import TabularTransformer
 
+_HOMES = {
+    "GPT": "gpt.module",
+    "TabularMlp": "tabular.module",
+    "TabularResnet": "tabular.module",
+    "TabularTransformer": "tabular.transformer",
+}
 __all__ = ["GPT", "TabularMlp", "TabularResnet", "TabularTransformer"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    folder = "gpt" if name == "GPT" else "tabular"
-    return getattr(import_module(f"hpc_train.models.{folder}.module"), name)
+    return getattr(import_module(f"hpc_train.models.{_HOMES[name]}"), name)

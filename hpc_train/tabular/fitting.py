@@ -29,9 +29,9 @@ from hpc_train.planning.model import division_of, shape_of, table_sizes
 from hpc_train.tabular.fitted import FittedTable
 from hpc_train.tabular.session import checking
 from hpc_train.tabular.settings import FitSettings
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.in_memory import InMemoryTrainer
 from hpc_train.training.table_losses import TableLoss
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import numpy as np
 from hpc_train.data.order import Permutation
 from hpc_train.seeds import mix
 
-FEWEST_ROWS = 20  # rows of a table of which some are held out
+FEWEST_ROWS = 20  # a table with fewer rows holds none out
 HELD_OUT_ROWS = 3  # part of the seed
 
 

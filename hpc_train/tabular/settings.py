@@ -31,6 +31,11 @@ OWN = {
     "data.cache": "",
     "data.cache_gb": "",
     "data.importance": "",
+    "data.sampling": "",
+    "data.class_weights": "class_weight of a Classifier",
+    "data.damaged": "",
+    "data.across_documents": "",
+    "finetune": "",
     "checkpoint.weights": "",
     "optimizer.lr": "lr",
 }
@@ -117,11 +122,11 @@ class FitSettings:
 
     def _check(self, given: Mapping[str, Any]) -> None:
         for key in given:
-            if key in OWN:
-                own = OWN[key]
+            section = key.partition(".")[0]
+            own = OWN.get(key, OWN.get(section))
+            if own is not None:
                 remedy = f"give the parameter {own}" if own else "leave it out"
                 raise ConfigError(f"config has {key}, which an estimator does not take", remedy)
-            section = key.partition(".")[0]
             if self.run_dir is None and (key in WITH_FILES or section in WITH_FILES):
                 raise ConfigError(
                     f"config has {key}, but without run_dir nothing is written",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint import Checkpoints
@@ -41,73 +40,12 @@ from hpc_train.training.learning_rate import last_step
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.patience import Patience
 from hpc_train.training.saving import check_best, policy_of
-from hpc_train.training.scoring import HeldOutScores
 from hpc_train.training.substituted import SubstitutedSamples
+from hpc_train.training.task import TrainingTask
 
 logger = logging.getLogger(__name__)
 
 LARGE = 1 << 30  # bytes of a model that had better not be built whole on every rank
-
-Loss = Callable[[nn.Module, Any], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class TrainingTask:
-    """The model that a job trains, its loss and its data. All ranks must pass the same.
-
-    Args:
-        model: any module, or a class or function without arguments that builds one. All ranks pass
-            the same. With a module that is built already, all ranks get rank 0's weights. With a
-            class or function, each rank fills its own part only, where that is possible, and
-            run.seed decides the values (docs/how-to/memory.md). Parts that other ranks compute are
-            removed. The model needs an attribute `tensor_plan` if tp is above 1, and `stages` if pp
-            is above 1 (docs/how-to/parallel.md). If it has a method `seed_samples`, that is called
-            before each forward pass with one integer per sample, for masks that do not depend on
-            the layout. torch's generator is seeded for each micro-batch, too.
-        dataset: any map-style data set of torch, or one with `fetch` (see `Loader`). For
-            `data.micro_tokens` it has a method `lengths`, which returns the lengths of some
-            samples, int64, for their indices, and takes little time.
-        loss: a function of the model and a batch. It returns the mean over the batch's samples, a
-            scalar, or with `data.loss: token` the mean over what `counted` counts. The batch is as
-            the data set returned it, on the model's device. By default the model is called with the
-            parts of the batch, and returns the loss. A model with an attribute `loss_over` gets the
-            value of `data.loss` there.
-        scores: what else is computed from the held-out samples. `metrics.jsonl` gets each score as
-            validation_NAME.
-        counted: a function of a batch, on the CPU. It returns how many of its tokens, or of other
-            items, its loss is the mean over. `data.loss: token` needs it. If it returns 0, the
-            batch does not count.
-        validation: a held-out data set of the same kind; None: there is none.
-        identity: values by configuration key. A checkpoint can be resumed only with the same values
-            and the same `sample_order_identity`.
-        about: plain JSON values that readers of a checkpoint need to use the model.
-        tokens_per_sample: tokens in a sample, on average, to report tokens per second; 0 reports
-            none.
-        private_parameters: whether parameters are read only by the modules that have them, and
-            written only by the optimizer's step, once the Trainer is made. Then `memory.zero: auto`
-            may share them between ranks, and they are brought to a module just before it runs. If a
-            model, a loss or a hook wrote to shared parameters, each of the ranks would do so.
-        most_at_a_time: the largest number of samples that `data.micro_batch: auto` tries to compute
-            at a time; None: all samples of a replica.
-        together: how many neighbours in a step's order the loss compares with each other. A
-            micro-batch then has a multiple of that many samples.
-        finish: a function of the Trainer, called on all ranks after the last step, while the job
-            still holds the run directory, also if they were all taken by an earlier start.
-    """
-
-    model: nn.Module | Callable[[], nn.Module]
-    dataset: Any
-    loss: Loss | None = None
-    validation: Any = None
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    about: Mapping[str, Any] | None = None
-    tokens_per_sample: float = 0
-    private_parameters: bool = False
-    most_at_a_time: int | None = None
-    counted: Callable[[Any], int] | None = None
-    scores: HeldOutScores | None = None
-    together: int = 1
-    finish: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,10 @@ from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.model import check_one_length, division_of, shape_of
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.planned import check_same_program, job_that_fits, train_planned
 from hpc_train.training.samples import node_caches, samples_of, tokens_in
 from hpc_train.training.substituted import check_on_nodes
+from hpc_train.training.task import TrainingTask
 
 
 def train_gpt(config: RunConfig, runtime: Runtime) -> None:

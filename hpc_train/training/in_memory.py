@@ -10,7 +10,7 @@ from hpc_train.data.loader import MicroBatch, Step
 from hpc_train.errors import ConfigError
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
-from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 WITH_FILES: tuple[str, ...] = (

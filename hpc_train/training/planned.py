@@ -23,9 +23,9 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
 from hpc_train.planning.fits import PlannedJob, check_fits
 from hpc_train.planning.layouts import Candidate
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.device import choose_device, free_memory_of
 from hpc_train.training.sharing import SharingFacts, choose_zero
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 LEANER = 0.9  # share of the memory that a job needed, and did not get, which a remedy may need

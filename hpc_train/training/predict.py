@@ -260,7 +260,7 @@ class TablePredictor:
 
 @contextmanager
 def single_threads(count: int) -> Iterator[Executor]:
-    """Some threads, in each of which torch computes with one thread.
+    """Some threads. In each of them torch computes with one thread.
 
     The order of additions, and so the last bits, then do not depend on the number of cores.
     """

@@ -17,11 +17,11 @@ from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 from hpc_train.planning.model import division_of, shape_of, table_sizes
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.importance import report_importance
 from hpc_train.training.pretraining import CorruptedRows, MaskedCells
 from hpc_train.training.scoring import HeldOutScores
 from hpc_train.training.table_losses import TableLoss, check_has_classes
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 ROWS_AT_ONCE = 1 << 16  # rows that are read together to learn their classes

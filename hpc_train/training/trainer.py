@@ -36,7 +36,7 @@ from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.simulate import enough
 from hpc_train.planning.schedules import OPTIMIZER_TENSORS
 from hpc_train.seeds import mix, mix_each
-from hpc_train.training.assemble import TrainingTask, assemble
+from hpc_train.training.assemble import assemble
 from hpc_train.training.device import moved, seed
 from hpc_train.training.learning_rate import learning_rate
 from hpc_train.training.micro_batch import (
@@ -46,6 +46,7 @@ from hpc_train.training.micro_batch import (
 )
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.steps import guarded_steps
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.validation import Validation
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ LIBRARIES = (
 )
 PROGRAM = (
     *("hpc_train.cli.train", "hpc_train.training.gpt", "hpc_train.models.gpt.module"),
-    *("hpc_train.training.tables", "hpc_train.models.tabular.module"),
+    *("hpc_train.training.tables", "hpc_train.models.tabular.transformer"),
 )
 BEFORE = 20.0  # seconds to wait for the first stand-in
 AFTER = 1.0  # seconds to wait for another one of the same start

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.restore import Tensors
-from hpc_train.checkpoint.weights import export_model
 from hpc_train.errors import CheckpointError
 from hpc_train.training.generate import load_gpt
 from tests.conftest import small_program

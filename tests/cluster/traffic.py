@@ -25,7 +25,7 @@ from hpc_train.config.file import load
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 FEW, MORE = 1, 3  # steps

@@ -35,7 +35,7 @@ from hpc_train.models.tabular.sizes import TableSizes
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 ZEROS = ["auto", 0, 1, 2, 3]

@@ -14,9 +14,9 @@ import torch
 from hpc_train.errors import RankError, Stopped
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.loop import Loop
 from hpc_train.training.options import LoopOptions
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import STEPS, config
 

@@ -27,9 +27,9 @@ from hpc_train.monitoring.console import describe_record
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.generate import load_gpt
 from hpc_train.training.loop import Loop
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.system.test_train import assert_succeeded
 

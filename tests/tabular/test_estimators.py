@@ -114,6 +114,13 @@ def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
         ({"config": {"run.seed": 3}}, ConfigError, "config has run.seed.*the parameter seed"),
         ({"config": {"checkpoint.every": 3}}, ConfigError, "without run_dir nothing is written"),
         ({"config": {"checkpoint.weights": "x"}}, ConfigError, "does not take: leave it out"),
+        ({"config": {"data.sampling": "balanced"}}, ConfigError, "does not take: leave it out"),
+        ({"config": {"data.class_weights": "balanced"}}, ConfigError, "the parameter class_weight"),
+        (
+            {"config": {"finetune.head": True}},
+            ConfigError,
+            "finetune.head, which an estim",
+        ),
         ({"config": {"model.hiden": 3}}, ConfigError, "model.hiden.*model.hidden"),
         ({"config": {"model.hidden": "wide"}}, ConfigError, "model.hidden is 'wide'"),
         ({"lr": -1.0}, ConfigError, "optimizer.lr"),

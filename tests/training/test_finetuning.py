@@ -18,9 +18,9 @@ from hpc_train.models import GPT
 from hpc_train.models.lora import is_adapter
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.finetuning import choose_trained
 from hpc_train.training.generate import load_gpt
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.programs import hpc_train, only_line, run
 from tests.training.test_trainer import check_equal, config, make, records, text

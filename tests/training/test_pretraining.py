@@ -18,9 +18,9 @@ from hpc_train.models.kinds import SHAPES
 from hpc_train.models.tabular.sizes import CONTRASTED, TableSizes
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.pretraining import CorruptedRows, MaskedCells
 from hpc_train.training.table_task import table_task
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import alone, check_equal, config
 

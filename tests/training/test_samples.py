@@ -16,8 +16,8 @@ from hpc_train.errors import ConfigError, DataError
 from hpc_train.models.gpt.module import counted_targets
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.samples import open_samples, samples_of, tokens_in
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import alone, check_equal, config, records
 from tests.training.test_trainer_unequal import LAYOUTS, gpt

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.errors import UserError
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.scoring import HeldOutScores
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import config, records
 

@@ -14,8 +14,8 @@ from hpc_train.config import GradientsSection
 from hpc_train.errors import SetupError
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.models import GPT
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.sharing import SharingFacts, choose_zero
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.programs import only_line, run
 from tests.training.test_averaging import ZERO

@@ -16,8 +16,8 @@ from hpc_train.errors import ConfigError, DataError
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.substituted import check_on_nodes
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import STEPS, check_equal, config, make, records
 

@@ -26,8 +26,8 @@ from hpc_train.models.kinds import SHAPES
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.model import table_sizes
-from hpc_train.training.assemble import TrainingTask
 from hpc_train.training.table_transfer import features_to_read
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.programs import hpc_train, run
 from tests.training.test_trainer import check_equal, config

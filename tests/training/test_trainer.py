@@ -17,7 +17,7 @@ from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")

@@ -11,7 +11,7 @@ from hpc_train.models.kinds import SHAPES
 from hpc_train.models.tabular.sizes import TableSizes
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import check_equal, config
 

@@ -13,7 +13,7 @@ from hpc_train.models import GPT
 from hpc_train.models.gpt.module import counted_targets
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.assemble import TrainingTask
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import alone, check_equal, config, records
 

@@ -131,7 +131,7 @@ def _to_seconds(whole: np.ndarray, unit: str) -> npt.NDArray[np.float64]:
 
 
 def _categories(texts: Sequence[str | None], codes: npt.NDArray[np.int32]) -> Categories:
-    """Categories of texts of which some may be equal."""
+    """Categories of texts. Some of the texts may be equal."""
     places: dict[str, int] = {}
     new = [-1 if text is None else places.setdefault(text, len(places)) for text in texts]
     if len(places) == len(texts):

@@ -281,7 +281,7 @@ class _Block:
         self.count = 0  # of records
 
     def rows(self, parser: _Parser, wrong: WrongPolicy, number: int) -> Iterator[RawRows]:
-        """The rows of the block, of which the first record has a number."""
+        """The rows of the block. Its first record has this number."""
         file, per_line = self.portion.file, not self.portion.quoted_newlines
         stray = stray_quotes(self.block, file.delimiter, per_line=per_line)
         if len(stray):

@@ -40,14 +40,14 @@ from hpc_train.data.tables.targets import class_texts
 from hpc_train.errors import DataError
 
 QUANTILE_ROWS = 1 << 16
-SLACK = 1.2  # so many times more rows are looked at, as their number is a matter of chance
+SLACK = 1.2  # factor of the rows that are looked at, because how many are found is chance
 COUNTED_TEXTS = 1 << 16
 MOST_TEXTS = 1 << 18  # of a column of a portion, in memory
 CLASS_LIMIT = 1 << 12
 
 
 def sampled_share(rows: float) -> float:
-    """The share of rows to look at, so that QUANTILE_ROWS are found of about so many."""
+    """The share of the rows to look at, so that QUANTILE_ROWS are found among about `rows`."""
     return min(1.0, SLACK * QUANTILE_ROWS / max(rows, 1.0))
 
 

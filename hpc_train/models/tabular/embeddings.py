@@ -50,7 +50,7 @@ class NumericEmbedding(nn.Module):
         return {"bias": Initial(std=width**-0.5), "missing": Initial()}
 
     def embed(self, x: Tensor) -> Tensor:
-        """Turn numbers of shape (B, n), of which none is missing, into vectors (B, n, E)."""
+        """Turn numbers of shape (B, n) into vectors (B, n, E). No number is missing."""
         raise NotImplementedError
 
     def forward(self, numeric: Tensor) -> Tensor:

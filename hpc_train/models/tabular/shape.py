@@ -17,12 +17,8 @@ from hpc_train.models.shape import UNDIVIDED, Division, PartCost, Shape, narrowe
 from hpc_train.models.tabular.sizes import FREQUENCIES, NumericKind, TableSizes, gated_width
 
 if TYPE_CHECKING:
-    from hpc_train.models.tabular.module import (
-        MlpBlock,
-        ResnetBlock,
-        TabularModel,
-        TransformerBlock,
-    )
+    from hpc_train.models.tabular.module import MlpBlock, ResnetBlock, TabularModel
+    from hpc_train.models.tabular.transformer import TransformerBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,13 +299,13 @@ token for each feature and one more"""
     @property
     def module(self) -> type[TabularModel]:
         """The class of the module; loads torch."""
-        from hpc_train.models.tabular.module import TabularTransformer
+        from hpc_train.models.tabular.transformer import TabularTransformer
 
         return TabularTransformer
 
     def block(self) -> TransformerBlock:
         """A block without dropout, to measure it; loads torch."""
-        from hpc_train.models.tabular.module import TransformerBlock
+        from hpc_train.models.tabular.transformer import TransformerBlock
 
         return TransformerBlock(self.hidden, self.heads, 0.0, 1)
 
@@ -352,7 +348,7 @@ token for each feature and one more"""
         )
 
     def _block(self, division: Division, number: int) -> PartCost:
-        """The cost of a block, of which the first one has no norm before its attention."""
+        """The cost of a block. The first block has no norm before its attention."""
         T, C, tp = self.tokens, self.hidden, division.tp
         W, masks, norms = gated_width(C, self.heads), self._masks, 2 if number else 1
         weights = 4.0 * C * C + 3.0 * C * W

@@ -64,7 +64,7 @@ class TableTransfer:
         there: the same of the other model.
 
     Attributes:
-        fresh: names of parameters of which some or all may begin with their initial values, and so
+        fresh: names of parameters that may begin, at least in part, with their initial values. They
             have to be trained.
     """
 

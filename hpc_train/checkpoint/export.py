@@ -1,0 +1,135 @@
+"""Writes a model's weights alone, for other programs, from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hpc_train import files
+from hpc_train.checkpoint.fileformat import Contents, TensorForm, torch_dtypes
+from hpc_train.checkpoint.merged import MergedTensors
+from hpc_train.checkpoint.parts import as_bytes
+from hpc_train.checkpoint.weights import selected
+from hpc_train.errors import ConfigError
+
+SUFFIXES = (".safetensors", ".pt")
+_Change: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def export_model(
+    path: Path,
+    target: Path,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]]] | None = None,
+) -> dict[str, TensorForm]:
+    """Write the model's tensors alone, with the names that the module gives them.
+
+    Adapters (`hpc_train.models.lora`) are merged into the weights. One tensor at a time is in
+    memory. For .pt the folder needs room for the tensors twice.
+
+    Args:
+        path: a checkpoint.
+        target: the file to make: .safetensors, or .pt for a state dict that
+            `torch.load(weights_only=True)` reads.
+        include: shell patterns of the names to write; by default all.
+        exclude: shell patterns of the names to leave out.
+        dtype: the type that floating-point tensors are converted to; by default they keep theirs.
+        convert: for programs with other names or another arrangement. It returns for a name the
+            other name, and the function that makes their tensor of ours.
+
+    Returns:
+        Type and shape of each tensor that was written, by name.
+
+    Raises:
+        ConfigError: the target has another suffix, exists, or cannot be written. Or the patterns
+            leave no tensor.
+        CheckpointError: the checkpoint is damaged.
+    """
+    if target.suffix not in SUFFIXES:
+        raise ConfigError(f"--out is {target}", f"end it with {' or '.join(SUFFIXES)}")
+    if target.exists():
+        raise ConfigError(f"{target} exists", "give another --out, or move it away")
+    saved = MergedTensors(path)
+    names = list(saved.entries)
+    chosen = [name for name in names if selected(name, include, exclude)]
+    if not chosen:
+        raise ConfigError(
+            f"no tensor of {path} is left to export", f"its first ones are {', '.join(names[:3])}"
+        )
+    sources: dict[str, tuple[str, _Change]] = {}
+    forms: dict[str, TensorForm] = {}
+    for name in chosen:
+        new, change = (name, _same) if convert is None else convert(name)
+        entry = saved.entries[name]
+        empty = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
+        empty = change(_as(empty, dtype))
+        forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (name, change)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for new, (name, change) in sources.items():  # in the file's order, to read it once
+            yield new, change(_as(saved[name], dtype))
+
+    write_tensors(forms, tensors(), target)
+    return forms
+
+
+def write_tensors(
+    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], target: Path
+) -> None:
+    """Write tensors to a file that is complete or does not exist. One at a time is in memory.
+
+    Args:
+        forms: type and shape of each tensor, by name.
+        tensors: the tensors with their names.
+        target: the file to make: .safetensors or .pt.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    pickled = target.with_name(f".{target.name}.pickled")
+    try:
+        _write_safetensors(forms, tensors, partial)
+        if target.suffix == ".pt":
+            from safetensors.torch import load_file
+
+            torch.save(load_file(partial), pickled)  # load_file maps the file: it is not in memory
+            pickled.replace(partial)
+        files.sync(partial)
+        files.rename(partial, target)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"{target} could not be written ({error})", "give a folder that is there, with room"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
+        pickled.unlink(missing_ok=True)
+
+
+def _write_safetensors(
+    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], path: Path
+) -> None:
+    contents = Contents.of(forms)
+    header = b'{"__metadata__":{"format":"pt"},' + contents.description[1:]
+    header = header.ljust(-(-len(header) // 8) * 8)
+    begins = {entry.name: 8 + len(header) + entry.begin for entry in contents.entries}
+    with path.open("wb") as file:
+        files.write_at(file.fileno(), len(header).to_bytes(8, "little") + header, 0)
+        for name, tensor in tensors:
+            files.write_at(file.fileno(), as_bytes(tensor.contiguous()).numpy().data, begins[name])
+            del tensor  # frees it before the next one is read
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
