@@ -1,8 +1,15 @@
-"""Makes one seed of several integers, such as a step, a sample and a rank."""
+"""Makes one seed of several integers, such as a step, a sample and a rank: SplitMix64."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Words = npt.NDArray[np.uint64]
 
 MASK_64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -22,13 +29,19 @@ def mix_each(numbers: Sequence[int], last: Sequence[int]) -> list[int]:
     """`mix(*numbers, one)` for each one of `last`, faster than one by one."""
     import numpy as np  # planning has seeds, and does not load numpy
 
-    begin = (_state(numbers) + GAMMA) & MASK_64
-    state = np.asarray(last, np.int64).astype(np.uint64) + np.uint64(begin)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(FIRST_FACTOR)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(SECOND_FACTOR)
-    state ^= state >> np.uint64(31)
+    begin = np.uint64((_state(numbers) + GAMMA) & MASK_64)
+    state = scramble(np.asarray(last, np.int64).astype(np.uint64) + begin)
     seeds: list[int] = (state >> np.uint64(1)).tolist()
     return seeds
+
+
+def scramble(x: Words) -> Words:
+    """SplitMix64's finalizer of each of some integers of 64 bits."""
+    import numpy as np
+
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST_FACTOR)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND_FACTOR)
+    return x ^ (x >> np.uint64(31))
 
 
 def _state(numbers: Sequence[int]) -> int:

@@ -69,7 +69,7 @@ def add_table(kinds: Any) -> None:
         type=positive,
         default=1000,
         metavar="N",
-        help="most categories of a column that are told apart, the most frequent ones (default: "
+        help="maximum number of categories of a column; the most frequent ones are kept (default: "
         "%(default)s)",
     )
     table.add_argument(
@@ -77,7 +77,7 @@ def add_table(kinds: Any) -> None:
         type=positive,
         default=48,
         metavar="N",
-        help="most bins of a number's embedding (default: %(default)s)",
+        help="maximum number of bins for a numeric column (default: %(default)s)",
     )
     table.add_argument(
         "--scaling",

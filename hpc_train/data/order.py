@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpc_train.errors import ConfigError
-from hpc_train.seeds import mix
+from hpc_train.seeds import mix, scramble
 
 FEISTEL_ROUNDS = 8
 SHUFFLED_TOGETHER = (
@@ -56,13 +56,6 @@ class Permutation:
         for key in self.keys:
             left, right = right, left ^ (scramble(right ^ key) & mask)
         return (left << bits) | right
-
-
-def scramble(x: Words) -> Words:
-    """SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014), of each word."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def evenly(samples: int, most: int) -> range:

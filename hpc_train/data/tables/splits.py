@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpc_train.data.order import scramble
 from hpc_train.data.tables.features import Categories, RawColumns
 from hpc_train.data.tables.schema import TableSchema
+from hpc_train.seeds import GAMMA, scramble
 
 TRAIN, HELD_OUT, LEFT_OUT = 0, 1, 2
 SPLIT_SEED, SAMPLE_SEED, GROUP_SEED = (np.uint64(number) for number in (1, 2, 3))
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def portion_key(path: str, begin: int) -> int:
@@ -45,8 +44,8 @@ def row_hashes(key: int, numbers: np.ndarray, seed: np.uint64) -> npt.NDArray[np
         uint64 (N,).
     """
     with np.errstate(over="ignore"):
-        begin = scramble(np.array([key], np.uint64) + seed * GOLDEN)
-        return scramble(begin + (numbers.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+        begin = scramble(np.array([key], np.uint64) + seed * np.uint64(GAMMA))
+        return scramble(begin + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA))
 
 
 def as_shares(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
@@ -127,4 +126,4 @@ def _group_hashes(values: np.ndarray | Categories) -> npt.NDArray[np.uint64]:
     else:
         found = (np.asarray(values, np.float64) + 0.0).view(np.uint64)  # -0.0 becomes 0.0
     with np.errstate(over="ignore"):
-        return scramble(found + GROUP_SEED * GOLDEN)
+        return scramble(found + GROUP_SEED * np.uint64(GAMMA))
