@@ -38,7 +38,8 @@ def add_table(kinds: Any) -> None:
         action="append",
         default=[],
         metavar="COLUMN",
-        help="the column to predict; with multilabel once for each label; none for a table without",
+        help="the column to predict; give it once for each label with --task multilabel; give none "
+        "for a table without a target",
     )
     table.add_argument(
         "--task",

@@ -14,8 +14,8 @@ from hpc_train.data.tables.table_files import BATCH_ROWS, RawRows, WrongPolicy
 from hpc_train.errors import DataError
 
 MEND_VALUE = (
-    "mend the file, change the kind of the column in the schema, or leave such rows out by "
-    "--wrong_rows count"
+    "mend the file, leave such rows out by --wrong_rows count, or prepare the table with another "
+    "kind of this column in its schema"
 )
 
 
