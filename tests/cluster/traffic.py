@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
 FEW, MORE = 1, 3  # steps
+SHAPE = ("layers", "hidden", "heads", "vocab", "sequence", "dropout", "tie_embeddings")
 FIXED = {
     "run.log_every": 1,
     "run.hang_timeout": 120,
@@ -57,9 +57,8 @@ def configuration(layout: str, folder: Path, steps: int = MORE) -> RunConfig:
 
 def train(config: RunConfig, place: Runtime) -> None:
     """Train on random tokens. Collective."""
-    shape = asdict(config.model)
-    del shape["kind"]
-    size = (8 * config.data.batch, config.model.sequence + 1)
+    shape = {key: getattr(config.model, key) for key in SHAPE}
+    size = (8 * config.data.batch, shape["sequence"] + 1)
     text = torch.randint(shape["vocab"], size, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(7)
     dataset = TensorDataset(text[:, :-1], text[:, 1:])
