@@ -1,10 +1,10 @@
-"""A run's directory: claims it, writes its configuration, logs to it, and records its steps."""
+"""A run's directory: claims it, writes its configuration, and logs to it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from hpc_train import files, log
@@ -12,12 +12,8 @@ from hpc_train.checkpoint.claim import Claim, claimed
 from hpc_train.config import RunConfig
 from hpc_train.errors import ConfigError
 from hpc_train.job import jobs
-from hpc_train.job.heartbeat import history
 from hpc_train.launch.protocol import STOP
-from hpc_train.monitoring.console import progress
-from hpc_train.monitoring.metrics import MetricsFile
 from hpc_train.mpi.agreement import agreed
-from hpc_train.mpi.environment import read_launch
 from hpc_train.mpi.group import Group
 
 
@@ -59,11 +55,11 @@ def claimed_by_job(group: Group, directory: Path, timeout: float) -> AbstractCon
 
 @contextmanager
 def _written(group: Group, directory: Path, config: RunConfig) -> Iterator[None]:
-    with agreed(group), _usable(directory):
+    with agreed(group), writable(directory):
         if group.rank == 0:
             (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
             files.write_text(directory / "config.yaml", config.to_yaml())
-    with agreed(group), _usable(directory):
+    with agreed(group), writable(directory):
         handler = log.to_file(directory / "logs", group.rank, group.size)
     try:
         yield
@@ -72,49 +68,12 @@ def _written(group: Group, directory: Path, config: RunConfig) -> Iterator[None]
 
 
 @contextmanager
-def reporting(
-    group: Group,
-    directory: Path,
-    after: int,
-    last_step: int,
-    claim: Claim,
-    *,
-    shown: bool = True,
-) -> Iterator[Callable[[dict[str, float]], None]]:
-    """A function that takes records: rank 0 writes them, others drop them. Collective.
+def writable(directory: Path) -> Iterator[None]:
+    """Turn an error in writing to the run directory into a line for the user.
 
-    Rank 0 writes to metrics.jsonl, and shows them on the console.
-
-    Args:
-        group: the ranks of the job.
-        directory: the run directory.
-        after: the step after which training resumes; later records are dropped.
-        last_step: the last step of the run.
-        claim: the claim on the directory; once another job has it, nothing is written there.
-        shown: whether the console shows them.
+    Raises:
+        ConfigError: something there cannot be written.
     """
-    with agreed(group), _usable(directory):
-        metrics = MetricsFile(directory / "metrics.jsonl", after) if group.rank == 0 else None
-    if metrics is None:
-        yield lambda record: None
-        return
-    alone = group.comm is None and not read_launch(os.environ)
-    display = progress(last_step, alone=alone) if shown else None
-    restarts = history(after)
-    with closing(metrics), closing(display) if display else nullcontext():
-
-        def report(record: dict[str, float]) -> None:
-            record |= restarts
-            if claim.lost() is None:
-                metrics.write(record)
-            if display is not None:
-                display.show(record)
-
-        yield report
-
-
-@contextmanager
-def _usable(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 
+from hpc_train.mpi.phases import STEP_PHASES, WAIT
 from hpc_train.mpi.watch import Watch
+
+SECONDS_OF = {phase: f"{'comm' if phase == WAIT else phase}_seconds" for phase in STEP_PHASES}
+"""The keys of the phases' seconds in a record."""
 
 
 class Meter:
@@ -12,7 +16,7 @@ class Meter:
 
     Args:
         batch: samples per step over the whole job.
-        watch: measures how long this rank has waited for others.
+        watch: measures how this rank's time is divided, and how long it has waited for others.
         tokens_per_sample: number of tokens of a sample; 0 if samples have no tokens.
     """
 
@@ -20,14 +24,12 @@ class Meter:
         self.batch = batch
         self.watch = watch
         self.tokens_per_sample = tokens_per_sample
-        self.data_seconds = 0.0
-        """Seconds that steps have waited for batches since the last record. Callers add to it."""
         self.start()
 
     def start(self) -> None:
         """Begin to measure."""
-        self._steps, self._begin, self.data_seconds = 0, time.perf_counter(), 0.0
-        self._waited = self.watch.seconds
+        self._steps, self._begin = 0, time.perf_counter()
+        self._before = dict(self.watch.phases.seconds)
 
     def count_step(self) -> None:
         """Count one more step."""
@@ -36,16 +38,17 @@ class Meter:
     def take(self) -> dict[str, float]:
         """Return the averages since the last call, and start again.
 
-        Keys are samples_per_second; step_seconds, data_seconds and comm_seconds per step; and
-        tokens_per_second, if samples have tokens.
+        Keys are samples_per_second; step_seconds, and the seconds per step of each phase of it
+        (`SECONDS_OF`); and tokens_per_second, if samples have tokens.
         """
         seconds = (time.perf_counter() - self._begin) / self._steps
         record = {
             "samples_per_second": self.batch / seconds,
             "step_seconds": seconds,
-            "data_seconds": self.data_seconds / self._steps,
-            "comm_seconds": (self.watch.seconds - self._waited) / self._steps,
         }
+        for phase, key in SECONDS_OF.items():
+            spent = self.watch.phases.seconds[phase] - self._before.get(phase, 0.0)
+            record[key] = spent / self._steps
         if self.tokens_per_sample:
             record["tokens_per_second"] = self.batch * self.tokens_per_sample / seconds
         self.start()

@@ -6,6 +6,8 @@ import math
 import time
 from types import TracebackType
 
+from hpc_train.mpi.phases import WAIT, StepPhases
+
 
 class Watch:
     """Records what this process's main thread waits for.
@@ -19,6 +21,7 @@ class Watch:
             operation is "" while the rank waits for nobody.
         seconds: the time of all waits together.
         limit: the seconds that a wait may take now, if they are less than the watchdog's timeout.
+        phases: how this rank's time is divided; a wait is a phase of its own.
     """
 
     def __init__(self) -> None:
@@ -26,6 +29,7 @@ class Watch:
         self.now = ("", time.monotonic())
         self.seconds = 0.0
         self.limit = math.inf
+        self.phases = StepPhases()
         self._next = ""
         self._outer: list[str] = []
 
@@ -44,6 +48,7 @@ class Watch:
             self.seconds += now - self.now[1]
         self._outer.append(self.now[0])
         self.now = (self._next, now)
+        self.phases(WAIT, self._next).__enter__()
 
     def __exit__(
         self,
@@ -52,5 +57,6 @@ class Watch:
         trace: TracebackType | None,
     ) -> None:
         now = time.monotonic()
+        self.phases.__exit__(kind, error, trace)
         self.seconds += now - self.now[1]
         self.now = (self._outer.pop(), now)

@@ -118,19 +118,24 @@ class Pipeline:
             self.transport.expect(message for message in received if message is not None)
         live: dict[tuple[int, int], Live] = {}
         losses = []
+        phases = self.group.waiting.phases
+        first = "forward" if torch.is_grad_enabled() else "evaluation"
         for action in actions:
             key = (action.micro_batch, action.virtual_stage)
             if action.kind is Kind.FORWARD:
-                live[key] = self._forward(action, forward, forms)
+                with phases(first):
+                    live[key] = self._forward(action, forward, forms)
                 if self._stage(action) == self.virtual - 1:
                     losses.append(live[key].output.detach())
                 if not torch.is_grad_enabled():
                     self._release(live.pop(key))
             elif action.kind is Kind.WEIGHT:
-                compute(live[key].deferred)
+                with phases("backward"):
+                    compute(live[key].deferred)
                 self._release(live.pop(key))
             else:
-                self._backward(action, live[key], forms, weights)
+                with phases("backward"):
+                    self._backward(action, live[key], forms, weights)
                 if action.kind is Kind.BACKWARD:
                     self._release(live.pop(key))
             self.peak_live = max(self.peak_live, len(live))

@@ -47,6 +47,7 @@ class InMemoryTrainer(Trainer):
                 "give data.micro_batch a number, or leave both out",
             )
         super().__init__(config, task, runtime)
+        self.step_records.costly = False
         self.weights: dict[str, Tensor] = {}
         """The whole model's tensors by name, on the CPU of each rank, once `train` has ended: those
         with the lowest validation loss, or those of the last step if nothing is held out."""
@@ -58,7 +59,7 @@ class InMemoryTrainer(Trainer):
         step = 0
         with watch_over(self.group, self.config.run.hang_timeout):
             self.model.train()
-            self.meter.start()
+            self.step_records.start()
             for step in range(1, self.plan.last + 1):
                 self._train_step(self._read(step), self.records.append)
                 if self.patience.over:
@@ -66,10 +67,6 @@ class InMemoryTrainer(Trainer):
             if not self.weights:
                 self.weights = self._whole()
         return step
-
-    def _memory(self) -> float:
-        """Nobody asks for the memory of a training in memory, and to look takes time."""
-        return 0.0
 
     def _read(self, number: int) -> Step:
         """This rank's micro-batches of a step."""

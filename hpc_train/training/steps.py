@@ -12,7 +12,6 @@ from hpc_train.data.loader import GivenUp, Loader, Step
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.job.heartbeat import Heartbeat, Pace, restarts
 from hpc_train.job.preemption import StopRequests
-from hpc_train.monitoring.meter import Meter
 from hpc_train.training.saving import Saving
 
 
@@ -22,7 +21,6 @@ def guarded_steps(
     stop: StopRequests,
     saving: Saving,
     pace: Pace,
-    meter: Meter | None = None,
     taken: Callable[[int], int] = lambda step: step,
 ) -> Iterator[Step]:
     """Yield the loader's steps. The caller computes each before it asks for the next. Collective.
@@ -37,7 +35,6 @@ def guarded_steps(
         stop: collects the reasons to stop.
         saving: decides when to save.
         pace: decides how long a rank may wait for another within a step.
-        meter: records how long the ranks wait for batches; None: nothing is recorded.
         taken: a function of the last step that was yielded. It returns the last step that the
             optimizer has taken; 0: none.
 
@@ -53,21 +50,20 @@ def guarded_steps(
     heartbeat = Heartbeat(group)
     heartbeat.tell(done, pace.until(done + 1, save_seconds=0.0))
     saving.limited = stop.limited
-    begin = time.monotonic()
+    phases, begin = group.waiting.phases, time.monotonic()
     for done in range(loader.steps.start - 1, loader.steps.stop - 1):
-        asked = time.monotonic()
         needed = pace.longest + saving.reserve(checkpoints)
         loader.give_up = partial(_asked_to_stop, stop, needed)
-        step, failure = _fetched(steps)
+        with phases("data"):
+            step, failure = _fetched(steps)
         if failure is None and checkpoints.claim is not None:
             failure = checkpoints.claim.lost()
-        if meter is not None:
-            meter.data_seconds += time.monotonic() - asked
         untried = saving.untried and done > loader.steps.start - 1
         # One agreement for everything, because in each one all ranks wait for the slowest.
         reason = stop.agree(group, needed, failure, untried=untried)
         if stop.soon:
-            saving.now(checkpoints, taken(done))
+            with phases("save"):
+                saving.now(checkpoints, taken(done))
             # A rank without a batch has given it up because of `needed`. It cannot compute the
             # step, so it asks with the same number again, and all stop.
             now_needed = pace.longest + saving.reserve(checkpoints)
@@ -77,7 +73,8 @@ def guarded_steps(
             first = done == loader.steps.start - 1 and not restarts()
             if first and reason.startswith("time_limit"):
                 raise ConfigError(f"{reason} is over before the first step", "give more time")
-            saving.last(checkpoints, taken(done))
+            with phases("save"):
+                saving.last(checkpoints, taken(done))
             if stop.ended:
                 return
             raise Stopped(taken(done), reason)
@@ -89,10 +86,11 @@ def guarded_steps(
             group.waiting.limit = math.inf
         pace.took(step.number, time.monotonic() - begin)
         heartbeat.tell(step.number, pace.until(step.number + 1, checkpoints.save_seconds))
-        if step.number == loader.steps[-1]:
-            saving.last(checkpoints, taken(step.number))
-        else:
-            saving.after(checkpoints, step.number, taken(step.number))
+        with phases("save"):
+            if step.number == loader.steps[-1]:
+                saving.last(checkpoints, taken(step.number))
+            else:
+                saving.after(checkpoints, step.number, taken(step.number))
         begin = time.monotonic()
 
 

@@ -20,16 +20,15 @@ from hpc_train.data.loader import Loader, MicroBatch, Step, cut
 from hpc_train.data.reader import Reader
 from hpc_train.errors import DataError, NotFiniteError
 from hpc_train.gradients.scaling import clip_gradients
-from hpc_train.host.memory import PeakMemory
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Heartbeat, Pace
 from hpc_train.job.leaving import leave_together
 from hpc_train.job.preemption import StopRequests
 from hpc_train.job.preflight import preflight
-from hpc_train.job.run_directory import reporting, run_directory
+from hpc_train.job.reporting import reporting
+from hpc_train.job.run_directory import run_directory
 from hpc_train.launch.protocol import STOP
 from hpc_train.monitoring.console import describe_scores
-from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
@@ -45,6 +44,7 @@ from hpc_train.training.micro_batch import (
     sizes_to_try,
 )
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
+from hpc_train.training.step_records import StepRecords, start_event
 from hpc_train.training.steps import guarded_steps
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.validation import Validation
@@ -91,8 +91,8 @@ class Trainer:
         self.validation.together = task.together
         self.held_out: dict[str, float] = {}
         """The mean loss and the scores of the last pass over held-out samples."""
-        self.meter = Meter(config.data.batch, self.group.waiting, task.tokens_per_sample)
-        self.memory = PeakMemory()
+        self.step_records = StepRecords(config, made, task.tokens_per_sample)
+        self.phases = self.group.waiting.phases
         self._closed = self._searched = False
 
     def close(self) -> None:
@@ -148,14 +148,15 @@ class Trainer:
                     self.group, directory, after, self.plan.last, claim, shown=self.shown
                 ) as report,
             ):
+                report.event("start", after, **start_event(self.runtime, self.assembly, after))
                 self.model.train()
                 saving = Saving.of(self.config.checkpoint)
-                self.meter.start()
+                self.step_records.start()
                 run = self.config.run
                 pace = Pace(run.hang_steps, run.hang_timeout, self._validation_due)
-                steps = guarded_steps(loader, self.checkpoints, stop, saving, pace, self.meter)
+                steps = guarded_steps(loader, self.checkpoints, stop, saving, pace)
                 for step in steps:
-                    self._train_step(step, report)
+                    self._train_step(step, report.record)
                     after, stop.enough = step.number, self.patience.over
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
@@ -243,32 +244,32 @@ class Trainer:
     def _scores(self, validation: Validation) -> dict[str, float]:
         self.checkpoints.unify()
         self.model.eval()
-        found = validation.scores(self.micro_batch)
+        with self.phases("evaluation"):
+            found = validation.scores(self.micro_batch)
         self.model.train()
         return found
 
-    def _train_step(self, step: Step, report: Callable[[dict[str, float]], None]) -> None:
+    def _train_step(self, step: Step, report: Callable[[dict[str, Any]], None]) -> None:
         """Compute one step, and report its numbers if that is due. Collective."""
         self.assembly.substituted.count(step)
         due = self._due(step.number)
         losses = self._backward(step)
         self.averager.average()
-        self.layout.gradients.complete()
-        norm = self._clip(needed=due)
+        with self.phases("optimizer"):
+            self.layout.gradients.complete()
+            norm = self._clip(needed=due)
         mean = self._mean(losses) if due else 0.0
         rate = self._set_learning_rate(step.number)
         self._check_finite(step.number, mean, norm)
         if self.scaler is None or math.isfinite(norm):
-            self.averager.step()
+            with self.phases("optimizer"):
+                self.averager.step()
         else:
             logger.warning("step %d skipped: %s", step.number, self.scaler.describe())
-        self.meter.count_step()
+        self.step_records.count_step()
         if due:
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
-            record |= {"grad_norm": norm, **self.meter.take(), "memory_gb": self._memory()}
-            record |= self.assembly.substituted.record()
-            if self.scaler is not None:
-                record["skipped_steps"] = self.scaler.skipped_steps
+            record |= {"grad_norm": norm, **self.step_records.measured()}
             if self._validation_due(step.number):
                 self._validated(step.number, self.validate())
                 record |= {f"validation_{name}": one for name, one in self.held_out.items()}
@@ -278,14 +279,6 @@ class Trainer:
         """Note a validation loss. Collective."""
         self.checkpoints.scores[step] = loss
         self.patience.note(step, loss)
-
-    def _memory(self) -> float:
-        """GB (10^9 bytes) of the rank that has used most since the last record. Collective."""
-        used = self.memory.take()
-        if self.device.type == "cuda":
-            used = torch.cuda.max_memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-        return self.group.largest(used) / 1e9
 
     def _backward(self, step: Step) -> list[Tensor]:
         """Accumulate the step's gradients. Collective.

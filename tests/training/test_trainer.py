@@ -170,10 +170,16 @@ def test_the_same_run_can_be_made_longer(tmp_path):
 def test_records_say_what_the_design_promises(tmp_path):
     make(config(tmp_path), alone()).train()
     promised = {"step", "epoch", "loss", "lr", "grad_norm", "samples_per_second"}
-    promised |= {"step_seconds", "data_seconds", "comm_seconds", "memory_gb"}
+    phases = ("data", "forward", "backward", "comm", "optimizer", "save", "evaluation")
+    promised |= {"step_seconds", "memory_gb", "time", *(f"{phase}_seconds" for phase in phases)}
     for record in records(tmp_path):
         assert promised <= record.keys()
         assert ("validation_loss" in record) == (record["step"] in (3, 6, 7))
+        assert sum(record[f"{phase}_seconds"] for phase in phases) <= record["step_seconds"]
+        assert record["forward_seconds"] > 0 < record["backward_seconds"]
+    start, end = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert (start["event"], start["layout"]) == ("start", {"dp": 1, "tp": 1, "pp": 1})
+    assert (end["event"], end["step"], end["reason"]) == ("end", 7, "finished")
     assert load(tmp_path / "config.yaml") == config(tmp_path)
     assert "step 3: checkpoint" in (tmp_path / "logs" / "rank-000.log").read_text()
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_train import files
 from hpc_train.monitoring.meter import Meter
-from hpc_train.monitoring.metrics import MetricsFile
+from hpc_train.monitoring.records import RecordsFile
 from hpc_train.mpi.watch import Watch
 
 
@@ -18,14 +18,14 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 0.1 * step}) for step in range(1, 6)]
     path.write_text("\n".join(lines) + '\n{"step": 6, "lo')  # the last one was cut off by a kill
-    metrics = MetricsFile(path, after_step=3)
+    metrics = RecordsFile(path, after_step=3)
     metrics.write({"step": 4, "loss": 7.0})
     metrics.close()
     assert path.read_text().splitlines() == [*lines[:3], '{"step": 4, "loss": 7.0}']
 
 
 def test_floats_keep_all_their_digits_and_what_json_lacks_is_null(tmp_path):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", after_step=0)
+    metrics = RecordsFile(tmp_path / "metrics.jsonl", after_step=0)
     metrics.write({"step": 1, "loss": 1 / 3, "grad_norm": math.nan, "lr": math.inf})
     record = json.loads((tmp_path / "metrics.jsonl").read_text())  # readable before it is closed
     metrics.close()
@@ -55,7 +55,7 @@ class Disk:
 def test_a_full_disk_costs_one_warning_and_no_record(tmp_path, monkeypatch, caplog):
     disk, path = Disk(room=30), tmp_path / "metrics.jsonl"
     monkeypatch.setattr(files, "call", disk)
-    metrics = MetricsFile(path, after_step=0)
+    metrics = RecordsFile(path, after_step=0)
     for step in range(1, 6):
         metrics.write({"step": step, "loss": 0.5})
     assert caplog.text.count("cannot be written ([Errno 28] No space left on device)") == 1
@@ -76,14 +76,16 @@ def test_the_meter_averages_over_the_steps_since_the_last_record():
     watch = Watch()
     meter = Meter(8, watch, tokens_per_sample=100)
     for _ in range(2):
-        meter.data_seconds += 0.01
-        with watch("a sum"), watch("a part of it"):
-            time.sleep(0.02)
+        with watch.phases("backward"):
+            time.sleep(0.01)
+            with watch("a sum"), watch("a part of it"):
+                time.sleep(0.02)
         meter.count_step()
     record = meter.take()
     assert record["step_seconds"] >= record["comm_seconds"] >= 0.02
-    assert record["data_seconds"] == pytest.approx(0.01)
+    assert record["backward_seconds"] >= 0.01
+    assert record["step_seconds"] >= record["backward_seconds"] + record["comm_seconds"]
     assert record["samples_per_second"] == pytest.approx(8 / record["step_seconds"])
     assert record["tokens_per_second"] == pytest.approx(800 / record["step_seconds"])
     meter.count_step()
-    assert meter.take()["data_seconds"] == 0
+    assert meter.take()["backward_seconds"] == 0

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per logged step, written by rank 0."""
+"""metrics.jsonl and events.jsonl: one JSON object per line, written by rank 0."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hpc_train import files
 
@@ -17,7 +18,7 @@ LARGEST_BACKLOG = 1 << 24  # bytes that are kept to be written later; then new r
 logger = logging.getLogger(__name__)
 
 
-class MetricsFile:
+class RecordsFile:
     """Appends records to a file, each complete when `write` returns.
 
     A file that cannot be written does not end the run. There is one warning, and the record is
@@ -26,15 +27,15 @@ class MetricsFile:
     Args:
         path: the file. Its folder must exist.
         after_step: the step of the checkpoint that the run resumes from. Records of later steps are
-            dropped, because those steps are computed again.
+            dropped, because those steps are computed again. None keeps all.
 
     Raises:
         OSError: the file cannot be written at the start.
     """
 
-    def __init__(self, path: Path, after_step: int) -> None:
+    def __init__(self, path: Path, after_step: int | None = None) -> None:
         self.path = path
-        if path.exists():
+        if after_step is not None and path.exists():
             kept = [
                 line
                 for line in path.read_text(errors="replace").splitlines()
@@ -49,9 +50,9 @@ class MetricsFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         return files.call("create", os.open, self.path, flags, 0o666)
 
-    def write(self, record: Mapping[str, float | int]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Append one record. Numbers that JSON does not have (NaN, infinity) become null."""
-        finite = {key: value if math.isfinite(value) else None for key, value in record.items()}
+        finite = {key: None if _is_odd(value) else value for key, value in record.items()}
         line = (json.dumps(finite) + "\n").encode()
         if len(self._rest) < LARGEST_BACKLOG:
             self._rest += line
@@ -86,6 +87,10 @@ class MetricsFile:
         with suppress(OSError):
             self._append()
         self._close()
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _is_up_to(line: str, step: int) -> bool:

@@ -1,0 +1,117 @@
+"""Reports what happens in a run: rank 0 writes records and events, and shows them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_train.checkpoint.claim import Claim
+from hpc_train.errors import HpcTrainError, Stopped
+from hpc_train.job.heartbeat import history
+from hpc_train.job.run_directory import writable
+from hpc_train.monitoring.console import ProgressDisplay, progress
+from hpc_train.monitoring.records import RecordsFile
+from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.environment import read_launch
+from hpc_train.mpi.group import Group
+
+
+@dataclass
+class RunReport:
+    """Writes the records of steps to metrics.jsonl, and events to events.jsonl.
+
+    On ranks other than 0 all methods do nothing. Once another job has the claim on the run
+    directory, nothing is written there.
+
+    Args:
+        claim: the claim on the run directory.
+        metrics: metrics.jsonl; None on other ranks.
+        events: events.jsonl; None on other ranks.
+        display: shows the records; None: nothing is shown.
+        always: is added to each record.
+    """
+
+    claim: Claim
+    metrics: RecordsFile | None = None
+    events: RecordsFile | None = None
+    display: ProgressDisplay | None = None
+    always: dict[str, Any] = field(default_factory=dict)
+    listeners: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
+    """Functions that are called with each record on rank 0."""
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Write, show and pass on the record of a step."""
+        if self.metrics is None:
+            return
+        record = record | self.always | {"time": round(time.time(), 3)}
+        if self.claim.lost() is None:
+            self.metrics.write(record)
+        if self.display is not None:
+            self.display.show(record)
+        for listener in self.listeners:
+            listener(record)
+
+    def event(self, event: str, step: int, **values: Any) -> None:
+        """Write an event.
+
+        Args:
+            event: its kind, see docs/reference/files.md.
+            step: the last finished step.
+            values: what else there is to say, as JSON has it.
+        """
+        if self.events is not None and self.claim.lost() is None:
+            self.events.write(
+                {"time": round(time.time(), 3), "event": event, "step": step} | values
+            )
+
+
+@contextmanager
+def reporting(
+    group: Group,
+    directory: Path,
+    after: int,
+    last_step: int,
+    claim: Claim,
+    *,
+    shown: bool = True,
+) -> Iterator[RunReport]:
+    """The reports of a run until its end. Collective.
+
+    The last event is "end", with the reason for it, unless the process is killed.
+
+    Args:
+        group: the ranks of the job.
+        directory: the run directory.
+        after: the step after which training resumes; later records are dropped.
+        last_step: the last step of the run.
+        claim: the claim on the directory; once another job has it, nothing is written there.
+        shown: whether the console shows the records.
+    """
+    with agreed(group), writable(directory):
+        if group.rank == 0:
+            metrics = RecordsFile(directory / "metrics.jsonl", after)
+            events = RecordsFile(directory / "events.jsonl")
+    if group.rank:
+        yield RunReport(claim)
+        return
+    alone = group.comm is None and not read_launch(os.environ)
+    display = progress(last_step, alone=alone) if shown else None
+    with closing(metrics), closing(events), closing(display) if display else nullcontext():
+        report = RunReport(claim, metrics, events, display, dict(history(after)))
+        last = [after]
+        report.listeners.append(lambda record: last.append(record["step"]))
+        try:
+            yield report
+        except Stopped as stopped:
+            report.event("end", stopped.step, reason="stopped", why=stopped.reason)
+            raise
+        except BaseException as error:
+            why = error.cause if isinstance(error, HpcTrainError) else repr(error)
+            report.event("end", last[-1], reason="failed", why=why)
+            raise
+        report.event("end", last[-1], reason="finished")

@@ -1,0 +1,63 @@
+"""Records how the time of a rank's main thread is divided among the phases of a step."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from types import TracebackType
+
+WAIT = "communication"
+"""The phase of all waits for other ranks, see `watch.py`."""
+
+STEP_PHASES = ("data", "forward", "backward", WAIT, "optimizer", "save", "evaluation")
+"""All phases. What lies between them, such as a user's own code, is in none."""
+
+
+class StepPhases:
+    """Adds up the seconds of each phase. A phase inside of another one stops the outer one's clock.
+
+    Only the main thread enters the object, as a context: `with phases("forward"):`. On GPUs the
+    seconds are those of the processor, which hands out work and does not wait for its end.
+
+    Attributes:
+        seconds: the time of each phase so far.
+        listener: called at the end of each phase, with the phase, the name of the operation if the
+            phase was a wait, and the begin and the end by `time.perf_counter`. None: nobody
+            listens, which costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.listener: Callable[[str, str, float, float], None] | None = None
+        self._next = ("", "")
+        self._open: list[tuple[str, str, float]] = []  # phase, operation, begin
+        self._since = time.perf_counter()
+
+    def __call__(self, phase: str, operation: str = "") -> StepPhases:
+        """Name the next phase. Returns this object, for `with`."""
+        self._next = (phase, operation)
+        return self
+
+    def __enter__(self) -> None:
+        now = time.perf_counter()
+        self._count(now)
+        self._open.append((*self._next, now))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        now = time.perf_counter()
+        self._count(now)
+        phase, operation, begin = self._open.pop()
+        if self.listener is not None:
+            self.listener(phase, operation, begin, now)
+
+    def _count(self, now: float) -> None:
+        """Count the time since the last change for the innermost phase."""
+        if self._open:
+            self.seconds[self._open[-1][0]] += now - self._since
+        self._since = now
