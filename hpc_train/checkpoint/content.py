@@ -326,6 +326,12 @@ class Content:
             if self.identity.get(key) != saved.get(key):
                 made = f"with {key} {saved[key]}" if key in saved else f"without {key}"
                 mine = self.identity.get(key, "no such thing")
+                if key == "data" and isinstance(saved.get(key), str):
+                    raise CheckpointMismatch(
+                        f"{path} was made from other data: its manifest has the hash {saved[key]}, "
+                        f"the one of this run {mine}",
+                        "set data.path back, or start anew in another directory",
+                    )
                 raise CheckpointMismatch(
                     f"{path} was made {made}, this run has {mine}",
                     f"set {key} back, or start anew in another directory",

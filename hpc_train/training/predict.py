@@ -207,7 +207,7 @@ class TablePredictor:
         schema = self.columns.schema(part=True)
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as part:
             for batch in read_rows(source, request.schema, request.options.wrong):
-                numbers, columns = right_rows(batch, source, request)
+                numbers, columns = right_rows(batch, request)
                 wrong += batch.wrong + len(batch.numbers) - len(numbers)
                 rows += len(numbers)
                 if len(numbers):

@@ -313,7 +313,11 @@ def test_a_lost_file_of_a_stage_is_made_again(tmp_path):
             {"group": "who"},
             "no row is left",
         ),
-        ({"value": [-1.0] * 60}, {"weight": "value"}, "value is -1, a weight below 0"),
+        (
+            {"value": [1.0] * 7 + [-1.0] * 53},
+            {"weight": "value"},
+            "a.csv, line 9: value is -1, a weight below 0",
+        ),
         ({"value": [0.0] * 60}, {"weight": "value"}, "the weights of all training rows are 0"),
         ({"label": [f"l{n}" for n in range(60)]}, {"limit": 50}, "has more than 50 classes"),
         ({"p": [0, 2] * 30}, {"targets": ["p"], "task": "multilabel"}, "p is 2, not 0 or 1"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -307,7 +307,8 @@ class _Block:
             self._raise(columns, numbers, skipped)
         strays = sum(row.text.strip().encode() == _STRAY for row in skipped)
         lost = {CAUSES[QUOTES]: strays, CAUSES[FIELDS]: len(skipped) - strays}
-        yield from right_batches(columns, number + numbers, lost)
+        place = partial(self._where, number)
+        yield from right_batches(columns, number + numbers, place, lost)
 
     def _raise(
         self, columns: dict[str, ColumnValues], numbers: np.ndarray, skipped: list[Any]
@@ -327,9 +328,14 @@ class _Block:
             raise self._error(row, f"column {value.column!r}: {value.what}", MEND_VALUE)
 
     def _error(self, row: int, what: str, remedy: str) -> DataError:
-        place = record_begin(self.block, row, quoted_newlines=self.portion.quoted_newlines)
+        return DataError(f"{self._where(0, row)}: {what}", remedy)
+
+    def _where(self, first: int, number: int) -> str:
+        """The file and the line of a record; `first` is the number of the block's first one."""
+        quoted = self.portion.quoted_newlines
+        place = record_begin(self.block, number - first, quoted_newlines=quoted)
         line = line_at(self.portion.file, self.place) + count_lines(self.block[:place])
-        return DataError(f"{self.portion.file.path}, line {line}: {what}", remedy)
+        return f"{self.portion.file.path}, line {line}"
 
 
 def _is_utf8(block: bytes) -> bool:

@@ -24,7 +24,7 @@ from hpc_train.data.tables.stages import (
     row_of_portion,
     stage_entries,
 )
-from hpc_train.data.tables.table_files import RawRows, TablePortion
+from hpc_train.data.tables.table_files import RawRows
 from hpc_train.data.tables.table_request import TableRequest, wrong_roles
 from hpc_train.errors import DataError
 
@@ -83,7 +83,7 @@ def make_rows(
     rows = wrong = 0
     with path.open("wb", WRITTEN_BYTES) as file:
         for batch in read_rows(source, request.schema, request.options.wrong):
-            numbers, columns = right_rows(batch, source, request)
+            numbers, columns = right_rows(batch, request)
             wrong += batch.wrong + len(batch.numbers) - len(numbers)
             rows += len(numbers)
             if len(numbers):
@@ -94,9 +94,7 @@ def make_rows(
     finish_portion(preparation, dealing, portion, name, tree)
 
 
-def right_rows(
-    batch: RawRows, source: TablePortion, request: TableRequest
-) -> tuple[np.ndarray, RawColumns]:
+def right_rows(batch: RawRows, request: TableRequest) -> tuple[np.ndarray, RawColumns]:
     """The rows of a batch whose weights and labels are allowed: their numbers and values.
 
     Raises:
@@ -106,11 +104,8 @@ def right_rows(
     if not what:
         return batch.numbers, batch.columns
     if request.options.wrong == "raise":
-        place = f"row {int(batch.numbers[faulty][0]) + 1}"
-        if source.begin:
-            place += f" of the part that begins at {source.unit} {source.begin}"
         raise DataError(
-            f"{source.file.path}: {what}, in {place}",
+            f"{batch.where(int(batch.numbers[faulty][0]))}: {what}",
             "mend the file, or leave such rows out by --wrong_rows count",
         )
     kept = ~faulty

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,11 +96,13 @@ class RawRows:
         columns: the values of all columns that are not ignored, of N rows.
         numbers: number of each row in its portion, int64 (N,). Wrong rows have numbers, too; blank
             lines have none.
+        where: says where the row of a number is, such as "a.csv, line 3".
         causes: how many wrong rows were left out for each cause.
     """
 
     columns: RawColumns
     numbers: npt.NDArray[np.int64]
+    where: Callable[[int], str]
     causes: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -42,13 +42,17 @@ def first_wrong(columns: Mapping[str, ColumnValues]) -> WrongValue | None:
 
 
 def right_batches(
-    columns: Mapping[str, ColumnValues], numbers: npt.NDArray[np.int64], lost: Mapping[str, int]
+    columns: Mapping[str, ColumnValues],
+    numbers: npt.NDArray[np.int64],
+    where: Callable[[int], str],
+    lost: Mapping[str, int],
 ) -> Iterator[RawRows]:
     """Batches of the rows whose values are all right; at least one batch, which may be empty.
 
     Args:
         columns: the values of N rows.
         numbers: the rows' numbers, int64 (N,).
+        where: says where the row of a number is.
         lost: how many other rows were left out for each cause.
     """
     causes = np.zeros(len(numbers), np.int8)  # the cause of each row's first wrong value
@@ -63,7 +67,7 @@ def right_batches(
         some: Any = slice(begin, begin + BATCH_ROWS)
         some = some if whole else right[some]
         raw = {name: column.raw[some] for name, column in columns.items()}
-        yield RawRows(raw, numbers[some], {} if begin else dict(counts))
+        yield RawRows(raw, numbers[some], where, {} if begin else dict(counts))
 
 
 def judged_batches(
@@ -78,7 +82,7 @@ def judged_batches(
         columns: the values of N rows.
         numbers: the rows' numbers, int64 (N,).
         wrong: "raise" or "count".
-        where: names the row of a number.
+        where: says where the row of a number is.
 
     Raises:
         DataError: a row is wrong, and `wrong` is "raise".
@@ -86,4 +90,4 @@ def judged_batches(
     if wrong == "raise" and (value := first_wrong(columns)) is not None:
         row = where(int(numbers[value.row]))
         raise DataError(f"{row}, column {value.column!r}: {value.what}", MEND_VALUE)
-    yield from right_batches(columns, numbers, {})
+    yield from right_batches(columns, numbers, where, {})
