@@ -33,7 +33,7 @@ from typing import Any
 from hpc_train.errors import HpcTrainError, UserError
 
 REFRESH_SECONDS = 10
-LARGEST_SHARE = 0.1  # of the time: making pages takes no more of a login node's core
+SHARE_OF_TIME = 0.1  # of the time: making pages takes no more of a login node's core
 CONNECTION_SECONDS = 60.0  # after which a connection is closed, whatever it does
 CONNECTIONS = 64  # at once; further ones are closed
 TOKEN_BYTES = 24
@@ -47,7 +47,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-# What a page may do. The script's hashes follow.
+META = re.compile('<meta http-equiv="Content-Security-Policy"[^>]*>')
+# What a page may do. The hashes of its two scripts follow, so that no other text can run.
 POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; script-src"
@@ -66,15 +67,22 @@ LIVE = """
   const show = (text) => { note.textContent = text; note.hidden = !text; };
   show("");
   document.body.append(note);
-  const open = () => [...document.querySelectorAll("details")].map((one) => one.open);
+  const all = (what) => [...document.querySelectorAll(what)];
+  // What the reader has opened, scrolled and switched, beside what the page keeps by itself.
+  const place = () => ({
+    x: window.scrollX, y: window.scrollY,
+    open: all("details").map((one) => one.open),
+    across: all(".scroll").map((one) => one.scrollLeft),
+    chosen: all("#legend input").map((one) => one.checked) });
   history.scrollRestoration = "manual";
   const restore = () => {
     let kept = null;
     try { kept = JSON.parse(sessionStorage.getItem(key)); } catch { /* none is kept */ }
     sessionStorage.removeItem(key);
     if (!kept) return;
-    const all = document.querySelectorAll("details");
-    if (all.length === kept.open.length) all.forEach((one, i) => { one.open = kept.open[i]; });
+    all("details").forEach((one, i) => { one.open = kept.open[i] ?? one.open; });
+    all("#legend input").forEach((one, i) => { if (kept.chosen[i] === !one.checked) one.click(); });
+    all(".scroll").forEach((one, i) => { one.scrollLeft = kept.across[i] ?? 0; });
     window.scrollTo({ left: kept.x, top: kept.y, behavior: "instant" });
   };
   if (document.readyState === "complete") restore();
@@ -87,8 +95,7 @@ LIVE = """
       const answer = await fetch(location.pathname, {
         method: "HEAD", cache: "no-store", headers: { "If-None-Match": tag } });
       if (answer.ok) {
-        sessionStorage.setItem(key, JSON.stringify(
-          { x: window.scrollX, y: window.scrollY, open: open() }));
+        sessionStorage.setItem(key, JSON.stringify(place()));
         location.reload();
         return;
       }
@@ -122,19 +129,19 @@ class LivePage:
     policy: str
 
 
-class LiveReport:
+class ServedReport:
     """Makes the page of some runs again when their files have changed.
 
     Threads may share it. While one makes a page, the others get the page before.
 
     Args:
         runs: the run directories.
-        make: makes the text of the page.
-        seconds: the time between two questions of a reader's browser.
+        make: makes the text of the page. Only one thread calls it at a time.
+        seconds: the time after which a reader's browser asks for a newer page.
     """
 
     def __init__(
-        self, runs: Sequence[Path], make: Callable[[Sequence[Path]], str], seconds: float
+        self, runs: Sequence[Path], make: Callable[[], str], seconds: float = REFRESH_SECONDS
     ) -> None:
         self.runs, self.make, self.seconds = runs, make, seconds
         self._lock = threading.Lock()
@@ -160,12 +167,12 @@ class LiveReport:
         begin = time.monotonic()
         try:
             state = state_of(self.runs)
-            page = live_page(self.make(self.runs), self.seconds)
+            page = live_page(self.make(), self.seconds)
             self._state = state
             return page
         finally:
             end = time.monotonic()
-            self._next = end + max(self.seconds / 2, (end - begin) / LARGEST_SHARE)
+            self._next = end + max(self.seconds / 2, (end - begin) / SHARE_OF_TIME)
 
     def _tell(self, text: str) -> None:
         if text != self._told:
@@ -190,13 +197,13 @@ def state_of(runs: Sequence[Path]) -> list[tuple[str, int, int]]:
 def live_page(text: str, seconds: float) -> LivePage:
     """Add the script that asks for newer pages to a page of HTML."""
     tag = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-    script = LIVE.replace("TAG", tag).replace("SECONDS", f"{seconds:g}")
+    text = META.sub("", text, count=1)  # a header says it better, and lets the script ask
     before, end, after = text.rpartition("</body>")
-    text = f"{before}<script>{script}</script>{end}{after}"
-    body = text.encode()
-    found = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    hashes = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in found)
-    policy = " ".join([POLICY, *(f"'sha256-{one}'" for one in hashes)])
+    own = before.rpartition("<script>")[2].partition("</script>")[0]
+    script = LIVE.replace("TAG", tag).replace("SECONDS", f"{seconds:g}")
+    body = f"{before}<script>{script}</script>{end}{after}".encode()
+    hashes = (base64.b64encode(hashlib.sha256(one.encode()).digest()) for one in (own, script))
+    policy = " ".join([POLICY, *(f"'sha256-{one.decode()}'" for one in hashes)])
     return LivePage(f'"{tag}"', body, gzip.compress(body, 6), policy)
 
 
@@ -204,6 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers one request, and closes the connection."""
 
     server: _Server
+    default_request_version = "HTTP/1.0"  # answers to 0.9 would have no headers
     error_content_type = "text/plain; charset=utf-8"
     error_message_format = "%(code)d %(message)s\n"
 
@@ -226,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not super().parse_request():
             return False
         hosts = self.headers.get_all("Host", [])
-        nameless = not hosts and self.request_version in ("HTTP/0.9", "HTTP/1.0")
+        nameless = not hosts and self.request_version == "HTTP/1.0"
         if not nameless and (len(hosts) != 1 or not HOST.fullmatch(hosts[0])):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
         elif self.command not in ("GET", "HEAD"):
@@ -295,7 +303,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = CONNECTIONS
 
-    def __init__(self, address: tuple[str, int] | str, report: LiveReport) -> None:
+    def __init__(self, address: tuple[str, int] | str, report: ServedReport) -> None:
         self.report = report
         self.token = secrets.token_urlsafe(TOKEN_BYTES)
         self._free = threading.BoundedSemaphore(CONNECTIONS)
@@ -330,7 +338,7 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def serve(report: LiveReport, *, port: int = 0, path: Path | None = None) -> None:
+def serve(report: ServedReport, *, port: int = 0, path: Path | None = None) -> None:
     """Serve a report until Ctrl-C or SIGTERM. A first line says how to reach it.
 
     Args:
@@ -351,7 +359,7 @@ def serve(report: LiveReport, *, port: int = 0, path: Path | None = None) -> Non
 
 
 @contextmanager
-def _listening(report: LiveReport, port: int, path: Path | None) -> Iterator[_Server]:
+def _listening(report: ServedReport, port: int, path: Path | None) -> Iterator[_Server]:
     try:
         if path is None:
             server = _Server(("127.0.0.1", port), report)
