@@ -62,6 +62,8 @@ def run(arguments: Sequence[str]) -> int:
     out = Path(given.out or "report.html")
     if not given.out and len(runs) == 1:
         out = runs[0] / "report.html"
+    if out.is_dir():
+        raise UserError(f"{out} is a folder", "give the name of a file by --out")
     text = report_of(runs)
     try:
         files.write_text(out, text)

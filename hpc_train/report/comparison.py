@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.report.options import differences
+from hpc_train.report.options import config_differences
 from hpc_train.report.sources import RunSource
 
-FEWEST = 3  # runs that are compared, unless they are tasks of a sweep
-MOST_AXES = 12
+FEWEST_RUNS = 3  # runs that are compared, unless they are tasks of a sweep
+MOST_OPTIONS = 12
 MOST_LINES = 1000
 
 
@@ -33,7 +33,7 @@ class Compared:
         """The axes of parallel coordinates, the result that counts last."""
         rows = self.rows[:MOST_LINES]
         axes: list[dict[str, Any]] = []
-        for number, key in enumerate(self.options[:MOST_AXES]):
+        for number, key in enumerate(self.options[:MOST_OPTIONS]):
             words = [options[number] for _, options, _ in rows]
             axes.append({"label": key, "values": _numbers(words) or words})
         results = [0, *range(1, len(self.results))]
@@ -61,13 +61,13 @@ def compare(sources: Sequence[RunSource]) -> Compared | None:
     """Compare runs; None if there is nothing to compare."""
     tasks = [source for source in sources if source.task is not None]
     chosen = tasks or list(sources)
-    if len(chosen) < (1 if tasks else FEWEST):
+    if len(chosen) < (1 if tasks else FEWEST_RUNS):
         return None
     if tasks:
         keys = list(dict.fromkeys(key for source in tasks for key in source.task or {}))
         values = [[(source.task or {}).get(key, "") for key in keys] for source in tasks]
     else:
-        differing = differences([source.config for source in chosen])
+        differing = config_differences([source.config for source in chosen])
         keys = list(differing)
         values = [[differing[key][number] for key in keys] for number in range(len(chosen))]
     results = {

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from hpc_train.report.decimation import Floats
-from hpc_train.report.metrics import SAMPLES, TOKENS
+from hpc_train.report.metrics import AMOUNTS
 from hpc_train.report.phases import PHASES, divided
 from hpc_train.report.sources import RunSource
 
-NUMBERS = 180_000  # that a page has in all, about
+MOST_NUMBERS = 180_000  # that a page has in all, about
 LEAST_BUCKETS = 32
 FINE_PLOTS = 6  # runs that have a plot of their phases each
 MOST_MARKS = 200  # of a run
@@ -27,54 +27,54 @@ class Plot:
 
     key: str
     title: str
-    unit: str
+    unit: str = ""
     group: str = "learning"
     smooth: bool = False
     zero: bool = True  # whether the axis begins at 0
 
 
 KNOWN = (
-    Plot("loss", "Loss", "loss", smooth=True, zero=False),
-    Plot("validation_loss", "Validation loss", "loss", zero=False),
-    Plot("grad_norm", "Gradient norm", "norm", smooth=True),
-    Plot("lr", "Learning rate", "lr"),
+    Plot("loss", "Loss", smooth=True, zero=False),
+    Plot("validation_loss", "Validation loss", zero=False),
+    Plot("grad_norm", "Gradient norm", smooth=True),
+    Plot("lr", "Learning rate"),
     Plot("tokens_per_second", "Throughput", "tokens/s", "speed", smooth=True),
     Plot("samples_per_second", "Throughput", "samples/s", "speed", smooth=True),
     Plot("step_seconds", "Time per step", "s", "speed", smooth=True),
     Plot("memory_gb", "Memory of the rank that uses most", "GB", "speed"),
     Plot("slow_seconds", "Time that a step loses by a slow rank", "s", "speed"),
     Plot("tflops", "Model FLOP/s of the job", "TFLOP/s", "costs", smooth=True),
-    Plot("mfu", "Share of the measured peak (MFU)", "share", "costs", smooth=True),
+    Plot("mfu", "Share of the measured peak (MFU)", "", "costs", smooth=True),
     Plot("joules", "Energy", "J", "costs"),
-    Plot("node_hours", "Node-hours", "node-hours", "costs"),
+    Plot("node_hours", "Node-hours", "h", "costs"),
 )
-X = ("step", "time", SAMPLES, TOKENS)
-HIDDEN = {*X, *(key for key in PHASES.values() if key), "restarts", "lost_steps"}
+X_AXES = ("step", "time", *AMOUNTS)
+NO_PLOT = {*X_AXES, *(key for key in PHASES.values() if key), "restarts", "lost_steps"}
 
 
 def plots_of(sources: Sequence[RunSource]) -> list[dict[str, Any]]:
     """The plots for which a run has values, those of known keys first."""
     keys = dict.fromkeys(key for source in sources for key in source.metrics.decimation.curves)
     plots = [plot for plot in KNOWN if plot.key in keys]
-    known = {plot.key for plot in KNOWN} | HIDDEN
+    known = {plot.key for plot in KNOWN} | NO_PLOT
     others = [key for key in keys if key not in known]
     scores = [key for key in others if key.startswith("validation_")]
     place = sum(plot.key in ("loss", "validation_loss") for plot in plots)
     plots[place:place] = [_score(key) for key in scores[:MOST_OTHER]]
     rest = [key for key in others if key not in scores]
-    plots += [Plot(key, key, key, "others", zero=False) for key in rest[:MOST_OTHER]]
+    plots += [Plot(key, key, group="others", zero=False) for key in rest[:MOST_OTHER]]
     return [asdict(plot) for plot in plots]
 
 
 def _score(key: str) -> Plot:
     name = key.removeprefix("validation_").replace("_", " ")
-    return Plot(key, f"Validation {name}", name, zero=False)
+    return Plot(key, f"Validation {name}", zero=False)
 
 
 def curves_of(sources: Sequence[RunSource]) -> list[dict[str, Any]]:
     """For each run its name, the places of its buckets on each x axis, its series and its marks."""
     shown = [plot["key"] for plot in plots_of(sources)]
-    each = NUMBERS // max(1, len(sources) * (len(X) + 3 * len(shown) + len(PHASES)))
+    each = MOST_NUMBERS // max(1, len(sources) * (len(X_AXES) + 3 * len(shown) + len(PHASES)))
     most = max(LEAST_BUCKETS, each)
     return [_run(source, shown, most, number < FINE_PLOTS) for number, source in enumerate(sources)]
 
@@ -82,7 +82,7 @@ def curves_of(sources: Sequence[RunSource]) -> list[dict[str, Any]]:
 def _run(source: RunSource, shown: Sequence[str], most: int, fine: bool) -> dict[str, Any]:
     curves, width = source.metrics.decimation.used(most)
     begin = source.begin
-    places = {key: curves[key].high for key in X if key in curves}
+    places = {key: curves[key].high for key in X_AXES if key in curves}
     if "time" in places:
         places["time"] = places["time"] - begin
     series = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 MOST_RANKS = 256  # that are drawn one by one
 MOST_HOSTS = 32
-AXES = ("dp", "tp", "pp")
+PLACE_AXES = ("dp", "tp", "pp")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Layout:
 def layout_of(event: dict[str, Any]) -> Layout | None:
     """The layout of a job; None if the event does not say it."""
     try:
-        sizes = {axis: int(event["layout"][axis]) for axis in AXES}
+        sizes = {axis: int(event["layout"][axis]) for axis in PLACE_AXES}
         names = [str(name) for name in event["hosts"]]
         places = [tuple(int(number) for number in place) for place in event["ranks"]]
         of_host: dict[int, list[PlacedRank]] = defaultdict(list)
@@ -69,7 +69,7 @@ def layout_of(event: dict[str, Any]) -> Layout | None:
     except (KeyError, TypeError, ValueError):
         return None
     layout.spans = {
-        axis: _span(places, number) for number, axis in enumerate(AXES, 1) if sizes[axis] > 1
+        axis: _span(places, number) for number, axis in enumerate(PLACE_AXES, 1) if sizes[axis] > 1
     }
     return layout
 

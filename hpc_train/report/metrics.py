@@ -13,9 +13,7 @@ from hpc_train.errors import UserError
 from hpc_train.report.decimation import BUCKETS, Decimation, Floats
 
 CHUNK = 1 << 22  # bytes that are read at once
-SAMPLES = "samples"
-TOKENS = "tokens"
-AMOUNTS = {SAMPLES: "samples_per_second", TOKENS: "tokens_per_second"}
+AMOUNTS = {"samples": "samples_per_second", "tokens": "tokens_per_second"}
 """Amounts of data since the first step, and the keys that they are computed from."""
 NO_CURVE = ("slow_rank", "epoch")  # numbers that stand for things, or say nothing
 MOST_KEYS = 64  # that have a curve; a record of ours has half as many

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-MOST_KEYS = 2000  # of a configuration; it cannot have more, unless its file is not ours
+MOST_VALUES = 2000  # of a configuration; it cannot have more, unless its file is not ours
 MOST_CHARACTERS = 200_000  # of its text
 
 
@@ -28,7 +28,7 @@ def read_config(run: Path) -> tuple[str, dict[str, str]]:
         return text, {}
     values: dict[str, str] = {}
     for key, value in _flat(tree, ""):
-        if len(values) >= MOST_KEYS:
+        if len(values) >= MOST_VALUES:
             break
         values[key] = value
     return text, values
@@ -50,7 +50,7 @@ def _word(value: Any) -> str:
     return str(value)[:200]
 
 
-def differences(configs: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+def config_differences(configs: Sequence[dict[str, str]]) -> dict[str, list[str]]:
     """The keys whose values are not the same in all configurations, with the value of each.
 
     Keys that say where a run writes are left out. A key that a configuration lacks has "".

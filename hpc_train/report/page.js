@@ -109,7 +109,7 @@ function frame(svg, xs, ys, options) {
     ? (value) => (value > 0 ? Math.log(value / low) / Math.log(high / low) : NaN)
     : (value) => (value - low) / (high - low);
   const y = (value) => MARGIN.top + (1 - part(value)) * inner.height;
-  for (const tick of ticks(low, high, 4, log)) {
+  for (const tick of ticks(low, high, 6, log)) {
     make("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick) }, svg);
     make("text", { x: MARGIN.left - 6, y: y(tick) + 4, "text-anchor": "end" }, svg).textContent = label(tick);
   }
@@ -170,7 +170,7 @@ function hover(svg, scales, nearest, rows, marks, axis) {
   const line = make("line", { class: "cursor", y1: MARGIN.top, y2: scales.height - MARGIN.bottom, visibility: "hidden" }, svg);
   let last = MARGIN.left;
   const hide = () => { line.setAttribute("visibility", "hidden"); find("tooltip").hidden = true; };
-  const show = (at) => {
+  const show = (at, height) => {
     last = Math.min(scales.width - MARGIN.right, Math.max(MARGIN.left, at));
     const value = scales.left + ((last - MARGIN.left) / (scales.width - MARGIN.left - MARGIN.right)) * (scales.right - scales.left);
     const place = nearest(value);
@@ -178,7 +178,7 @@ function hover(svg, scales, nearest, rows, marks, axis) {
     const tip = find("tooltip");
     tip.replaceChildren();
     element("strong", `${axis === "time" ? "" : AXES[axis] + " "}${label2(place / scales.size)}${scales.unit ? " " + scales.unit : ""}`, tip);
-    for (const [style, text] of rows(place)) {
+    for (const [style, text] of rows(place, height)) {
       const row = element("div", "", tip);
       if (style) element("span", "", row, "swatch").setAttribute("style", style);
       element("span", text, row);
@@ -195,12 +195,12 @@ function hover(svg, scales, nearest, rows, marks, axis) {
   };
   svg.onpointermove = svg.onpointerdown = (event) => {
     const box = svg.getBoundingClientRect();
-    show(((event.clientX - box.left) / box.width) * scales.width);
+    show(((event.clientX - box.left) / box.width) * scales.width, ((event.clientY - box.top) / box.height) * scales.height);
   };
   svg.onpointerleave = svg.onblur = hide;
   svg.onkeydown = (event) => {
     const move = { ArrowLeft: -8, ArrowRight: 8 }[event.key];
-    if (move) { event.preventDefault(); show(last + move); }
+    if (move) { event.preventDefault(); show(last + move, 0); }
     if (event.key === "Escape") hide();
   };
 }
@@ -256,9 +256,10 @@ function drawPlot(figure, plot) {
     const found = lines.map((line) => line.places[closest(line.places, value, line.mean)]).filter(number);
     return found.sort((one, other) => Math.abs(one - value) - Math.abs(other - value))[0];
   };
-  const rows = (place) => lines.slice(0, 12).map((line) => {
+  const rows = (place, height) => lines.map((line) => {
     const at = closest(line.places, place, line.mean);
-    if (at < 0) return ["", ""];
+    return { line, at, away: at < 0 ? Infinity : Math.abs(scales.y(line.mean[at]) - height) };
+  }).filter((row) => row.at >= 0).sort((one, other) => one.away - other.away).slice(0, 10).map(({ line, at }) => {
     const name = data.runs.length > 1 ? `${line.run.name}: ` : "";
     const spread = line.low && line.low[at] !== line.high[at] ? ` (${label(line.low[at])} to ${label(line.high[at])})` : "";
     return [colour(line.index), `${name}${label(line.mean[at])} ${plot.unit}${spread}`];
@@ -379,7 +380,8 @@ function start() {
       const box = element("input", "", row);
       box.type = "checkbox"; box.checked = true;
       box.onchange = () => { shown[index] = box.checked; draw(); };
-      element("span", "", row, "swatch").setAttribute("style", colour(index));
+      const styles = ["solid", "dashed", "dotted"], style = styles[Math.floor(index / COLOURS) % styles.length];
+      element("span", "", row, "sign").setAttribute("style", `${colour(index)}; border-top-style: ${style}`);
       element("span", run.name, row);
     });
   }

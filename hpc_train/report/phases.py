@@ -41,6 +41,8 @@ def shares(source: RunSource) -> dict[str, tuple[float, float]]:
         return {}
     found = {phase: source.mean(key) for phase, key in PHASES.items() if key}
     found = {phase: value for phase, value in found.items() if math.isfinite(value) and value > 0}
+    if not found:
+        return {}
     found["other"] = max(0.0, whole - sum(found.values()))
     total = sum(found.values())
     return {phase: (value, 100 * value / total) for phase, value in found.items()}

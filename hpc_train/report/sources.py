@@ -18,6 +18,7 @@ from hpc_train.report.options import read_config, words_as_options
 from hpc_train.report.story import read_samples, read_story
 
 FEW_RUNS = 8  # that are drawn finely
+RECENT_SECONDS = 3600.0  # after which a run without an end has probably been killed
 COARSE = BUCKETS // 8  # buckets of a curve of many runs
 
 
@@ -36,7 +37,6 @@ class RunSource:
     ) -> None:
         self.path, self.name, self.task = path, name, task
         self.metrics = Metrics(path / "metrics.jsonl", buckets)
-        self.read()
 
     def read(self) -> None:
         """Read what is new.
@@ -88,9 +88,9 @@ class RunSource:
         if not math.isfinite(last):
             return "has begun" if starts else "no end is recorded"
         ago = max(0.0, time.time() - last)
-        return (
-            f"no end is recorded; last record at {moment(last)}, {duration(ago)} before this page"
-        )
+        if ago < RECENT_SECONDS:
+            return f"last record {duration(ago)} before this page was made"
+        return f"no end is recorded; last record at {moment(last)}"
 
     @property
     def lost(self) -> int:
@@ -114,11 +114,15 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def sources_of(runs: Sequence[Path]) -> list[RunSource]:
-    """Open run directories. A sweep is opened as its tasks.
+def read_sources(runs: Sequence[Path], known: dict[Path, RunSource]) -> list[RunSource]:
+    """Read run directories. A sweep is read as its tasks.
+
+    Args:
+        runs: run directories.
+        known: those that were read before; gets those that are new.
 
     Raises:
-        UserError: a folder is no run directory.
+        UserError: a folder is no run directory, or a file cannot be read.
     """
     found: list[tuple[Path, str, dict[str, str] | None]] = []
     for run in dict.fromkeys(runs):
@@ -140,5 +144,8 @@ def sources_of(runs: Sequence[Path]) -> list[RunSource]:
         else:
             name = path.resolve().name
             name = str(path) if names.count(name) > 1 else name
-        sources.append(RunSource(path, name, buckets, task))
+        if path not in known:
+            known[path] = RunSource(path, name, buckets, task)
+        known[path].read()
+        sources.append(known[path])
     return sources

@@ -162,7 +162,7 @@ def _add_attempts(story: Story, records: Sequence[dict[str, Any]]) -> None:
     for record in records:
         if record.get("event") == "start":
             if begun is not None:
-                attempts.append((_time(begun), math.inf, {}))
+                attempts.append((_time(begun), _time(record), {}))
             begun = record
         elif record.get("event") == "end" and begun is not None:
             attempts.append((_time(begun), _time(record), record))
@@ -170,7 +170,7 @@ def _add_attempts(story: Story, records: Sequence[dict[str, Any]]) -> None:
     if begun is not None:
         attempts.append((_time(begun), math.inf, {}))
     for begin, end, record in attempts[:MOST_STARTS]:
-        inside = [start for start in story.starts if begin <= start.time <= end]
+        inside = [start for start in story.starts if begin <= start.time < end]
         if not inside:
             inside = [Start(begin)]
             story.starts.append(inside[0])
@@ -186,8 +186,8 @@ def _add_attempts(story: Story, records: Sequence[dict[str, Any]]) -> None:
 def _add_jobs(story: Story, records: Sequence[dict[str, Any]]) -> None:
     """Take from jobs.jsonl why jobs ended whose processes could not say it."""
     ends = {str(record.get("job")): record for record in records if record.get("event") == "ended"}
-    for number_, start in enumerate(story.starts):
-        following = story.starts[number_ + 1] if number_ + 1 < len(story.starts) else None
+    for place, start in enumerate(story.starts):
+        following = story.starts[place + 1] if place + 1 < len(story.starts) else None
         job = str(start.told.get("job") or "").rsplit(":", 1)[-1]
         end = ends.get(job)
         same = following is not None and following.told.get("job") == start.told.get("job")
