@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 LAST_BYTES = 1 << 17  # of metrics.jsonl, in which its last records lie
-FEWEST = 3  # records of which a curve is drawn
+LEAST_POINTS = 3  # records of which a curve is drawn
 BLOCKS = "▁▂▃▄▅▆▇█"
 LABEL = 9  # characters of a curve's name
 WAITS = (("comm_seconds", "other ranks"), ("data_seconds", "data"))
@@ -60,7 +60,7 @@ class RecentRecords:
             ("samples_per_second", "samples/s"),
         ):
             values = self.values(key)
-            if len(values) >= FEWEST and not (name == "samples/s" and len(lines) == 2):
+            if len(values) >= LEAST_POINTS and not (name == "samples/s" and len(lines) == 2):
                 drawn = sparkline(values, width)
                 lines.append(f"{name:<{LABEL}} {drawn} {values[-1]:.4g}")
         return lines

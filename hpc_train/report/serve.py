@@ -36,7 +36,7 @@ REFRESH_SECONDS = 10
 SHARE_OF_TIME = 0.1  # of the time: making pages takes no more of a login node's core
 CONNECTION_SECONDS = 60.0  # after which a connection is closed, whatever it does
 CONNECTIONS = 64  # at once; further ones are closed
-TOKEN_BYTES = 24
+SECRET_BYTES = 24
 LOCAL_PORT = 8765  # that the line for ssh gives to a Unix socket
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 HEADERS = {
@@ -305,7 +305,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int] | str, report: ServedReport) -> None:
         self.report = report
-        self.token = secrets.token_urlsafe(TOKEN_BYTES)
+        self.token = secrets.token_urlsafe(SECRET_BYTES)
         self._free = threading.BoundedSemaphore(CONNECTIONS)
         if isinstance(address, str):
             self.address_family = socket.AF_UNIX
