@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpc_train.launch.status import RunStatus
 
 MOST_CURVE = 60  # characters of a curve
-LEAST_REST = 30  # characters of a line beside its curve
+LEAST_REST = 48  # characters of a line beside its curve
 
 
 def options() -> Parser:

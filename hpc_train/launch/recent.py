@@ -52,7 +52,11 @@ class RecentRecords:
         return [line for line in (self._speed(), self._left(), self._waiting()) if line]
 
     def curves(self, width: int) -> list[str]:
-        """A line for each curve: its name, its drawing in so many characters, its last value."""
+        """A line for each curve: its name, its drawing, its last, least and greatest value.
+
+        Args:
+            width: the number of characters of a drawing.
+        """
         lines: list[str] = []
         for key, name in (
             ("loss", "loss"),
@@ -61,8 +65,10 @@ class RecentRecords:
         ):
             values = self.values(key)
             if len(values) >= LEAST_POINTS and not (name == "samples/s" and len(lines) == 2):
+                finite = [value for value in values if math.isfinite(value)] or [math.nan]
+                last, low, high = (_short(v) for v in (values[-1], min(finite), max(finite)))
                 drawn = sparkline(values, width)
-                lines.append(f"{name:<{LABEL}} {drawn} {values[-1]:.4g}")
+                lines.append(f"{name:<{LABEL}} {drawn} {last} ({low} to {high})")
         return lines
 
     def _speed(self) -> str:
@@ -91,6 +97,10 @@ class RecentRecords:
             if seconds > 0 and math.isfinite(self.typical(key))
         ]
         return f"waiting of rank 0: {', '.join(shares)}" if shares else ""
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

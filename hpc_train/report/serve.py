@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.launch.queued import TASKS
 
 REFRESH_SECONDS = 10
 SHARE_OF_TIME = 0.1  # of the time: making pages takes no more of a login node's core
@@ -181,16 +182,15 @@ class ServedReport:
 
 
 def state_of(runs: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of each file that a report of these runs may read."""
+    """Name, size and time of change of each file that a report of these runs reads."""
     found = []
     for run in runs:
-        for folder in (run, *sorted(run.glob("task-*")), run / "checkpoints"):
+        for folder in (run, *run.glob("task-*")):
             with suppress(OSError):
                 for entry in os.scandir(folder):
-                    with suppress(OSError):
-                        if entry.is_file():
-                            status = entry.stat()
-                            found.append((entry.path, status.st_size, status.st_mtime_ns))
+                    if entry.name.endswith(".jsonl") or entry.name in ("config.yaml", TASKS):
+                        status = entry.stat()
+                        found.append((entry.path, status.st_size, status.st_mtime_ns))
     return sorted(found)
 
 

@@ -168,10 +168,16 @@ def test_the_status_says_the_speed_and_the_time_left_without_curves_in_a_file(de
     ]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-def test_a_terminal_shows_curves_again_and_again(desk, encoding):
+def test_a_terminal_shows_curves_again_and_again(desk):
     """A terminal without block characters shows none."""
     write_measured(desk.folder / "runs/my")
+    assert "█" in watched(desk, "utf-8")
+    assert len(desk.calls("squeue")) == 1, "a second question to the scheduler is not due"
+    assert "█" not in watched(desk, "latin-1")
+
+
+def watched(desk, encoding):
+    """What a terminal shows of a status that is watched twice, and then left by Ctrl-C."""
     ours, theirs = pty.openpty()
     environ = {"PATH": f"{desk.folder}/bin", "TERM": "xterm", "PYTHONIOENCODING": encoding}
     with subprocess.Popen(
@@ -190,5 +196,4 @@ def test_a_terminal_shows_curves_again_and_again(desk, encoding):
         finally:
             watching.kill()
             os.close(ours)
-    assert ("█" in shown.decode(encoding, "replace")) == (encoding == "utf-8")
-    assert len(desk.calls("squeue")) == 1, "a second question to the scheduler is not due"
+    return shown.decode(encoding, "replace")

@@ -59,10 +59,13 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path):
 
 def test_curves_of_loss_and_throughput(tmp_path):
     found = recent(tmp_path, [record(step, samples_per_second=3.0) for step in range(3)])
-    assert found.curves(40) == ["loss      █▅▁ 2", "tokens/s  ▄▄▄ 1e+04"]
+    assert found.curves(40) == [
+        "loss      █▅▁ 2 (2 to 4)",
+        "tokens/s  ▄▄▄ 10,000 (10,000 to 10,000)",
+    ]
     for one in found.records:
         del one["tokens_per_second"]
-    assert found.curves(40)[1] == "samples/s ▄▄▄ 3"
+    assert found.curves(40)[1] == "samples/s ▄▄▄ 3 (3 to 3)"
     del found.records[2:]
     assert found.curves(40) == [], "two points are no curve"
 

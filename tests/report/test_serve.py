@@ -291,6 +291,7 @@ def test_the_page_is_made_again_only_if_files_have_changed(tmp_path, capsys):
     made = Counted()
     report = ServedReport([tmp_path], made, seconds=0)
     report._next = 0.0
+    (tmp_path / "progress.json").write_text("changes with each step, and is not read")
     first = report.page()
     assert (made.count, report.page()) == (1, first)
     write_records(tmp_path, 1.0, 2.0)
