@@ -31,12 +31,13 @@ class Plot:
     group: str = "learning"
     smooth: bool = False
     zero: bool = True  # whether the axis begins at 0
+    log: bool = False  # whether a logarithmic axis makes sense
 
 
 KNOWN = (
-    Plot("loss", "Loss", smooth=True, zero=False),
-    Plot("validation_loss", "Validation loss", zero=False),
-    Plot("grad_norm", "Gradient norm", smooth=True),
+    Plot("loss", "Loss", smooth=True, zero=False, log=True),
+    Plot("validation_loss", "Validation loss", zero=False, log=True),
+    Plot("grad_norm", "Gradient norm", smooth=True, log=True),
     Plot("lr", "Learning rate"),
     Plot("tokens_per_second", "Throughput", "tokens/s", "speed", smooth=True),
     Plot("samples_per_second", "Throughput", "samples/s", "speed", smooth=True),

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 import yaml
 
 MOST_VALUES = 2000  # of a configuration; it cannot have more, unless its file is not ours
 MOST_CHARACTERS = 200_000  # of its text
+
+
+class _Short(Repr):
+    """Writes lists and mappings without what is long or deep; aliases of YAML can multiply it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxdict = 4, 20, 20
+        self.maxstring = self.maxother = 200
 
 
 def read_config(run: Path) -> tuple[str, dict[str, str]]:
@@ -45,9 +55,7 @@ def _flat(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, str]]:
 def _word(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list | dict) and len(value) > 20:
-        return f"{type(value).__name__} of {len(value)}"
-    return str(value)[:200]
+    return str(value)[:200] if isinstance(value, str) else _Short().repr(value)
 
 
 def config_differences(configs: Sequence[dict[str, str]]) -> dict[str, list[str]]:

@@ -35,10 +35,10 @@ function label(value) {
 
 const trimmed = (value) => String(Number(value.toPrecision(5)));
 
-// Ticks at 1, 2 or 5 times a power of ten; on a logarithmic axis at powers of ten, or more where there are few.
+// Ticks at 1, 2 or 5 times a power of ten; on a long logarithmic axis at powers of ten.
 function ticks(low, high, count, log) {
   const found = [];
-  if (log) {
+  if (log && high / low > 5) {
     const decades = Math.log10(high / low);
     const every = Math.max(1, Math.ceil(decades / count));
     for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += every)
@@ -190,7 +190,8 @@ function hover(svg, scales, nearest, rows, marks, axis) {
     tip.hidden = false;
     const wide = document.documentElement.clientWidth;
     const from = box.left + scales.x(place) * ratio + 12;
-    tip.style.left = `${window.scrollX + Math.max(4, Math.min(from, wide - tip.offsetWidth - 8))}px`;
+    const fits = from + tip.offsetWidth < wide - 4;
+    tip.style.left = `${window.scrollX + Math.max(4, fits ? from : from - tip.offsetWidth - 24)}px`;
     tip.style.top = `${window.scrollY + box.top + 8}px`;
   };
   svg.onpointermove = svg.onpointerdown = (event) => {
@@ -227,7 +228,7 @@ function drawPlot(figure, plot) {
     return { index, run, places: run.x[axis], ...series, smooth: smoothed(series.mean, share) };
   });
   const xs = range(lines.map((line) => line.places));
-  const log = find("logarithmic").checked;
+  const log = plot.log && find("logarithmic").checked;
   let ys = range(lines.flatMap((line) => [line.low || line.mean, line.high || line.mean]));
   if (log && ys[0] <= 0) ys = range(lines.flatMap((line) => [line.low || line.mean, line.high || line.mean].map((list) => list.filter((value) => value > 0))));
   if (!Number.isFinite(xs[0]) || !Number.isFinite(ys[0])) {

@@ -100,7 +100,8 @@ def read_story(run: Path) -> Story:
     story.slow = sorted(groups.values(), key=lambda group: -group.worst)[:MOST_GROUPS]
     _add_attempts(story, list(lines_of(run / "launch.jsonl")))
     _add_jobs(story, list(lines_of(run / QUEUED)))
-    for before, after in pairwise(story.starts):
+    trained = [start for start in story.starts if start.after is not None]
+    for before, after in pairwise(trained):
         if before.last is not None and after.after is not None:
             before.lost = max(0, before.last - after.after)
     return story
@@ -176,7 +177,8 @@ def _add_attempts(story: Story, records: Sequence[dict[str, Any]]) -> None:
             story.starts.append(inside[0])
         start = inside[-1]
         if record and start.ended is None:
-            start.ended, start.last = end, _whole(record.get("step"))
+            start.ended = end
+            start.last = None if start.after is None else _whole(record.get("step"))
             code = _whole(record.get("code"))
             start.failed = bool(record.get("cause"))
             start.cause = str(record.get("cause") or f"exit code {code}")
