@@ -7,7 +7,7 @@ import json
 import pytest
 
 from docs.browser import chromium, started
-from docs.screenshots import made_up_run, made_up_sweep
+from docs.screenshots import made_up_run, made_up_sweep, write_lines
 from hpc_train.report.page import report_of
 from tests.report.test_serve import serving
 
@@ -188,6 +188,30 @@ def test_a_report_is_printed_on_white_without_controls(page, file):
     assert page.evaluate(FAINT)["faint"] == []
     printed = page.call("Page.printToPDF", printBackground=False)["data"]
     assert printed.startswith("JVBERi")  # %PDF in base64
+
+
+HOSTILE = "</script><script>window.ran = 1</script><img src=//evil.example/x onerror=ran=1>"
+
+
+def test_texts_of_a_run_are_never_markup(page, tmp_path):
+    """What a data set, a configuration or a key says must not run, nor ask for anything."""
+    run = tmp_path / "<b>run"
+    run.mkdir()
+    record = {"step": 1, "loss": 1.0, HOSTILE: 2.0, "constructor": 1.0, "__proto__": 2.0}
+    start = {"event": "start", "time": 1.0, "after": 0, "job": HOSTILE, "hosts": [HOSTILE]}
+    slow = {"event": "slow", "step": 1, "rank": HOSTILE, "cause": HOSTILE, "why": HOSTILE}
+    write_lines(run / "metrics.jsonl", [record, record | {"step": 2}])
+    write_lines(run / "events.jsonl", [start | {"ranks": [[0, 0, 0, 0]]}, slow])
+    write_lines(run / "samples.jsonl", [{"step": 1, "prompt": HOSTILE, "text": HOSTILE}])
+    (run / "config.yaml").write_text(f"run: {{dir: '{HOSTILE}'}}\n")
+    file = tmp_path / "report.html"
+    file.write_text(report_of([run]))
+    page.show(360, 780)
+    page.go(file.as_uri())
+    assert page.evaluate("[window.ran ?? null, document.images.length]") == [None, 0]
+    assert page.evaluate("document.body.innerText").count("evil.example") > 4
+    assert page.evaluate(WIDER) == []
+    assert set(page.requests) <= {file.as_uri(), "data:,"}
 
 
 def test_a_served_page_renews_itself_where_it_is_read(page, tmp_path):
