@@ -31,6 +31,7 @@ VERBS = {
     "status": "status [RUN]: show the jobs of runs in the queue, and how far they are",
     "logs": "logs RUN: print what the jobs of a run print",
     "cancel": "stop a run for good, with a checkpoint",
+    "report": "report RUN [RUN ...]: write one HTML file that shows what runs have done",
     "plan": "plan CONFIG.yaml: predict which layouts fit in memory, and how fast they are",
     "stage": "copy the Python environment and data sets to a disk of each node",
     "topology": "draw nodes and sockets, and show where each rank and group of a layout runs",

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.launch import queued
 from hpc_train.launch.protocol import QUEUED, STOP
+from hpc_train.launch.recent import RecentRecords
 
 DEPTHS = ("*", "*/*", "*/*/*")  # where `status` looks for runs below the working directory
 # Names of job outputs: SLURM's by our directive, OpenPBS's in a folder, and Torque's.
 OUTPUTS = ("*.out", "*.OU", "*.o[0-9]*")
-LAST_BYTES = 1 << 16  # of metrics.jsonl, in which its last record lies
 FOLLOW_SECONDS = 0.5
-ASK_SECONDS = 30.0  # between two questions to the scheduler while following
+ASK_SECONDS = 30.0  # between two questions to the scheduler while following or watching
 
 
 def find_runs(below: Path) -> list[Path]:
@@ -27,14 +25,31 @@ def find_runs(below: Path) -> list[Path]:
     return sorted(path for path in found if not path.name.startswith("task-"))
 
 
-def describe(run: Path) -> list[str]:
-    """Lines that say where a run is: its jobs, its step, its checkpoint, and how a job ended.
+class RunStatus:
+    """Says where a run is, as often as one likes.
+
+    Args:
+        run: its directory.
 
     Raises:
         UserError: there is no such run.
     """
-    check_run(run)
-    return [*_jobs(run), *_progress(run), *_end(run)]
+
+    def __init__(self, run: Path) -> None:
+        check_run(run)
+        self.run = run
+        self._jobs: list[str] = []
+        self._asked = -ASK_SECONDS
+
+    def lines(self, curves: int = 0) -> list[str]:
+        """The run's jobs, its step, speed and checkpoint, and how a job ended.
+
+        Args:
+            curves: the characters of a curve of the last records; with 0 none is drawn.
+        """
+        if time.monotonic() - self._asked >= ASK_SECONDS:
+            self._jobs, self._asked = _jobs(self.run), time.monotonic()
+        return [*self._jobs, *_progress(self.run, curves), *_end(self.run)]
 
 
 def check_run(run: Path) -> None:
@@ -64,29 +79,23 @@ def _jobs(run: Path) -> list[str]:
     return lines or ["no job in the queue"]
 
 
-def _progress(run: Path) -> list[str]:
+def _progress(run: Path, curves: int) -> list[str]:
     lines, options = [], queued.read_tasks(run)
     folders = sorted(run.glob("task-*"), key=lambda path: (len(path.name), path.name))
     for directory in (run, *folders):
         words = options.get(directory.name.removeprefix("task-"), [])
         before = f"{' '.join([directory.name, *words])}: " if directory != run else ""
-        record = _last_record(directory / "metrics.jsonl")
-        if record:
+        recent = RecentRecords(directory)
+        if record := recent.last:
             loss = f", loss {record['loss']:.6g}" if isinstance(record.get("loss"), float) else ""
             age = time.time() - (directory / "metrics.jsonl").stat().st_mtime
             lines.append(f"{before}step {record.get('step')}{loss}, recorded {age:.0f} s ago")
+            lines += [f"{before}{line}" for line in recent.lines()]
+            lines += [f"{before}{line}" for line in recent.curves(curves)] if curves else []
         with suppress(OSError):
             newest = (directory / "checkpoints/LATEST").read_text().strip()
             lines.append(f"{before}newest checkpoint: {newest}")
     return lines
-
-
-def _last_record(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, IndexError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LAST_BYTES))
-        record = json.loads(file.read().splitlines()[-1])
-        return record if isinstance(record, dict) else {}
-    return {}
 
 
 def _end(run: Path) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shlex
+import signal
 import subprocess
 import time
 
@@ -144,3 +147,53 @@ def test_followed_logs_go_on_with_the_next_job_and_end_with_the_last(desk):
         following.stdout.close()
         following.wait()
     assert following.returncode == 0
+
+
+def write_measured(run):
+    (run / "config.yaml").write_text("run: {steps: 100}\n")
+    lines = [
+        json.dumps({"step": step, "loss": 4.0 - step, "step_seconds": 6.0, "comm_seconds": 0.6})
+        for step in range(1, 4)
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_the_status_says_the_speed_and_the_time_left_without_curves_in_a_file(desk):
+    write_measured(desk.folder / "runs/my")
+    lines = desk.run("status", "runs/my").stdout.splitlines()
+    assert lines[3:] == [
+        "    speed: 6 s per step",
+        "    left: 97 of 100 steps, about 9 min 42 s",
+        "    waiting of rank 0: 10% for other ranks",
+    ]
+
+
+def test_a_terminal_shows_curves_again_and_again(desk):
+    """A terminal without block characters shows none."""
+    write_measured(desk.folder / "runs/my")
+    assert "█" in watched(desk, "utf-8")
+    assert len(desk.calls("squeue")) == 1, "a second question to the scheduler is not due"
+    assert "█" not in watched(desk, "latin-1")
+
+
+def watched(desk, encoding):
+    """What a terminal shows of a status that is watched twice, and then left by Ctrl-C."""
+    ours, theirs = pty.openpty()
+    environ = {"PATH": f"{desk.folder}/bin", "TERM": "xterm", "PYTHONIOENCODING": encoding}
+    with subprocess.Popen(
+        hpc_train("status", "--watch", "1", "runs/my"),
+        cwd=desk.folder,
+        env=ENVIRON | environ | {"COLUMNS": "90", "LINES": "30"},
+        stdout=theirs,
+    ) as watching:
+        try:
+            os.close(theirs)
+            shown = b""
+            while shown.count(b"left: 97") < 2:
+                shown += os.read(ours, 1 << 16)
+            watching.send_signal(signal.SIGINT)
+            assert watching.wait(30) == 0
+        finally:
+            watching.kill()
+            os.close(ours)
+    return shown.decode(encoding, "replace")

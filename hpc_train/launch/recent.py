@@ -1,0 +1,165 @@
+"""What the last records of a run say: how fast it is, what it waits for, when it will be done."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LAST_BYTES = 1 << 17  # of metrics.jsonl, in which its last records lie
+LEAST_POINTS = 3  # records of which a curve is drawn
+BLOCKS = "▁▂▃▄▅▆▇█"
+LABEL = 9  # characters of a curve's name
+WAITS = (("comm_seconds", "other ranks"), ("data_seconds", "data"))
+
+
+class RecentRecords:
+    """The last part of a run's metrics.jsonl.
+
+    Args:
+        run: the run directory.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.records = _last_records(run / "metrics.jsonl")
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last record; empty if there is none."""
+        return self.records[-1] if self.records else {}
+
+    def values(self, key: str) -> list[float]:
+        """The values of a key in their order; NaN for those that were infinite or NaN."""
+        found = [record[key] for record in self.records if key in record]
+        return [float(v) if isinstance(v, int | float) else math.nan for v in found]
+
+    def typical(self, key: str) -> float:
+        """The median of a key's values; NaN if there is none."""
+        values = [value for value in self.values(key) if math.isfinite(value)]
+        return statistics.median(values) if values else math.nan
+
+    def lines(self) -> list[str]:
+        """Lines that say the speed, the work that is left, and the share of waiting."""
+        return [line for line in (self._speed(), self._left(), self._waiting()) if line]
+
+    def curves(self, width: int) -> list[str]:
+        """A line for each curve: its name, its drawing, its last, least and greatest value.
+
+        Args:
+            width: the number of characters of a drawing.
+        """
+        lines: list[str] = []
+        for key, name in (
+            ("loss", "loss"),
+            ("tokens_per_second", "tokens/s"),
+            ("samples_per_second", "samples/s"),
+        ):
+            values = self.values(key)
+            if len(values) >= LEAST_POINTS and not (name == "samples/s" and len(lines) == 2):
+                finite = [value for value in values if math.isfinite(value)] or [math.nan]
+                last, low, high = (_short(v) for v in (values[-1], min(finite), max(finite)))
+                drawn = sparkline(values, width)
+                lines.append(f"{name:<{LABEL}} {drawn} {last} ({low} to {high})")
+        return lines
+
+    def _speed(self) -> str:
+        seconds = self.typical("step_seconds")
+        if not seconds > 0:
+            return ""
+        for key in ("tokens", "samples"):
+            rate = self.typical(f"{key}_per_second")
+            if math.isfinite(rate):
+                return f"speed: {seconds:.3g} s per step, {rate:,.0f} {key}/s"
+        return f"speed: {seconds:.3g} s per step"
+
+    def _left(self) -> str:
+        seconds, step, end = self.typical("step_seconds"), self.last.get("step"), _steps(self.run)
+        if not isinstance(step, int) or not end or not seconds > 0:
+            return ""
+        if step >= end:
+            return f"all of its {end} steps are done"
+        return f"left: {end - step} of {end} steps, about {span_in_words((end - step) * seconds)}"
+
+    def _waiting(self) -> str:
+        seconds = self.typical("step_seconds")
+        shares = [
+            f"{min(1.0, self.typical(key) / seconds):.0%} for {what}"
+            for key, what in WAITS
+            if seconds > 0 and math.isfinite(self.typical(key))
+        ]
+        return f"waiting of rank 0: {', '.join(shares)}" if shares else ""
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values in one line of block characters.
+
+    Args:
+        values: the values. Where there are more than characters, a character stands for the mean of
+            its part. A part without a finite value is a blank.
+        width: the number of characters at most.
+    """
+    parts = min(width, len(values))
+    means = []
+    for place in range(parts):
+        part = values[place * len(values) // parts : (place + 1) * len(values) // parts]
+        finite = [value for value in part if math.isfinite(value)]
+        means.append(math.fsum(finite) / len(finite) if finite else math.nan)
+    finite = [value for value in means if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    middle = (len(BLOCKS) - 1) // 2
+    drawn = ""
+    for value in means:
+        if not math.isfinite(value):
+            drawn += " "
+        elif high > low:
+            drawn += BLOCKS[round((value - low) / (high - low) * (len(BLOCKS) - 1))]
+        else:
+            drawn += BLOCKS[middle]
+    return drawn
+
+
+def span_in_words(seconds: float) -> str:
+    """A length of time in two units, such as 3 h 20 min."""
+    whole = max(1, round(seconds))
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (name, size), (smaller, least) in pairwise(units):
+        if whole >= size:
+            rest = whole % size // least
+            return f"{whole // size} {name}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
+def _last_records(path: Path) -> list[dict[str, Any]]:
+    """The last records; a line that is not whole, or no record, is left out."""
+    records = []
+    with suppress(OSError), path.open("rb") as file:
+        begin = max(0, os.fstat(file.fileno()).st_size - LAST_BYTES)
+        file.seek(begin)
+        lines = file.read().splitlines()
+        for line in lines[1:] if begin else lines:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    records.append(record)
+    return records
+
+
+def _steps(run: Path) -> int:
+    """The last step by config.yaml; 0 if it names none."""
+    with suppress(OSError, ValueError, yaml.YAMLError, TypeError, KeyError):
+        steps = yaml.safe_load((run / "config.yaml").read_text())["run"]["steps"]
+        return steps if isinstance(steps, int) else 0
+    return 0

@@ -1,0 +1,86 @@
+"""Compares the tasks of a sweep, or several runs, by their options and results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.report.options import config_differences
+from hpc_train.report.sources import RunSource
+
+FEWEST_RUNS = 3  # runs that are compared, unless they are tasks of a sweep
+MOST_OPTIONS = 12
+MOST_LINES = 1000
+
+
+@dataclass
+class Compared:
+    """Runs, the best first.
+
+    Args:
+        options: the keys in which they differ.
+        results: the names of the results, the one that they are sorted by first.
+        rows: for each run its name, its options and its results.
+    """
+
+    options: list[str]
+    results: list[str]
+    rows: list[tuple[str, list[str], list[float]]]
+
+    def axes(self) -> dict[str, Any]:
+        """The axes of parallel coordinates, the result that counts last."""
+        rows = self.rows[:MOST_LINES]
+        axes: list[dict[str, Any]] = []
+        for number, key in enumerate(self.options[:MOST_OPTIONS]):
+            words = [options[number] for _, options, _ in rows]
+            axes.append({"label": key, "values": _numbers(words) or words})
+        results = [0, *range(1, len(self.results))]
+        for number in reversed(results):
+            values = [found[number] for _, _, found in rows]
+            axes.append(
+                {
+                    "label": self.results[number],
+                    "values": [value if math.isfinite(value) else None for value in values],
+                }
+            )
+        return {"names": [name for name, _, _ in rows], "axes": axes}
+
+
+def _numbers(words: Sequence[str]) -> list[float] | None:
+    """The words as numbers; None if one is no number."""
+    try:
+        found = [float(word) for word in words]
+    except ValueError:
+        return None
+    return found if all(map(math.isfinite, found)) else None
+
+
+def compare(sources: Sequence[RunSource]) -> Compared | None:
+    """Compare runs; None if there is nothing to compare."""
+    tasks = [source for source in sources if source.task is not None]
+    chosen = tasks or list(sources)
+    if len(chosen) < (1 if tasks else FEWEST_RUNS):
+        return None
+    if tasks:
+        keys = list(dict.fromkeys(key for source in tasks for key in source.task or {}))
+        values = [[(source.task or {}).get(key, "") for key in keys] for source in tasks]
+    else:
+        differing = config_differences([source.config for source in chosen])
+        keys = list(differing)
+        values = [[differing[key][number] for key in keys] for number in range(len(chosen))]
+    results = {
+        "least validation loss": [source.least("validation_loss")[0] for source in chosen],
+        "last loss": [source.last("loss") for source in chosen],
+        "s per step": [source.mean("step_seconds") for source in chosen],
+        "last step": [source.last("step") for source in chosen],
+    }
+    known = [name for name, found in results.items() if any(map(math.isfinite, found))]
+    rows = [
+        (source.name, values[number], [results[name][number] for name in known])
+        for number, source in enumerate(chosen)
+    ]
+    if known:
+        rows.sort(key=lambda row: row[2][0] if math.isfinite(row[2][0]) else math.inf)
+    return Compared(keys, known, rows)

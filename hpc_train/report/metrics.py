@@ -1,0 +1,179 @@
+"""Reads metrics.jsonl in one pass, also while another job appends to it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_train.errors import UserError
+from hpc_train.report.decimation import BUCKETS, Decimation, Floats
+
+CHUNK = 1 << 22  # bytes that are read at once
+AMOUNTS = {"samples": "samples_per_second", "tokens": "tokens_per_second"}
+"""Amounts of data since the first step, and the keys that they are computed from."""
+NO_CURVE = ("slow_rank", "epoch")  # numbers that stand for things, or say nothing
+MOST_KEYS = 64  # that have a curve; a record of ours has half as many
+
+
+class Metrics:
+    """The curves of a run.
+
+    Args:
+        path: metrics.jsonl, which need not exist.
+        buckets: most buckets of a curve.
+
+    Attributes:
+        decimation: what is kept of all numbers; `samples` and `tokens` are amounts since step 0.
+        keys: the keys that have a curve.
+        left_out: some of the keys beyond the first `MOST_KEYS`, which have none.
+        damaged: number of lines that are no records.
+        not_finite: for each key the number of records in which it is null, and the first such step.
+    """
+
+    def __init__(self, path: Path, buckets: int = BUCKETS) -> None:
+        self.path, self.buckets = path, buckets
+        self._forget()
+
+    def _forget(self) -> None:
+        self.decimation = Decimation(self.buckets)
+        self.keys: set[str] = set()
+        self.left_out: set[str] = set()
+        self.damaged = 0
+        self.not_finite: dict[str, tuple[int, float]] = {}
+        self._file = (0, 0)  # device and inode, of which the first `_position` bytes were read
+        self._position = 0
+        self._step = 0.0
+        self._amounts = dict.fromkeys(AMOUNTS, (0.0, np.nan))  # so far, and per step
+
+    def update(self) -> None:
+        """Read the lines that are new since the last call. The last line may be half-written.
+
+        If another file has taken the place of the one that was read, all is read again.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                status = file.seek(0, 2), _identity(file.fileno())
+                if status[1] != self._file or status[0] < self._position:
+                    self._forget()
+                    self._file = status[1]
+                file.seek(self._position)
+                self._read(file)
+        except FileNotFoundError:
+            self._forget()
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be read ({error.strerror or error})",
+                "give a run directory that you can read",
+            ) from error
+
+    def _read(self, file: Any) -> None:
+        rest: list[bytes] = []
+        while chunk := file.read(CHUNK):
+            whole, newline, left = chunk.rpartition(b"\n")
+            if newline:
+                text = b"".join([*rest, whole])
+                self._position += len(text) + 1
+                self._parse(text)
+                rest = []
+            rest.append(left)
+
+    def _parse(self, text: bytes) -> None:
+        lines = text.split(b"\n")
+        try:  # many lines at once take less time
+            parsed = json.loads(b"[%s]" % b",".join(lines))
+        except (ValueError, RecursionError):
+            parsed = [_parsed(line) for line in lines if line.strip()]
+        records = [record for record in parsed if isinstance(record, dict)]
+        steps = _column(records, "step")
+        sound = np.isfinite(steps)
+        if not sound.all():
+            records = [record for record, good in zip(records, sound, strict=True) if good]
+            steps = steps[sound]
+        self.damaged += len(parsed) - len(records)
+        if records:
+            self._add(records, steps)
+
+    def _add(self, records: list[dict[str, Any]], steps: Floats) -> None:
+        found = dict.fromkeys(key for some in {tuple(record) for record in records} for key in some)
+        new = [key for key in found if key not in self.keys and key not in NO_CURVE]
+        free = MOST_KEYS - len(self.keys)
+        self.keys.update(new[:free])
+        self.left_out.update(new[free : free + MOST_KEYS - len(self.left_out)])
+        columns = {}
+        for key in found:
+            if key in self.keys:
+                values = columns[key] = _column(records, key)
+                self._find_nulls(key, records, steps, values)
+        done = np.diff(steps, prepend=self._step)  # steps since the record before
+        for amount, rate in AMOUNTS.items():
+            if rate in columns and "step_seconds" in columns:
+                columns[amount] = self._amount(
+                    amount, done, columns[rate] * columns["step_seconds"]
+                )
+        self._step = float(steps[-1])
+        self.decimation.add(
+            steps, {key: values for key, values in columns.items() if np.isfinite(values).any()}
+        )
+
+    def _find_nulls(
+        self, key: str, records: list[dict[str, Any]], steps: Floats, values: Floats
+    ) -> None:
+        missing = np.flatnonzero(~np.isfinite(values))
+        nulls = [
+            place for place in missing if key in records[place] and _is_null(records[place][key])
+        ]
+        if nulls:
+            count, first = self.not_finite.get(key, (0, float(steps[nulls[0]])))
+            self.not_finite[key] = (count + len(nulls), first)
+
+    def _amount(self, amount: str, done: Floats, per_step: Floats) -> Floats:
+        """The amount after each record. A record without speed has that of the one before."""
+        so_far, last = self._amounts[amount]
+        known = np.concatenate([[last], per_step])
+        place = np.where(np.isfinite(known), np.arange(len(known)), 0)
+        per_step = known[np.maximum.accumulate(place)][1:]
+        amounts = so_far + np.cumsum(np.nan_to_num(done * np.round(per_step)))
+        self._amounts[amount] = (float(amounts[-1]), float(per_step[-1]))
+        return np.asarray(amounts, np.float64)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _column(records: list[dict[str, Any]], key: str) -> Floats:
+    """The numbers of a key; NaN where it is missing or no number."""
+    values = [record.get(key) for record in records]
+    try:
+        return np.array(values, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return np.array([number(value) for value in values], np.float64)
+
+
+def number(value: Any) -> float:
+    """The value as a float; NaN if it is no number."""
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return np.nan
+    return np.nan
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or isinstance(value, float)

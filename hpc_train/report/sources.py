@@ -1,0 +1,151 @@
+"""Gathers what the report says about one run directory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from hpc_train.launch.queued import TASKS, read_tasks
+from hpc_train.launch.status import check_run
+from hpc_train.report.decimation import BUCKETS
+from hpc_train.report.metrics import Metrics
+from hpc_train.report.options import read_config, words_as_options
+from hpc_train.report.story import read_samples, read_story
+
+FEW_RUNS = 8  # that are drawn finely
+RECENT_SECONDS = 3600.0  # after which a run without an end has probably been killed
+COARSE = BUCKETS // 8  # buckets of a curve of many runs
+
+
+class RunSource:
+    """A run directory, and what was read there.
+
+    Args:
+        path: the run directory.
+        name: what the report calls it.
+        buckets: most buckets of a curve.
+        task: the options of the task of a sweep that it is; None if it is none.
+    """
+
+    def __init__(
+        self, path: Path, name: str, buckets: int, task: dict[str, str] | None = None
+    ) -> None:
+        self.path, self.name, self.task = path, name, task
+        self.metrics = Metrics(path / "metrics.jsonl", buckets)
+
+    def read(self) -> None:
+        """Read what is new.
+
+        Raises:
+            UserError: metrics.jsonl cannot be read.
+        """
+        self.metrics.update()
+        self.story = read_story(self.path)
+        self.text, self.config = read_config(self.path)
+        self.samples = read_samples(self.path)
+
+    def last(self, key: str) -> float:
+        """The last value of a key; NaN if there is none."""
+        curve = self.metrics.decimation.curves.get(key)
+        return curve.last[0] if curve else math.nan
+
+    def least(self, key: str) -> tuple[float, float]:
+        """The least value of a key and its step; NaN if there is none."""
+        curve = self.metrics.decimation.curves.get(key)
+        return curve.least if curve else (math.nan, math.nan)
+
+    def mean(self, key: str) -> float:
+        """The mean of a key over all records; NaN if there is none."""
+        curve = self.metrics.decimation.curves.get(key)
+        return curve.overall() if curve else math.nan
+
+    def most(self, key: str) -> float:
+        """The greatest value of a key; NaN if there is none."""
+        curve = self.metrics.decimation.curves.get(key)
+        values = curve.high[curve.count > 0] if curve else np.empty(0)
+        return float(values.max()) if len(values) else math.nan
+
+    @property
+    def begin(self) -> float:
+        """Seconds since 1970 at which the run began: its first start or its first record."""
+        curve = self.metrics.decimation.curves.get("time")
+        times = [start.time for start in self.story.starts[:1] if start.time]
+        if curve is not None:
+            times += [float(value) for value in curve.low[:1] if math.isfinite(value)]
+        return min(times, default=0.0)
+
+    @property
+    def state(self) -> str:
+        """What the run does, in words."""
+        starts, last = self.story.starts, self.last("time")
+        if starts and starts[-1].ended is not None:
+            return starts[-1].cause or "ended"
+        if not math.isfinite(last):
+            return "has begun" if starts else "no end is recorded"
+        ago = max(0.0, time.time() - last)
+        if ago < RECENT_SECONDS:
+            return f"last record {duration(ago)} before this page was made"
+        return f"no end is recorded; last record at {moment(last)}"
+
+    @property
+    def lost(self) -> int:
+        """Finished steps that restarts have repeated, as far as it is known."""
+        return sum(start.lost or 0 for start in self.story.starts)
+
+
+def moment(seconds: float) -> str:
+    """A time in words, in UTC; "" if it is none."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return ""
+
+
+def duration(seconds: float) -> str:
+    """A length of time in words."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def read_sources(runs: Sequence[Path], known: dict[Path, RunSource]) -> list[RunSource]:
+    """Read run directories. A sweep is read as its tasks.
+
+    Args:
+        runs: run directories.
+        known: those that were read before; gets those that are new.
+
+    Raises:
+        UserError: a folder is no run directory, or a file cannot be read.
+    """
+    found: list[tuple[Path, str, dict[str, str] | None]] = []
+    for run in dict.fromkeys(runs):
+        folders = [path for path in run.glob("task-*") if path.is_dir()]
+        if not (folders and (run / TASKS).exists()):
+            check_run(run)
+            found.append((run, "", None))
+        options = read_tasks(run) if folders else {}
+        for path in sorted(folders, key=lambda path: (len(path.name), path.name)):
+            words = options.get(path.name.removeprefix("task-"), [])
+            found.append((path, path.name, words_as_options(words)))
+    buckets = BUCKETS if len(found) <= FEW_RUNS else COARSE
+    several = len(set(runs)) > 1
+    names = [run.resolve().name for run, _, task in found if task is None]
+    sources = []
+    for path, name, task in found:
+        if task is not None:
+            name = f"{path.resolve().parent.name}/{name}" if several else name
+        else:
+            name = path.resolve().name
+            name = str(path) if names.count(name) > 1 else name
+        if path not in known:
+            known[path] = RunSource(path, name, buckets, task)
+        known[path].read()
+        sources.append(known[path])
+    return sources

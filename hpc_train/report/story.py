@@ -1,0 +1,210 @@
+"""What happened to a run: its starts and ends, slow ranks, communication, samples of text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hpc_train.launch.protocol import QUEUED
+from hpc_train.report.metrics import number
+
+MOST_STARTS = 1000  # later starts of a run are not shown
+MOST_GROUPS = 50  # of slow ranks that are shown
+MOST_SAMPLES = 20
+SAMPLE_CHARACTERS = 4000
+
+
+@dataclass
+class Start:
+    """A start of a run, and how it ended.
+
+    Args:
+        time: seconds since 1970 at which it began.
+        after: the step after which it trained; None if training never began.
+        told: the event "start"; empty if there is none.
+        ended: seconds since 1970 at which it ended; None if nobody wrote that down.
+        last: the last finished step; None if it is not known.
+        cause: why it ended; "" if it is not known.
+        failed: whether it ended by a failure.
+        lost: finished steps that the next start repeats; None if that is not known.
+    """
+
+    time: float
+    after: int | None = None
+    told: dict[str, Any] = field(default_factory=dict)
+    ended: float | None = None
+    last: int | None = None
+    cause: str = ""
+    failed: bool = False
+    lost: int | None = None
+
+
+@dataclass
+class SlowRank:
+    """A rank that was named slow for the same cause, one time or more."""
+
+    rank: str
+    host: str
+    cause: str
+    why: str
+    times: int
+    first: float
+    last: float
+    worst: float
+
+
+@dataclass
+class Story:
+    """All that the files of a run say about what happened.
+
+    Args:
+        starts: in their order.
+        slow: the ranks that were named slow, those with the greatest loss first.
+        communication: the operations of the newest event "communication".
+        profiles: the events "profile".
+    """
+
+    starts: list[Start] = field(default_factory=list)
+    slow: list[SlowRank] = field(default_factory=list)
+    communication: list[dict[str, Any]] = field(default_factory=list)
+    profiles: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The newest event "start"; empty if there is none."""
+        return next((start.told for start in reversed(self.starts) if start.told), {})
+
+
+def read_story(run: Path) -> Story:
+    """Read the events of a run. Missing files, and lines that are no objects, say nothing."""
+    story, groups = Story(), dict[tuple[str, ...], SlowRank]()
+    for event in lines_of(run / "events.jsonl"):
+        match event.get("event"):
+            case "start" if len(story.starts) < MOST_STARTS:
+                story.starts.append(Start(_time(event), _whole(event.get("after")), event))
+            case "end" if story.starts and story.starts[-1].ended is None:
+                _end(story.starts[-1], event)
+            case "slow":
+                _count_slow(groups, event)
+            case "communication":
+                found = event.get("operations")
+                rows = found if isinstance(found, list) else []
+                story.communication = [row for row in rows if isinstance(row, dict)]
+            case "profile":
+                story.profiles.append(event)
+    story.slow = sorted(groups.values(), key=lambda group: -group.worst)[:MOST_GROUPS]
+    _add_attempts(story, list(lines_of(run / "launch.jsonl")))
+    _add_jobs(story, list(lines_of(run / QUEUED)))
+    trained = [start for start in story.starts if start.after is not None]
+    for before, after in pairwise(trained):
+        if before.last is not None and after.after is not None:
+            before.lost = max(0, before.last - after.after)
+    return story
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, as far as it can be read."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    found = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue  # such as a last line that is not yet complete
+                if isinstance(found, dict):
+                    yield found
+    except OSError:
+        return
+
+
+def _time(event: dict[str, Any]) -> float:
+    seconds = number(event.get("time"))
+    return seconds if math.isfinite(seconds) else 0.0
+
+
+def _whole(value: Any) -> int | None:
+    value = number(value)
+    return int(value) if math.isfinite(value) else None
+
+
+def _end(start: Start, event: dict[str, Any]) -> None:
+    start.ended, start.last = _time(event), _whole(event.get("step"))
+    reason, why = str(event.get("reason") or ""), str(event.get("why") or "")
+    start.failed = reason == "failed"
+    start.cause = ": ".join(word for word in (reason, why) if word)
+
+
+def _count_slow(groups: dict[tuple[str, ...], SlowRank], event: dict[str, Any]) -> None:
+    rank, host, cause = (str(event.get(key, "")) for key in ("rank", "host", "cause"))
+    step, seconds = number(event.get("step")), number(event.get("seconds"))
+    group = groups.get((rank, host, cause))
+    if group is None:
+        if len(groups) < MOST_STARTS:
+            why = str(event.get("why") or "")
+            groups[rank, host, cause] = SlowRank(
+                rank, host, cause, why, 1, step, step, seconds if math.isfinite(seconds) else 0.0
+            )
+        return
+    group.times += 1
+    group.last = step
+    if seconds > group.worst:
+        group.worst, group.why = seconds, str(event.get("why") or "")
+
+
+def _add_attempts(story: Story, records: Sequence[dict[str, Any]]) -> None:
+    """Take from launch.jsonl what killed starts could not say, and attempts that never trained."""
+    begun: dict[str, Any] | None = None
+    attempts: list[tuple[float, float, dict[str, Any]]] = []
+    for record in records:
+        if record.get("event") == "start":
+            if begun is not None:
+                attempts.append((_time(begun), _time(record), {}))
+            begun = record
+        elif record.get("event") == "end" and begun is not None:
+            attempts.append((_time(begun), _time(record), record))
+            begun = None
+    if begun is not None:
+        attempts.append((_time(begun), math.inf, {}))
+    for begin, end, record in attempts[:MOST_STARTS]:
+        inside = [start for start in story.starts if begin <= start.time < end]
+        if not inside:
+            inside = [Start(begin)]
+            story.starts.append(inside[0])
+        start = inside[-1]
+        if record and start.ended is None:
+            start.ended = end
+            start.last = None if start.after is None else _whole(record.get("step"))
+            code = _whole(record.get("code"))
+            start.failed = bool(record.get("cause"))
+            start.cause = str(record.get("cause") or f"exit code {code}")
+    story.starts.sort(key=lambda start: start.time)
+
+
+def _add_jobs(story: Story, records: Sequence[dict[str, Any]]) -> None:
+    """Take from jobs.jsonl why jobs ended whose processes could not say it."""
+    ends = {str(record.get("job")): record for record in records if record.get("event") == "ended"}
+    for place, start in enumerate(story.starts):
+        following = story.starts[place + 1] if place + 1 < len(story.starts) else None
+        job = str(start.told.get("job") or "").rsplit(":", 1)[-1]
+        end = ends.get(job)
+        same = following is not None and following.told.get("job") == start.told.get("job")
+        if end is not None and start.ended is None and not same:
+            code = _whole(end.get("code"))
+            start.ended = _time(end)
+            start.failed = code not in (0, 75)
+            start.cause = str(end.get("why") or f"exit code {code}")
+
+
+def read_samples(run: Path) -> list[dict[str, str]]:
+    """The newest samples of text of a run, with the keys step, prompt and text."""
+    kept: list[dict[str, str]] = []
+    for record in lines_of(run / "samples.jsonl"):
+        sample = {key: str(record.get(key, "")) for key in ("step", "prompt", "text")}
+        kept.append({key: text[:SAMPLE_CHARACTERS] for key, text in sample.items()})
+        del kept[:-MOST_SAMPLES]
+    return kept

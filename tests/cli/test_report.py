@@ -1,0 +1,53 @@
+"""`hpc-train report` as a user calls it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.programs import hpc_train, only_line, run
+from tests.report.runs import record, write_lines
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name in ("a", "b"):
+        write_lines(tmp_path / name / "metrics.jsonl", [record(step) for step in (1, 2, 3)])
+    return tmp_path
+
+
+def report(folder, *words):
+    return run(*hpc_train("report", *words), cwd=folder)
+
+
+def test_the_page_of_one_run_lies_in_it_and_that_of_several_here(runs):
+    for words, path in ((["a"], "a/report.html"), (["a", "b"], "report.html")):
+        done = report(runs, *words)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"{path} (0.")
+        assert (runs / path).read_text().startswith("<!doctype html>")
+    assert report(runs, "a", "b", "--out", "x.html").returncode == 0
+    assert (runs / "x.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["missing"], "missing is not a run directory"),
+        (["a", "--out", "b"], "b is a folder"),
+        (["a", "--out", "none/x.html"], "none/x.html cannot be written"),
+        ([], "RUN"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(runs, words, told):
+    done = report(runs, *words)
+    assert done.returncode == 2
+    assert told in only_line(done.stderr)
+
+
+def test_metrics_that_cannot_be_read_are_one_line(runs):
+    (runs / "a/metrics.jsonl").unlink()
+    (runs / "a/metrics.jsonl").mkdir()
+    done = report(runs, "a")
+    assert done.returncode == 2
+    assert "metrics.jsonl cannot be read" in only_line(done.stderr)
+    assert not list((runs / "a").glob("*report*"))

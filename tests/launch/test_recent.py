@@ -1,0 +1,89 @@
+"""What the last records of a run say."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_train.launch.recent import BLOCKS, LAST_BYTES, RecentRecords, span_in_words, sparkline
+
+STEPS = "run: {steps: 1000}\n"
+
+
+def recent(folder, records, text=""):
+    lines = [json.dumps(record) for record in records]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines) + text)
+    return RecentRecords(folder)
+
+
+def record(step, **values):
+    times = {"step_seconds": 2.0, "comm_seconds": 0.5, "data_seconds": 0.02}
+    return {"step": step, "loss": 4.0 - step, "tokens_per_second": 1e4} | times | values
+
+
+def test_speed_work_left_and_waiting(tmp_path):
+    (tmp_path / "config.yaml").write_text(STEPS)
+    # A step with a checkpoint is no typical one.
+    found = recent(tmp_path, [record(8), record(9, step_seconds=90.0), record(10)])
+    assert found.lines() == [
+        "speed: 2 s per step, 10,000 tokens/s",
+        "left: 990 of 1000 steps, about 33 min",
+        "waiting of rank 0: 25% for other ranks, 1% for data",
+    ]
+    assert recent(tmp_path, [record(1000)]).lines()[1] == "all of its 1000 steps are done"
+
+
+def test_records_without_measurements_say_nothing(tmp_path):
+    for text in ("", "run: {steps: null, epochs: 3}\n", "run: [\n", "[]", "run: 3"):
+        (tmp_path / "config.yaml").write_text(text)
+        assert recent(tmp_path, [{"step": 1, "loss": 3.0}]).lines() == []
+        assert recent(tmp_path, [{"step": 1, "step_seconds": None}]).lines() == []
+    assert recent(tmp_path, []).last == {}
+    assert RecentRecords(tmp_path / "missing").curves(40) == []
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    found = recent(tmp_path, [record(1), record(2)], '{"step": 3, "lo')
+    assert found.last["step"] == 2
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path):
+    found = recent(tmp_path, [record(step) for step in range(5000)])
+    steps = found.values("step")
+    assert steps == list(range(5000 - len(steps), 5000))
+    assert LAST_BYTES * 0.9 < sum(len(json.dumps(one)) + 1 for one in found.records) <= LAST_BYTES
+
+
+def test_curves_of_loss_and_throughput(tmp_path):
+    found = recent(tmp_path, [record(step, samples_per_second=3.0) for step in range(3)])
+    assert found.curves(40) == [
+        "loss      █▅▁ 2 (2 to 4)",
+        "tokens/s  ▄▄▄ 10,000 (10,000 to 10,000)",
+    ]
+    for one in found.records:
+        del one["tokens_per_second"]
+    assert found.curves(40)[1] == "samples/s ▄▄▄ 3 (3 to 3)"
+    del found.records[2:]
+    assert found.curves(40) == [], "two points are no curve"
+
+
+def test_a_sparkline_shows_the_shape():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == BLOCKS
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([0, math.nan, 7], 3) == "▁ █"
+    assert sparkline([], 5) == ""
+
+
+@given(st.lists(st.floats()), st.integers(1, 50))
+def test_a_sparkline_has_a_character_for_each_part(values, width):
+    drawn = sparkline(values, width)
+    assert len(drawn) == min(width, len(values))
+    assert set(drawn) <= {*BLOCKS, " "}
+
+
+def test_lengths_of_time_are_two_units():
+    told = [span_in_words(seconds) for seconds in (0.2, 59, 60, 125, 12000, 86400, 200000)]
+    assert told == ["1 s", "59 s", "1 min", "2 min 5 s", "3 h 20 min", "1 d", "2 d 7 h"]

@@ -1,0 +1,117 @@
+"""Reading metrics.jsonl, whole or not."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from hpc_train.report import metrics as module
+from hpc_train.report.metrics import Metrics
+from tests.report.runs import record, write_lines
+
+
+def read(path):
+    found = Metrics(path)
+    found.update()
+    return found
+
+
+def test_new_lines_are_read_once_and_a_half_written_one_when_it_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [record(1), record(2)])
+    found = read(path)
+    line = json.dumps(record(3)) + "\n"
+    with path.open("a") as file:
+        file.write(line[:20])
+        file.flush()
+        found.update()
+        assert (found.decimation.records, found.damaged) == (2, 0)
+        file.write(line[20:])
+    found.update()
+    found.update()
+    assert (found.decimation.records, found.damaged) == (3, 0)
+    assert found.decimation.curves["step"].low[:3].tolist() == [1, 2, 3]
+
+
+def test_a_resume_that_drops_steps_is_read_afresh(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [record(step, loss=float(step)) for step in range(1, 6)])
+    found = read(path)
+    write_lines(tmp_path / "new", [record(step, loss=float(-step)) for step in range(1, 4)])
+    (tmp_path / "new").replace(path)
+    found.update()
+    assert found.decimation.records == 3
+    assert found.decimation.curves["loss"].least == (-3.0, 3.0)
+    path.unlink()
+    found.update()
+    assert not found.decimation.curves
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"not json",
+        b"[1, 2]",
+        b'{"loss": 1}',
+        b'{"step": "two"}',
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"step": null}',
+    ],
+)
+def test_a_damaged_line_is_counted_and_the_others_are_read(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    good = [json.dumps(record(step)).encode() for step in (1, 2)]
+    path.write_bytes(good[0] + b"\n" + line + b"\n\n" + good[1] + b"\n")
+    found = read(path)
+    assert (found.decimation.records, found.damaged) == (2, 1)
+
+
+def test_nulls_of_nan_are_counted_and_missing_keys_are_not(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(
+        path,
+        [
+            record(1, validation_loss=4.0),
+            record(2, loss=None),
+            record(3, loss=float("nan")),
+            record(4, loss="text"),
+            record(5, loss=10**400),
+        ],
+    )
+    found = read(path)
+    assert found.not_finite == {"loss": (2, 2.0)}
+    assert found.decimation.curves["loss"].count[:5].tolist() == [1, 0, 0, 0, 0]
+
+
+def test_amounts_follow_steps_that_are_not_logged_and_a_changed_batch(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    twice = {"samples_per_second": 80.0, "tokens_per_second": 800.0}
+    slow = {"samples_per_second": None}
+    write_lines(path, [record(1), record(5), record(7, **twice), record(8, **slow)])
+    curves = read(path).decimation.curves
+    assert curves["samples"].low[:4].tolist() == [20, 100, 180, 220]  # 20 a step, then 40
+    assert curves["tokens"].low[:3].tolist() == [200, 1000, 1800]
+
+
+def test_curves_do_not_depend_on_the_size_of_what_is_read_at_once(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [record(step, loss=float(np.sin(step))) for step in range(1, 3000)])
+    whole = read(path).decimation
+    monkeypatch.setattr(module, "CHUNK", 1000)
+    parts = read(path).decimation
+    assert whole.width == parts.width
+    for key, curve in whole.curves.items():
+        np.testing.assert_array_equal(curve.low, parts.curves[key].low)
+        np.testing.assert_array_equal(curve.high, parts.curves[key].high)
+
+
+def test_a_file_with_thousands_of_keys_keeps_few(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [record(1) | {f"key{number}": 1 for number in range(5000)}])
+    found = read(path)
+    assert "loss" in found.decimation.curves
+    assert len(found.decimation.curves) < 100
+    assert found.left_out

@@ -1,0 +1,202 @@
+"""The whole page, as a browser would read it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from hpc_train.errors import UserError
+from hpc_train.report.page import LiveReport, report_of
+from tests.report.runs import BEGIN, Page, record, start, write_lines
+
+HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(1)> {{ 7*7 }} '\""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that failed once, with a slow rank."""
+    folder = tmp_path / "my"
+    (folder / "logs").mkdir(parents=True)
+    records = [record(step) for step in range(1, 101)]
+    records[49] |= {"validation_loss": 1.25, "validation_accuracy": 0.5}
+    write_lines(folder / "metrics.jsonl", records)
+    events = [
+        start(0, 0),
+        {"time": BEGIN + 45, "event": "end", "step": 47, "reason": "failed", "why": "host b died"},
+        start(50, 40),
+        {
+            "time": BEGIN + 60,
+            "event": "slow",
+            "step": 60,
+            "rank": 3,
+            "host": "second",
+            "cause": "load",
+            "seconds": 0.2,
+            "share": 0.4,
+            "why": "another program takes its core",
+        },
+        {
+            "time": BEGIN + 100,
+            "event": "communication",
+            "step": 100,
+            "operations": [
+                {"name": "ring", "bytes": 4e9, "seconds": 8, "bandwidth": 5e8, "limit": 1e9}
+            ],
+        },
+        {"time": BEGIN + 101, "event": "end", "step": 100, "reason": "finished"},
+    ]
+    write_lines(folder / "events.jsonl", events)
+    (folder / "config.yaml").write_text("run: {dir: my, seed: 1}\nmodel: {layers: 2}\n")
+    return folder
+
+
+def test_a_page_says_what_the_run_did(run):
+    page = Page(report_of([run]))
+    assert page.count("html", lang="en") == 1
+    for words in (
+        "finished",
+        "1.25 at step 50",
+        "failed: host b died",
+        "4 ranks on 2 hosts: dp 2 ",
+        "A pipeline lies on up to 2 hosts",
+        "another program takes its core",
+        "500 MB/s",
+        "50%",
+        "model: {layers: 2}",
+    ):
+        assert words in page.text
+    assert [mark["lost"] for mark in page.data["runs"][0]["marks"]] == [7]
+    assert page.count("span", class_="rank") == 3
+    assert page.count("span", class_="rank slow") == 1
+    keys = [plot["key"] for plot in page.data["plots"]]
+    assert keys[:4] == ["loss", "validation_loss", "validation_accuracy", "grad_norm"]
+    assert all(page.count("figure", class_="plot", data_key=key) == 1 for key in keys)
+    assert page.series("loss")["mean"][:2] == [2, 1.5]
+    phases = page.data["runs"][0]["phases"]
+    assert phases["other"][0] == pytest.approx(0.1)
+    assert sum(phases[phase][0] for phase in phases) == pytest.approx(0.5)
+
+
+def test_a_page_names_no_address_and_loads_nothing(run):
+    html = report_of([run])
+    page = Page(html)
+    for name, attributes in page.elements:
+        assert name not in ("iframe", "object", "embed", "base", "img")
+        assert not attributes.get("src")
+        assert name == "link" or "href" not in attributes
+    policy = next(
+        found["content"]
+        for name, found in page.elements
+        if found.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy.startswith("default-src 'none'")
+    addresses = set(re.findall(r"https?://[\w./-]+", html))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name that nothing fetches
+    assert "url(" not in html
+    assert "@import" not in html
+
+
+def test_texts_from_files_never_become_elements(run):
+    plain = Page(report_of([run]))
+    write_lines(
+        run / "metrics.jsonl", [record(step, **{HOSTILE: step * 1.0}) for step in range(1, 101)]
+    )
+    events = [
+        start(0, 0, hosts=[HOSTILE, "\ud800"], device=HOSTILE, job=HOSTILE),
+        {"time": BEGIN, "event": "end", "step": 9, "reason": "failed", "why": HOSTILE},
+        start(9, 5, hosts=[HOSTILE, HOSTILE], version=HOSTILE),
+        {"time": BEGIN, "event": "slow", "step": 1, "rank": 1, "host": HOSTILE, "cause": HOSTILE},
+        {"time": BEGIN, "event": "communication", "operations": [{"name": HOSTILE, "bytes": "x"}]},
+    ]
+    write_lines(run / "events.jsonl", events)
+    write_lines(run / "samples.jsonl", [{"step": HOSTILE, "prompt": HOSTILE, "text": HOSTILE}])
+    (run / "config.yaml").write_text(json.dumps({HOSTILE: {"a": HOSTILE}}))
+    other = run.with_name("x'\"><script>alert(2)<\x2fscript>".replace("/", "_"))
+    run.rename(other)
+    page = Page(report_of([other, other.parent / "." / other.name]))
+    names = ("script", "img", "style")
+    assert [page.count(name) for name in names] == [plain.count(name) for name in names]
+    assert not [found for _, found in page.elements if "onerror" in found]
+    assert HOSTILE in {plot["key"] for plot in page.data["plots"]}
+    assert HOSTILE.replace("\n", " ") in page.text
+    assert "<!--" not in page.html.replace("<!doctype", "")
+    page.html.encode()
+
+
+def test_a_run_that_has_not_begun_to_train_has_a_page(tmp_path):
+    (tmp_path / "logs").mkdir()
+    page = Page(report_of([tmp_path]))
+    assert "has no records in metrics.jsonl yet" in page.text
+    assert page.data["plots"] == []
+
+
+def test_numbers_that_are_not_finite_or_huge_leave_gaps(tmp_path):
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [record(1), record(2, loss=None, grad_norm=1e308), record(3, grad_norm=1e308, time=1e300)],
+    )
+    page = Page(report_of([tmp_path]))
+    assert page.series("loss")["mean"] == [2, None, pytest.approx(1.3333)]
+    assert "loss was infinite or not a number in 1 records, first at step 2" in page.text
+
+
+def test_several_runs_share_plots_and_show_their_differences(run, tmp_path):
+    other = tmp_path / "other"
+    write_lines(other / "metrics.jsonl", [record(step, loss=9.0) for step in range(1, 10)])
+    (other / "config.yaml").write_text("run: {dir: other, seed: 1}\nmodel: {layers: 3}\n")
+    page = Page(report_of([run, other]))
+    assert [one["name"] for one in page.data["runs"]] == ["my", "other"]
+    assert page.series("loss", 1)["mean"] == [9] * 9
+    assert page.count("table", id="differences") == 1
+    assert "model.layers 2 3" in page.text
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    for folder in ("a/run", "b/run"):
+        write_lines(tmp_path / folder / "metrics.jsonl", [record(1)])
+    page = Page(report_of([tmp_path / "a/run", tmp_path / "b/run"]))
+    names = [one["name"] for one in page.data["runs"]]
+    assert names == [str(tmp_path / "a/run"), str(tmp_path / "b/run")]
+
+
+def test_a_sweep_is_compared_by_its_options_the_best_first(tmp_path):
+    tasks = {}
+    for number, (lr, loss) in enumerate([(1e-2, 3.0), (1e-3, 1.0), (1e-4, 2.0)]):
+        tasks[str(number)] = [f"--optimizer.lr={lr}", "--optimizer.name", "adamw"]
+        write_lines(tmp_path / f"task-{number}/metrics.jsonl", [record(1, loss=loss)])
+    (tmp_path / "task-3").mkdir()  # it has not begun
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks | {"3": ["--optimizer.lr=5"]}))
+    page = Page(report_of([tmp_path]))
+    found = page.data["parallel"]
+    assert found["names"] == ["task-1", "task-2", "task-0", "task-3"]
+    axes = {axis["label"]: axis["values"] for axis in found["axes"]}
+    assert axes["optimizer.lr"] == [1e-3, 1e-4, 1e-2, 5]
+    assert axes["optimizer.name"] == ["adamw"] * 3 + [""]
+    assert found["axes"][-1]["label"] == "last loss"
+    assert axes["last loss"] == [1, 2, 3, None]
+
+
+def test_a_live_report_follows_a_run(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [record(1)])
+    report = LiveReport([tmp_path])
+    assert len(Page(report.html()).series("loss")["mean"]) == 1
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record(2)) + "\n")
+    assert len(Page(report.html()).series("loss")["mean"]) == 2
+
+
+def test_many_runs_of_many_records_stay_small(tmp_path):
+    text = "".join(f"{json.dumps(record(step))}\n" for step in range(1, 1500))
+    runs = [tmp_path / f"run{number}" for number in range(20)]
+    for run in runs:
+        run.mkdir()
+        (run / "metrics.jsonl").write_text(text)
+    assert len(report_of(runs)) < 2_000_000
+    assert len(report_of(runs[:1])) < 2_000_000
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is not a run directory"):
+        report_of([tmp_path])

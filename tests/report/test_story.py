@@ -1,0 +1,75 @@
+"""Starts and their ends, from what the processes, the launcher and the job script wrote."""
+
+from __future__ import annotations
+
+from hpc_train.report.story import read_samples, read_story
+from tests.report.runs import BEGIN, start, write_lines
+
+
+def test_a_failure_tells_its_cause_and_the_steps_that_it_lost(tmp_path):
+    end = {"time": BEGIN + 50, "event": "end", "step": 47, "reason": "failed", "why": "SIGKILL"}
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), end, start(60, 40)])
+    first, second = read_story(tmp_path).starts
+    assert (first.cause, first.failed, first.last, first.lost) == ("failed: SIGKILL", True, 47, 7)
+    assert (second.after, second.ended, second.lost) == (40, None, None)
+
+
+def test_what_a_killed_start_could_not_say_is_in_the_launchers_file(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(5, 0), start(125, 30)])
+    write_lines(
+        tmp_path / "launch.jsonl",
+        [
+            {"time": BEGIN, "event": "start", "restart": 0},
+            {"time": BEGIN + 50, "event": "end", "code": 137, "cause": "host b died", "step": 33},
+            {"time": BEGIN + 60, "event": "start", "restart": 1},
+            {"time": BEGIN + 70, "event": "end", "code": 1, "cause": "no module", "step": 30},
+            {"time": BEGIN + 120, "event": "start", "restart": 2},
+        ],
+    )
+    starts = read_story(tmp_path).starts
+    assert [(one.after, one.cause) for one in starts] == [
+        (0, "host b died"),
+        (None, "no module"),  # an attempt that ended before it trained
+        (30, ""),
+    ]
+
+
+def test_steps_are_lost_although_an_attempt_between_did_not_train(tmp_path):
+    test_what_a_killed_start_could_not_say_is_in_the_launchers_file(tmp_path)
+    assert [one.lost for one in read_story(tmp_path).starts] == [3, None, None]
+
+
+def test_the_job_script_says_why_a_job_ended(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), start(90, 20, job="slurm::18")])
+    ended = {"time": BEGIN + 80, "event": "ended", "job": "17", "code": 137, "why": "out of memory"}
+    write_lines(tmp_path / "jobs.jsonl", [ended])
+    first, second = read_story(tmp_path).starts
+    assert (first.cause, first.failed, first.ended) == ("out of memory", True, BEGIN + 80)
+    assert second.ended is None
+
+
+def test_a_slow_rank_is_counted_over_its_steps(tmp_path):
+    def slow(step, rank, seconds):
+        values = {"rank": rank, "host": "b", "cause": "load", "why": f"at {step}"}
+        return {"time": BEGIN, "event": "slow", "step": step, "seconds": seconds} | values
+
+    write_lines(tmp_path / "events.jsonl", [slow(1, 3, 0.1), slow(2, 3, 0.4), slow(9, 1, 0.2)])
+    first, second = read_story(tmp_path).slow
+    assert (first.rank, first.times, first.first, first.last, first.worst) == ("3", 2, 1, 2, 0.4)
+    assert first.why == "at 2"
+    assert second.rank == "1"
+
+
+def test_the_newest_samples_are_kept(tmp_path):
+    write_lines(tmp_path / "samples.jsonl", [{"step": n, "text": "x" * 9000} for n in range(50)])
+    samples = read_samples(tmp_path)
+    assert [samples[0]["step"], samples[-1]["step"]] == ["30", "49"]
+    assert len(samples[0]["text"]) == 4000
+
+
+def test_a_run_without_files_has_no_story(tmp_path):
+    assert read_story(tmp_path).starts == []
+    (tmp_path / "events.jsonl").write_text(
+        '[]\n7\nnull\n{"event": "end"}\n{"event": ["start"]}\n{"ev'
+    )
+    assert read_story(tmp_path).starts == []
