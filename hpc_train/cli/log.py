@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import Parser
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, HpcTrainError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,8 @@ def export_run(run: TrackedRun, to: str) -> None:
     """Write the records of a run that a tracker does not have yet, and print their number.
 
     Raises:
-        UserError: the tracker cannot be written to, or another process writes to it.
+        UserError: the folder cannot be written, a library is missing, or another process exports.
+        HpcTrainError: the tracker fails.
     """
     from hpc_train.trackers.choose import make_sink
     from hpc_train.trackers.feed import Feed
@@ -90,4 +91,12 @@ def export_run(run: TrackedRun, to: str) -> None:
             f"{run.folder} cannot be written ({error.strerror}: {error.filename})",
             "give --out a folder that you may write to, or free space",
         ) from None
+    except HpcTrainError:
+        raise
+    except Exception as error:  # whatever the tracker's library raises
+        why = str(error).partition("\n")[0]
+        raise HpcTrainError(
+            f"the export of {run.path} to {to} failed ({type(error).__name__}: {why})",
+            "correct that, and call it again: it adds what is missing",
+        ) from error
     print(f"{run.path}: {count} new records to {to} in {run.folder}, up to step {feed.step}")

@@ -18,7 +18,7 @@ from hpc_train.trackers.source import TrackedRun
 from hpc_train.trackers.tensorboard import TensorBoardFiles
 
 EXPORTS = ("tensorboard", "mlflow", "wandb", "csv")
-PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic", "wandb": "wandb"}
+INSTALLS = {"mlflow": "mlflow-skinny sqlalchemy alembic", "wandb": "wandb"}
 """What pip installs for the exports that need a library."""
 
 
@@ -95,7 +95,7 @@ def _need(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise SetupError(
             f"the export to {package} needs the Python package {package}, which is not here",
-            f"pip install {PACKAGES[package]}",
+            f"pip install {INSTALLS[package]}",
         )
 
 

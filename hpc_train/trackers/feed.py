@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from hpc_train import files
 from hpc_train.errors import UserError
-from hpc_train.trackers.source import TrackedRun, parse
+from hpc_train.trackers.source import TrackedRun, parse_line
 
 CHUNK = 1 << 20  # bytes of metrics.jsonl that are read at once
 
@@ -50,7 +50,7 @@ class MarkFile:
     def read_mark(self) -> dict[str, Any]:
         """The mark that was written last; an empty one if nothing is there."""
         try:
-            return parse(self.path.read_bytes()) or {}
+            return parse_line(self.path.read_bytes()) or {}
         except FileNotFoundError:
             return {}
 
@@ -100,7 +100,7 @@ class Feed:
         while chunk := self._file.read(CHUNK):
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
-                record = parse(line)
+                record = parse_line(line)
                 if record is not None and record.get("step", 0) > self.step:
                     self.sink.log(record)
                     self.step = record["step"]

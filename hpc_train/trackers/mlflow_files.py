@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from hpc_train import files
-from hpc_train.trackers.source import TrackedRun, named, parse
+from hpc_train.trackers.source import TrackedRun, numbers_of, parse_line
 
 RUNNING, SCHEDULED, FINISHED, FAILED = 1, 2, 3, 4  # as MLflow numbers them
 STATES = {"finished": FINISHED, "failed": FAILED, "stopped": SCHEDULED}
@@ -77,7 +77,7 @@ class MLflowFiles:
     def read_mark(self) -> dict[str, Any]:
         """The mark that was written last; an empty one if the run is not in the store."""
         try:
-            return parse((self.directory / "tags" / MARK).read_bytes()) or {}
+            return parse_line((self.directory / "tags" / MARK).read_bytes()) or {}
         except FileNotFoundError:
             return {}
 
@@ -129,7 +129,7 @@ class MLflowFiles:
     def log(self, record: dict[str, Any]) -> None:
         """Take a record."""
         when = int(record["time"] * 1000)
-        for name, value in named(record).items():
+        for name, value in numbers_of(record).items():
             self._lines.setdefault(name, []).append(f"{when} {value!r} {record['step']}\n")
 
     def write_mark(self, mark: dict[str, Any]) -> None:

@@ -13,11 +13,11 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from hpc_train.trackers.mlflow_files import MARK, experiment, parameters, tags
-from hpc_train.trackers.source import TrackedRun, named
+from hpc_train.trackers.source import TrackedRun, numbers_of
 
 METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100  # as many as MLflow takes
-PATH = "hpc_train.run"  # the tag with the run directory
-STATES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
+RUN_TAG = "hpc_train.run"  # the tag with the run directory
+NAMES_OF_STATES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
 
 
 class MLflowServer:
@@ -43,7 +43,7 @@ class MLflowServer:
     def read_mark(self) -> dict[str, Any]:
         """The mark that was written last; an empty one if the run is not there."""
         path = str(self.run.path.resolve()).replace("'", "\\'")
-        found = self.client.search_runs([self.experiment_id], f"tags.`{PATH}` = '{path}'")
+        found = self.client.search_runs([self.experiment_id], f"tags.`{RUN_TAG}` = '{path}'")
         if not found:
             return {}
         self.run_id = found[0].info.run_id
@@ -59,7 +59,7 @@ class MLflowServer:
             self.client.delete_run(self.run_id)
         starts = self.run.starts()
         began = int(starts[0]["time"] * 1000) if starts else None
-        about = tags(self.run) | {PATH: str(self.run.path.resolve())}
+        about = tags(self.run) | {RUN_TAG: str(self.run.path.resolve())}
         made = self.client.create_run(self.experiment_id, began, about, self.run.name)
         self.run_id = made.info.run_id
         every = [Param(key, value) for key, value in parameters(self.run).items()]
@@ -79,7 +79,7 @@ class MLflowServer:
         """Take a record."""
         when = int(record["time"] * 1000)
         self._metrics += [
-            Metric(name, value, when, record["step"]) for name, value in named(record).items()
+            Metric(name, value, when, record["step"]) for name, value in numbers_of(record).items()
         ]
 
     def write_mark(self, mark: dict[str, Any]) -> None:
@@ -91,5 +91,5 @@ class MLflowServer:
 
     def close(self) -> None:
         """Say how the run has ended, if it has."""
-        if self.run_id and (state := STATES.get(self.run.state())):
+        if self.run_id and (state := NAMES_OF_STATES.get(self.run.state())):
             self.client.set_terminated(self.run_id, state)

@@ -76,11 +76,11 @@ class TrackedRun:
         except OSError:
             return
         for line in lines:
-            if event := parse(line):
+            if event := parse_line(line):
                 yield event
 
 
-def parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """The object of a line of a file of JSON lines; None if a killed job did not finish it."""
     try:
         found = json.loads(line)
@@ -89,7 +89,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def named(record: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record by their names in trackers, such as train/loss."""
     return {
         _name(key): float(value)

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from hpc_train.trackers.feed import MarkFile
-from hpc_train.trackers.source import TrackedRun, named
+from hpc_train.trackers.source import TrackedRun, numbers_of
 
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, bits reversed
 _STRING, _TENSOR_CLASS, _START = 7, 2, 1  # DT_STRING, DATA_CLASS_TENSOR, SessionLog.START
@@ -132,7 +132,7 @@ class TensorBoardFiles(MarkFile):
         """Take a record."""
         if self._file is None:
             self._open()
-        self._rest += _event(record["time"], record["step"], _scalars(named(record)))
+        self._rest += _event(record["time"], record["step"], _scalars(numbers_of(record)))
 
     def write_mark(self, mark: dict[str, Any]) -> None:
         """Write the events that are left, and then the mark."""

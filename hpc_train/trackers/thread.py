@@ -14,7 +14,7 @@ from hpc_train.trackers.feed import Feed
 from hpc_train.trackers.source import TrackedRun
 
 RETRY_SECONDS = 60.0  # from a tracker's failure to the next try
-END_SECONDS = 3.0  # that the end of a job waits for its trackers
+LAST_SECONDS = 3.0  # that the end of a job waits for its trackers
 LATE = 1000  # records by which a tracker is behind when it is called slow
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,6 @@ class Trackers:
         """Wait a moment for the trackers to take what is left."""
         for thread in self.threads:
             thread.end()
-        until = time.monotonic() + END_SECONDS
+        until = time.monotonic() + LAST_SECONDS
         for thread in self.threads:
             thread.join(until)

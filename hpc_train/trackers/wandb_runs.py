@@ -10,7 +10,7 @@ from typing import Any
 import wandb
 
 from hpc_train.trackers.feed import MarkFile
-from hpc_train.trackers.source import TrackedRun, named
+from hpc_train.trackers.source import TrackedRun, numbers_of
 
 
 class WandbRuns(MarkFile):
@@ -55,7 +55,7 @@ class WandbRuns(MarkFile):
             self._wandb = self._init()
             super().write_mark(self._before | {"id": self.id, "open": True})
         self._unmarked = True
-        self._wandb.log(named(record) | {"_timestamp": record["time"]}, step=record["step"])
+        self._wandb.log(numbers_of(record) | {"_timestamp": record["time"]}, step=record["step"])
 
     def _init(self) -> Any:
         return wandb.init(

@@ -33,6 +33,7 @@ class Kills:
 """
 
 
+@pytest.mark.slow("two jobs, and MLflow's own reader")
 def test_a_killed_job_resumes_and_nothing_is_doubled(program):
     folder = program.root / "own"
     folder.mkdir()
@@ -47,10 +48,10 @@ def test_a_killed_job_resumes_and_nothing_is_doubled(program):
     directory = program.root / "run"
     expected = losses(directory)
     assert [*expected] == [*range(1, 31)]
-    # The first job was killed in log(8), so this tracker had got at most 7 steps for good.
+    # The second job resumed after step 5.
     notes = (directory / "own.txt").read_text().splitlines()
     assert len(notes) == 3
-    assert int(notes[1].removeprefix("after ")) <= 7
+    assert int(notes[1].removeprefix("after ")) <= 5
     with (directory / "metrics.csv").open() as file:
         assert {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)} == expected
     if find_spec("mlflow"):

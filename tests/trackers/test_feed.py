@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
 from hpc_train.trackers.feed import Feed
-from hpc_train.trackers.source import TrackedRun, named
+from hpc_train.trackers.source import TrackedRun, numbers_of
 from tests.trackers.runs import MadeRun, losses
 
 
@@ -118,7 +118,7 @@ def test_numbers_have_names_by_what_they_measure():
     record = {"step": 3, "time": 5.0, "loss": 1.5, "lr": 1, "grad_norm": None, "memory_gb": 2.0}
     record |= {"validation_loss": 2.5, "validation_a/b": 0.5, "data_seconds": 0.1}
     record |= {"tokens_per_second": 7.0, "tflops": 2.0, "cause": "text"}
-    assert named(record) == {
+    assert numbers_of(record) == {
         "train/loss": 1.5,
         "train/lr": 1.0,
         "job/memory_gb": 2.0,

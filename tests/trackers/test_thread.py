@@ -93,7 +93,7 @@ def test_a_tracker_that_raises_costs_one_warning_and_no_record(tmp_path, own, mo
 def test_a_tracker_that_blocks_delays_neither_training_nor_its_end(
     tmp_path, own, monkeypatch, caplog
 ):
-    monkeypatch.setattr(thread, "END_SECONDS", 0.2)
+    monkeypatch.setattr(thread, "LAST_SECONDS", 0.2)
     monkeypatch.setattr(thread, "LATE", 5)
     gate = threading.Event()
     monkeypatch.setattr(Own, "blocks", gate)
