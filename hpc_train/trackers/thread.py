@@ -13,6 +13,7 @@ from hpc_train.trackers.choose import make_sink
 from hpc_train.trackers.feed import Feed
 from hpc_train.trackers.source import TrackedRun
 
+ROUND_SECONDS = 1.0  # in which records are gathered, as each round writes a mark
 RETRY_SECONDS = 60.0  # from a tracker's failure to the next try
 LAST_SECONDS = 3.0  # that the end of a job waits for its trackers
 LATE = 1000  # records by which a tracker is behind when it is called slow
@@ -36,9 +37,9 @@ class TrackerThread:
         self.run, self.name, self.allowed = run, name, allowed
         self._feed: Feed | None = None
         self._made = self._passed = 0
-        self._warned = self._ending = False
+        self._warned = False
         self._retry = 0.0
-        self._wake = threading.Event()
+        self._wake, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -52,7 +53,7 @@ class TrackerThread:
 
     def end(self) -> None:
         """Say that there is nothing more to come."""
-        self._ending = True
+        self._ending.set()
         self._wake.set()
 
     def join(self, until: float) -> None:
@@ -70,7 +71,7 @@ class TrackerThread:
         while True:
             self._wake.wait()
             self._wake.clear()
-            ending = self._ending
+            ending = self._ending.wait(ROUND_SECONDS)
             if (ending or time.monotonic() >= self._retry) and self.allowed():
                 try:
                     self._pass_on()

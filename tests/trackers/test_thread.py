@@ -41,6 +41,7 @@ def own(monkeypatch):
     module.Own = Own
     monkeypatch.setitem(sys.modules, "own_trackers", module)
     monkeypatch.setattr(Own, "made", [])
+    monkeypatch.setattr(thread, "ROUND_SECONDS", 0.0)
     return "own_trackers:Own"
 
 
