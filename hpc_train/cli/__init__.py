@@ -30,6 +30,7 @@ VERBS = {
     "submit": "submit CONFIG.yaml: write a batch script, and queue it",
     "status": "status [RUN]: show the jobs of runs in the queue, and how far they are",
     "logs": "logs RUN: print what the jobs of a run print",
+    "log": "log export RUN... --to TRACKER: write records for TensorBoard, MLflow, W&B or as CSV",
     "cancel": "stop a run for good, with a checkpoint",
     "report": "report RUN [RUN ...]: write one HTML file that shows what runs have done",
     "plan": "plan CONFIG.yaml: predict which layouts fit in memory, and how fast they are",

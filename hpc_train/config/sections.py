@@ -7,6 +7,7 @@ by itself. What depends on the number of ranks or on the data is checked by the 
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from hpc_train.config.model import ModelSection
 from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
 from hpc_train.config.together import check_together
 from hpc_train.errors import ConfigError
+
+TRACKERS = ("tensorboard", "mlflow", "csv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,10 @@ class RunSection:
     """Number of validations in a row that do not lower the validation loss, after which training
     ends before its last step. 0 disables it. checkpoint.keep_best keeps the checkpoint with the
     lowest loss."""
+    trackers: list[str] = field(default_factory=list)
+    """Where rank 0 also logs its records: tensorboard (RUN/tensorboard), mlflow (RUN/mlruns, or the
+    folder MLFLOW_TRACKING_URI), csv (RUN/metrics.csv), or a class of yours as package.module:Class.
+    By default nowhere. `hpc-train log export` does it later, also for W&B."""
     preflight: bool = True
     """Whether to check ranks and hosts before the first step: versions, clocks, memory, the run
     directory, slow ranks and slow links. It takes a second or two."""
@@ -76,6 +83,24 @@ class RunSection:
         if self.steps is not None and self.epochs is not None:
             raise ConfigError("run.steps and run.epochs are both given", "give one of them")
         self.time_limit_seconds()
+        self._check_trackers()
+
+    def _check_trackers(self) -> None:
+        for name in self.trackers:
+            if name == "wandb":
+                raise ConfigError(
+                    "run.trackers names wandb, which logs only through a process that it starts, "
+                    "and a rank of MPI starts none",
+                    "leave it out, and call `hpc-train log export RUN --to wandb` on a login node, "
+                    "also while the job runs",
+                )
+            if name not in TRACKERS and not re.fullmatch(r"[\w.]+:\w+", name):
+                raise ConfigError(
+                    f"run.trackers names {name!r}",
+                    f"it takes {', '.join(TRACKERS)} and package.module:Class",
+                )
+            if self.trackers.count(name) > 1:
+                raise ConfigError(f"run.trackers names {name} twice", "name it once")
 
     def time_limit_seconds(self) -> int | None:
         """The time limit in seconds. None if there is none, or if it is auto.

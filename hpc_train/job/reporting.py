@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from hpc_train.monitoring.records import RecordsFile
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.environment import read_launch
 from hpc_train.mpi.group import Group
+from hpc_train.trackers.choose import check_tracker
+from hpc_train.trackers.source import TrackedRun
+from hpc_train.trackers.thread import Trackers
 
 
 @dataclass
@@ -79,6 +82,7 @@ def reporting(
     claim: Claim,
     *,
     shown: bool = True,
+    trackers: Sequence[str] = (),
 ) -> Iterator[RunReport]:
     """The reports of a run until its end. Collective.
 
@@ -91,9 +95,15 @@ def reporting(
         last_step: the last step of the run.
         claim: the claim on the directory; once another job has it, nothing is written there.
         shown: whether the console shows the records.
+        trackers: where the records are logged to besides, as `run.trackers` names it.
+
+    Raises:
+        ConfigError: the directory cannot be written, or a tracker cannot work here.
     """
     with agreed(group), writable(directory):
         if group.rank == 0:
+            for name in trackers:
+                check_tracker(name)
             metrics = RecordsFile(directory / "metrics.jsonl", after)
             events = RecordsFile(directory / "events.jsonl")
     if group.rank:
@@ -101,8 +111,16 @@ def reporting(
         return
     alone = group.comm is None and not read_launch(os.environ)
     display = progress(last_step, alone=alone) if shown else None
-    with closing(metrics), closing(events), closing(display) if display else nullcontext():
+    with ExitStack() as open_until_end:
+        for made in (metrics, events, display):
+            if made is not None:
+                open_until_end.enter_context(closing(made))
         report = RunReport(claim, metrics, events, display, dict(history(after)))
+        if trackers:
+            run = TrackedRun(directory, directory)
+            threads = Trackers(run, trackers, allowed=lambda: claim.lost() is None)
+            open_until_end.enter_context(closing(threads))
+            report.listeners.append(threads.listen)
         last = [after]
         report.listeners.append(lambda record: last.append(record["step"]))
         try:

@@ -43,7 +43,7 @@ class RecordsFile:
             ]
             files.write_text(path, "".join(f"{line}\n" for line in kept))
         self._descriptor: int | None = self._open()
-        self._rest = bytearray()
+        self._rest = bytearray(b"" if _is_whole(path) else b"\n")
         self._warned = False
 
     def _open(self) -> int:
@@ -87,6 +87,13 @@ class RecordsFile:
         with suppress(OSError):
             self._append()
         self._close()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file has no line that a killed job did not finish."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        return file.read(1) in (b"", b"\n")
 
 
 def _is_odd(value: Any) -> bool:

@@ -20,7 +20,13 @@ WITH_FILES: tuple[str, ...] = (
     "run.end_margin",
     "run.hang_steps",
 )
-WITH_FILES += ("run.preflight", "data.prefetch", "data.workers", "data.micro_tokens")
+WITH_FILES += (
+    "run.preflight",
+    "run.trackers",
+    "data.prefetch",
+    "data.workers",
+    "data.micro_tokens",
+)
 """Keys, and sections, of the configuration that `InMemoryTrainer` does not use."""
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import hpc_train
 from hpc_train.config import RunConfig
+from hpc_train.host.commit import commit_of
 from hpc_train.host.memory import PeakMemory
 from hpc_train.job import jobs
 from hpc_train.monitoring.meter import Meter
@@ -77,6 +79,7 @@ def start_event(runtime: Runtime, made: Assembly, after: int) -> dict[str, Any]:
         "after": after,
         "job": jobs.own_place(os.environ).job,
         "version": hpc_train.__version__,
+        "commit": commit_of(Path.cwd()),
         "device": name,
         "cores": runtime.cores,
         "hosts": list(topology.hosts),

@@ -145,7 +145,9 @@ class Trainer:
             with (
                 closing(self._loader(after)) as loader,
                 reporting(
-                    self.group, directory, after, self.plan.last, claim, shown=self.shown
+                    *(self.group, directory, after, self.plan.last, claim),
+                    shown=self.shown,
+                    trackers=self.config.run.trackers,
                 ) as report,
             ):
                 report.event("start", after, **start_event(self.runtime, self.assembly, after))

@@ -1,0 +1,106 @@
+"""What trackers are told about a run: all of it is in files of the run directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_GROUPS = {"epoch": "train", "loss": "train", "lr": "train", "grad_norm": "train"}
+_ENDINGS = {"_seconds": "time", "_per_second": "speed", "flops": "speed", "mfu": "speed"}
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run, and where its trackers write.
+
+    Args:
+        path: the run directory.
+        folder: the folder that trackers write to: the run directory, or one of an export.
+    """
+
+    path: Path
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.resolve().name
+
+    @cached_property
+    def config_text(self) -> str:
+        """The configuration as YAML; "" if there is none."""
+        try:
+            return (self.path / "config.yaml").read_text()
+        except OSError:
+            return ""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration, by section and key."""
+        return yaml.safe_load(self.config_text) or {}
+
+    def values(self) -> dict[str, str]:
+        """The values of all keys of the configuration as text, and what the last start says."""
+        found = {
+            f"{section}.{key}": str(value)
+            for section, values in self.config.items()
+            for key, value in (values.items() if isinstance(values, dict) else ())
+        }
+        starts = self.starts()
+        for key in ("version", "device", "commit"):
+            if starts and starts[-1].get(key):
+                found[f"start.{key}"] = str(starts[-1][key])
+        return found
+
+    def starts(self) -> list[dict[str, Any]]:
+        """The events "start" of the run, in the order of time."""
+        return [event for event in self._events() if event.get("event") == "start"]
+
+    def state(self) -> str:
+        """How the newest job of the run has ended; "running" if it has not."""
+        last = ""
+        for event in self._events():
+            if event.get("event") in ("start", "end"):
+                last = str(event.get("reason", ""))
+        return last or "running"
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        try:
+            lines = (self.path / "events.jsonl").read_bytes().split(b"\n")
+        except OSError:
+            return
+        for line in lines:
+            if event := parse_line(line):
+                yield event
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The object of a line of a file of JSON lines; None if a killed job did not finish it."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record by their names in trackers, such as train/loss."""
+    return {
+        _name(key): float(value)
+        for key, value in record.items()
+        if key not in ("step", "time") and isinstance(value, int | float)
+    }
+
+
+def _name(key: str) -> str:
+    clean = "".join(letter if letter.isalnum() or letter in "_-. " else "_" for letter in key)
+    if clean.startswith("validation_"):
+        return f"validation/{clean.removeprefix('validation_')}"
+    group = next((name for end, name in _ENDINGS.items() if clean.endswith(end)), "job")
+    return f"{_GROUPS.get(clean, group)}/{clean}"

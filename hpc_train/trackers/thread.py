@@ -1,0 +1,132 @@
+"""Feeds the trackers of a job in threads, so that none of them delays or ends training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from hpc_train.trackers.choose import make_sink
+from hpc_train.trackers.feed import Feed
+from hpc_train.trackers.source import TrackedRun
+
+ROUND_SECONDS = 1.0  # in which records are gathered, as each round writes a mark
+RETRY_SECONDS = 60.0  # from a tracker's failure to the next try
+LAST_SECONDS = 3.0  # that the end of a job waits for its trackers
+LATE = 1000  # records by which a tracker is behind when it is called slow
+
+logger = logging.getLogger(__name__)
+
+
+class TrackerThread:
+    """A thread that feeds one tracker.
+
+    It takes records from metrics.jsonl, so it keeps none in memory, and a record that a tracker did
+    not take is there for the next try.
+
+    Args:
+        run: the run.
+        name: the name of the tracker.
+        allowed: whether this job still owns the run directory.
+    """
+
+    def __init__(self, run: TrackedRun, name: str, allowed: Callable[[], bool]) -> None:
+        self.run, self.name, self.allowed = run, name, allowed
+        self._feed: Feed | None = None
+        self._made = self._passed = 0
+        self._warned = False
+        self._retry = 0.0
+        self._wake, self._ending = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._loop, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def tell(self) -> None:
+        """Say that there is one record more."""
+        self._made += 1
+        self._wake.set()
+        if self._made - self._passed > LATE and not self._warned:
+            self._warned = True
+            logger.warning("%s has not taken %d records yet; training goes on", self.name, LATE)
+
+    def end(self) -> None:
+        """Say that there is nothing more to come."""
+        self._ending.set()
+        self._wake.set()
+
+    def join(self, until: float) -> None:
+        """Wait for the thread until a time of time.monotonic(). Say how many records it left."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        left = self._made - self._passed
+        if left or self._thread.is_alive():
+            logger.warning(
+                "%s lacks the last %d records: the next start of the run adds them, or "
+                "`hpc-train log export %s --to %s`",
+                *(self.name, left, self.run.path, self.name),
+            )
+
+    def _loop(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            ending = self._ending.wait(ROUND_SECONDS)
+            if (ending or time.monotonic() >= self._retry) and self.allowed():
+                try:
+                    self._pass_on()
+                except Exception as error:  # noqa: BLE001  # no tracker may end training
+                    self._failed(error)
+            if ending:
+                with suppress(Exception):
+                    self._close()
+                return
+
+    def _pass_on(self) -> None:
+        made = self._made
+        if self._feed is None:
+            self._feed = Feed(self.run, self.name, make_sink(self.run, self.name))
+        self._feed.pass_on()
+        self._passed = made
+
+    def _failed(self, error: Exception) -> None:
+        if not self._warned:
+            logger.warning(
+                "%s fails (%s: %s); training goes on, and it is tried again",
+                *(self.name, type(error).__name__, error),
+            )
+        self._warned = True
+        self._retry = time.monotonic() + RETRY_SECONDS
+        with suppress(Exception):
+            self._close()
+
+    def _close(self) -> None:
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
+
+
+class Trackers:
+    """The trackers of a job, on rank 0.
+
+    Args:
+        run: the run.
+        names: the trackers' names.
+        allowed: whether this job still owns the run directory.
+    """
+
+    def __init__(self, run: TrackedRun, names: Sequence[str], allowed: Callable[[], bool]) -> None:
+        self.threads = [TrackerThread(run, name, allowed) for name in names]
+
+    def listen(self, record: dict[str, Any]) -> None:
+        """Note that a record was written."""
+        for thread in self.threads:
+            thread.tell()
+
+    def close(self) -> None:
+        """Wait a moment for the trackers to take what is left."""
+        for thread in self.threads:
+            thread.end()
+        until = time.monotonic() + LAST_SECONDS
+        for thread in self.threads:
+            thread.join(until)

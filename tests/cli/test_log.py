@@ -1,0 +1,109 @@
+"""`hpc-train log export` as it is called on a login node."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.programs import hpc_train, only_line, run
+from tests.trackers.runs import MadeRun, losses
+
+# Stands in for the package wandb, which starts a program of 30 MB: notes what it is told.
+WANDB = """
+import json, os
+class Settings(dict):
+    def __init__(self, **given): super().__init__(given)
+class Run:
+    def __init__(self, about): self.about, self.records = about, []
+    def log(self, values, step): self.records.append([step, values])
+    def finish(self):
+        folder = os.path.join(self.about["dir"], "wandb", "offline-run-x-" + self.about["id"])
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "calls"), "a") as file:
+            file.write(json.dumps([self.about, self.records]) + chr(10))
+def init(**about): return Run(about)
+"""
+WITHOUT = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "wandb" else find(name, *rest)
+"""
+
+
+def export(made: MadeRun, *words: str, path=""):
+    return run(*hpc_train("log", "export", str(made.path), *words), environ={"PYTHONPATH": path})
+
+
+@pytest.fixture
+def made(tmp_path):
+    return MadeRun(tmp_path / "run")
+
+
+def test_wandb_gets_what_is_new_and_another_run_after_a_resume(made, tmp_path, monkeypatch):
+    (tmp_path / "stand-in").mkdir()
+    (tmp_path / "stand-in" / "wandb.py").write_text(WANDB)
+    path = ":".join([str(tmp_path / "stand-in"), *sys.path])
+    ids = []
+    for after, last, new in ((0, 5, 5), (5, 7, 2), (6, 9, 9)):
+        made.job(after, last)
+        done = export(made, "--to", "wandb", path=path)
+        assert f"{new} new records to wandb" in done.stdout, done.stderr
+        (folder,) = (made.path / "wandb").glob("offline-run-*")
+        calls = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+        ids.append(calls[-1][0]["id"])
+    assert "0 new records" in export(made, "--to", "wandb", path=path).stdout
+    assert ids[0] == ids[1] != ids[2]
+    (about, records) = calls[0]
+    assert (about["mode"], about["name"]) == ("offline", "run")
+    assert about["config"]["optimizer.lr"] == "0.5"
+    assert {step: values["train/loss"] for step, values in records} == losses(made.path)
+    assert records[0][1]["_timestamp"] == 1001.0
+
+
+def test_a_missing_library_is_one_line(made, tmp_path):
+    made.job(0, 1)
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "sitecustomize.py").write_text(WITHOUT)
+    done = export(made, "--to", "wandb", path=":".join([str(tmp_path / "without"), *sys.path]))
+    assert done.returncode == 2
+    assert only_line(done.stderr).endswith("which is not here: pip install wandb")
+
+
+def test_several_runs_go_to_one_folder(made, tmp_path):
+    other = MadeRun(tmp_path / "other")
+    made.job(0, 2)
+    other.job(0, 3)
+    done = export(made, str(other.path), "--to", "tensorboard", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    for name in ("run", "other"):
+        assert list((tmp_path / "out" / name / "tensorboard").glob("events.out.tfevents.*"))
+    assert not (made.path / "tensorboard").exists()
+
+
+def test_no_torch_and_no_mpi_are_loaded(made):
+    made.job(0, 2)
+    words = [sys.executable, "-X", "importtime", "-m", "hpc_train", "log", "export"]
+    for tracker in ("tensorboard", "mlflow", "csv"):
+        done = run(*words, str(made.path), "--to", tracker)
+        assert done.returncode == 0, done.stderr
+        loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+        assert loaded & {"torch", "mpi4py", "numpy", "mlflow", "tensorboard"} == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--to", "neptune"], "is none of tensorboard, mlflow, wandb, csv"),
+        (["--to", "no.module:Class"], "cannot be imported (ModuleNotFoundError"),
+        (["--to", "json:JSONDecoder"], "which has no method log"),
+        (["nowhere", "--to", "csv"], "nowhere has no metrics.jsonl: give the directory of a run"),
+        (["--to", "csv", "--out", "/proc/1/no"], "/proc/1/no/run cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(made, words, line):
+    made.job(0, 1)
+    done = export(made, *words, path=":".join(sys.path))
+    assert done.returncode == 2, done.stderr
+    assert line in only_line(done.stderr)
