@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-OWN = Path("/proc/self/stat")
+OWN_STAT = Path("/proc/self/stat")
 STARTED_AT = 19  # the place of the start time among the fields behind the program's name; proc(5)
 
 
-def seconds_since_begin(stat: Path = OWN) -> float:
+def seconds_since_begin(stat: Path = OWN_STAT) -> float:
     """Seconds since this process began; since its fork, if it was forked. 0 if Linux does not tell.
 
     Args:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from hpc_train.monitoring.energy_sources import EnergySource
 
-LONGEST = 30.0  # seconds between two reads of counters
+COUNTER_SECONDS = 30.0  # seconds between two reads of counters
 # Seconds between two reads of a meter of power: a tenth of the golden ratio's square. Steps of a
 # training take no rational multiple of it, so reads do not keep time with them.
-SHORTEST = 0.26180339887498949
+POWER_SECONDS = 0.26180339887498949
 MOST_WATTS = 1000.0  # of what one counter that wraps counts: a processor with its memory
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,9 @@ class EnergyMeter:
     def pause(self) -> float:
         """Seconds until the next read."""
         if any(source.is_power for source in self.sources):
-            return SHORTEST
+            return POWER_SECONDS
         wraps = [source.wrap / MOST_WATTS / 2 for source in self.sources if source.wrap]
-        return min([LONGEST, *wraps])
+        return min([COUNTER_SECONDS, *wraps])
 
 
 class EnergyThread:

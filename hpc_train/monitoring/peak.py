@@ -9,12 +9,12 @@ from torch import Tensor
 
 from hpc_train.models.linear import product
 
-SECONDS = 0.2  # of a measurement, about
+PEAK_SECONDS = 0.2  # of a measurement, about
 PRODUCTS = 8  # number of products that fit into it, at the least
 SMALLEST, LARGEST = 256, 8192  # rows and columns of the matrices
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = SECONDS) -> float:
+def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = PEAK_SECONDS) -> float:
     """Floating-point operations per second of products of two square matrices.
 
     The matrices are as large as they can be for eight products in the given time, at most 8192 x

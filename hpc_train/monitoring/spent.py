@@ -46,17 +46,19 @@ class SpentCosts:
         hours = f"{self.node_hours:.3g} node-hours"
         if not self.joules:
             return f"{hours} so far; no energy was read"
-        text = f"{hours} and {_joules(self.joules)} ({self.joules / 3.6e6:.2g} kWh) so far"
+        text = f"{hours} and {describe_joules(self.joules)} so far"
         if (share := self.metered_node_hours / self.node_hours) < 0.995:
             text += f"; the energy was read in {100 * share:.0f} % of the time"
         return text
 
 
-def _joules(joules: float) -> str:
-    for size, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")):
-        if joules >= size:
-            return f"{joules / size:.3g} {unit}"
-    return f"{joules:.3g} J"
+def describe_joules(joules: float) -> str:
+    """An energy in words, as in "3.1 MJ (0.86 kWh)"."""
+    size, unit = next(
+        ((size, unit) for size, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")) if joules >= size),
+        (1.0, "J"),
+    )
+    return f"{joules / size:.3g} {unit} ({joules / 3.6e6:.2g} kWh)"
 
 
 def costs_in(directory: Path) -> SpentCosts:
