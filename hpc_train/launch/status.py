@@ -11,6 +11,7 @@ from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.launch import queued
 from hpc_train.launch.protocol import QUEUED, STOP
 from hpc_train.launch.recent import RecentRecords
+from hpc_train.monitoring.spent import costs_in, describe_joules
 
 DEPTHS = ("*", "*/*", "*/*/*")  # where `status` looks for runs below the working directory
 # Names of job outputs: SLURM's by our directive, OpenPBS's in a folder, and Torque's.
@@ -42,14 +43,14 @@ class RunStatus:
         self._asked = -ASK_SECONDS
 
     def lines(self, curves: int = 0) -> list[str]:
-        """The run's jobs, its step, speed and checkpoint, and how a job ended.
+        """The run's jobs, its step, speed and checkpoint, its costs, and how a job ended.
 
         Args:
             curves: the characters of a curve of the last records; with 0 none is drawn.
         """
         if time.monotonic() - self._asked >= ASK_SECONDS:
             self._jobs, self._asked = _jobs(self.run), time.monotonic()
-        return [*self._jobs, *_progress(self.run, curves), *_end(self.run)]
+        return [*self._jobs, *_progress(self.run, curves), *_costs(self.run), *_end(self.run)]
 
 
 def check_run(run: Path) -> None:
@@ -96,6 +97,18 @@ def _progress(run: Path, curves: int) -> list[str]:
             newest = (directory / "checkpoints/LATEST").read_text().strip()
             lines.append(f"{before}newest checkpoint: {newest}")
     return lines
+
+
+def _costs(run: Path) -> list[str]:
+    """What the run has cost, with the scheduler's energy if nothing else has read any."""
+    spent = costs_in(run)
+    if not spent.node_hours:
+        return []
+    line = f"cost: {spent.describe()}"
+    scheduler, jobs = queued.jobs_of(run)
+    if not spent.joules and scheduler is not None and jobs and (joules := scheduler.joules(jobs)):
+        line += f", and {scheduler.name} accounts for {describe_joules(joules)}"
+    return [line]
 
 
 def _end(run: Path) -> list[str]:
