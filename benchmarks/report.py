@@ -68,15 +68,17 @@ def make(run: Path) -> float:
     return seconds
 
 
-def peak_mb(run: Path) -> float:
-    """Most MB of the command's resident set."""
+def usage(run: Path) -> dict[str, float]:
+    """Most MB of the command's resident set, and the seconds of a core that it takes."""
     code = (
         "import resource, sys; from hpc_train.cli import main; main(['report', sys.argv[1]]);"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "used = resource.getrusage(resource.RUSAGE_SELF);"
+        "print(used.ru_maxrss, used.ru_utime + used.ru_stime)"
     )
     command = [sys.executable, "-c", code, str(run)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return int(done.stdout.split()[-1]) * 1024 / 1e6
+    kib, seconds = done.stdout.split()[-2:]
+    return {"peak memory, MB": int(kib) * 1024 / 1e6, "core, s": float(seconds)}
 
 
 def again(run: Path) -> float:
@@ -105,9 +107,8 @@ def main() -> None:
         figures = {
             "metrics.jsonl, MB": metrics.stat().st_size / 1e6,
             "report.html, MB": (run / "report.html").stat().st_size / 1e6,
-            "peak memory, MB": peak_mb(run),
             "again, s": again(run),
-        }
+        } | usage(run)
     for text, value in figures.items():
         print(f"{text}: {value:.3g}")
     ratios = {"report / json alone": harness.paired_ratio(samples, "report", "json alone")}

@@ -234,14 +234,14 @@ def main() -> int:
         page = browser.open()
         page.show(1080, 900)
         page.go(pages["made-up-run"].as_uri())
-        take(page, "desktop", "document.body", 1100)
+        take(page, "desktop", "document.body", 1130)
         take(page, "story", "document.querySelector('#phases')", 1130)
         page.show(360, 780)
         page.go(pages["made-up-run"].as_uri())
         take(page, "phone", "document.querySelector('#curves')", 1000)
         page.show(1080, 900, dark=True)
         page.go(pages["made-up-sweep"].as_uri())
-        take(page, "dark", "document.querySelector('#curves')", 430)
+        take(page, "dark", "document.querySelector('#curves')", 445)
         take(page, "sweep", "document.querySelector('#sweep')", 720)
     return 0
 

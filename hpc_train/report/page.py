@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -59,15 +60,8 @@ def report_of(runs: Sequence[Path]) -> str:
     return LiveReport(runs).html()
 
 
-def _html(runs: Sequence[Path], sources: Sequence[RunSource]) -> str:
-    drawn = sources[:MOST_CURVES]
-    compared = compare(sources)
-    data: dict[str, Any] = {
-        "runs": curves_of(drawn),
-        "plots": plots_of(drawn),
-        "phases": list(PHASES),
-        "parallel": compared.axes() if compared else None,
-    }
+@functools.cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -82,8 +76,20 @@ def _html(runs: Sequence[Path], sources: Sequence[RunSource]) -> str:
         "duration": duration,
         "reached": share_of_limit,
     }
+    return environment.get_template("page.html")
+
+
+def _html(runs: Sequence[Path], sources: Sequence[RunSource]) -> str:
+    drawn = sources[:MOST_CURVES]
+    compared = compare(sources)
+    data: dict[str, Any] = {
+        "runs": curves_of(drawn),
+        "plots": plots_of(drawn),
+        "phases": list(PHASES),
+        "parallel": compared.axes() if compared else None,
+    }
     single = [source for source in sources if source.task is None]
-    text = environment.get_template("page.html").render(
+    text = _template().render(
         title=_title([run.resolve().name for run in runs]),
         made=moment(time.time()),
         sources=sources,
