@@ -33,6 +33,7 @@ FORKED = (
     "topology",
     "prepare",
     "predict",
+    "info",
 )  # verbs that load libraries
 ENVIRON = (
     environment.for_launcher(os.environ, os.geteuid())

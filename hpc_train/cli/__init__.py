@@ -23,6 +23,7 @@ EXIT_READER_GONE = 128 + 13  # as a shell reports a program that SIGPIPE has end
 # The text of each verb in `hpc-train --help`. The module of the same name has `run(arguments)`.
 VERBS = {
     "doctor": "check what works here, and say how to repair the rest",
+    "info": "info collectives: measure how fast the ranks of a job communicate",
     "prepare": "turn texts, tokens or tables into shards to train on, alone or on many ranks",
     "data": "data verify DIR: compare every shard with its hash; data index FILE: index HDF5 files",
     "train": "train CONFIG.yaml: train a model, alone or under horovodrun, mpirun, srun or mpiexec",

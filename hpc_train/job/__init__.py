@@ -8,4 +8,5 @@ preemption.py     collects the requests to stop: signals, the time limit, the fi
 deadline.py       when the scheduler ends the job
 jobs.py           which jobs the scheduler knows
 leaving.py        ranks leave a block of code together
+communication/    times the collectives of a machine
 """

@@ -19,6 +19,7 @@ from hpc_train.errors import HpcTrainError, RankError, UserError
 from hpc_train.mpi.group import Group
 
 T = TypeVar("T")
+NAP = 5e-3  # seconds between two looks of a rank that sleeps while others are measured
 FAILED = 1 << 32  # a failing rank brings a number above this to an agreement
 
 logger = logging.getLogger(__name__)
@@ -154,3 +155,13 @@ def all_arrive(group: Group, seconds: float) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def meet(group: Group) -> None:
+    """Wait for all ranks, asleep: some of them may be measured on this rank's cores. Collective."""
+    if group.comm is None:
+        return
+    with group.waiting("a measurement of the other ranks"):
+        everyone = group.comm.Ibarrier()
+        while not everyone.Test():
+            time.sleep(NAP)

@@ -27,6 +27,7 @@ from hpc_train.config import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.host.cores import physical_cores
 from hpc_train.models.shape import Shape
+from hpc_train.mpi.agreement import meet
 from hpc_train.mpi.environment import ranks_yield
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -46,7 +47,6 @@ STREAMS = 1 << 30  # bytes of the tensors of all threads together
 MATRIX = 512  # rows and columns of the matrices that threads multiply
 SMALL, LARGE = 8, 4 << 20  # bytes of the two kinds of messages
 REPEATS = {SMALL: 50, LARGE: 4}  # number of timed messages
-NAP = 5e-3  # seconds between two looks of a rank that waits for its turn
 
 
 @dataclass(frozen=True)
@@ -267,17 +267,6 @@ def in_turn(world: Group, mine: bool, once: Callable[[], None]) -> float:
     taken = pass_seconds(once) if mine else 0.0
     meet(world)
     return taken
-
-
-def meet(group: Group) -> None:
-    """Wait for all ranks. Collective."""
-    if group.comm is None:
-        return
-    # Asleep, because this rank may share its cores with ranks that are measured.
-    with group.waiting("a measurement of the other ranks"):
-        everyone = group.comm.Ibarrier()
-        while not everyone.Test():
-            time.sleep(NAP)
 
 
 def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> Machine:

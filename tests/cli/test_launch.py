@@ -78,7 +78,9 @@ def undisturbed(tmp_path_factory, text_data):
 
 
 @pytest.mark.slow("ranks start twice, cold ones load all they need each time")
-@pytest.mark.parametrize("how", [(), ("--cold",)], ids=["warm", "cold"])
+@pytest.mark.parametrize(
+    "how", [(), pytest.param(("--cold",), marks=pytest.mark.long)], ids=["warm", "cold"]
+)
 def test_a_killed_rank_is_named_and_the_job_goes_on_bit_for_bit(program, undisturbed, how):
     words = ["-np", "2", "--max_restarts", "2", *how, "--", *training(program, *OPTIONS)]
     with launched(*words) as process:

@@ -90,7 +90,7 @@ def test_a_host_without_room_is_named_and_no_host_keeps_a_part(cluster, source):
         assert cluster.on(name, ["ls", "/dev/shm/disk"]).stdout == ""
 
 
-@pytest.mark.parametrize("signal", ["TERM", "KILL"])
+@pytest.mark.parametrize("signal", [pytest.param("TERM", marks=pytest.mark.long), "KILL"])
 def test_a_rank_that_is_killed_leaves_nothing_that_counts(cluster, source, signal):
     """The launcher ends the others by SIGTERM: they remove their parts. If MPI itself ends one, as
     when it loses a connection, its part stays there and is replaced."""

@@ -67,7 +67,7 @@ def test_a_script_for_horovod_goes_on_where_it_was_stopped(tmp_path):
     assert (folder / "step-000000200.safetensors").read_bytes() == expected
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 def test_an_own_loop_learns(tmp_path, ranks):
     text = example("own_loop.py", tmp_path, ranks=ranks)
     accuracy = float(text.split("accuracy on held-out digits: ")[1].split()[0])

@@ -183,9 +183,10 @@ def test_a_rank_that_stays_away_in_the_users_code_is_named(tmp_path, engine):
     ("call", "operation"),
     [
         ("loop.mean(1.0)", "ranks 0-1 (HOST) for loop.mean"),
-        (
+        pytest.param(
             "loop.register('it', torch.optim.swa_utils.AveragedModel(model))",
             "ranks 0-1 (HOST) for ",
+            marks=pytest.mark.long,
         ),
         ("loop.evaluate([0.0], lambda batch: batch)", "they took different paths"),
     ],

@@ -317,7 +317,9 @@ def check(case: Case, world: Group) -> list[str]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize(
+    "block", [*range(5), *(pytest.param(n, marks=pytest.mark.long) for n in range(5, 10))]
+)
 def test_own_loops_do_what_they_do_in_one_process(job, block):
     wrong = {}
     for number in range(block * CASES // 10, (block + 1) * CASES // 10):

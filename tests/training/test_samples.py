@@ -108,7 +108,7 @@ def test_the_loss_is_the_mean_over_the_documents_one_at_a_time(tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.long)])
 def test_packed_documents_have_the_same_loss_on_every_layout(job, together, recompute):
     options = [*MEAN, "--memory.recompute", recompute]
     manifest = None

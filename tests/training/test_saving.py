@@ -24,7 +24,7 @@ def test_with_mtbf_hours_a_save_at_step_1_measures_the_cost(program):
     assert steps_left(program, "run", "--checkpoint.mtbf_hours", "1000") == [1, 12]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_every_fifth_and_the_best_are_kept_for_good(program, ranks):
     options = ["--checkpoint.minutes", "1e-6", "--data.validation_every", "3"]
     options += ["--checkpoint.keep", "1", "--checkpoint.keep_every", "5"]
@@ -36,7 +36,12 @@ def test_every_fifth_and_the_best_are_kept_for_good(program, ranks):
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, ()), (2, ()), (2, ("--parallel.tp", "2")), (2, ("--memory.zero", "1"))],
+    [
+        (1, ()),
+        pytest.param(2, (), marks=pytest.mark.long),
+        (2, ("--parallel.tp", "2")),
+        pytest.param(2, ("--memory.zero", "1"), marks=pytest.mark.long),
+    ],
     ids=["alone", "dp", "tp", "zero"],
 )
 def test_a_run_that_saves_in_the_background_has_the_same_checkpoints(program, ranks, options):

@@ -68,7 +68,9 @@ def train(directory, kind, options, started):
 
 @pytest.mark.mpi
 @pytest.mark.slow("a training for each layout, and one alone")
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", ["tabular", "tabular_mlp", pytest.param("tabular_resnet", marks=pytest.mark.long)]
+)
 def test_losses_of_a_model_of_tables_are_those_of_one_rank(job, together, kind):
     if job.world.rank == 0:
         train(together / "reference", kind, {}, Runtime(Group(), Group()))
