@@ -32,6 +32,7 @@ VERBS = {
     "logs": "logs RUN: print what the jobs of a run print",
     "cancel": "stop a run for good, with a checkpoint",
     "plan": "plan CONFIG.yaml: predict which layouts fit in memory, and how fast they are",
+    "scale": "scale CONFIG.yaml --nodes 1,2,4: a scaling study, with a page for a proposal",
     "stage": "copy the Python environment and data sets to a disk of each node",
     "topology": "draw nodes and sockets, and show where each rank and group of a layout runs",
     "generate": "write text from a checkpoint",

@@ -11,9 +11,11 @@ import hpc_train
 from hpc_train.config import RunConfig
 from hpc_train.host.memory import PeakMemory
 from hpc_train.job import jobs
+from hpc_train.job.reporting import RunReport
 from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.assemble import Assembly
+from hpc_train.training.performance import PerformanceTest
 
 
 class StepRecords:
@@ -32,14 +34,23 @@ class StepRecords:
         self.memory = PeakMemory()
         self.costly = True
         """Whether to measure what takes time to measure, such as memory."""
+        self.test = PerformanceTest.of(config, made, tokens_per_sample)
 
-    def start(self) -> None:
-        """Begin to measure."""
+    def start(self, report: RunReport | None = None) -> None:
+        """Begin to measure.
+
+        Args:
+            report: the reports of the run, which get the records; None: there are none.
+        """
         self.meter.start()
+        if self.test and report:
+            self.test.start(report)
 
     def count_step(self) -> None:
         """Count one more step."""
         self.meter.count_step()
+        if self.test:
+            self.test.count_step()
 
     def measured(self) -> dict[str, Any]:
         """What was measured since the last record, as parts of a record. Collective."""
