@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 from hpc_train.mpi.phases import STEP_PHASES
+from hpc_train.scaling.paragraph import percent
 from hpc_train.scaling.summary import Figures, ScaleRow
 
 WIDTH, HEIGHT = 640, 320
@@ -121,7 +122,7 @@ def efficiency_chart(figures: Figures) -> Markup:
         frame,
         figures,
         ticks,
-        lambda v: f"{v:.0%}",
+        percent,
         least,
         scaled=False,
     )
@@ -192,7 +193,7 @@ def phase_chart(figures: Figures) -> Markup:
         for name, seconds in known.items():
             height = tall * seconds / total * row.seconds / highest
             y -= height
-            label = escape(f"{row.nodes} nodes, {name}: {seconds / total:.0%} of the step")
+            label = escape(f"{row.nodes} nodes, {name}: {percent(seconds / total)} of the step")
             parts.append(
                 f'<rect class="{name}" x="{x:.1f}" y="{y:.1f}" width="{width * 0.6:.1f}" '
                 f'height="{height:.1f}"><title>{label}</title></rect>'

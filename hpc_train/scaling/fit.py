@@ -26,6 +26,7 @@ _Array = NDArray[np.float64]
 Basis = Mapping[str, Callable[[int], float]]
 
 LEAST_ERROR = 0.01  # share of a time; the model is not better than that
+EQUAL = 1e-6  # difference of two criteria that is only rounding
 DRAWS = 300  # of the bootstrap
 INTERVAL = (0.05, 0.95)  # the quantiles that bound a prediction
 LEAST_FREEDOM = 3  # degrees of freedom of the errors; with fewer the draws have no variance
@@ -81,7 +82,8 @@ def least_squares(rows: ArrayLike, values: ArrayLike, errors: ArrayLike) -> tupl
     All subsets of the coefficients are tried, so there may be only a few of them. The subset counts
     that has the least Akaike information criterion, with known errors: the squared distances in
     units of the errors, plus 2 for each coefficient (Akaike, "A new look at the statistical model
-    identification", IEEE Transactions on Automatic Control 19, 1974).
+    identification", IEEE Transactions on Automatic Control 19, 1974). Of several that are equal the
+    one counts whose functions stand first.
 
     Args:
         rows: the functions at each point, (points, functions).
@@ -98,18 +100,16 @@ def least_squares(rows: ArrayLike, values: ArrayLike, errors: ArrayLike) -> tupl
     scale[scale == 0] = 1.0
     scaled = matrix / scale * weights[:, None]
     best, least = np.zeros(len(scale)), math.inf
-    for used in itertools.product((False, True), repeat=len(scale)):
-        count = sum(used)
-        if not 0 < count <= len(wanted):
-            continue
-        chosen = scaled[:, list(used)]
-        found, _, rank, _ = np.linalg.lstsq(chosen, wanted, rcond=None)
-        if rank < count or found.min() < 0:
-            continue
-        criterion = float(((chosen @ found - wanted) ** 2).sum()) + 2 * count
-        if criterion < least:
-            best, least = np.zeros(len(scale)), criterion
-            best[list(used)] = found
+    places = range(len(scale))
+    for count in range(1, min(len(places), len(wanted)) + 1):
+        for used in map(list, itertools.combinations(places, count)):
+            found, _, rank, _ = np.linalg.lstsq(scaled[:, used], wanted, rcond=None)
+            if rank < count or found.min() < 0:
+                continue
+            criterion = float(((scaled[:, used] @ found - wanted) ** 2).sum()) + 2 * count
+            if criterion < least - EQUAL:
+                best, least = np.zeros(len(scale)), criterion
+                best[used] = found
     return best / scale, least
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hpc_train.scaling.summary import Figures, ScaleRow
 
 SHARED = (
-    "Caution: {shared}. So these figures say little about a machine whose nodes have cores of their "
-    "own."
+    "Caution: {shared}. So these figures say little about a machine whose nodes have cores of "
+    "their own."
 )
 
 
@@ -151,7 +151,7 @@ def in_nodes(count: int) -> str:
 
 def percent(share: float) -> str:
     """A share in percent, with a decimal place below ten."""
-    return f"{100 * share:.{0 if abs(share) >= 0.1 else 1}f} %"
+    return f"{100 * share:.{0 if abs(round(share, 3)) >= 0.1 else 1}f} %"
 
 
 def in_digits(value: float) -> str:

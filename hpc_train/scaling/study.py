@@ -117,12 +117,6 @@ class ScaleStudy:
                     f"which is {self._ranks_of_replica}",
                     "give other --nodes or --ranks_per_node",
                 )
-            if self.weak and self.config.data.batch * nodes % self.nodes[0]:
-                raise UserError(
-                    f"data.batch {self.config.data.batch} is that of {self.nodes[0]} nodes, and "
-                    f"cannot grow in proportion to {nodes} nodes",
-                    "give another data.batch, or other --nodes",
-                )
             try:
                 micro_batching(
                     replace(
