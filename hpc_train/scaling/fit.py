@@ -13,7 +13,6 @@ inside are one constant, because neither changes with n. No coefficient is below
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +25,8 @@ _Array = NDArray[np.float64]
 Basis = Mapping[str, Callable[[int], float]]
 
 LEAST_ERROR = 0.01  # share of a time; the model is not better than that
-EQUAL = 1e-6  # difference of two criteria that is only rounding
-DRAWS = 300  # of the bootstrap
+ROUNDING = 1e-6  # difference of two criteria that is only rounding
+DRAWS = 1000  # of the bootstrap
 INTERVAL = (0.05, 0.95)  # the quantiles that bound a prediction
 LEAST_FREEDOM = 3  # degrees of freedom of the errors; with fewer the draws have no variance
 
@@ -76,7 +75,7 @@ class PredictedTime:
     high: float
 
 
-def least_squares(rows: ArrayLike, values: ArrayLike, errors: ArrayLike) -> tuple[_Array, float]:
+def least_squares(rows: ArrayLike, values: ArrayLike, errors: ArrayLike) -> _Array:
     """The linear model with the least weighted squares whose coefficients are 0 or more.
 
     All subsets of the coefficients are tried, so there may be only a few of them. The subset counts
@@ -87,30 +86,42 @@ def least_squares(rows: ArrayLike, values: ArrayLike, errors: ArrayLike) -> tupl
 
     Args:
         rows: the functions at each point, (points, functions).
-        values: the values, (points,).
+        values: the values, (points,); or several sets of them, (points, sets).
         errors: their standard errors, (points,), all above 0.
 
     Returns:
-        The coefficients, (functions,), and the criterion.
+        The coefficients, (functions,) or (functions, sets).
     """
-    matrix = np.asarray(rows, dtype=float)
-    weights = 1 / np.asarray(errors, dtype=float)
-    wanted = np.asarray(values, dtype=float) * weights
+    matrix, given = np.asarray(rows, dtype=float), np.asarray(values, dtype=float)
+    weights = 1 / np.asarray(errors, dtype=float)[:, None]
+    wanted = given.reshape(len(matrix), -1) * weights
     scale = np.abs(matrix).max(axis=0)
     scale[scale == 0] = 1.0
-    scaled = matrix / scale * weights[:, None]
-    best, least = np.zeros(len(scale)), math.inf
-    places = range(len(scale))
-    for count in range(1, min(len(places), len(wanted)) + 1):
-        for used in map(list, itertools.combinations(places, count)):
+    scaled = matrix / scale * weights
+    best = np.zeros((len(scale), wanted.shape[1]))
+    least = np.full(wanted.shape[1], np.inf)
+    for count in range(1, min(matrix.shape) + 1):
+        for used in map(list, itertools.combinations(range(len(scale)), count)):
             found, _, rank, _ = np.linalg.lstsq(scaled[:, used], wanted, rcond=None)
-            if rank < count or found.min() < 0:
+            if rank < count:
                 continue
-            criterion = float(((scaled[:, used] @ found - wanted) ** 2).sum()) + 2 * count
-            if criterion < least - EQUAL:
-                best, least = np.zeros(len(scale)), criterion
-                best[used] = found
-    return best / scale, least
+            criterion = ((scaled[:, used] @ found - wanted) ** 2).sum(axis=0) + 2 * count
+            better = (found.min(axis=0) >= 0) & (criterion < least - ROUNDING)
+            best[:, better] = 0.0
+            best[np.ix_(used, better)] = found[:, better]
+            least[better] = criterion[better]
+    coefficients: _Array = (best / scale[:, None]).reshape(len(scale), *given.shape[1:])
+    return coefficients
+
+
+def _functions(basis: Basis, nodes: Sequence[int]) -> list[list[float]]:
+    """The functions at each number of nodes, a row for each."""
+    return [[function(count) for function in basis.values()] for count in nodes]
+
+
+def _errors(points: Sequence[TimePoint]) -> list[float]:
+    """The errors of the points, but none below LEAST_ERROR."""
+    return [max(point.error, LEAST_ERROR * point.seconds) for point in points]
 
 
 @dataclass(frozen=True)
@@ -128,15 +139,8 @@ class StepTimeModel:
     @classmethod
     def of(cls, points: Sequence[TimePoint], basis: Basis) -> StepTimeModel:
         """Fit it to points, each weighted by its error, but no closer than LEAST_ERROR."""
-        errors = [max(point.error, LEAST_ERROR * point.seconds) for point in points]
-        return cls._fitted([p.nodes for p in points], [p.seconds for p in points], errors, basis)
-
-    @classmethod
-    def _fitted(
-        cls, nodes: Sequence[int], seconds: ArrayLike, errors: ArrayLike, basis: Basis
-    ) -> StepTimeModel:
-        rows = [[function(count) for function in basis.values()] for count in nodes]
-        found, _ = least_squares(rows, seconds, errors)
+        rows = _functions(basis, [point.nodes for point in points])
+        found = least_squares(rows, [point.seconds for point in points], _errors(points))
         return cls(basis, dict(zip(basis, found.tolist(), strict=True)))
 
     def seconds(self, nodes: int) -> float:
@@ -167,28 +171,21 @@ def predictions(
     their errors. It is no narrower than the error of `left_out`, which the draws do not know.
     """
     model = StepTimeModel.of(points, basis)
-    errors = np.array([max(point.error, LEAST_ERROR * point.seconds) for point in points])
+    seconds, errors = np.array([point.seconds for point in points]), _errors(points)
     freedom = max(LEAST_FREEDOM, sum(point.runs - 1 for point in points))
     random = np.random.default_rng(0)  # the same data give the same page
-    drawn = []
-    for _ in range(DRAWS):
-        seconds = np.array([point.seconds for point in points])
-        seconds = np.maximum(
-            seconds + errors * random.standard_t(freedom, len(points)), seconds / 10
-        )
-        one = StepTimeModel._fitted([p.nodes for p in points], seconds, errors, basis)
-        drawn.append([one.seconds(nodes) for nodes in targets])
-    low, high = np.quantile(np.array(drawn).reshape(DRAWS, len(targets)), INTERVAL, axis=0)
+    scatter = random.standard_t(freedom, (len(points), DRAWS)) * np.array(errors)[:, None]
+    drawn = np.maximum(seconds[:, None] + scatter, seconds[:, None] / 10)
+    found = least_squares(_functions(basis, [point.nodes for point in points]), drawn, errors)
+    times = np.array(_functions(basis, targets)).reshape(-1, len(basis)) @ found
+    low, high = np.quantile(times, INTERVAL, axis=1)
     missed = abs(left_out(points, basis) or 0.0)
-    found = []
+    predicted = []
     for nodes, least, most in zip(targets, low.tolist(), high.tolist(), strict=True):
         middle = model.seconds(nodes)
-        found.append(
-            PredictedTime(
-                nodes, middle, min(least, middle * (1 - missed)), max(most, middle * (1 + missed))
-            )
-        )
-    return found
+        wide = (min(least, middle * (1 - missed)), max(most, middle * (1 + missed)))
+        predicted.append(PredictedTime(nodes, middle, *wide))
+    return predicted
 
 
 def left_out(points: Sequence[TimePoint], basis: Basis) -> float | None:
