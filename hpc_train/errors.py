@@ -104,19 +104,22 @@ class Stopped(Exception):
     Args:
         step: the last finished step, which the checkpoint has; 0 before the first step.
         reason: name of the cause of the stop, such as "SIGTERM".
+        saved: whether a checkpoint of that step was written.
     """
 
     exit_code = EXIT_STOPPED
 
-    def __init__(self, step: int, reason: str) -> None:
+    def __init__(self, step: int, reason: str, *, saved: bool = True) -> None:
         super().__init__(step, reason)
         self.step = step
         self.reason = reason
+        self.saved = saved
 
     def __str__(self) -> str:
         if not self.step:
             return f"stopped by {self.reason} before the first step"
-        return f"stopped by {self.reason} after step {self.step}, checkpoint written"
+        written = ", checkpoint written" if self.saved else ""
+        return f"stopped by {self.reason} after step {self.step}{written}"
 
 
 def print_error(error: HpcTrainError) -> None:

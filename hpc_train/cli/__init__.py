@@ -35,6 +35,7 @@ VERBS = {
     "cancel": "stop a run for good, with a checkpoint",
     "report": "report RUN [RUN ...]: write one HTML file that shows what runs have done",
     "plan": "plan CONFIG.yaml: predict which layouts fit in memory, and how fast they are",
+    "scale": "scale CONFIG.yaml --nodes 1,2,4: a scaling study, with a page for a proposal",
     "stage": "copy the Python environment and data sets to a disk of each node",
     "topology": "draw nodes and sockets, and show where each rank and group of a layout runs",
     "generate": "write text from a checkpoint",

@@ -23,6 +23,8 @@ from hpc_train.config.together import check_together
 from hpc_train.errors import ConfigError
 
 TRACKERS = ("tensorboard", "mlflow", "csv")
+TEST_STEPS = 40  # of a performance test, unless it has another number
+TEST_STEPS_LEAST = 2  # one that counts, after one that does not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,11 @@ class RunSection:
     """Whether to check ranks and hosts before the first step: versions, clocks, memory, the run
     directory, slow ranks and slow links, and to measure the peak that mfu is a share of. It takes
     a second or two."""
+    performance_test: bool | int = False
+    """Whether the run measures how fast it trains. It then takes 40 steps, or the number of steps
+    that is given here, in place of steps and epochs. It writes no checkpoint, and evaluates no
+    held-out samples, whatever the other keys say. The first quarter of the steps does not count.
+    The result is in performance.json of run.dir."""
 
     def __post_init__(self) -> None:
         at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
@@ -85,6 +92,11 @@ class RunSection:
             raise ConfigError("run.steps and run.epochs are both given", "give one of them")
         self.time_limit_seconds()
         self._check_trackers()
+        if self.performance_test is not False and self.test_steps < TEST_STEPS_LEAST:
+            raise ConfigError(
+                f"run.performance_test is {self.performance_test}",
+                f"give true, false, or a number of {TEST_STEPS_LEAST} or more steps",
+            )
 
     def _check_trackers(self) -> None:
         for name in self.trackers:
@@ -102,6 +114,13 @@ class RunSection:
                 )
             if self.trackers.count(name) > 1:
                 raise ConfigError(f"run.trackers names {name} twice", "name it once")
+
+    @property
+    def test_steps(self) -> int:
+        """The number of steps of a performance test; 0 if the run is none."""
+        if isinstance(self.performance_test, bool):
+            return TEST_STEPS if self.performance_test else 0
+        return self.performance_test
 
     def time_limit_seconds(self) -> int | None:
         """The time limit in seconds. None if there is none, or if it is auto.

@@ -17,12 +17,7 @@ def check_together(config: RunConfig) -> None:
         ConfigError: two values exclude each other. The message names both.
     """
     _check_kind(config)
-    if config.run.patience and not config.data.validation_every:
-        raise ConfigError(
-            f"run.patience is {config.run.patience}, but data.validation_every is 0, so only the "
-            "last step is followed by a validation",
-            "set data.validation_every, or leave run.patience out",
-        )
+    _check_length(config)
     zero, gradients = config.memory.stage, config.gradients
     if zero and gradients.engine == "horovod":
         raise ConfigError(
@@ -72,6 +67,22 @@ def check_together(config: RunConfig) -> None:
             "section finetune leaves parameters as they are, but checkpoint.weights is not given, "
             "so they would stay random",
             "give checkpoint.weights, or leave finetune out",
+        )
+
+
+def _check_length(config: RunConfig) -> None:
+    """Check what decides how long the run is, and where it begins."""
+    if config.run.patience and not config.data.validation_every:
+        raise ConfigError(
+            f"run.patience is {config.run.patience}, but data.validation_every is 0, so only the "
+            "last step is followed by a validation",
+            "set data.validation_every, or leave run.patience out",
+        )
+    if config.run.test_steps and config.checkpoint.resume not in ("auto", "none"):
+        raise ConfigError(
+            "checkpoint.resume names a checkpoint, but run.performance_test is on, which trains "
+            "from the beginning",
+            "leave one of them out",
         )
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from hpc_train import files, log
+from hpc_train.checkpoint.catalogue import find_checkpoints
 from hpc_train.checkpoint.claim import Claim, claimed
 from hpc_train.config import RunConfig
 from hpc_train.errors import ConfigError
@@ -23,10 +24,13 @@ def run_directory(group: Group, config: RunConfig) -> Iterator[tuple[Path, Claim
 
     Raises:
         ClaimError: another job trains there.
-        ConfigError: the directory cannot be written, or a file STOP in it ends the run.
+        ConfigError: the directory cannot be written, a file STOP in it ends the run, or it is that
+            of a training, and this is a performance test.
     """
     directory = Path(config.run.dir)
     check_not_ended(group, directory)
+    if config.run.test_steps:
+        _check_untrained(group, directory)
     with (
         claimed_by_job(group, directory, config.run.hang_timeout) as claim,
         _written(group, directory, config),
@@ -45,6 +49,16 @@ def check_not_ended(group: Group, directory: Path) -> None:
             raise ConfigError(
                 f"{directory / STOP} is there, which ends the run",
                 "remove it to resume the run",
+            )
+
+
+def _check_untrained(group: Group, directory: Path) -> None:
+    """Check that a performance test does not write into the directory of a training."""
+    with agreed(group):
+        if group.rank == 0 and find_checkpoints(directory / "checkpoints", "auto"):
+            raise ConfigError(
+                f"run.performance_test is on, but {directory} has checkpoints of a training",
+                "give the test a run.dir of its own",
             )
 
 

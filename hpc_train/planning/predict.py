@@ -291,8 +291,7 @@ class StepModel:
         hidden = float(passes.max()) if early and self.config.gradients.average_every == 1 else 0.0
         bucket = self.config.gradients.bucket_bytes or ASSUMED_BUCKET
         last = sent * min(1.0, bucket / float(self.state.max()))
-        rounds = min(2 * (nodes - 1), 2 * math.ceil(math.log2(nodes)))
-        return max(last, sent - hidden) + rounds * self.across.alpha
+        return max(last, sent - hidden) + rounds_of_messages(nodes) * self.across.alpha
 
     @property
     def _tied(self) -> float:
@@ -323,6 +322,14 @@ class StepModel:
         """Sums over the ranks of each node."""
         each = np.broadcast_to(values, self.node.shape).ravel().astype(float)
         return np.bincount(self.node.ravel(), each).astype(float)
+
+
+def rounds_of_messages(nodes: int) -> int:
+    """Number of messages one after the other in a sum over nodes: the fewer of ring and tree.
+
+    docs/scaling.md has the formula.
+    """
+    return min(2 * (nodes - 1), 2 * math.ceil(math.log2(nodes)))
 
 
 def halving(ranks: int, nodes: int) -> tuple[float, float]:

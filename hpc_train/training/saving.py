@@ -136,10 +136,12 @@ class Saving:
     limited: bool = False
     """Whether the job's time is limited. Then training waits for the first checkpoint: so the job
     knows how long a checkpoint takes while there is still time for one."""
+    none: bool = False
+    """Whether no checkpoint is written at all, not even the last one."""
     _since: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, section: CheckpointSection) -> Saving:
+    def of(cls, section: CheckpointSection, *, none: bool = False) -> Saving:
         """The object for a section `checkpoint` of the configuration."""
         return cls(
             section.every,
@@ -147,6 +149,8 @@ class Saving:
             section.mtbf_hours,
             section.on_error,
             section.background,
+            untried=not none,
+            none=none,
         )
 
     def after(self, checkpoints: Checkpoints, step: int, taken: int | None = None) -> None:
@@ -178,7 +182,7 @@ class Saving:
         Raises:
             HpcTrainError: as `after`.
         """
-        if taken and taken != checkpoints.saved_step:
+        if taken and taken != checkpoints.saved_step and not self.none:
             background = self.background and not (self.untried and self.limited)
             self.untried = False
             with self._tolerated():
@@ -218,7 +222,7 @@ class Saving:
             checkpoints.finish()
         except CheckpointError as error:
             logger.warning("%s; the last checkpoint is written now", error)
-        if step:
+        if step and not self.none:
             checkpoints.save(step)
 
     def due(self, step: int, save_seconds: float, group: Group) -> bool:

@@ -17,6 +17,7 @@ from hpc_train.data.loader import Step
 from hpc_train.host.commit import commit_of
 from hpc_train.host.memory import PeakMemory
 from hpc_train.job import jobs
+from hpc_train.job.reporting import RunReport
 from hpc_train.models.gate import Gate
 from hpc_train.monitoring.meter import Meter
 from hpc_train.monitoring.peak import peak_flops
@@ -27,6 +28,7 @@ from hpc_train.training.device import moved
 from hpc_train.training.flops import UncountedError, counted_flops
 
 logger = logging.getLogger(__name__)
+from hpc_train.training.performance import PerformanceTest
 
 
 class StepRecords:
@@ -53,10 +55,17 @@ class StepRecords:
         self.uncounted = False
         """Whether they are counted in the next step."""
         self._steps, self._joules = 0, 0.0  # since and up to the last record
+        self.test = PerformanceTest.of(config, made, tokens_per_sample)
 
-    def start(self) -> None:
-        """Begin to measure."""
+    def start(self, report: RunReport | None = None) -> None:
+        """Begin to measure.
+
+        Args:
+            report: the reports of the run, which get the records; None: there are none.
+        """
         self.meter.start()
+        if self.test and report:
+            self.test.start(report)
 
     def count_step(self) -> None:
         """Count one more step."""
@@ -123,6 +132,8 @@ class StepRecords:
         self._joules = costs.total.joules
         peak = {"peak_flops": self.peak / self.group.size} if self.peak else {}
         return {**peak, "energy": costs.reader, **costs.total.known()}
+        if self.test:
+            self.test.count_step()
 
     def measured(self) -> dict[str, Any]:
         """What was measured since the last record, as parts of a record. Collective."""

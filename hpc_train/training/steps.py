@@ -77,7 +77,7 @@ def guarded_steps(
                 saving.last(checkpoints, taken(done))
             if stop.ended:
                 return
-            raise Stopped(taken(done), reason)
+            raise Stopped(taken(done), reason, saved=not saving.none)
         assert step is not None  # else `agree` has raised the failure or returned a reason
         try:
             group.waiting.limit = pace.within(step.number)

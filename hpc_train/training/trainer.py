@@ -43,6 +43,7 @@ from hpc_train.training.micro_batch import (
     same_buffers_after,
     sizes_to_try,
 )
+from hpc_train.training.performance import without_extras
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.step_records import StepRecords, start_event
 from hpc_train.training.steps import guarded_steps
@@ -70,6 +71,7 @@ class Trainer:
     """Whether the console shows the progress."""
 
     def __init__(self, config: RunConfig, task: TrainingTask, runtime: Runtime) -> None:
+        config, task = without_extras(config, task)
         self.config, self.task, self.runtime = config, task, runtime
         self.group = runtime.world
         self.loss = task.loss or _call
@@ -125,6 +127,7 @@ class Trainer:
 
     def _train(self) -> int:
         """Claim the run directory, resume, and take all steps. Returns the last one."""
+        test = self.step_records.test
         with (
             run_directory(self.group, self.config) as (directory, claim),
             watch_over(self.group, self.config.run.hang_timeout),
@@ -156,8 +159,8 @@ class Trainer:
                 start = start_event(self.runtime, self.assembly, after)
                 report.event("start", after, **start, **self.step_records.costs_at_start())
                 self.model.train()
-                saving = Saving.of(self.config.checkpoint)
-                self.step_records.start()
+                saving = Saving.of(self.config.checkpoint, none=test is not None)
+                self.step_records.start(report)
                 run = self.config.run
                 pace = Pace(run.hang_steps, run.hang_timeout, self._validation_due)
                 steps = guarded_steps(loader, self.checkpoints, stop, saving, pace)
@@ -168,6 +171,8 @@ class Trainer:
                     logger.info(summary)
                 if self.held_out:
                     logger.info("held-out samples at the end: %s", describe_scores(self.held_out))
+                if test:
+                    test.finish(self.runtime, directory)
                 self._finish()
         return after
 

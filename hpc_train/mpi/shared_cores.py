@@ -1,0 +1,60 @@
+"""Finds out whether ranks share cores, so that times say little about other machines."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc_train.host.cores import physical_cores
+from hpc_train.mpi.group import Group
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SHOWN = 4  # number of hosts that are named
+
+
+class RankCores(NamedTuple):
+    """Where a rank runs.
+
+    Args:
+        boot: the boot id of the kernel; hosts with one boot id are one machine.
+        host: the host name.
+        cores: the physical cores that the rank may use.
+    """
+
+    boot: str
+    host: str
+    cores: frozenset[str]
+
+
+def shared_cores(ranks: Sequence[RankCores]) -> str:
+    """Why ranks of a job share cores; "" if they share none.
+
+    Args:
+        ranks: where each rank runs.
+    """
+    machines: dict[str, list[RankCores]] = defaultdict(list)
+    for rank in ranks:
+        machines[rank.boot or rank.host].append(rank)
+    for several in machines.values():
+        names = list(dict.fromkeys(rank.host for rank in several))
+        if len(names) > 1:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            return f"hosts share cores: {', '.join(names[:_SHOWN])}{more} are one machine"
+        cores = len(frozenset().union(*(rank.cores for rank in several)))
+        if len(several) > cores:
+            few = f"{cores} core{'s' * (cores > 1)}"
+            return f"ranks share cores: {names[0]} has {len(several)} ranks and {few}"
+    return ""
+
+
+def find_shared_cores(world: Group) -> str:
+    """`shared_cores` of all ranks of a job. Collective."""
+    boot = ""
+    with suppress(OSError):  # no /proc in this container
+        boot = BOOT_ID.read_text().strip()
+    mine = RankCores(boot, world.host, frozenset(physical_cores(os.sched_getaffinity(0))))
+    return shared_cores(world.gathered(mine, "the cores of the ranks"))

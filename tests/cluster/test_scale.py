@@ -1,0 +1,46 @@
+"""`hpc-train scale` on a real SLURM over emulated hosts, from the command to the page."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import hosts
+from tests.cluster.slurm import slurm, why_not
+from tests.conftest import small_program
+from tests.programs import hpc_train
+
+
+@pytest.fixture(scope="module", autouse=True)
+def possible():
+    """Asked when the first test runs: ranks that only collect this module start nothing."""
+    if why_not():
+        pytest.skip(why_not())
+
+
+@pytest.mark.slow("jobs of SLURM one after the other")
+@pytest.mark.parametrize("nodes", ["1,2", pytest.param("1,2,4", marks=pytest.mark.long)])
+def test_a_study_goes_from_the_command_to_the_page(tmp_path: Path, text_data: Path, nodes):
+    program = small_program(tmp_path, text_data)
+    out = tmp_path / "study"
+    words = ["scale", str(program.config), "--nodes", nodes, "--repeats", "1", "--steps", "6"]
+    words += ["--out", str(out), "--jobs_at_once", "1", "--gradients.engine", "mpi"]
+    counts = nodes.split(",")
+    with hosts(len(counts) if nodes == "1,2" else 4, 1) as cluster, slurm(cluster) as up:
+        done = up.run(hpc_train(*words), cwd=tmp_path, timeout=170)
+        again = up.run(hpc_train(*words), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is submitted as job") == len(counts)
+    assert again.returncode == 0, again.stderr
+    assert "is submitted" not in again.stderr
+    assert again.stdout == done.stdout == (out / "scale.txt").read_text()
+    assert "Caution: hosts share cores: node1, node2" in done.stdout
+    rows = list(csv.DictReader((out / "scale.csv").read_text().splitlines()))
+    assert [row["nodes"] for row in rows if row["kind"] == "measured"] == counts
+    assert "Hosts share cores" in (out / "scale.html").read_text()
+    for count in counts:
+        told = json.loads((out / f"nodes-{count}-run-1/performance.json").read_text())
+        assert (told["hosts"], told["ranks"], told["batch"]) == (int(count), int(count), 16)

@@ -1,0 +1,159 @@
+"""The figures of a study, as table, page and text."""
+
+from __future__ import annotations
+
+import csv
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from hpc_train.scaling.page import page
+from hpc_train.scaling.paragraph import paragraph
+from hpc_train.scaling.summary import as_csv, figures_of, time_points
+from tests.scaling.studies import measured
+
+LIMITS = {"least_efficiency": 0.5, "most_nodes": 1000}
+
+
+def amdahl(nodes):
+    return 0.9 / nodes + 0.1
+
+
+def strong(**changed):
+    runs = [measured(n, amdahl(n)) for _ in range(3) for n in (1, 2, 4)]
+    return figures_of(runs, weak=False, **LIMITS | changed)
+
+
+def test_strong_scaling_by_amdahls_law():
+    figures = strong()
+    last = figures.measured[-1]
+    assert (last.nodes, last.runs, last.batch) == (4, 3, 16)
+    assert last.speedup == pytest.approx(1 / amdahl(4))
+    assert last.efficiency == pytest.approx(1 / amdahl(4) / 4)
+    assert last.node_hours == pytest.approx(4 * amdahl(4) * 1e6 / 16 / 3600)
+    assert last.tokens_per_second == pytest.approx(160 / amdahl(4))
+    assert figures.serial_share == pytest.approx(0.1, rel=1e-6)
+    assert figures.missed == pytest.approx(0, abs=1e-6)
+    assert figures.worthwhile == 11
+    assert [row.nodes for row in figures.predicted] == [8, 16, 32]
+    for row in figures.predicted:
+        assert row.seconds == pytest.approx(amdahl(row.nodes))
+        assert row.low < row.seconds < row.high
+
+
+def test_weak_scaling_counts_samples():
+    runs = [measured(n, 1 + 0.1 * (n > 1), batch=16 * n) for n in (1, 2, 4)]
+    figures = figures_of(runs, weak=True, **LIMITS)
+    last = figures.measured[-1]
+    assert last.speedup == pytest.approx(4 / 1.1)
+    assert last.efficiency == pytest.approx(1 / 1.1)
+    assert figures.serial_share == pytest.approx((4 - 4 / 1.1) / 3)
+    assert [row.batch for row in figures.predicted] == [128, 256, 512]
+
+
+def test_no_more_nodes_are_predicted_than_there_are_samples():
+    assert [row.nodes for row in strong(most_nodes=16).predicted] == [8, 16]
+    figures = strong(most_nodes=6)
+    assert not figures.predicted
+    assert figures.worthwhile == 6
+
+
+def test_numbers_of_nodes_to_predict_can_be_given():
+    assert [row.nodes for row in strong(targets=[4, 100]).predicted] == [100]
+
+
+def test_one_number_of_nodes_has_no_model():
+    figures = figures_of([measured(2, 0.5)], weak=False, **LIMITS)
+    assert figures.model is None
+    assert figures.worthwhile is None
+    text = paragraph(figures, "gpt", 4, 1, None)
+    assert "took 0.5 s on 2 nodes" in text
+    assert "speed-up" not in text
+    assert page(figures, "gpt", text, "1.0").count("<svg") == 1
+
+
+def test_runs_that_scatter_make_an_error_and_those_that_do_not_borrow_half_of_it():
+    runs = [measured(1, t) for t in (0.9, 1.0, 1.1)] + [measured(2, 0.5) for _ in range(3)]
+    one, two = time_points(runs)
+    assert one.seconds == 1.0
+    assert one.error > 0.04
+    assert 0 < two.error / two.seconds < one.error
+
+
+def test_the_table_has_a_line_for_each_number_of_nodes():
+    rows = list(csv.DictReader(as_csv(strong()).splitlines()))
+    assert [row["nodes"] for row in rows] == ["1", "2", "4", "8", "16", "32"]
+    assert [row["kind"] for row in rows] == ["measured"] * 3 + ["predicted"] * 3
+    assert float(rows[2]["efficiency"]) == pytest.approx(1 / amdahl(4) / 4)
+    assert float(rows[0]["forward_seconds"]) == pytest.approx(0.1)
+    assert rows[3]["forward_seconds"] == rows[0]["joules"] == ""
+
+
+def test_the_text_has_the_figures_and_says_what_is_predicted():
+    text = paragraph(strong(), "gpt", 40, 10, 1000)
+    for part in (
+        "run on 1, 2 and 4 nodes with 1 rank on each node",
+        "strong scaling: 16 samples per step",
+        "3 times on each number of nodes",
+        "30 steps of each run count, after 10 to warm up",
+        "speed-up from 1 node to 4 nodes is 3.08, which is a parallel efficiency of 77 %",
+        "By Amdahl's law the share of the time on one node that more nodes do not shorten is 10 %",
+        "the 1000 steps of the whole training cost 0.278 node-hours on 1 node and 0.361 on 4",
+        "Prediction, not measured: the parallel efficiency is at least 50 % up to 11 nodes",
+    ):
+        assert part in text
+    assert "energy" not in text
+    assert "Caution" not in text
+
+
+@pytest.mark.parametrize("where", ["text", "page", "table"])
+def test_shared_cores_are_said_everywhere(where):
+    runs = [measured(n, 1.0, shared="hosts share cores: a, b are one machine") for n in (1, 2)]
+    figures = figures_of(runs, weak=False, **LIMITS)
+    text = paragraph(figures, "gpt", 4, 1, None)
+    made = {"text": text, "page": page(figures, "gpt", text, "1.0"), "table": as_csv(figures)}
+    assert "osts share cores: a, b are one machine" in made[where]
+
+
+def test_nodes_that_are_parts_of_one_host_are_said_to_be():
+    run = measured(2, 1.0)
+    run.told["hosts"] = 1
+    figures = figures_of([measured(1, 1.0), run], weak=False, **LIMITS)
+    assert figures.shared.startswith("all ranks ran on one host")
+
+
+class Page(HTMLParser):
+    """Notes what a page loads, and checks that its elements are closed in their order."""
+
+    EMPTY = ("meta", "link", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loaded = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.loaded += [value for key, value in attrs if key in ("src", "href", "xlink:href")]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_no_other_file():
+    figures = strong()
+    text = page(figures, "<gpt>", paragraph(figures, "<gpt>", 40, 10, 1000), "1.0")
+    found = Page()
+    found.feed(text)
+    assert not found.open
+    assert found.loaded == ["data:,"]
+    assert not re.search(r"https?:|//\w|@import|url\(", text)
+    assert "<gpt>" not in text
+    assert "&lt;gpt&gt;" in text
+    assert "prefers-color-scheme: dark" in text
+    assert text.count("<svg") == 3
+    assert "NaN" not in text
