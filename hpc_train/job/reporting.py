@@ -43,11 +43,14 @@ class RunReport:
     always: dict[str, Any] = field(default_factory=dict)
     listeners: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     """Functions that are called with each record on rank 0."""
+    last_step: int = 0
+    """The step of the last record, on rank 0."""
 
     def record(self, record: dict[str, Any]) -> None:
         """Write, show and pass on the record of a step."""
         if self.metrics is None:
             return
+        self.last_step = record["step"]
         record = record | self.always | {"time": round(time.time(), 3)}
         if self.claim.lost() is None:
             self.metrics.write(record)
@@ -103,8 +106,7 @@ def reporting(
     display = progress(last_step, alone=alone) if shown else None
     with closing(metrics), closing(events), closing(display) if display else nullcontext():
         report = RunReport(claim, metrics, events, display, dict(history(after)))
-        last = [after]
-        report.listeners.append(lambda record: last.append(record["step"]))
+        report.last_step = after
         try:
             yield report
         except Stopped as stopped:
@@ -112,6 +114,6 @@ def reporting(
             raise
         except BaseException as error:
             why = error.cause if isinstance(error, HpcTrainError) else repr(error)
-            report.event("end", last[-1], reason="failed", why=why)
+            report.event("end", report.last_step, reason="failed", why=why)
             raise
-        report.event("end", last[-1], reason="finished")
+        report.event("end", report.last_step, reason="finished")

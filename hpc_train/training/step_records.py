@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 import hpc_train
 from hpc_train.config import RunConfig
+from hpc_train.errors import Stopped
 from hpc_train.host.memory import PeakMemory
 from hpc_train.job import jobs
+from hpc_train.job.reporting import RunReport
+from hpc_train.job.slow_ranks import SlowRanks
+from hpc_train.monitoring.communication import described, event_of
+from hpc_train.monitoring.device_seconds import DeviceSeconds
 from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.mpi.traffic import totals
 from hpc_train.training.assemble import Assembly
+
+logger = logging.getLogger(__name__)
 
 
 class StepRecords:
@@ -22,34 +33,92 @@ class StepRecords:
     Args:
         config: the configuration.
         made: the parts of the job.
+        runtime: the job's runtime.
         tokens_per_sample: number of tokens of a sample; 0 if samples have no tokens.
+
+    Attributes:
+        links: the bandwidths that `preflight` has measured.
     """
 
-    def __init__(self, config: RunConfig, made: Assembly, tokens_per_sample: float) -> None:
+    def __init__(
+        self, config: RunConfig, made: Assembly, runtime: Runtime, tokens_per_sample: float
+    ) -> None:
         self.made = made
         self.group = made.grid.world
         self.meter = Meter(config.data.batch, self.group.waiting, tokens_per_sample)
         self.memory = PeakMemory()
         self.costly = True
         """Whether to measure what takes time to measure, such as memory."""
+        self.links: dict[str, float] = {}
+        placement = made.grid.placement
+        topology, ranks = placement.topology, range(self.group.size)
+        self.hosts = [topology.hosts[topology.node[rank]] for rank in ranks]
+        stages = [placement.coordinate(rank).pp for rank in ranks]
+        self._device = DeviceSeconds.of(made.device)
+        self._slow = SlowRanks(runtime, self.hosts, stages, self._device)
+        self._report: RunReport | None = None
 
     def start(self) -> None:
         """Begin to measure."""
         self.meter.start()
+        self._slow.start()
+
+    @contextmanager
+    def measuring(self, report: RunReport) -> Iterator[None]:
+        """Measure all steps in this block, and say at its end what the ranks communicated.
+
+        Collective, unless the block fails.
+        """
+        self._report = report
+        self.start()
+        self.group.waiting.traffic.clear()
+        try:
+            yield
+        except Stopped as stopped:  # on all ranks
+            self._say_communication(stopped.step)
+            raise
+        self._say_communication(report.last_step)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """A context around what a step computes before its gradients are averaged."""
+        return self._device or nullcontext()
 
     def count_step(self) -> None:
         """Count one more step."""
         self.meter.count_step()
+        if self.costly:
+            self._slow.count_step()
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self, step: int) -> dict[str, Any]:
         """What was measured since the last record, as parts of a record. Collective."""
         record: dict[str, Any] = self.meter.take()
         if self.costly:
             record["memory_gb"] = self._memory()
+            record |= self._slow_rank(step)
         record |= self.made.substituted.record()
         if self.made.scaler is not None:
             record["skipped_steps"] = self.made.scaler.skipped_steps
         return record
+
+    def _slow_rank(self, step: int) -> dict[str, Any]:
+        """The slow rank, if there is one, as parts of a record. Collective."""
+        new, report = self._slow.take(), self._report
+        if new is not None and report is not None:
+            report.event("slow", step, host=self.hosts[new.rank], **new._asdict())
+        named = self._slow.named
+        return {} if named is None else {"slow_rank": named.rank, "slow_seconds": named.seconds}
+
+    def _say_communication(self, step: int) -> None:
+        """Write and log what the ranks have communicated. Collective."""
+        if self.group.comm is None:
+            return
+        mine = self.group.waiting.traffic.counted()
+        everyone = self.group.gathered_by_first(mine, "what the ranks have communicated")
+        operations = totals(everyone, self.hosts) if everyone else []
+        if operations and self._report is not None:
+            told = event_of(operations, self.links)
+            self._report.event("communication", step, operations=told)
+            logger.info("%s", described(told))
 
     def _memory(self) -> float:
         """GB (10^9 bytes) of the rank that has used most since the last record. Collective."""

@@ -91,7 +91,7 @@ class Trainer:
         self.validation.together = task.together
         self.held_out: dict[str, float] = {}
         """The mean loss and the scores of the last pass over held-out samples."""
-        self.step_records = StepRecords(config, made, task.tokens_per_sample)
+        self.step_records = StepRecords(config, made, runtime, task.tokens_per_sample)
         self.phases = self.group.waiting.phases
         self._closed = self._searched = False
 
@@ -133,7 +133,8 @@ class Trainer:
         ):
             self.checkpoints.claim = claim
             if self.config.run.preflight:
-                preflight(self.runtime, directory, self.device, self.assembly.state_bytes)
+                found = preflight(self.runtime, directory, self.device, self.assembly.state_bytes)
+                self.step_records.links = found
             if self.config.data.micro_batch == "auto" and not self._searched:
                 self._find_micro_batch()
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
@@ -147,11 +148,12 @@ class Trainer:
                 reporting(
                     self.group, directory, after, self.plan.last, claim, shown=self.shown
                 ) as report,
+                self.step_records.measuring(report),
             ):
-                report.event("start", after, **start_event(self.runtime, self.assembly, after))
+                started = start_event(self.runtime, self.assembly, after)
+                report.event("start", after, **started, **self.step_records.links)
                 self.model.train()
                 saving = Saving.of(self.config.checkpoint)
-                self.step_records.start()
                 run = self.config.run
                 pace = Pace(run.hang_steps, run.hang_timeout, self._validation_due)
                 steps = guarded_steps(loader, self.checkpoints, stop, saving, pace)
@@ -269,7 +271,7 @@ class Trainer:
         self.step_records.count_step()
         if due:
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
-            record |= {"grad_norm": norm, **self.step_records.measured()}
+            record |= {"grad_norm": norm, **self.step_records.measured(step.number)}
             if self._validation_due(step.number):
                 self._validated(step.number, self.validate())
                 record |= {f"validation_{name}": one for name, one in self.held_out.items()}
@@ -298,7 +300,8 @@ class Trainer:
         forms = [micro_batch.part.form for micro_batch in micro_batches]
         scale = 1.0 if self.scaler is None else self.scaler.scale
         weights = self._weights(step)
-        losses = self.layout.pipeline.train(forward, forms, [scale * one for one in weights])
+        with self.step_records.computing():
+            losses = self.layout.pipeline.train(forward, forms, [scale * one for one in weights])
         return [one * weight for one, weight in zip(losses, weights, strict=False) if weight]
 
     def _weights(self, step: Step) -> list[float]:
