@@ -159,7 +159,8 @@ def _late(table: RankTable) -> SlowRank | None:
     if not excess > CLEAR * table.scatter("own", rank):
         return None
     part = max(parts, key=lambda name: parts[name])
-    cause, why = _cause(table, rank, part, parts[part])
+    lost = parts[part] / (1 + delays if part == "compute" else 1)
+    cause, why = _cause(table, rank, part, lost)
     return SlowRank(rank, cause, seconds, seconds / table.wall, why)
 
 
@@ -182,7 +183,7 @@ def _cause(table: RankTable, rank: int, part: str, lost: float) -> tuple[Cause, 
         table: all ranks' numbers.
         rank: the rank.
         part: the part of its own time that is longest beside the others': data, load or compute.
-        lost: the seconds by which it is.
+        lost: the seconds by which it is; for compute, of a processor.
     """
     if part == "data":
         return "data", words.data(table.of("data", rank), table.others("data", rank))
