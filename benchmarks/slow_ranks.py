@@ -370,6 +370,9 @@ def summed(found: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, flo
             table.add_row(kind, str(good), str(len(these)))
             ratios[f"right, {kind}"] = good / len(these)
             middles[f"right, {kind}"] = good
+    for done in found:
+        if not right(done):
+            print(told(done), file=sys.stderr)
     injected = [done for done in found if done["case"][0] != "none"]
     middles["right, all injected"] = sum(right(done) for done in injected)
     middles["injected"] = len(injected)

@@ -9,13 +9,14 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.host.counters import Disturbances, ProcessCounters, frequency, temperature
 from hpc_train.job.preflight import exchange
 from hpc_train.monitoring import probes
 from hpc_train.monitoring.device_seconds import DeviceSeconds
 from hpc_train.monitoring.slow_ranks import (
-    COLUMNS,
+    RANK_COLUMNS,
     Probes,
     RankTable,
     SlowRank,
@@ -25,12 +26,16 @@ from hpc_train.monitoring.slow_ranks import (
 from hpc_train.mpi.phases import WAIT
 from hpc_train.mpi.runtime import Runtime
 
+Numbers = NDArray[np.float64]
+
 logger = logging.getLogger(__name__)
 
 WARM_UP = 2  # steps before the first that counts: they allocate memory and learn
 LEAST_STEPS = 5  # of a table, so that it has a scatter
 LEAST_SECONDS = 0.5  # of a table
-COST = 500  # a table covers at least as many times the seconds that an exchange takes
+COST = 500  # a table covers as many times the seconds that an exchange takes
+MOST_SECONDS = 2.5  # of a table, unless a single record's steps take longer
+TRIAL_EXCHANGES = 5  # to find out what an exchange takes; the fastest counts
 NOT_OWN = (WAIT, "save", "evaluation")
 """The phases that are not a rank's own time: no other rank waits longer because of them."""
 
@@ -38,7 +43,7 @@ NOT_OWN = (WAIT, "save", "evaluation")
 class SlowRanks:
     """Measures this rank's steps, and names the rank that all others wait for.
 
-    All ranks make it and call its methods after the same steps.
+    All ranks make it and call its methods after the same steps. Collective to make.
 
     Args:
         runtime: the runtime of the job.
@@ -61,7 +66,7 @@ class SlowRanks:
         self._phases = self.world.waiting.phases
         self._counters = ProcessCounters()
         self._tracker = SlowRankTracker()
-        self._cost = math.inf  # seconds of the fastest exchange so far, on rank 0
+        self._cost = self._exchange_seconds()
         self._least = self._least_next = LEAST_STEPS
         self.start()
 
@@ -111,25 +116,36 @@ class SlowRanks:
         if self.world.comm is None or self._steps < self._least:
             return None
         mine = self._measured()
-        begin = time.perf_counter()
         order = array("d", [*self._tracker.probes, self._least_next])
-        numbers = np.empty((self.world.size, len(COLUMNS))) if self.world.rank == 0 else None
         with self.world.waiting("what the others try to find a slow rank"):
             self.world.comm.Bcast(order)
-        tried = bool(order[0] or order[1])
         mine |= self._tried(Probes(bool(order[0]), bool(order[1])))
         self._least = int(order[2])
-        row = np.array([mine[name] for name in COLUMNS])
-        with self.world.waiting("the numbers that show a slow rank"):
-            self.world.comm.Gather(row, numbers)
-        new = None
-        if numbers is not None:
-            if not tried:
-                self._cost = min(self._cost, time.perf_counter() - begin)
-            new = self._judged(numbers)
+        numbers = self._gathered(np.array([mine[name] for name in RANK_COLUMNS]))
+        new = None if numbers is None else self._judged(numbers)
         self._steps = 0
         self._restart()
         return new
+
+    def _gathered(self, row: Numbers) -> Numbers | None:
+        """The rows of all ranks, on rank 0. Collective."""
+        assert self.world.comm is not None
+        rows = np.empty((self.world.size, len(row))) if self.world.rank == 0 else None
+        with self.world.waiting("the numbers that show a slow rank"):
+            self.world.comm.Gather(row, rows)
+        return rows
+
+    def _exchange_seconds(self) -> float:
+        """What an exchange takes if nobody comes late, on rank 0. Collective."""
+        if self.world.comm is None:
+            return 0.0
+        taken = []
+        for _ in range(TRIAL_EXCHANGES):
+            self.world.barrier()
+            begin = time.perf_counter()
+            self._gathered(np.zeros(len(RANK_COLUMNS)))
+            taken.append(time.perf_counter() - begin)
+        return 2 * min(taken)  # with the broadcast
 
     def _measured(self) -> dict[str, float]:
         """This rank's numbers per step, without those of probes."""
@@ -178,13 +194,13 @@ class SlowRanks:
             leaders.close()
         return found
 
-    def _judged(self, numbers: np.ndarray) -> SlowRank | None:
+    def _judged(self, numbers: Numbers) -> SlowRank | None:
         """Look at the numbers of all ranks, and log what is new."""
         table = RankTable(numbers, self.stages, self.hosts)
         before = self._tracker.named
         new = self._tracker.note(table)
         self.named = self._tracker.named
-        least = max(LEAST_SECONDS, COST * min(self._cost, 1.0)) / table.wall
+        least = max(LEAST_SECONDS, min(COST * self._cost, MOST_SECONDS)) / table.wall
         self._least_next = max(LEAST_STEPS, math.ceil(least))
         if new is not None:
             logger.warning("%s", line(new, self.hosts))

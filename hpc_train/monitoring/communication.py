@@ -7,7 +7,7 @@ from typing import Any
 
 from hpc_train.mpi.traffic import OperationTotals
 
-SHOWN = 4  # operations in the log; the event has all
+LOGGED = 4  # operations in the log; the event has all
 
 
 def event_of(
@@ -32,10 +32,10 @@ def event_of(
     ]
 
 
-def described(operations: Sequence[Mapping[str, Any]]) -> str:
+def describe_operations(operations: Sequence[Mapping[str, Any]]) -> str:
     """The largest operations in one line of the log."""
     parts = []
-    for one in operations[:SHOWN]:
+    for one in operations[:LOGGED]:
         text = f"{one['name']} {_gb(one['bytes'])} in {one['seconds']:.1f} s"
         beside = f", preflight {_gb(one['limit'])}/s" if one["limit"] else ""
         parts.append(f"{text} ({_gb(one['bandwidth'])}/s{beside})")

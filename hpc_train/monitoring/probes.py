@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import torch
 
-TRIALS = 5  # of each kind; the median counts
-MATRIX = 192  # three such matrices of float32 lie in a core's own cache
+PROBES = 5  # of each kind; the median counts
+SMALL_MATRIX = 192  # three such matrices of float32 lie in a core's own cache
 COPIED = 16 << 20  # bytes, more than a core's own cache
 
 
 def arithmetic_seconds() -> float:
     """Seconds of products of small matrices, which lie in the core's own cache."""
-    one, product = torch.ones(MATRIX, MATRIX), torch.empty(MATRIX, MATRIX)
+    one, product = torch.ones(SMALL_MATRIX, SMALL_MATRIX), torch.empty(SMALL_MATRIX, SMALL_MATRIX)
 
     def multiply() -> None:
         for _ in range(4):
@@ -34,7 +34,7 @@ def _median(trial: Callable[[], object]) -> float:
     """The median of the time of the trials in which this thread had a processor."""
     trial()
     found = []
-    for _ in range(TRIALS):
+    for _ in range(PROBES):
         begin = time.thread_time()
         trial()
         found.append(time.thread_time() - begin)

@@ -17,7 +17,7 @@ from hpc_train.monitoring import slow_words as words
 
 Cause = Literal["data", "compute", "memory", "network", "load"]
 
-COLUMNS = (
+RANK_COLUMNS = (
     "wall",  # seconds of a step
     "scatter",  # standard error of the mean of the rank's own time, data and computing
     "data",  # seconds of data
@@ -45,7 +45,7 @@ STRONG = 0.5  # of a step: such a delay by data is named at once
 FORGOTTEN = 3  # tables in a row without the slow rank, after which it is slow no longer
 SLOWER = 1.2  # times the others' trial: a processor or memory that is slow
 SLOW_LINK = 2.0  # times the others' trial
-NETWORK = 0.1  # of a step that all ranks wait, above which links are tried
+ALL_WAIT = 0.1  # of a step that all ranks wait, above which links are tried
 LINKS_EVERY = 20  # tables between two trials of the links that have found nothing
 FAULT = 5e-7  # seconds of a page fault at the least
 
@@ -72,7 +72,7 @@ class RankTable:
     """The numbers of all ranks.
 
     Args:
-        numbers: (ranks, len(COLUMNS)), float64.
+        numbers: (ranks, len(RANK_COLUMNS)), float64.
         stages: (ranks,): ranks with the same number have the same work.
         hosts: the host of each rank.
     """
@@ -80,7 +80,7 @@ class RankTable:
     def __init__(
         self, numbers: NDArray[np.float64], stages: Sequence[int], hosts: Sequence[str]
     ) -> None:
-        self.columns = dict(zip(COLUMNS, numbers.T, strict=True))
+        self.columns = dict(zip(RANK_COLUMNS, numbers.T, strict=True))
         self.stages, self.hosts = np.asarray(stages), hosts
         self.wall = float(np.median(self.columns["wall"]))
 
@@ -186,7 +186,7 @@ def _cause(table: RankTable, rank: int, part: str, lost: float) -> tuple[Cause, 
         lost: the seconds by which it is; for compute, of a processor.
     """
     if part == "data":
-        return "data", words.data(table.of("data", rank), table.others("data", rank))
+        return "data", words.say_data(table.of("data", rank), table.others("data", rank))
     computing = table.of("compute", rank), table.others("compute", rank)
     reads, switches = table.excess("reads", rank), table.excess("switches", rank)
     if part == "load":
@@ -194,21 +194,21 @@ def _cause(table: RankTable, rank: int, part: str, lost: float) -> tuple[Cause, 
         delayed = table.of("delayed", rank) + np.nan_to_num(table.of("stolen", rank))
         if not known or delayed > lost / 3:
             stolen = table.excess("stolen", rank)
-            return "load", words.load(computing[0], computing[0] - lost, stolen, switches)
+            return "load", words.say_load(computing[0], computing[0] - lost, stolen, switches)
         if reads >= 1:
-            return "memory", words.pages(*computing, reads, read=True)
-        return "compute", words.stands_still(*computing, lost)
+            return "memory", words.say_pages(*computing, reads, read=True)
+        return "compute", words.say_stands_still(*computing, lost)
     faults = table.excess("faults", rank)
     if faults * FAULT > 0.3 * lost or (faults > 0 and table.excess("system", rank) > 0.4 * lost):
-        return "memory", words.pages(*computing, faults, read=False)
+        return "memory", words.say_pages(*computing, faults, read=False)
     arithmetic, memory = table.ratio("arithmetic", rank), table.ratio("memory", rank)
     if memory > SLOWER and memory > 1.1 * arithmetic:
-        return "memory", words.memory(*computing, memory)
+        return "memory", words.say_memory(*computing, memory)
     tried = not np.isnan(table.of("arithmetic", rank))
     clock = table.of("frequency", rank), table.others("frequency", rank)
     heat = table.of("temperature", rank)
     slower = arithmetic if arithmetic > SLOWER else 0.0
-    return "compute", words.compute(*computing, slower, clock, heat, tried=tried)
+    return "compute", words.say_compute(*computing, slower, clock, heat, tried=tried)
 
 
 def _slow_link(table: RankTable) -> SlowRank | None:
@@ -223,7 +223,7 @@ def _slow_link(table: RankTable) -> SlowRank | None:
     if ratio < SLOW_LINK or seconds < MATERIAL * table.wall:
         return None
     times = table.of("link", rank), table.others("link", rank)
-    why = words.link(table.hosts[rank], *times)
+    why = words.say_link(table.hosts[rank], *times)
     return SlowRank(rank, "network", seconds, seconds / table.wall, why)
 
 
@@ -323,12 +323,12 @@ class SlowRankTracker:
 
 def _all_wait(table: RankTable) -> bool:
     """Whether even the last rank waits long, so that it is communication that takes the time."""
-    return bool(table.columns["waiting"].min() > NETWORK * table.wall)
+    return bool(table.columns["waiting"].min() > ALL_WAIT * table.wall)
 
 
 def line(slow: SlowRank, hosts: Sequence[Any]) -> str:
     """What the log says of a slow rank."""
     return (
         f"rank {slow.rank} ({hosts[slow.rank]}) is slow: {slow.why}; all ranks wait for it "
-        f"{words.seconds(slow.seconds)} per step ({100 * slow.share:.0f} %)"
+        f"{words.time_text(slow.seconds)} per step ({100 * slow.share:.0f} %)"
     )

@@ -5,48 +5,48 @@ from __future__ import annotations
 import math
 
 
-def seconds(value: float) -> str:
+def time_text(value: float) -> str:
     """A time with two digits that count, such as "0.21 s" or "3.4 ms"."""
     scale, unit = (1, "s") if abs(value) >= 0.1 else (1000, "ms")
     return f"{scale * value:.{0 if abs(scale * value) >= 10 else 2 if scale == 1 else 1}f} {unit}"
 
 
-def data(mine: float, others: float) -> str:
+def say_data(mine: float, others: float) -> str:
     """A rank whose data takes long."""
-    return f"its data takes {seconds(mine)} of each step, that of others {seconds(others)}"
+    return f"its data takes {time_text(mine)} of each step, that of others {time_text(others)}"
 
 
 def _computing(mine: float, others: float) -> str:
-    return f"it computes {seconds(mine)} in each step, others {seconds(others)}"
+    return f"it computes {time_text(mine)} in each step, others {time_text(others)}"
 
 
-def load(computing: float, processor: float, stolen: float, switches: float) -> str:
+def say_load(computing: float, processor: float, stolen: float, switches: float) -> str:
     """A rank whose processor others use."""
     by = "other programs use its processor"
     if stolen > (computing - processor) / 2:
         by = "the hypervisor gives its processor to other machines"
     often = f", which it loses {switches:.0f} times" if switches >= 1 else ""
     return (
-        f"it computes {seconds(computing)} in each step but has a processor only for "
-        f"{seconds(processor)} of that, because {by}{often}"
+        f"it computes {time_text(computing)} in each step but has a processor only for "
+        f"{time_text(processor)} of that, because {by}{often}"
     )
 
 
-def stands_still(mine: float, others: float, lost: float) -> str:
+def say_stands_still(mine: float, others: float, lost: float) -> str:
     """A rank that waits for something that is no rank."""
     return (
-        f"{_computing(mine, others)}, and it stands still for {seconds(lost)} of that, "
+        f"{_computing(mine, others)}, and it stands still for {time_text(lost)} of that, "
         "although a processor is free"
     )
 
 
-def pages(mine: float, others: float, pages: float, *, read: bool) -> str:
+def say_pages(mine: float, others: float, pages: float, *, read: bool) -> str:
     """A rank that gets many new pages of memory."""
     what = "it reads back from a disk" if read else "the system has to give it"
     return f"{_computing(mine, others)}, and {what} {pages:.0f} more pages of memory in each step"
 
 
-def memory(mine: float, others: float, ratio: float) -> str:
+def say_memory(mine: float, others: float, ratio: float) -> str:
     """A rank whose memory is slow."""
     return (
         f"{_computing(mine, others)}, and a copy in its memory takes {ratio:.1f} times as long, "
@@ -54,7 +54,7 @@ def memory(mine: float, others: float, ratio: float) -> str:
     )
 
 
-def compute(
+def say_compute(
     mine: float,
     others: float,
     slower: float,
@@ -85,9 +85,9 @@ def compute(
     return text
 
 
-def link(host: str, mine: float, others: float) -> str:
+def say_link(host: str, mine: float, others: float) -> str:
     """A host whose link is slow."""
     return (
-        f"a message of 1 MiB between {host} and its neighbours takes {seconds(mine)}, between "
-        f"other hosts {seconds(others)}"
+        f"a message of 1 MiB between {host} and its neighbours takes {time_text(mine)}, between "
+        f"other hosts {time_text(others)}"
     )

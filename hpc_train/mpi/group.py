@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import or_
 from typing import TYPE_CHECKING, TypeVar
 
-from hpc_train.mpi.traffic import Link
+from hpc_train.mpi.traffic import LinkKind
 from hpc_train.mpi.watch import Watch
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Group:
             self.comm.Allreduce(MPI.IN_PLACE, result, op=getattr(MPI, operation))
         return result[0]
 
-    def link(self) -> Link:
+    def link(self) -> LinkKind:
         """Whether the group's ranks communicate inside of one host or across hosts. Collective."""
         return "across" if len(set(self.gathered(self.host))) > 1 else "inside"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-Link = Literal["inside", "across"]
+LinkKind = Literal["inside", "across"]
 """What an operation uses: the memory of a node, or the links between nodes."""
 
 
@@ -47,11 +47,11 @@ class Traffic:
     """All operations of a rank, by name and by what they use."""
 
     def __init__(self) -> None:
-        self.operations: dict[tuple[str, Link], Operation] = {}
+        self.operations: dict[tuple[str, LinkKind], Operation] = {}
         self.parts: list[Traffic] = []
         """What other threads count."""
 
-    def of(self, name: str, link: Link) -> Operation:
+    def of(self, name: str, link: LinkKind) -> Operation:
         """The operation of this name, which is made if it is new."""
         return self.operations.setdefault((name, link), Operation())
 
@@ -61,9 +61,9 @@ class Traffic:
             for one in part.operations.values():
                 one.nbytes, one.seconds = 0, 0.0
 
-    def counted(self) -> list[tuple[str, Link, int, float]]:
+    def counted(self) -> list[tuple[str, LinkKind, int, float]]:
         """Name, link, bytes and seconds of each operation that has moved something."""
-        found: dict[tuple[str, Link], tuple[int, float]] = {}
+        found: dict[tuple[str, LinkKind], tuple[int, float]] = {}
         for part in (self, *self.parts):
             for key, one in part.operations.items():
                 nbytes, seconds = found.get(key, (0, 0.0))
@@ -83,14 +83,14 @@ class OperationTotals(NamedTuple):
     """
 
     name: str
-    link: Link
+    link: LinkKind
     nbytes: int
     seconds: float
     bandwidth: float
 
 
 def totals(
-    counted: Iterable[list[tuple[str, Link, int, float]]], hosts: Iterable[Any]
+    counted: Iterable[list[tuple[str, LinkKind, int, float]]], hosts: Iterable[Any]
 ) -> list[OperationTotals]:
     """Add up what the ranks have counted; the operation with most bytes comes first.
 
@@ -98,7 +98,7 @@ def totals(
         counted: what each rank has counted, by rank.
         hosts: the host of each rank.
     """
-    found: dict[tuple[str, Link], list[tuple[int, float, Any]]] = {}
+    found: dict[tuple[str, LinkKind], list[tuple[int, float, Any]]] = {}
     for rank, (mine, host) in enumerate(zip(counted, hosts, strict=True)):
         for name, link, nbytes, seconds in mine:
             sender = host if link == "across" else rank

@@ -17,7 +17,7 @@ from hpc_train.host.memory import PeakMemory
 from hpc_train.job import jobs
 from hpc_train.job.reporting import RunReport
 from hpc_train.job.slow_ranks import SlowRanks
-from hpc_train.monitoring.communication import described, event_of
+from hpc_train.monitoring.communication import describe_operations, event_of
 from hpc_train.monitoring.device_seconds import DeviceSeconds
 from hpc_train.monitoring.meter import Meter
 from hpc_train.mpi.runtime import Runtime
@@ -118,7 +118,7 @@ class StepRecords:
         if operations and self._report is not None:
             told = event_of(operations, self.links)
             self._report.event("communication", step, operations=told)
-            logger.info("%s", described(told))
+            logger.info("%s", describe_operations(told))
 
     def _memory(self) -> float:
         """GB (10^9 bytes) of the rank that has used most since the last record. Collective."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.monitoring.slow_ranks import (
-    COLUMNS,
+    RANK_COLUMNS,
     FORGOTTEN,
     RankTable,
     SlowRankTracker,
@@ -29,7 +29,10 @@ def table(*slow, ranks=4, stages=None, hosts=None, everyone=None):
     All ranks end a step together, 5 ms after the last one has come.
     """
     rows = [
-        dict.fromkeys(COLUMNS, 0.0) | dict.fromkeys(PROBED, math.nan) | USUAL | (everyone or {})
+        dict.fromkeys(RANK_COLUMNS, 0.0)
+        | dict.fromkeys(PROBED, math.nan)
+        | USUAL
+        | (everyone or {})
         for _ in range(ranks)
     ]
     for rank, numbers in slow:
@@ -38,7 +41,7 @@ def table(*slow, ranks=4, stages=None, hosts=None, everyone=None):
     for row in rows:
         row["wall"] = wall
         row["waiting"] = row["waiting"] or wall - row["data"] - row["compute"]
-    numbers = np.array([[row[name] for name in COLUMNS] for row in rows])
+    numbers = np.array([[row[name] for name in RANK_COLUMNS] for row in rows])
     hosts = hosts or [f"node{rank + 1}" for rank in range(ranks)]
     return RankTable(numbers, stages or [0] * ranks, hosts)
 
@@ -138,7 +141,7 @@ def test_the_same_times_in_another_order_or_unit_name_the_same_rank(ranks, data,
     times = ("data", "compute", "processor", "scatter", "waiting", "delayed")
     one = table((rank, {"data": 0.05}), ranks=ranks)
     rows = np.array(
-        [one.columns[name] * (unit if name in (*times, "wall") else 1) for name in COLUMNS]
+        [one.columns[name] * (unit if name in (*times, "wall") else 1) for name in RANK_COLUMNS]
     )
     found = slowest(RankTable(rows.T, [0] * ranks, one.hosts))
     assert (found.rank, found.cause) == (rank, "data")
