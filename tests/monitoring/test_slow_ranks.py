@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.monitoring.slow_ranks import (
-    RANK_COLUMNS,
     FORGOTTEN,
+    RANK_COLUMNS,
     RankTable,
     SlowRankTracker,
     line,
