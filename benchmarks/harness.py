@@ -144,14 +144,19 @@ def hand_back(path: str, value: Any) -> None:
     Path(path).write_text(json.dumps(value))
 
 
-def arguments(description: str, **defaults: int) -> argparse.Namespace:
-    """Parse --json, --result and the integer options in `defaults`."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
-    parser.add_argument("--result", help=argparse.SUPPRESS)
+def parser(description: str, **defaults: int) -> argparse.ArgumentParser:
+    """A parser of --json, --result and the integer options in `defaults`."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", metavar="FILE", help="write the last line there as well")
+    made.add_argument("--result", help=argparse.SUPPRESS)
     for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    return parser.parse_args()
+        made.add_argument(f"--{name}", type=int, default=default)
+    return made
+
+
+def arguments(description: str, **defaults: int) -> argparse.Namespace:
+    """Parse the options of `parser`."""
+    return parser(description, **defaults).parse_args()
 
 
 def digest(folder: Path) -> str:

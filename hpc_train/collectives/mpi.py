@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from hpc_train.collectives.protocol import WIDENED, Done, Pending
 from hpc_train.mpi.group import Group
+from hpc_train.mpi.traffic import Operation
+from hpc_train.mpi.watch import Watch
 
 # MPI's own sum has no 16-bit floats, so they are added as float32. (Passed as integers, their bit
 # patterns would be added.)
@@ -80,20 +83,22 @@ class MpiCollectives:
     Args:
         group: the ranks.
         overlap: whether to carry out `start_...` in a thread; it is used if all ranks ask for it.
+        purpose: what the operations are for, as `Traffic` names it.
     """
 
-    def __init__(self, group: Group, *, overlap: bool = False) -> None:
+    def __init__(self, group: Group, *, overlap: bool = False, purpose: str = "other") -> None:
         if group.comm is None:
             raise ValueError("this group has no communicator: use AloneCollectives")
         self.group = group
         self.comm = group.comm
         self._sum = f"a sum over {group.size} ranks"
+        self._purpose, self._link = purpose, group.link()
         self._thread: ThreadPoolExecutor | None = None
         # A rank may have fewer cores than the others, so they agree on the thread.
         if group.smallest(int(overlap)):
             # The thread has a communicator of its own, so that MPI does not mix up its calls and
             # those of this thread.
-            self._begun = MpiCollectives(group.duplicate())
+            self._begun = MpiCollectives(_of_thread(group), purpose=purpose)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
 
     @property
@@ -112,7 +117,8 @@ class MpiCollectives:
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root`."""
         near = _reachable(tensor)
-        with self.group.waiting(f"a broadcast over {self.group.size} ranks"):
+        what = f"a broadcast over {self.group.size} ranks"
+        with self.group.waiting(what), self._counted("broadcasts", near):
             for piece in pieces(_bits(near)):
                 self.comm.Bcast([piece, MPI.BYTE], root=root)
         _bring_back(tensor, near)
@@ -151,7 +157,7 @@ class MpiCollectives:
         near, size = _reachable(tensor), self.group.size
         whole = near.new_empty((size, *near.shape))
         mine, every = _bits(near), _bits(whole).view(size, near.nbytes)
-        with self.group.waiting(f"a gather over {size} ranks"):
+        with self.group.waiting(f"a gather over {size} ranks"), self._counted("gathers", near):
             for columns in _columns(near.nbytes, size):  # no message above LARGEST_MESSAGE
                 part = every[:, columns]
                 there = part if part.is_contiguous() else part.new_empty(part.shape)
@@ -168,7 +174,8 @@ class MpiCollectives:
         mine = torch.empty_like(near[0])
         datatype, count = _type(tensor), mine.numel()
         every, flat = near.view(size, count), mine.view(-1)
-        with self.group.waiting(f"its part of a sum over {size} ranks"):
+        what = f"its part of a sum over {size} ranks"
+        with self.group.waiting(what), self._counted("sums", near):
             for columns in _columns(count, size * mine.element_size()):
                 self.comm.Reduce_scatter_block(
                     [_buffer(every[:, columns].contiguous()), datatype],
@@ -176,6 +183,12 @@ class MpiCollectives:
                     op=MPI.SUM,
                 )
         return mine.to(tensor.device)
+
+    def _counted(self, kind: str, tensor: Tensor) -> Operation:
+        """Count a tensor, and the time of the block."""
+        operation = self.group.waiting.traffic.of(f"{self._purpose} {kind}", self._link)
+        operation.nbytes += tensor.nbytes
+        return operation
 
     def _reduce(self, tensor: Tensor, operation: MPI.Op, what: str) -> None:
         if tensor.dtype in WIDENED:
@@ -186,14 +199,21 @@ class MpiCollectives:
         datatype = _type(tensor)
         if tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes <= LARGEST_MESSAGE:
             array = tensor.detach().numpy()  # the common case, without the copies below
-            with self.group.waiting(what):
+            with self.group.waiting(what), self._counted("sums", tensor):
                 self.comm.Allreduce(MPI.IN_PLACE, [array, datatype], op=operation)
             return
         near = _reachable(tensor)
-        with self.group.waiting(what):
+        with self.group.waiting(what), self._counted("sums", near):
             for piece in pieces(near):
                 self.comm.Allreduce(MPI.IN_PLACE, [piece, datatype], op=operation)
         _bring_back(tensor, near)
+
+
+def _of_thread(group: Group) -> Group:
+    """A group of the same ranks for a thread, whose waits are not the main thread's. Collective."""
+    other = replace(group.duplicate(), waiting=Watch())
+    group.waiting.traffic.parts.append(other.waiting.traffic)
+    return other
 
 
 def _type(tensor: Tensor) -> MPI.Datatype:

@@ -79,7 +79,11 @@ class Done:
 
 
 def connect(
-    group: Group, device: torch.device | None = None, *, overlap: bool = False
+    group: Group,
+    device: torch.device | None = None,
+    *,
+    overlap: bool = False,
+    purpose: str = "other",
 ) -> Collectives:
     """The collectives that fit a group: trivial for one rank, else over MPI or Horovod. Collective.
 
@@ -92,6 +96,7 @@ def connect(
             MPI through host memory if not.
         overlap: whether a thread of MPI's collectives carries out `start_...`, for ranks with a
             core to spare. It does so if all ranks ask for it.
+        purpose: what the operations are for, as the count of what ranks communicate names it.
     """
     if group.comm is None:
         from hpc_train.collectives.alone import AloneCollectives
@@ -105,7 +110,7 @@ def connect(
         from hpc_train.collectives.horovod import HorovodCollectives
 
         return HorovodCollectives(group, hvd)
-    return MpiCollectives(group, overlap=overlap)
+    return MpiCollectives(group, overlap=overlap, purpose=purpose)
 
 
 def _fitting_horovod(device: torch.device | None) -> Any:

@@ -296,7 +296,7 @@ def way(
         A function that makes the sums, and functions to call when no more are needed.
     """
     if device.type != "cpu":
-        on_device = connect(levels.whole, device, overlap=options.spare_core)
+        on_device = connect(levels.whole, device, overlap=options.spare_core, purpose="gradient")
         early = on_device.overlaps
         return lambda buckets: CollectiveSums(on_device, buckets, early=early), [on_device.close]
     group = levels.whole
@@ -311,7 +311,7 @@ def way(
             )
 
         return packed, []
-    collectives = connect(group)
+    collectives = connect(group, purpose="gradient")
     there = {
         name: or_collectives(group, make, collectives)
         for name, make in ways(levels, collectives, options.two_level).items()

@@ -116,6 +116,7 @@ class DistributedSums:
     ) -> None:
         self.flats = [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
         self.profile = Profile()
+        self._counted = group.waiting.traffic.of("gradient sums", group.link())
         self.stands: dict[Parameter, Tensor] = {}
         form, label = FlatForm(compression), self.label(group)
         named = []
@@ -178,7 +179,9 @@ class DistributedSums:
         before = {parameter: parameter.grad for parameter in self.stands}
         for parameter, stand in self.stands.items():
             parameter.grad = stand  # Horovod sums what it finds in `grad`
-        self._distributed.synchronize()
+        with self._counted:
+            self._distributed.synchronize()
+        self._counted.nbytes += sum(flat.nbytes for flat in self.flats)
         for parameter, gradient in before.items():
             parameter.grad = gradient
         took = time.perf_counter() - begin

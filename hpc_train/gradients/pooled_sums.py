@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.collectives.coroutines import Coroutine
-from hpc_train.collectives.node import aligned, sum_into
+from hpc_train.collectives.node import aligned
 from hpc_train.collectives.ring import Cross
 from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.division import Reach
@@ -163,7 +163,7 @@ class PooledSums(LevelSums):
         parts = [buffer[begin:end] for buffer in self._buffers[number]]
         mine, kept = parts[self.levels.node.rank], self._results[number]
         if len(parts) > 1 and self._shares is None:
-            sum_into(parts, [mine])
+            self._add(parts, [mine])
         if not last:
             (kept.copy_ if first else kept.add_)(mine)
             return

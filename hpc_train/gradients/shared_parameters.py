@@ -154,11 +154,10 @@ class SharedParameters:
     def _gather(self, index: int, round_: int) -> Coroutine[None]:
         number = self.numbers[index]
         if self.sums.division.reach[number] is Reach.JOB and self.levels.owns:
-            assert self.sums.cross is not None
             begin, end = self.sums.division.part(number)
             part, chunks = self._flats[index][begin:end], self.sums.division.chunks(number)
             tag = len(self.sums.buckets) + number
-            yield from self.sums.cross.all_gather_(part, chunks, tag)
+            yield from self.sums.gather(part, chunks, tag)
         if self.memory is not None:
             self.memory.tell(index, round_)
             yield from self.memory.wait(index, round_, range(self.levels.owners))

@@ -94,6 +94,11 @@ class LevelSums:
         self.compressor = compressor
         self.division = BucketParts(levels, buckets, reach or [Reach.RANK] * len(buckets))
         self.profile = Profile()
+        traffic = levels.whole.waiting.traffic
+        self._inside = traffic.of("gradient sums", "inside")
+        self._across = traffic.of("gradient sums", "across")
+        self._gathered = traffic.of("parameter gathers", "across")
+        self._other_bytes = 0  # that `cross` has sent and that are counted, or are not of sums
         self.rounds = [0] * len(buckets)
         self.memory: NodeMemory | None = None
         begins = self._begins()
@@ -172,7 +177,7 @@ class LevelSums:
         """Add up this rank's share of the node's buffers, into the buffers of the owners."""
         for owner, begin, end in self._owned(number, shares):
             parts = [buffer[begin:end] for buffer in self._buffers[number]]
-            sum_into(parts, [parts[owner]])
+            self._add(parts, [parts[owner]])
 
     def _copy_share(self, number: int, shares: Sequence[int]) -> None:
         """Copy this rank's share of the result from the owners' buffers to all others."""
@@ -191,15 +196,38 @@ class LevelSums:
         everywhere = self.division.reach[number] is Reach.RANK
         others = [part for part in parts if part is not mine] if everywhere else []
         if self.cross is None:
-            sum_into(parts, [mine, *others])
+            self._add(parts, [mine, *others])
             return
         if len(parts) > 1 and not shared:
-            sum_into(parts, [mine])
+            self._add(parts, [mine])
         yield from self._sum_across(number, mine)
         for other in [] if shared else others:
             other.copy_(mine)
 
+    def _add(self, parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Sum parts of the node's buffers, and count them."""
+        with self._inside:
+            sum_into(parts, targets)
+        self._inside.nbytes += sum(part.nbytes for part in parts)
+
+    def gather(self, flat: Tensor, cuts: Sequence[int], tag: int) -> Coroutine[None]:
+        """Gather a tensor's parts from other nodes by `Cross.all_gather_`, and count them."""
+        assert self.cross is not None
+        with self._gathered:
+            yield from self.cross.all_gather_(flat, cuts, tag)
+        sent = flat.nbytes * (self.cross.group.size - 1) // self.cross.group.size
+        self._gathered.nbytes += sent
+        self._other_bytes += sent
+
     def _sum_across(self, number: int, mine: Tensor) -> Coroutine[None]:
+        with self._across:
+            yield from self._summed_across(number, mine)
+        assert self.cross is not None
+        self.profile.sent = self.cross.bytes_sent
+        self._across.nbytes += self.cross.bytes_sent - self._other_bytes
+        self._other_bytes = self.cross.bytes_sent
+
+    def _summed_across(self, number: int, mine: Tensor) -> Coroutine[None]:
         assert self.cross is not None
         if self.division.reach[number] is Reach.JOB:
             yield from self.cross.reduce_scatter_(mine, self.division.chunks(number), number)
@@ -209,7 +237,6 @@ class LevelSums:
             slabs = self.buckets[number].slabs(*self.division.part(number))
             pieces = [slab.of(self.flats[number]) for slab in slabs]
             yield from self.compressor.sum_(self.cross, number, mine, pieces)
-        self.profile.sent = self.cross.bytes_sent
 
     def result(self, number: int, slab: Slab) -> Tensor:
         """A view of the result of a bucket, for a slab of what this rank owns of it."""

@@ -49,7 +49,9 @@ class PreflightFinding(NamedTuple):
     fine: bool = True
 
 
-def preflight(runtime: Runtime, directory: Path, device: torch.device, needed: int) -> None:
+def preflight(
+    runtime: Runtime, directory: Path, device: torch.device, needed: int
+) -> dict[str, float]:
     """Check all ranks and hosts, and log the findings as one table. Collective.
 
     Args:
@@ -58,12 +60,16 @@ def preflight(runtime: Runtime, directory: Path, device: torch.device, needed: i
         device: the device that this rank computes on.
         needed: bytes of a checkpoint.
 
+    Returns:
+        Bytes per second of a usual host's memory as `link_inside` and of its link to another host
+        as `link_across`, as far as there are several ranks and hosts; the same on all ranks.
+
     Raises:
         UserError: ranks have different versions, or a host does not see the run directory.
     """
     world = runtime.world
     if world.comm is None:
-        return
+        return {}
     begin = time.monotonic()
     leaders = world.split(0 if runtime.node.rank == 0 else 1, world.rank)
     leads = runtime.node.rank == 0
@@ -72,12 +78,14 @@ def preflight(runtime: Runtime, directory: Path, device: torch.device, needed: i
     found.append(free_memory(world))
     found.append(PreflightFinding("devices", *used_devices(runtime, device)))
     found.append(computing(world, device))
-    found += links(runtime, leaders if leads else None)
+    lines, bandwidths = links(runtime, leaders if leads else None)
+    found += lines
     leaders.close()
     logger.info("%s", table(world, found, time.monotonic() - begin))
     for finding in found:
         if not finding.fine and world.rank == 0:
             logger.warning("%s: %s", finding.what, finding.found)
+    return bandwidths
 
 
 def table(world: Group, found: Sequence[PreflightFinding], seconds: float) -> str:
@@ -208,21 +216,31 @@ def _matrix(device: torch.device) -> int:
     return 256 if device.type == "cpu" else 4096
 
 
-def links(runtime: Runtime, leaders: Group | None) -> list[PreflightFinding]:
-    """How long a message takes inside each host, and between neighbouring ones. Collective."""
+def links(
+    runtime: Runtime, leaders: Group | None
+) -> tuple[list[PreflightFinding], dict[str, float]]:
+    """How long a message takes inside each host, and between neighbouring ones. Collective.
+
+    Returns:
+        The findings, and the bandwidths that `preflight` returns.
+    """
     between = 0.0 if leaders is None or leaders.comm is None else exchange(leaders)
     mine = runtime.world.host, (sum_inside(runtime.node), between)
     everyone = sorted(set(runtime.world.gathered(mine, "trials of the links")))
-    found = []
-    for place, (what, how) in enumerate(
-        (("inside hosts", "summed"), ("between hosts", "each way"))
+    found, bandwidths = [], {}
+    for place, (what, how, key) in enumerate(
+        (
+            ("inside hosts", "summed", "link_inside"),
+            ("between hosts", "each way", "link_across"),
+        )
     ):
         seconds = [(times[place], host) for host, times in everyone if times[place]]
         if seconds:
             median = statistics.median(second for second, _ in seconds)
             text = f"{size_text(MESSAGE_BYTES)} {how} in {1000 * median:.2f} ms"
             found.append(_with_slow(what, text, seconds, median))
-    return found
+            bandwidths[key] = MESSAGE_BYTES / median
+    return found, bandwidths
 
 
 def exchange(leaders: Group) -> float:

@@ -50,11 +50,14 @@ class RunReport:
     always: dict[str, Any] = field(default_factory=dict)
     listeners: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     """Functions that are called with each record on rank 0."""
+    last_step: int = 0
+    """The step of the last record, on rank 0."""
 
     def record(self, record: dict[str, Any]) -> None:
         """Write, show and pass on the record of a step."""
         if self.metrics is None:
             return
+        self.last_step = record["step"]
         record = record | self.always | {"time": round(time.time(), 3)}
         if self.claim.lost() is None:
             self.metrics.write(record)
@@ -127,8 +130,7 @@ def reporting(
             threads = Trackers(run, trackers, allowed=lambda: claim.lost() is None)
             open_until_end.enter_context(closing(threads))
             report.listeners.append(threads.listen)
-        last = [after]
-        report.listeners.append(lambda record: last.append(record["step"]))
+        report.last_step = after
         try:
             yield report
         except Stopped as stopped:
@@ -136,9 +138,9 @@ def reporting(
             raise
         except BaseException as error:
             why = error.cause if isinstance(error, HpcTrainError) else repr(error)
-            _end(report, spent(), last[-1], reason="failed", why=why)
+            _end(report, spent(), report.last_step, reason="failed", why=why)
             raise
-        _end(report, spent(), last[-1], reason="finished")
+        _end(report, spent(), report.last_step, reason="finished")
 
 
 def _end(report: RunReport, spent: SpentCosts, step: int, **reason: str) -> None:

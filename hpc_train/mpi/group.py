@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import or_
 from typing import TYPE_CHECKING, TypeVar
 
+from hpc_train.mpi.traffic import LinkKind
 from hpc_train.mpi.watch import Watch
 
 if TYPE_CHECKING:
@@ -169,6 +170,10 @@ class Group:
         with self.waiting(what):
             self.comm.Allreduce(MPI.IN_PLACE, result, op=getattr(MPI, operation))
         return [*result]
+
+    def link(self) -> LinkKind:
+        """Whether the group's ranks communicate inside of one host or across hosts. Collective."""
+        return "across" if len(set(self.gathered(self.host))) > 1 else "inside"
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""

@@ -22,6 +22,7 @@ class StepPhases:
 
     Attributes:
         seconds: the time of each phase so far.
+        processor: the part of it in which the thread had a processor.
         listener: called at the end of each phase, with the phase, the name of the operation if the
             phase was a wait, and the begin and the end by `time.perf_counter`. None: nobody
             listens, which costs nothing.
@@ -29,10 +30,11 @@ class StepPhases:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.processor: dict[str, float] = defaultdict(float)
         self.listener: Callable[[str, str, float, float], None] | None = None
         self._next = ("", "")
         self._open: list[tuple[str, str, float]] = []  # phase, operation, begin
-        self._since = time.perf_counter()
+        self._since, self._processor_since = time.perf_counter(), time.thread_time()
 
     def __call__(self, phase: str, operation: str = "") -> StepPhases:
         """Name the next phase. Returns this object, for `with`."""
@@ -58,6 +60,9 @@ class StepPhases:
 
     def _count(self, now: float) -> None:
         """Count the time since the last change for the innermost phase."""
+        used = time.thread_time()
         if self._open:
-            self.seconds[self._open[-1][0]] += now - self._since
-        self._since = now
+            phase = self._open[-1][0]
+            self.seconds[phase] += now - self._since
+            self.processor[phase] += used - self._processor_since
+        self._since, self._processor_since = now, used

@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 
 from hpc_train.mpi.phases import WAIT, StepPhases
+from hpc_train.mpi.traffic import Traffic
 
 
 class Watch:
@@ -22,6 +23,7 @@ class Watch:
         seconds: the time of all waits together.
         limit: the seconds that a wait may take now, if they are less than the watchdog's timeout.
         phases: how this rank's time is divided; a wait is a phase of its own.
+        traffic: what this rank has communicated, by operation.
     """
 
     def __init__(self) -> None:
@@ -30,6 +32,7 @@ class Watch:
         self.seconds = 0.0
         self.limit = math.inf
         self.phases = StepPhases()
+        self.traffic = Traffic()
         self._next = ""
         self._outer: list[str] = []
 

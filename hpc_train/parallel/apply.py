@@ -92,7 +92,7 @@ def apply(
     for tensor in [*filled, *model.buffers()]:
         everyone.broadcast_(tensor.data)
     whole = _Whole.of(model)
-    tensor_group = connect(grid.tensor, device, overlap=overlap)
+    tensor_group = connect(grid.tensor, device, overlap=overlap, purpose="tensor-parallel")
     if grid.tp > 1 and not getattr(model, "tensor_plan", None):
         raise UserError(
             f"parallel.tp is {grid.tp}, but {type(model).__name__} has no attribute `tensor_plan`",
@@ -117,7 +117,7 @@ def apply(
     named = dict(model.named_parameters())
     over = {
         "tensor": tensor_group,
-        "embedding": connect(grid.embedding, device),
+        "embedding": connect(grid.embedding, device, purpose="embedding"),
         "model": connect(grid.model, device),
     }
     layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]

@@ -62,6 +62,7 @@ class Transport:
         assert group.comm is not None
         self.group, self.comm, self.device = group, group.comm, device
         self.staged = through_host(device)
+        self._counted = group.waiting.traffic.of("pipeline messages", group.link())
         self._byte = MPI.BYTE
         self._forms: dict[Hashable, MessageForm] = {}
         self._sent: list[tuple[Any, Any]] = []
@@ -96,6 +97,7 @@ class Transport:
         near = tensor.cpu() if self.staged else tensor
         request = self.comm.Isend([_bytes(near), self._byte], dest=message.peer, tag=message.tag)
         self._sent.append((request, near))
+        self._counted.nbytes += near.nbytes
 
     def learn(self, kind: Hashable, like: Tensor) -> None:
         """Set the form of a kind from a tensor `like` it, if the sender does not send the form."""
@@ -107,7 +109,8 @@ class Transport:
             self._ask_form(self._expected[0])
             self._post()
         message, near, request = self._posted.popleft()
-        with self.group.waiting(f"{message.what} from pipeline rank {message.peer}"):
+        what = f"{message.what} from pipeline rank {message.peer}"
+        with self.group.waiting(what), self._counted:
             request.Wait()
         self._post()
         self._sent = [(request, near) for request, near in self._sent if not request.Test()]

@@ -24,6 +24,7 @@ from hpc_train.gradients.ownership import is_wrapped
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
 from hpc_train.job.preemption import StopRequests
+from hpc_train.job.slow_ranks import SlowRanks
 from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
@@ -169,8 +170,16 @@ class Delivery:
     def _seeded(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
         """The batches of all steps, each after the random generators were seeded for it."""
         pace = Pace(self.options.hang_steps, self.options.hang_timeout)
+        hosts = self.group.gathered(self.group.host)
+        slow = SlowRanks(self._runtime, hosts, [0] * self.group.size)
         for step in guarded_steps(
-            loader, self.checkpoints, stop, self.saving, pace, taken=lambda _: self._taken
+            loader,
+            self.checkpoints,
+            stop,
+            self.saving,
+            pace,
+            taken=lambda _: self._taken,
+            together=slow.step,
         ):
             self._scales = self.registered.scales
             for number, micro_batch in enumerate(step.micro_batches):

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import hpc_train
 from hpc_train.config import RunConfig
-from hpc_train.data.loader import Step
+from hpc_train.errors import Stopped
 from hpc_train.host.commit import commit_of
 from hpc_train.host.memory import PeakMemory
 from hpc_train.job import jobs
 from hpc_train.job.reporting import RunReport
-from hpc_train.models.gate import Gate
+from hpc_train.job.slow_ranks import SlowRanks
+from hpc_train.monitoring.communication import describe_operations, event_of
+from hpc_train.monitoring.device_seconds import DeviceSeconds
 from hpc_train.monitoring.meter import Meter
-from hpc_train.monitoring.peak import peak_flops
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.parallel.batch_norm import has_synchronized
+from hpc_train.mpi.traffic import totals
 from hpc_train.training.assemble import Assembly
-from hpc_train.training.device import moved
-from hpc_train.training.flops import UncountedError, counted_flops
+from hpc_train.training.performance import PerformanceTest
+from hpc_train.training.step_costs import StepCosts
 
 logger = logging.getLogger(__name__)
-from hpc_train.training.performance import PerformanceTest
 
 
 class StepRecords:
@@ -37,131 +37,106 @@ class StepRecords:
     Args:
         config: the configuration.
         made: the parts of the job.
+        runtime: the job's runtime.
         tokens_per_sample: number of tokens of a sample; 0 if samples have no tokens.
+
+    Attributes:
+        links: the bandwidths that `preflight` has measured.
     """
 
-    def __init__(self, config: RunConfig, made: Assembly, tokens_per_sample: float) -> None:
-        self.made, self.config = made, config
+    def __init__(
+        self, config: RunConfig, made: Assembly, runtime: Runtime, tokens_per_sample: float
+    ) -> None:
+        self.made, self.runtime = made, runtime
         self.group = made.grid.world
-        self.tokens = tokens_per_sample
         self.meter = Meter(config.data.batch, self.group.waiting, tokens_per_sample)
         self.memory = PeakMemory()
         self.costly = True
         """Whether to measure what takes time to measure, such as memory."""
-        self.peak = 0.0
-        """Operations per second of all ranks at most; 0: not measured."""
-        self.flops = made.flops
-        """Operations of a sample's forward and backward pass; 0: not known."""
-        self.uncounted = False
-        """Whether they are counted in the next step."""
-        self._steps, self._joules = 0, 0.0  # since and up to the last record
+        self.costs = StepCosts(config, made, tokens_per_sample)
         self.test = PerformanceTest.of(config, made, tokens_per_sample)
+        self.links: dict[str, float] = {}
+        placement = made.grid.placement
+        topology, ranks = placement.topology, range(self.group.size)
+        self.hosts = [topology.hosts[topology.node[rank]] for rank in ranks]
+        stages = [placement.coordinate(rank).pp for rank in ranks]
+        self._device = DeviceSeconds.of(made.device)
+        self._slow = SlowRanks(runtime, self.hosts, stages, self._device)
+        self._report: RunReport | None = None
 
-    def start(self, report: RunReport | None = None) -> None:
-        """Begin to measure.
+    def start(self) -> None:
+        """Begin to measure."""
+        self.meter.start()
+        self._slow.start()
+
+    @contextmanager
+    def measuring(self, report: RunReport, after: int) -> Iterator[None]:
+        """Measure all steps in this block, and say at its end what the ranks communicated.
+
+        Collective, unless the block fails.
 
         Args:
-            report: the reports of the run, which get the records; None: there are none.
+            report: the reports of the run.
+            after: the step after which training resumes.
         """
-        self.meter.start()
-        if self.test and report:
+        self._report = report
+        started = start_event(self.runtime, self.made, after)
+        report.event("start", after, **started, **self.links, **self.costs.at_start())
+        self.start()
+        if self.test:
             self.test.start(report)
+        self.group.waiting.traffic.clear()
+        try:
+            yield
+        except Stopped as stopped:  # on all ranks
+            self._say_communication(stopped.step)
+            raise
+        self._say_communication(report.last_step)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """A context around what a step computes before its gradients are averaged."""
+        return self._device or nullcontext()
 
     def count_step(self) -> None:
         """Count one more step."""
         self.meter.count_step()
-        self._steps += 1
-
-    def measure_peak(self) -> None:
-        """Measure how fast all ranks compute at most. Collective."""
-        self.group.barrier()
-        try:
-            mine = peak_flops(self.made.device, getattr(torch, self.config.precision.dtype))
-        except (MemoryError, RuntimeError) as error:  # the latter if torch has no memory
-            logger.warning("the peak of this rank cannot be measured: %s", error)
-            mine = 0.0
-        total, unknown = self.group.totals([round(mine), int(not mine)])
-        self.peak = 0.0 if unknown else float(total)
-        self.uncounted = self.peak > 0 and not self.flops
-
-    def count_operations(self, loss: Callable[[Any, nn.Module], Tensor], step: Step) -> None:
-        """Count the operations of a model whose shape is not known, by a micro-batch. Collective.
-
-        Args:
-            loss: the loss of a batch and a model.
-            step: a step, whose first micro-batch is used.
-        """
-        self.uncounted = False
-        self.flops, why = self.group.from_first(lambda: self._counted(loss, step))
-        if why:
-            logger.info("tflops and mfu are not reported, as operations are not counted: %s", why)
-        self.start()  # counting takes a second, which is not the step's
-
-    def _counted(self, loss: Callable[[Any, nn.Module], Tensor], step: Step) -> tuple[float, str]:
-        """Operations of a sample; 0 with the reason if they cannot be counted."""
-        config, model = self.config, self.made.model
-        gated = any(isinstance(vars(one).get("forward"), Gate) for one in model.modules())
-        state = self.made.checkpoints.state
-        for refused, why in (
-            (config.data.micro_tokens is not None, "the samples have different lengths"),
-            (self.made.grid.tp * self.made.grid.pp > 1, "ranks share the model"),
-            (
-                bool(gated or state.streamed or state.pieces),
-                "memory.zero shares its parameters among ranks",
-            ),
-            (has_synchronized(model), "its BatchNorm layers add up over the ranks"),
-            (config.memory.recompute != "none", "memory.recompute repeats some of them"),
-        ):
-            if refused:
-                return 0.0, why
-        batch = step.micro_batches[0]
-        try:
-            found = counted_flops(
-                lambda copied, data: loss(data, copied),
-                model,
-                moved(batch.data, self.made.device),
-            )
-        except UncountedError as error:
-            return 0.0, " ".join(str(error).split())
-        return found / batch.part.count, ""
-
-    def costs_at_start(self) -> dict[str, Any]:
-        """What the event "start" says about costs. Collective."""
-        costs = self.made.costs
-        costs.unify()
-        self._joules = costs.total.joules
-        peak = {"peak_flops": self.peak / self.group.size} if self.peak else {}
-        return {**peak, "energy": costs.reader, **costs.total.known()}
         if self.test:
             self.test.count_step()
+        if self.costly:
+            self._slow.count_step()
+            self.costs.count_step()
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self, step: int) -> dict[str, Any]:
         """What was measured since the last record, as parts of a record. Collective."""
         record: dict[str, Any] = self.meter.take()
         if self.costly:
             record["memory_gb"] = self._memory()
-            record |= self._costs(record["samples_per_second"])
+            record |= self.costs.take(record["samples_per_second"])
+            record |= self._slow_rank(step)
         record |= self.made.substituted.record()
         if self.made.scaler is not None:
             record["skipped_steps"] = self.made.scaler.skipped_steps
         return record
 
-    def _costs(self, samples_per_second: float) -> dict[str, float]:
-        """Speed and costs, as parts of a record. Collective."""
-        costs, found = self.made.costs, {}
-        costs.unify()
-        if self.flops:
-            found["tflops"] = samples_per_second * self.flops / 1e12
-            if self.peak:
-                found["mfu"] = samples_per_second * self.flops / self.peak
-        found |= costs.total.known()
-        samples, joules = self._steps * self.config.data.batch, costs.total.joules - self._joules
-        if joules > 0:
-            found["samples_per_joule"] = samples / joules
-            if self.tokens:
-                found["tokens_per_joule"] = samples * self.tokens / joules
-        self._steps, self._joules = 0, costs.total.joules
-        return found
+    def _slow_rank(self, step: int) -> dict[str, Any]:
+        """The slow rank, if there is one, as parts of a record. Collective."""
+        new, report = self._slow.take(), self._report
+        if new is not None and report is not None:
+            report.event("slow", step, host=self.hosts[new.rank], **new._asdict())
+        named = self._slow.named
+        return {} if named is None else {"slow_rank": named.rank, "slow_seconds": named.seconds}
+
+    def _say_communication(self, step: int) -> None:
+        """Write and log what the ranks have communicated. Collective."""
+        if self.group.comm is None:
+            return
+        mine = self.group.waiting.traffic.counted()
+        everyone = self.group.gathered_by_first(mine, "what the ranks have communicated")
+        operations = totals(everyone, self.hosts) if everyone else []
+        if operations and self._report is not None:
+            told = event_of(operations, self.links)
+            self._report.event("communication", step, operations=told)
+            logger.info("%s", describe_operations(told))
 
     def _memory(self) -> float:
         """GB (10^9 bytes) of the rank that has used most since the last record. Collective."""

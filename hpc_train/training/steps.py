@@ -22,6 +22,7 @@ def guarded_steps(
     saving: Saving,
     pace: Pace,
     taken: Callable[[int], int] = lambda step: step,
+    together: Callable[[], None] = lambda: None,
 ) -> Iterator[Step]:
     """Yield the loader's steps. The caller computes each before it asks for the next. Collective.
 
@@ -37,6 +38,7 @@ def guarded_steps(
         pace: decides how long a rank may wait for another within a step.
         taken: a function of the last step that was yielded. It returns the last step that the
             optimizer has taken; 0: none.
+        together: is called before each step, once all ranks have agreed to take it.
 
     Raises:
         Stopped: a signal, the stop file or the time limit stopped training, with a checkpoint.
@@ -79,6 +81,7 @@ def guarded_steps(
                 return
             raise Stopped(taken(done), reason, saved=not saving.none)
         assert step is not None  # else `agree` has raised the failure or returned a reason
+        together()
         try:
             group.waiting.limit = pace.within(step.number)
             yield step

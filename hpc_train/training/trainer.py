@@ -45,7 +45,7 @@ from hpc_train.training.micro_batch import (
 )
 from hpc_train.training.performance import without_extras
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
-from hpc_train.training.step_records import StepRecords, start_event
+from hpc_train.training.step_records import StepRecords
 from hpc_train.training.steps import guarded_steps
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.validation import Validation
@@ -93,7 +93,7 @@ class Trainer:
         self.validation.together = task.together
         self.held_out: dict[str, float] = {}
         """The mean loss and the scores of the last pass over held-out samples."""
-        self.step_records = StepRecords(config, made, task.tokens_per_sample)
+        self.step_records = StepRecords(config, made, runtime, task.tokens_per_sample)
         self.phases = self.group.waiting.phases
         self._closed = self._searched = False
 
@@ -137,8 +137,9 @@ class Trainer:
         ):
             self.checkpoints.claim = claim
             if self.config.run.preflight:
-                preflight(self.runtime, directory, self.device, self.assembly.state_bytes)
-                self.step_records.measure_peak()
+                found = preflight(self.runtime, directory, self.device, self.assembly.state_bytes)
+                self.step_records.links = found
+                self.step_records.costs.measure_peak()
             if self.config.data.micro_batch == "auto" and not self._searched:
                 self._find_micro_batch()
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
@@ -155,12 +156,10 @@ class Trainer:
                     trackers=self.config.run.trackers,
                     spent=self.assembly.costs.now,
                 ) as report,
+                self.step_records.measuring(report, after),
             ):
-                start = start_event(self.runtime, self.assembly, after)
-                report.event("start", after, **start, **self.step_records.costs_at_start())
                 self.model.train()
                 saving = Saving.of(self.config.checkpoint, none=test is not None)
-                self.step_records.start(report)
                 run = self.config.run
                 pace = Pace(run.hang_steps, run.hang_timeout, self._validation_due)
                 steps = guarded_steps(loader, self.checkpoints, stop, saving, pace)
@@ -263,8 +262,9 @@ class Trainer:
     def _train_step(self, step: Step, report: Callable[[dict[str, Any]], None]) -> None:
         """Compute one step, and report its numbers if that is due. Collective."""
         self.assembly.substituted.count(step)
-        if self.step_records.uncounted:
-            self.step_records.count_operations(self._loss, step)
+        if self.step_records.costs.uncounted:
+            self.step_records.costs.count_operations(self._loss, step)
+            self.step_records.start()  # counting takes a second, which is not the step's
         due = self._due(step.number)
         losses = self._backward(step)
         self.averager.average()
@@ -282,7 +282,7 @@ class Trainer:
         self.step_records.count_step()
         if due:
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
-            record |= {"grad_norm": norm, **self.step_records.measured()}
+            record |= {"grad_norm": norm, **self.step_records.measured(step.number)}
             if self._validation_due(step.number):
                 self._validated(step.number, self.validate())
                 record |= {f"validation_{name}": one for name, one in self.held_out.items()}
@@ -311,7 +311,8 @@ class Trainer:
         forms = [micro_batch.part.form for micro_batch in micro_batches]
         scale = 1.0 if self.scaler is None else self.scaler.scale
         weights = self._weights(step)
-        losses = self.layout.pipeline.train(forward, forms, [scale * one for one in weights])
+        with self.step_records.computing():
+            losses = self.layout.pipeline.train(forward, forms, [scale * one for one in weights])
         return [one * weight for one, weight in zip(losses, weights, strict=False) if weight]
 
     def _weights(self, step: Step) -> list[float]:
