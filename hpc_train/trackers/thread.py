@@ -60,7 +60,7 @@ class TrackerThread:
         """Wait for the thread until a time of time.monotonic(). Say how many records it left."""
         self._thread.join(max(0.0, until - time.monotonic()))
         left = self._made - self._passed
-        if left or self._thread.is_alive():
+        if left:
             logger.warning(
                 "%s lacks the last %d records: the next start of the run adds them, or "
                 "`hpc-train log export %s --to %s`",
