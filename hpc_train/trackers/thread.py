@@ -72,9 +72,10 @@ class TrackerThread:
             self._wake.wait()
             self._wake.clear()
             ending = self._ending.wait(ROUND_SECONDS)
-            if (ending or time.monotonic() >= self._retry) and self.allowed():
+            if ending or time.monotonic() >= self._retry:
                 try:
-                    self._pass_on()
+                    if self.allowed():
+                        self._pass_on()
                 except Exception as error:  # noqa: BLE001  # no tracker may end training
                     self._failed(error)
             if ending:
