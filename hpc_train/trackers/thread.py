@@ -60,7 +60,7 @@ class TrackerThread:
         """Wait for the thread until a time of time.monotonic(). Say how many records it left."""
         self._thread.join(max(0.0, until - time.monotonic()))
         left = self._made - self._passed
-        if left or self._thread.is_alive():
+        if left:
             logger.warning(
                 "%s lacks the last %d records: the next start of the run adds them, or "
                 "`hpc-train log export %s --to %s`",
@@ -72,9 +72,10 @@ class TrackerThread:
             self._wake.wait()
             self._wake.clear()
             ending = self._ending.wait(ROUND_SECONDS)
-            if (ending or time.monotonic() >= self._retry) and self.allowed():
+            if ending or time.monotonic() >= self._retry:
                 try:
-                    self._pass_on()
+                    if self.allowed():
+                        self._pass_on()
                 except Exception as error:  # noqa: BLE001  # no tracker may end training
                     self._failed(error)
             if ending:

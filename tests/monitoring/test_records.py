@@ -24,6 +24,19 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path):
     assert path.read_text().splitlines() == [*lines[:3], '{"step": 4, "loss": 7.0}']
 
 
+def test_a_line_that_a_kill_cut_off_spoils_none_after_it(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "start", "step": 0}\n{"event": "en')
+    events = RecordsFile(path)
+    events.write({"event": "start", "step": 4})
+    events.close()
+    lines = path.read_text().splitlines()
+    assert [lines[0], lines[-1]] == [
+        '{"event": "start", "step": 0}',
+        '{"event": "start", "step": 4}',
+    ]
+
+
 def test_floats_keep_all_their_digits_and_what_json_lacks_is_null(tmp_path):
     metrics = RecordsFile(tmp_path / "metrics.jsonl", after_step=0)
     metrics.write({"step": 1, "loss": 1 / 3, "grad_norm": math.nan, "lr": math.inf})
