@@ -17,6 +17,7 @@ from hpc_train.config.finetune import FinetuneSection
 from hpc_train.config.mixture import FORM as MIXTURE_FORM
 from hpc_train.config.mixture import check_mixture
 from hpc_train.config.model import ModelSection
+from hpc_train.config.profile import ProfileSection
 from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
 from hpc_train.config.together import check_together
 from hpc_train.errors import ConfigError
@@ -64,6 +65,8 @@ class RunSection:
     """Number of validations in a row that do not lower the validation loss, after which training
     ends before its last step. 0 disables it. checkpoint.keep_best keeps the checkpoint with the
     lowest loss."""
+    profile: ProfileSection = field(default_factory=ProfileSection)
+    """Which steps are profiled."""
     preflight: bool = True
     """Whether to check ranks and hosts before the first step: versions, clocks, memory, the run
     directory, slow ranks and slow links. It takes a second or two."""
