@@ -30,6 +30,7 @@ VERBS = {
     "submit": "submit CONFIG.yaml: write a batch script, and queue it",
     "status": "status [RUN]: show the jobs of runs in the queue, and how far they are",
     "logs": "logs RUN: print what the jobs of a run print",
+    "profile": "profile RUN: record what the ranks of a running job do in its next steps",
     "cancel": "stop a run for good, with a checkpoint",
     "plan": "plan CONFIG.yaml: predict which layouts fit in memory, and how fast they are",
     "stage": "copy the Python environment and data sets to a disk of each node",
