@@ -122,8 +122,8 @@ class GzipWriter:
 
 
 def write_parts(
-    group: Group, path: Path, mine: bytes, begin: bytes, end: Callable[[], bytes]
-) -> OSError | None:
+    group: Group, path: Path, make: Callable[[], bytes], begin: bytes, end: bytes
+) -> Exception | None:
     """Write a file of all ranks' parts. Collective.
 
     Rank 0 has one other rank's part in memory at a time.
@@ -131,21 +131,33 @@ def write_parts(
     Args:
         group: the ranks; their parts come in their order.
         path: the file. It is gzip.
-        mine: this rank's part.
+        make: makes this rank's part.
         begin: what comes before all parts; rank 0's counts.
-        end: makes what comes after all parts, on rank 0.
+        end: what comes after all parts; rank 0's counts.
 
     Returns:
-        On rank 0 the error because of which there is no file, if any. None on the other ranks.
+        The error because of which the file lacks this rank's part, or on rank 0 because of which
+        there is no file. None if there is none.
     """
-    piece = deflated(mine)
+    piece, failure = DeflatePiece(b"", 0, 0), None
+    try:
+        piece = deflated(make())
+    except Exception as error:  # noqa: BLE001  # rank 0 waits for the part of each rank
+        failure = error
     if group.rank:
         assert group.comm is not None
         with group.waiting(PARTS_WAIT):
             # Synchronous: nothing is sent before rank 0 has room for it.
             group.comm.Ssend(array("q", [len(piece.data), piece.crc, piece.size]), 0)
             group.comm.Ssend(piece.data, 0)
-        return None
+        return failure
+    return _written(group, path, [deflated(begin), piece], deflated(end)) or failure
+
+
+def _written(
+    group: Group, path: Path, first: list[DeflatePiece], last: DeflatePiece
+) -> OSError | None:
+    """Write the parts on rank 0; returns the error because of which there is no file, if any."""
     writer, failure = None, None
 
     def write(some: DeflatePiece) -> None:
@@ -161,8 +173,8 @@ def write_parts(
         writer = GzipWriter(path)
     except OSError as error:
         failure = error
-    write(deflated(begin))
-    write(piece)
+    for piece in first:
+        write(piece)
     about = array("q", [0, 0, 0])
     for rank in range(1, group.size):
         assert group.comm is not None
@@ -171,7 +183,7 @@ def write_parts(
             data = bytearray(about[0])
             group.comm.Recv(data, rank)
         write(DeflatePiece(bytes(data), about[1], about[2]))
-    write(deflated(end()))
+    write(last)
     try:
         if failure is None and writer is not None:
             writer.finish()

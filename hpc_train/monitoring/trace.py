@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ def write_trace(
     common: CommonTime,
     origin: float,
     about: dict[str, Any],
-) -> OSError | None:
+) -> Exception | None:
     """Write the marks of all ranks to one file. Collective.
 
     Args:
@@ -137,16 +137,16 @@ def write_trace(
         about: what else the file says, on rank 0.
 
     Returns:
-        On rank 0 the error because of which there is no file, if any. None on the other ranks.
+        The error of this rank, as from `write_parts`.
     """
-    events = trace_events(group.rank, group.host, marks.all, common, origin)
-    mine = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     worst = group.largest(round(1e9 * common.error))
     lost = group.total(marks.lost)
     more = {**about, "clock_error_us": worst / 1000, "lost_marks": lost}
-    if group.rank:
-        mine = f",\n{mine}"
-    end: Callable[[], bytes] = lambda: (  # noqa: E731  # it is one value
-        f'\n],"displayTimeUnit":"ms","otherData":{json.dumps(more)}}}\n'.encode()
-    )
-    return write_parts(group, path, mine.encode(), b'{"traceEvents":[\n', end)
+
+    def part() -> bytes:
+        events = trace_events(group.rank, group.host, marks.all, common, origin)
+        text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+        return f"{',' if group.rank else ''}{text}\n".encode()
+
+    end = f'],"displayTimeUnit":"ms","otherData":{json.dumps(more)}}}\n'
+    return write_parts(group, path, part, b'{"traceEvents":[\n', end.encode())

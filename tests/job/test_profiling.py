@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from hpc_train.config import ProfileSection
 from hpc_train.errors import ConfigError
 from hpc_train.job import profiling
 from hpc_train.monitoring import gzip_parts
@@ -18,6 +19,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel.schedule import build
 from tests.mpi_layer.test_clocks import DRIFT, OFFSET, WITHIN, WrongClock
+from tests.training import test_loop as loop_test
 from tests.training.test_trainer import STEPS, check_equal, config, make, needs_horovod
 
 
@@ -159,6 +161,23 @@ def test_steps_and_ranks_that_there_are_not_are_refused_on_all_ranks(
 ):
     with pytest.raises(ConfigError, match=message):
         make(config(together / "run", *options), job)
+
+
+@pytest.mark.mpi
+def test_a_loop_is_profiled_too_until_it_is_left(job, together):
+    whole, weights = loop_test.train(job, together / "plain")
+    profile = ProfileSection(steps="2-3")
+    profiled, same = loop_test.train(job, together / "run", profile=profile)
+    assert profiled == whole
+    assert all(map(torch.equal, same, weights))
+    with pytest.raises(ConfigError, match="the run ends with step 15"):
+        loop_test.train(job, together / "long", profile=ProfileSection(steps="9-16"))
+    if job.world.rank == 0:
+        trace = read(together / "run/profile/steps-2-3/trace.json.gz")
+        for rank in range(job.world.size):
+            found = threads(trace, rank)
+            assert [e["name"] for e in found[THREADS["step"]]] == ["step 2", "step 3"]
+            assert "data" in {e["name"] for e in found[MAIN]}
 
 
 def test_only_what_is_left_is_profiled_after_a_resume(tmp_path):

@@ -36,7 +36,7 @@ def part(rank):
 @pytest.mark.ranks(1, 2, 4)
 def test_the_file_has_the_parts_in_the_order_of_ranks(group, together):
     path, mine = together / "folder/parts.gz", part(group.rank)
-    failure = write_parts(group, path, mine, b"begin,", lambda: b",end")
+    failure = write_parts(group, path, lambda: mine, b"begin,", b",end")
     every = group.gathered(mine)
     assert failure is None
     if group.rank == 0:
@@ -62,7 +62,7 @@ def test_a_full_disk_is_told_and_no_rank_waits(group, together, monkeypatch, num
         return function(*arguments)
 
     monkeypatch.setattr(files, "call", full)
-    failure = write_parts(group, together / "parts.gz", b"mine", b"begin", lambda: b"end")
+    failure = write_parts(group, together / "parts.gz", lambda: b"mine", b"begin", b"end")
     if group.rank == 0:
         assert failure.errno == errno.ENOSPC
         assert list(together.iterdir()) == []
@@ -70,7 +70,20 @@ def test_a_full_disk_is_told_and_no_rank_waits(group, together, monkeypatch, num
         assert failure is None
 
 
+@pytest.mark.ranks(4)
+def test_a_rank_without_a_part_is_told_and_no_rank_waits(group, together):
+    def make():
+        if group.rank == 2:
+            raise MemoryError("no memory for the part")
+        return f"{group.rank}".encode()
+
+    failure = write_parts(group, together / "parts.gz", make, b"<", b">")
+    assert isinstance(failure, MemoryError) == (group.rank == 2)
+    group.barrier()
+    assert gzip.decompress((together / "parts.gz").read_bytes()) == b"<013>"
+
+
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
-    failure = write_parts(Group(), tmp_path / "file/parts.gz", b"", b"", lambda: b"")
+    failure = write_parts(Group(), tmp_path / "file/parts.gz", bytes, b"", b"")
     assert isinstance(failure, OSError)
