@@ -83,6 +83,7 @@ class BackgroundSave:
     def __init__(self, phases: Phases[None], group: Group) -> None:
         self._phases, self._group = phases, group
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._number = 0  # of the phase
         self._begin = time.monotonic()
         work = next(phases)
         self._done = time.monotonic() - self._begin
@@ -94,9 +95,13 @@ class BackgroundSave:
         return self._done + (0.0 if self._work.done() else time.monotonic() - self._begin)
 
     def _timed(self, work: Work) -> PhaseOutcome:
-        self._begin = time.monotonic()
+        self._begin, begin = time.monotonic(), time.perf_counter()
         outcome = _outcome(work)
         self._done += time.monotonic() - self._begin
+        self._number += 1
+        self._group.waiting.phases.note(
+            "checkpoint", "phase %d of a save", begin, time.perf_counter(), self._number
+        )
         return outcome
 
     def poll(self, *, wait: bool = False) -> bool:

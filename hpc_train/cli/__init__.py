@@ -32,6 +32,7 @@ VERBS = {
     "status": "status [RUN]: show the jobs of runs in the queue, and how far they are",
     "logs": "logs RUN: print what the jobs of a run print",
     "log": "log export RUN... --to TRACKER: write records for TensorBoard, MLflow, W&B or as CSV",
+    "profile": "profile RUN: record what the ranks of a running job do in its next steps",
     "cancel": "stop a run for good, with a checkpoint",
     "report": "report RUN [RUN ...]: write one HTML file that shows what runs have done",
     "plan": "plan CONFIG.yaml: predict which layouts fit in memory, and how fast they are",

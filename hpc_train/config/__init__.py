@@ -3,6 +3,7 @@
 sections.py   one frozen dataclass per section, which checks its own values
 spread.py     the sections that say how a job is spread over its ranks
 finetune.py   the section that says which parameters of a trained model are trained further
+profile.py    the keys that say which steps of a run are profiled
 mixture.py    checks a list of folders with weights
 together.py   checks that the values of several sections go together
 file.py       makes the sections from a YAML file and dotted options
@@ -13,6 +14,7 @@ durations.py  reads and writes time spans
 
 from hpc_train.config.finetune import FinetuneSection as FinetuneSection
 from hpc_train.config.model import ModelSection as ModelSection
+from hpc_train.config.profile import ProfileSection as ProfileSection
 from hpc_train.config.sections import CheckpointSection as CheckpointSection
 from hpc_train.config.sections import DataSection as DataSection
 from hpc_train.config.sections import OptimizerSection as OptimizerSection

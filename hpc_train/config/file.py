@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.config import RunConfig, keys
+from hpc_train.config import ProfileSection, RunConfig, keys
 from hpc_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,14 @@ DESCRIPTION = (
 SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
 PATH_KEYS = ("run.dir", "data.path", "data.cache", "checkpoint.resume", "checkpoint.weights")
 """Keys whose values are paths: ~ and variables of the environment are expanded in them."""
-KEYS = {f"{name}.{key.name}": key for name, section in SECTIONS.items() for key in fields(section)}
+PARTS: dict[str, Any] = {"run.profile": ProfileSection}
+"""Mappings inside of sections, which have keys of their own."""
+KEYS = {
+    f"{name}.{key.name}": key
+    for name, section in {**SECTIONS, **PARTS}.items()
+    for key in fields(section)
+    if f"{name}.{key.name}" not in PARTS
+}
 
 
 def _expected(key: str) -> str:
@@ -44,7 +51,12 @@ def check_file(path: Path) -> None:
     """
     for name, section in keys.read_mapping(path, "configuration").items():
         if name in SECTIONS:
-            keys.check_fields(section, SECTIONS[name], path, name, KEYS)
+            own = dict(section) if isinstance(section, dict) else section
+            for part, kind in PARTS.items():
+                key = part.removeprefix(f"{name}.")
+                if isinstance(own, dict) and key in own:
+                    keys.check_fields(own.pop(key), kind, path, part, KEYS)
+            keys.check_fields(own, SECTIONS[name], path, name, KEYS)
         elif isinstance(section, dict) and section:
             # The keys of an unknown section tell which section was meant.
             for key in section:
@@ -144,6 +156,9 @@ def load(
     except ArgumentError as error:
         raise _explained(str(error)) from None
     tree = parsed.as_dict()
+    for part, kind in PARTS.items():
+        section, _, name = part.partition(".")
+        tree[section][name] = kind(**tree[section][name])
     for key in PATH_KEYS:
         section, _, name = key.partition(".")
         if tree[section][name] is not None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import DefaultHelpFormatter
 
-from hpc_train.config.file import KEYS, PATH_KEYS, SECTIONS
+from hpc_train.config.file import KEYS, PARTS, PATH_KEYS, SECTIONS
 from hpc_train.config.mixture import FORM
 
 KINDS = ((bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"))
@@ -38,6 +38,8 @@ class KeyHelp(DefaultHelpFormatter):
 
     def add_argument(self, action: Action) -> None:
         """Add a key. The choices of one that may have no value are named without null."""
+        if action.dest in PARTS:
+            return  # its keys are given one by one
         if action.dest in KEYS and (choices := choices_of(action.dest)):
             action.metavar = choices
         super().add_argument(action)
@@ -52,14 +54,17 @@ def taken(key: str) -> str:
     """The kind of value that a key takes, in words."""
     if key in PATH_KEYS:
         return f"a path, or a list of {FORM}" if key == "data.path" else "a path"
-    section, _, name = key.partition(".")
-    return kind_in_words(get_type_hints(SECTIONS[section])[name])
+    return kind_in_words(_type_of(key))
+
+
+def _type_of(key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return get_type_hints({**SECTIONS, **PARTS}[section])[name]
 
 
 def choices_of(key: str) -> str:
     """The values of a key that takes one of a few, as argparse writes them; "" for other keys."""
-    section, _, name = key.partition(".")
-    kinds = get_type_hints(SECTIONS[section])[name]
+    kinds = _type_of(key)
     several = get_origin(kinds) in (Union, types.UnionType)
     real = [kind for kind in get_args(kinds) if kind is not types.NoneType] if several else [kinds]
     if real == [bool]:

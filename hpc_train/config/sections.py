@@ -18,6 +18,7 @@ from hpc_train.config.finetune import FinetuneSection
 from hpc_train.config.mixture import FORM as MIXTURE_FORM
 from hpc_train.config.mixture import check_mixture
 from hpc_train.config.model import ModelSection
+from hpc_train.config.profile import ProfileSection
 from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
 from hpc_train.config.together import check_together
 from hpc_train.errors import ConfigError
@@ -73,6 +74,8 @@ class RunSection:
     """Where rank 0 also logs its records: tensorboard (RUN/tensorboard), mlflow (RUN/mlruns, or the
     folder MLFLOW_TRACKING_URI), csv (RUN/metrics.csv), or a class of yours as package.module:Class.
     By default nowhere. `hpc-train log export` does it later, also for W&B."""
+    profile: ProfileSection = field(default_factory=ProfileSection)
+    """Which steps are profiled."""
     preflight: bool = True
     """Whether to check ranks and hosts before the first step: versions, clocks, memory, the run
     directory, slow ranks and slow links, and to measure the peak that mfu is a share of. It takes

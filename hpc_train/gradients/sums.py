@@ -152,8 +152,10 @@ class LevelSums:
             self._copy_share(number, self._shares[number])
             last = self._everyone
         yield from self._all(number, DONE, round_, last)
-        nbytes = self.flats[number].nbytes
-        self.profile.add(filled - begin, time.perf_counter() - filled, nbytes)
+        end, note = time.perf_counter(), self.levels.whole.waiting.phases.note
+        note("bucket", "bucket %d waits for other ranks", begin, filled, number)
+        note("bucket", "sum of bucket %d", filled, end, number)
+        self.profile.add(filled - begin, end - filled, self.flats[number].nbytes)
 
     def _all(self, number: int, phase: int, round_: int, ranks: range) -> Coroutine[None]:
         """Tell the node that this rank has come to a phase of a bucket, and wait for `ranks`."""
@@ -274,8 +276,10 @@ class CollectiveSums:
         if self.early:  # let the backward pass go on until the sum is done
             yield pending.done
         pending.wait()
-        nbytes = self.flats[number].nbytes
-        self.profile.add(0.0, time.perf_counter() - begin, nbytes)
+        end = time.perf_counter()
+        note = self.collectives.group.waiting.phases.note
+        note("bucket", "sum of bucket %d", begin, end, number)
+        self.profile.add(0.0, end - begin, self.flats[number].nbytes)
 
     def close(self) -> None:
         """Do nothing: no memory is shared."""

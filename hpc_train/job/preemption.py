@@ -16,7 +16,8 @@ from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
 REQUEST_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-SOON = 1  # below all signal numbers: no reason to stop
+ASKED = 1  # below all signal numbers: no reason to stop
+SOON = 2  # the same
 TIME_LIMIT = 1000  # above all signal numbers
 STOP_FILE = 1001
 ENOUGH = 1002
@@ -56,6 +57,8 @@ class StopRequests:
         """Whether the ranks have agreed on that."""
         self.soon = False
         """Whether the ranks have agreed to save once, to measure how long that takes."""
+        self.asked = False
+        """Whether the ranks have agreed on what a rank asked for, see `agree`."""
         self._total = math.inf
         self._looked = 0.0
         self._started = psutil.Process().create_time()
@@ -112,6 +115,7 @@ class StopRequests:
         failure: Exception | None = None,
         *,
         untried: bool = False,
+        asks: bool = False,
     ) -> str | None:
         """The reason to stop now, the same on all ranks, or None. Collective.
 
@@ -120,18 +124,20 @@ class StopRequests:
             needed_seconds: seconds that one more step and a checkpoint would take.
             failure: a failure of this rank since the last agreement.
             untried: whether the time of a checkpoint is still unknown.
+            asks: whether this process asks all others for something else, such as a profile. It
+                asks again if they agree on another thing.
 
         Raises:
             HpcTrainError: a rank has a failure; the same error is raised on all ranks.
             UserError: a rank has left the loop.
         """
         pending = self.pending(needed_seconds, look=group.rank == 0, untried=untried)
-        reason = settle(group, failure, pending)
+        reason = settle(group, failure, max(pending, ASKED * asks))
         if reason == LEFT:
             check_left_by_all(group, left=False)
-        self.ended, self.soon = reason == ENOUGH, reason == SOON
+        self.ended, self.soon, self.asked = reason == ENOUGH, reason == SOON, reason == ASKED
         self._stopping = reason > SOON and not self.ended
-        if self.soon:
+        if self.soon or self.asked:
             return None
         if self.ended:
             return "loop.stop()"

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 STOP = "STOP"  # a file of this name in a run directory ends the run for good
+PROFILES = "profile"  # in a run directory: the folder of profiles, and of the two files below
+PROFILE_REQUEST = "request.json"  # asks the job for a profile, see `profile_request.py`
+PROFILE_ANSWER = "answer.json"  # what the job says to the last request
 QUEUED = "jobs.jsonl"  # in a run directory: the jobs that were queued, see `queued.py`
 DEADLINE = "HPC_TRAIN_DEADLINE"  # the job's end, in seconds since 1970
 PROGRESS = "HPC_TRAIN_PROGRESS"  # the file of `write_progress`

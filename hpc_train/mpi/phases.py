@@ -23,9 +23,9 @@ class StepPhases:
     Attributes:
         seconds: the time of each phase so far.
         processor: the part of it in which the thread had a processor.
-        listener: called at the end of each phase, with the phase, the name of the operation if the
-            phase was a wait, and the begin and the end by `time.perf_counter`. None: nobody
-            listens, which costs nothing.
+        listener: called at the end of each phase, with the phase, a text that says more (the
+            operation that was waited for, the action of a pipeline), and the begin and the end by
+            `time.perf_counter`. None: nobody listens, which costs nothing.
     """
 
     def __init__(self) -> None:
@@ -57,6 +57,20 @@ class StepPhases:
         phase, operation, begin = self._open.pop()
         if self.listener is not None:
             self.listener(phase, operation, begin, now)
+
+    def note(self, kind: str, what: str, begin: float, end: float, *numbers: int) -> None:
+        """Tell the listener of work that is no phase of the main thread. Any thread may call it.
+
+        Args:
+            kind: see `hpc_train.monitoring.trace`.
+            what: a text with a %d for each of `numbers`; nobody makes it if nobody listens.
+            begin: seconds by `time.perf_counter`.
+            end: the same for its end.
+            numbers: for `what`.
+        """
+        listener = self.listener  # the main thread may take it away meanwhile
+        if listener is not None:
+            listener(kind, what % numbers, begin, end)
 
     def _count(self, now: float) -> None:
         """Count the time since the last change for the innermost phase."""

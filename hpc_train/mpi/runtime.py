@@ -240,7 +240,9 @@ def horovod_settings(environ: Mapping[str, str], fusion_bytes: int | None = None
     # The cycle in which Horovod's thread looks for work keeps its default, 1 ms. A step took as
     # long with 1, 2 and 5 ms if waiting threads yield, and Horovod 0.28.1 crashes when it is
     # started a second time in a process with both a cycle and a fusion threshold set.
-    settings = {"HOROVOD_CACHE_CAPACITY": str(CACHED)}
+    #
+    # A timeline can be started later only if this was set before Horovod was started.
+    settings = {"HOROVOD_CACHE_CAPACITY": str(CACHED), "HOROVOD_TIMELINE": "DYNAMIC"}
     if fusion_bytes is not None:
         settings[THRESHOLD] = str(fusion_bytes)
     return {name: value for name, value in settings.items() if name not in environ}

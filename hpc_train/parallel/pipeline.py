@@ -123,18 +123,18 @@ class Pipeline:
         for action in actions:
             key = (action.micro_batch, action.virtual_stage)
             if action.kind is Kind.FORWARD:
-                with phases(first):
+                with phases(first, self._told(action)):
                     live[key] = self._forward(action, forward, forms)
                 if self._stage(action) == self.virtual - 1:
                     losses.append(live[key].output.detach())
                 if not torch.is_grad_enabled():
                     self._release(live.pop(key))
             elif action.kind is Kind.WEIGHT:
-                with phases("backward"):
+                with phases("backward", self._told(action)):
                     compute(live[key].deferred)
                 self._release(live.pop(key))
             else:
-                with phases("backward"):
+                with phases("backward", self._told(action)):
                     self._backward(action, live[key], forms, weights)
                 if action.kind is Kind.BACKWARD:
                     self._release(live.pop(key))
@@ -142,6 +142,14 @@ class Pipeline:
         if self.transport is not None:
             self.transport.flush()
         return losses
+
+    def _told(self, action: Action) -> str:
+        """An action in words, for a listener; "" if nobody listens."""
+        if self.group.waiting.phases.listener is None:
+            return ""
+        stage = f", stage {self._stage(action)}" if self.virtual > 1 else ""
+        kind = {Kind.INPUT: "input gradient", Kind.WEIGHT: "weight gradients"}.get(action.kind)
+        return f"{kind or action.kind.value} of micro-batch {action.micro_batch + 1}{stage}"
 
     def _stage(self, action: Action) -> int:
         return action.virtual_stage * self.group.size + self.group.rank

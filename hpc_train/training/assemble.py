@@ -284,6 +284,7 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
             lengths = lengths_of(task.dataset, order.indices(1, 0, data.batch)).tolist()
         last = last_step(run, order.steps_per_epoch)
         check_best(config.checkpoint, data, last, held_out=held_out)
+        run.profile.check(group.size, last)
     given = f"{samples} {len(task.validation) if held_out else 0} {order.identity} {lengths}"
     what = "the data set (its size, mixture or lengths)"
     same(group, what, given, "give all ranks the same data")

@@ -24,6 +24,7 @@ from hpc_train.gradients.ownership import is_wrapped
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
 from hpc_train.job.preemption import StopRequests
+from hpc_train.job.profiling import Profiler
 from hpc_train.job.slow_ranks import SlowRanks
 from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import same
@@ -161,13 +162,25 @@ class Delivery:
 
     def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
         """The batches of all steps. A stop is raised again at the end of the program."""
+        profiler = Profiler(
+            self.group,
+            self._runtime.node,
+            self.checkpoints.directory,
+            loader.steps.start - 1,
+            loader.steps.stop - 1,
+            self.options.profile,
+        )
         try:
-            yield from self._seeded(loader, stop, seed)
+            yield from self._seeded(loader, stop, seed, profiler)
         except Stopped as stopped:  # the exit code must say so even if the program catches it
             self._runtime.at_end.append(partial(_raise_at_end, stopped))
             raise
+        finally:
+            profiler.close()
 
-    def _seeded(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
+    def _seeded(
+        self, loader: Loader, stop: StopRequests, seed: int, profiler: Profiler
+    ) -> Iterator[Any]:
         """The batches of all steps, each after the random generators were seeded for it."""
         pace = Pace(self.options.hang_steps, self.options.hang_timeout)
         hosts = self.group.gathered(self.group.host)
@@ -178,6 +191,7 @@ class Delivery:
             stop,
             self.saving,
             pace,
+            profiler,
             taken=lambda _: self._taken,
             together=slow.step,
         ):

@@ -192,6 +192,8 @@ class Loop(Stepping):
             parts = micro_batches(batch, self.group.size, self.group.rank, accumulate)
             check_passes(self.optimizer, accumulate)
             order = SampleOrder.of(dataset, batch, seed=seed, shuffle=shuffle)
+            last = epochs * order.steps_per_epoch
+            self.options.profile.check(self.group.size, last)
         self.checkpoints.identity |= {
             "batch": batch,
             "seed": seed,
@@ -205,7 +207,6 @@ class Loop(Stepping):
         check_not_ended(self.group, self.checkpoints.directory)
         self.accumulate = accumulate
         self.averager.expect(accumulate)
-        last = epochs * order.steps_per_epoch
         with (
             claimed_by_job(
                 self.group, self.checkpoints.directory, self.options.hang_timeout

@@ -10,6 +10,7 @@ from hpc_train.config import (
     GradientsSection,
     MemorySection,
     OptimizerSection,
+    ProfileSection,
     RunConfig,
     RunSection,
 )
@@ -59,6 +60,7 @@ class LoopOptions:
         matmul: how `hpc_train.models.linear` multiplies float32 matrices, as `precision.matmul`.
         prefetch: number of steps that a thread reads ahead, if the data set draws no random
             numbers.
+        profile: which steps are profiled: the keys of run.profile (docs/how-to/profile).
         workers: number of workers that read ahead for each rank. They are processes if
             `hpc_train.start_workers` was called before MPI started, otherwise threads. The batches
             are the same as without workers.
@@ -80,6 +82,7 @@ class LoopOptions:
     matmul: Matmul = "auto"
     prefetch: int = 0
     workers: int = 0
+    profile: ProfileSection = field(default_factory=ProfileSection)
 
     @property
     def policy(self) -> SavePolicy:

@@ -12,6 +12,7 @@ from hpc_train.data.loader import GivenUp, Loader, Step
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.job.heartbeat import Heartbeat, Pace, restarts
 from hpc_train.job.preemption import StopRequests
+from hpc_train.job.profiling import Profiler
 from hpc_train.training.saving import Saving
 
 
@@ -21,6 +22,7 @@ def guarded_steps(
     stop: StopRequests,
     saving: Saving,
     pace: Pace,
+    profiler: Profiler,
     taken: Callable[[int], int] = lambda step: step,
     together: Callable[[], None] = lambda: None,
 ) -> Iterator[Step]:
@@ -36,6 +38,7 @@ def guarded_steps(
         stop: collects the reasons to stop.
         saving: decides when to save.
         pace: decides how long a rank may wait for another within a step.
+        profiler: records the steps that are to be profiled.
         taken: a function of the last step that was yielded. It returns the last step that the
             optimizer has taken; 0: none.
         together: is called before each step, once all ranks have agreed to take it.
@@ -52,6 +55,7 @@ def guarded_steps(
     heartbeat = Heartbeat(group)
     heartbeat.tell(done, pace.until(done + 1, save_seconds=0.0))
     saving.limited = stop.limited
+    profiler.between(done)
     phases, begin = group.waiting.phases, time.monotonic()
     for done in range(loader.steps.start - 1, loader.steps.stop - 1):
         needed = pace.longest + saving.reserve(checkpoints)
@@ -62,7 +66,10 @@ def guarded_steps(
             failure = checkpoints.claim.lost()
         untried = saving.untried and done > loader.steps.start - 1
         # One agreement for everything, because in each one all ranks wait for the slowest.
-        reason = stop.agree(group, needed, failure, untried=untried)
+        asks = profiler.is_asked()
+        reason = stop.agree(group, needed, failure, untried=untried, asks=asks)
+        if stop.asked:
+            profiler.take_request(done + 1)
         if stop.soon:
             with phases("save"):
                 saving.now(checkpoints, taken(done))
@@ -77,6 +84,7 @@ def guarded_steps(
                 raise ConfigError(f"{reason} is over before the first step", "give more time")
             with phases("save"):
                 saving.last(checkpoints, taken(done))
+            profiler.finish(done)
             if stop.ended:
                 return
             raise Stopped(taken(done), reason, saved=not saving.none)
@@ -94,6 +102,9 @@ def guarded_steps(
                 saving.last(checkpoints, taken(step.number))
             else:
                 saving.after(checkpoints, step.number, taken(step.number))
+        if profiler.ends_after(step.number):
+            heartbeat.tell(step.number, 1.5 * pace.timeout)
+        profiler.between(step.number)
         begin = time.monotonic()
 
 

@@ -25,7 +25,8 @@ from hpc_train.job.heartbeat import Heartbeat, Pace
 from hpc_train.job.leaving import leave_together
 from hpc_train.job.preemption import StopRequests
 from hpc_train.job.preflight import preflight
-from hpc_train.job.reporting import reporting
+from hpc_train.job.profiling import Profiler
+from hpc_train.job.reporting import RunReport, reporting
 from hpc_train.job.run_directory import run_directory
 from hpc_train.launch.protocol import STOP
 from hpc_train.monitoring.console import describe_scores
@@ -162,10 +163,13 @@ class Trainer:
                 saving = Saving.of(self.config.checkpoint, none=test is not None)
                 run = self.config.run
                 pace = Pace(run.hang_steps, run.hang_timeout, self._validation_due)
-                steps = guarded_steps(loader, self.checkpoints, stop, saving, pace)
-                for step in steps:
-                    self._train_step(step, report.record)
-                    after, stop.enough = step.number, self.patience.over
+                profiler = self._profiler(directory, after, report)
+                with closing(profiler):
+                    for step in guarded_steps(
+                        loader, self.checkpoints, stop, saving, pace, profiler
+                    ):
+                        self._train_step(step, report.record)
+                        after, stop.enough = step.number, self.patience.over
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
                 if self.held_out:
@@ -437,6 +441,11 @@ class Trainer:
         )
         loader.counted = self.counted
         return loader
+
+    def _profiler(self, directory: Path, after: int, report: RunReport) -> Profiler:
+        section, node = self.config.run.profile, self.runtime.node
+        last, event = self.plan.last, report.event
+        return Profiler(self.group, node, directory, after, last, section, event)
 
     def _stop_requests(self, directory: Path) -> StopRequests:
         """The reasons to stop: signals, the stop file and `run.time_limit`."""

@@ -23,6 +23,24 @@ def test_options_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
     assert made.data == config.DataSection()
 
 
+def test_the_profile_has_keys_of_its_own(tmp_path):
+    path = write(tmp_path, "run: {profile: {steps: 10-20, ranks: 0}}")
+    made = load(path, ["--run.profile.ranks", "0,3-5"]).run.profile
+    assert (made.span, made.ranks) == ((10, 20), "0,3-5")
+    assert load(path).run.profile.span == (10, 20)
+    one = load(None, ["--run.profile.steps=7"])
+    assert one.run.profile.span == (7, 7)
+    assert load(write(tmp_path, one.to_yaml())) == one
+    assert load(None).run.profile.span is None
+    for ranks, steps, message in (
+        (6, 19, "run.profile.steps is 10-20, but the run ends with step 19: give steps up to 19"),
+        (5, 20, "run.profile.ranks is 0,3-5, but the job has ranks 0 to 4"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            made.check(ranks, steps)
+    made.check(6, 20)
+
+
 def test_a_written_configuration_reads_back_equal(tmp_path):
     made = load(None, ["--run.time_limit", "01:30:00", "--data.path", "x", "--run.epochs", "2"])
     assert load(write(tmp_path, made.to_yaml())) == made
@@ -65,6 +83,14 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ("runn: {steps: 3}", "unknown key runn.steps: did you mean run.steps?"),
         ("optimizer: {epochs: 3}", "unknown key optimizer.epochs: did you mean run.epochs?"),
         ("foo: {bar: 3}", "the file's top has run, model"),
+        ("run: {profile: {setps: 3}}", "unknown key run.profile.setps: did you mean run.profile.s"),
+        ("run: {profile: 10-20}", "run.profile is '10-20': write its keys below it"),
+        ("run: {profile: {steps: 20-10}}", "run.profile.steps is '20-10': give a step, or steps"),
+        ("run: {profile: {steps: 0-3}}", "run.profile.steps is '0-3': give a step, or steps"),
+        (
+            "run: {profile: {ranks: some}}",
+            "run.profile.ranks is 'some': give all, none, or numbers",
+        ),
         ("model: {layers: many}", "model.layers is 'many': it takes a whole number"),
         ("run: {steps: 0}", "run.steps is 0: give 1 or more"),
         ("run: {steps: 1, epochs: 1}", "run.steps and run.epochs are both given"),

@@ -22,7 +22,7 @@ OF_PYTHON = re.compile(
 def texts():
     """The help of each key, as one line."""
     words = " ".join(run(*command("train", "--help")).stdout.split())
-    parts = re.split(r"(?:^| )--([a-z]+\.\w+)(?=[ ,])(?!\+)", words.partition("options:")[2])
+    parts = re.split(r"(?:^| )--([a-z]+(?:\.\w+)+)(?=[ ,])(?!\+)", words.partition("options:")[2])
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 

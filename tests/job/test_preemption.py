@@ -63,6 +63,16 @@ def test_former_handlers_come_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_what_a_rank_asks_for_is_heard_unless_there_is_more_to_say(requests):
+    stop = requests(time_limit=1)
+    assert stop.agree(Group(), asks=True)
+    assert not stop.asked
+    stop = requests()
+    for asks in (False, True, False):
+        assert stop.agree(Group(), asks=asks) is None
+        assert stop.asked == asks
+
+
 @pytest.mark.mpi
 def test_one_ranks_signal_stops_all(job, requests):
     stop = requests()

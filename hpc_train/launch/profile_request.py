@@ -1,0 +1,125 @@
+"""Asks a running job for a profile, by a file in its run directory.
+
+The job removes the request when it takes it up, and writes its answer to another file: first that
+it has begun, then where the profile is.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpc_train import files
+from hpc_train.config.profile import check_ranks
+from hpc_train.errors import UserError
+from hpc_train.launch.protocol import PROFILE_ANSWER, PROFILE_REQUEST, PROFILES
+
+CLAIMS = ".claim"  # in a run directory: has a file for each job, whose time is its heartbeat
+SILENCE = 90.0  # seconds without a heartbeat after which a job has ended; it beats every 10 s
+PROFILE_POLL = 0.2
+
+
+class ProfileRequest:
+    """A request to a running job. It is written when the object is made.
+
+    Args:
+        run: the run directory.
+        steps: number of steps to profile.
+        ranks: on which torch.profiler runs, as `run.profile.ranks` has it.
+
+    Raises:
+        UserError: no job runs there, another request waits, or there are no such ranks.
+    """
+
+    def __init__(self, run: Path, steps: int, ranks: str) -> None:
+        check_ranks("--ranks", ranks)
+        self.run, self.folder = run, run / PROFILES
+        self._number = secrets.token_hex(8)
+        self._file = self.folder / PROFILE_REQUEST
+        self._claim = _newest_claim(run)
+        self._check_runs()
+        if self._file.exists():
+            raise UserError(
+                f"another request for a profile waits in {self._file}",
+                "wait until the job takes it up, or remove the file",
+            )
+        try:
+            self.folder.mkdir(exist_ok=True)
+            text = json.dumps({"request": self._number, "steps": steps, "ranks": ranks})
+            files.write_text(self._file, text)
+            # The file system's clock gives both times.
+            silent = self._file.stat().st_mtime - self._claim.stat().st_mtime
+        except OSError as error:
+            raise UserError(
+                f"{self._file} cannot be written ({error.strerror})", "ask as the run's owner"
+            ) from None
+        if silent > SILENCE:
+            self._withdraw()
+            raise UserError(
+                f"the job of {run} was last heard of {silent:.0f} s ago, so it does not run",
+                "start it, or set run.profile.steps",
+            )
+
+    def _check_runs(self) -> None:
+        if not self._claim.exists() or self._claim.with_suffix(".free").exists():
+            raise UserError(f"no job runs in {self.run}", "start it, or set run.profile.steps")
+
+    def _withdraw(self) -> None:
+        with suppress(OSError):
+            files.remove(self._file)
+
+    def wait(self, timeout: float) -> Path:
+        """Wait until the profile is written; returns the trace.
+
+        Args:
+            timeout: seconds that the job has to take the request up.
+
+        Raises:
+            UserError: the job refuses or does not answer, or it has ended.
+        """
+        begin = heard = time.monotonic()
+        beat, taken = 0.0, False
+        try:
+            while True:
+                said = self._answer()
+                taken = taken or bool(said)
+                if said.get("state") == "refused":
+                    raise UserError(f"there is no profile: {said['error']}")
+                if said.get("state") == "written":
+                    return self.folder / str(said["folder"]) / "trace.json.gz"
+                now = time.monotonic()
+                if not taken and now - begin > timeout:
+                    raise UserError(
+                        f"the job of {self.run} has not answered for {timeout:.0f} s",
+                        "give --timeout more than a step takes, or look whether the job still runs",
+                    )
+                self._check_runs()
+                with suppress(OSError):
+                    if (new := self._claim.stat().st_mtime) != beat:
+                        beat, heard = new, now
+                if now - heard > SILENCE:
+                    raise UserError(f"the job of {self.run} has ended without a profile")
+                time.sleep(PROFILE_POLL)
+        finally:
+            if not taken:  # else a request that is there now is another's
+                self._withdraw()
+
+    def _answer(self) -> dict[str, Any]:
+        """What the job says to this request; empty if it has said nothing yet."""
+        with suppress(OSError, ValueError):
+            said = json.loads((self.folder / PROFILE_ANSWER).read_text())
+            if isinstance(said, dict) and said.get("request") == self._number:
+                return said
+        return {}
+
+
+def _newest_claim(run: Path) -> Path:
+    """The file of the job that owns a run directory; it need not exist."""
+    with suppress(OSError):
+        numbers = [path.name for path in (run / CLAIMS).iterdir() if path.name.isdigit()]
+        return run / CLAIMS / max(numbers, default="none")
+    return run / CLAIMS / "none"
