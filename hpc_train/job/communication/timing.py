@@ -168,10 +168,9 @@ class _Measurement:
         self.polite = bool(self.world.largest(int(ranks_yield(os.environ))))
         self.hvd: Any = None
         self.measured = CollectiveFigures()
-        self.last: dict[
-            tuple[str, ...], list[CollectiveFigure]
-        ] = {}  # on rank 0, by case without its size
-        self.left_out: dict[tuple[str, str], set[int]] = {}  # sizes by implementation and reason
+        # The figures of rank 0 by case without its size, and sizes by implementation and reason.
+        self.last: dict[tuple[str, ...], list[CollectiveFigure]] = {}
+        self.left_out: dict[tuple[str, str], set[int]] = {}
 
     def run(self) -> CollectiveFigures:
         """Measure all cases, small ones first, so that a short time leaves out large ones."""
