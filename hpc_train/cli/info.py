@@ -182,18 +182,19 @@ def measure_collectives(
         HpcTrainError: a result is wrong; raised on all ranks.
         UserError: an option does not fit these ranks, or a file cannot be written; on all ranks.
     """
-    from hpc_train.job.communication.cores import cores_of_ranks, shared_cores
+    from hpc_train.job.communication.cores import binding_advice, cores_of_ranks
     from hpc_train.job.communication.timing import time_collectives
     from hpc_train.mpi.agreement import from_first
     from hpc_train.mpi.levels import Levels
     from hpc_train.mpi.runtime import import_mpi, library_version
+    from hpc_train.mpi.shared_cores import find_shared_cores
     from hpc_train.training.device import use_cores
 
     world = runtime.world
     use_cores(runtime)
     chosen = _device(runtime, device)
     levels = Levels.of(world)
-    cores = cores_of_ranks(runtime)
+    cores, one_machine = cores_of_ranks(runtime), find_shared_cores(runtime.world)
     library = library_version(import_mpi())
     title = (
         f"{world.size} ranks on {levels.nodes} node{'s' * (levels.nodes > 1)}, {library}, "
@@ -208,7 +209,10 @@ def measure_collectives(
         "launcher": runtime.launcher,
         "mpi": library,
         "device": chosen.type,
-        "warnings": shared_cores(cores),
+        "warnings": [
+            *binding_advice(cores),
+            *([one_machine] if one_machine.startswith("hosts") else []),
+        ],
         "notes": measured.notes,
     }
     levels.close()
@@ -253,7 +257,7 @@ def _write(
     """
     from hpc_train import files as writing
     from hpc_train.errors import UserError
-    from hpc_train.job.communication.chart import page, svg
+    from hpc_train.job.communication.chart import chart_page, svg
     from hpc_train.job.communication.figures import to_csv
 
     texts = {}
@@ -266,7 +270,7 @@ def _write(
         lines = [", ".join(about["hosts"]), *(f"warning: {text}" for text in about["warnings"])]
         drawing = svg(figures, f"Collectives: {title}", [*lines, *about["notes"]])
         html = Path(plot).suffix == ".html"
-        texts[plot] = page(drawing, "Collectives") if html else drawing
+        texts[plot] = chart_page(drawing, "Collectives") if html else drawing
     for name, text in texts.items():
         try:
             writing.write_text(Path(name), text)

@@ -41,7 +41,7 @@ RANK_COLUMNS = (
 MATERIAL = 0.05  # of a step: less is not worth a line
 CLEAR = 3.0  # times the scatter
 IN_A_ROW = {"data": 2, "compute": 2, "memory": 2, "network": 2, "load": 3}
-STRONG = 0.5  # of a step: such a delay by data is named at once
+NAMED_AT_ONCE = 0.5  # of a step: such a delay by data is named at once
 FORGOTTEN = 3  # tables in a row without the slow rank, after which it is slow no longer
 SLOWER = 1.2  # times the others' trial: a processor or memory that is slow
 SLOW_LINK = 2.0  # times the others' trial
@@ -299,7 +299,7 @@ class SlowRankTracker:
             self.named = found
             return None
         if found is not None:
-            at_once = found.cause == "data" and found.share > STRONG
+            at_once = found.cause == "data" and found.share > NAMED_AT_ONCE
             # Another cause of a rank that was named already needs to be seen for longer.
             known = named is not None and named.rank == found.rank
             if at_once or len(self._seen) >= IN_A_ROW[found.cause] * (1 + known):

@@ -17,7 +17,7 @@ from hpc_train.report.sources import RunSource
 MOST_NUMBERS = 180_000  # that a page has in all, about
 LEAST_BUCKETS = 32
 FINE_PLOTS = 6  # runs that have a plot of their phases each
-MOST_MARKS = 200  # of a run
+MARKS_SHOWN = 200  # of a run
 MOST_OTHER = 24  # plots of keys that the report does not know
 
 
@@ -131,4 +131,4 @@ def _marks(source: RunSource, begin: float) -> list[dict[str, Any]]:
                 "text": f"restart after step {start.after}: {cause}{lost}"[:300],
             }
         )
-    return marks[-MOST_MARKS:]
+    return marks[-MARKS_SHOWN:]

@@ -45,7 +45,7 @@ class Start:
 
 
 @dataclass
-class SlowRank:
+class NamedSlow:
     """A rank that was named slow for the same cause, one time or more."""
 
     rank: str
@@ -70,7 +70,7 @@ class Story:
     """
 
     starts: list[Start] = field(default_factory=list)
-    slow: list[SlowRank] = field(default_factory=list)
+    slow: list[NamedSlow] = field(default_factory=list)
     communication: list[dict[str, Any]] = field(default_factory=list)
     profiles: list[dict[str, Any]] = field(default_factory=list)
 
@@ -82,7 +82,7 @@ class Story:
 
 def read_story(run: Path) -> Story:
     """Read the events of a run. Missing files, and lines that are no objects, say nothing."""
-    story, groups = Story(), dict[tuple[str, ...], SlowRank]()
+    story, groups = Story(), dict[tuple[str, ...], NamedSlow]()
     for event in lines_of(run / "events.jsonl"):
         match event.get("event"):
             case "start" if len(story.starts) < MOST_STARTS:
@@ -139,14 +139,14 @@ def _end(start: Start, event: dict[str, Any]) -> None:
     start.cause = ": ".join(word for word in (reason, why) if word)
 
 
-def _count_slow(groups: dict[tuple[str, ...], SlowRank], event: dict[str, Any]) -> None:
+def _count_slow(groups: dict[tuple[str, ...], NamedSlow], event: dict[str, Any]) -> None:
     rank, host, cause = (str(event.get(key, "")) for key in ("rank", "host", "cause"))
     step, seconds = number(event.get("step")), number(event.get("seconds"))
     group = groups.get((rank, host, cause))
     if group is None:
         if len(groups) < MOST_STARTS:
             why = str(event.get("why") or "")
-            groups[rank, host, cause] = SlowRank(
+            groups[rank, host, cause] = NamedSlow(
                 rank, host, cause, why, 1, step, step, seconds if math.isfinite(seconds) else 0.0
             )
         return

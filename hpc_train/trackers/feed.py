@@ -11,7 +11,7 @@ from hpc_train import files
 from hpc_train.errors import UserError
 from hpc_train.trackers.source import TrackedRun, parse_line
 
-CHUNK = 1 << 20  # bytes of metrics.jsonl that are read at once
+READ_BYTES = 1 << 20  # bytes of metrics.jsonl that are read at once
 
 
 class Sink(Protocol):
@@ -97,7 +97,7 @@ class Feed:
         """
         assert self._file is not None
         count = 0
-        while chunk := self._file.read(CHUNK):
+        while chunk := self._file.read(READ_BYTES):
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
                 record = parse_line(line)

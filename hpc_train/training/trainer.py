@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
 from hpc_train.data.reader import Reader
-from hpc_train.errors import DataError, NotFiniteError
+from hpc_train.errors import DataError
 from hpc_train.gradients.scaling import clip_gradients
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Heartbeat, Pace
@@ -38,6 +38,7 @@ from hpc_train.planning.schedules import OPTIMIZER_TENSORS
 from hpc_train.seeds import mix, mix_each
 from hpc_train.training.assemble import assemble
 from hpc_train.training.device import moved, seed
+from hpc_train.training.finite import check_finite
 from hpc_train.training.learning_rate import learning_rate
 from hpc_train.training.micro_batch import (
     find_micro_batch,
@@ -277,7 +278,8 @@ class Trainer:
             norm = self._clip(needed=due)
         mean = self._mean(losses) if due else 0.0
         rate = self._set_learning_rate(step.number)
-        self._check_finite(step.number, mean, norm)
+        if self.scaler is None:  # it skips steps that are not finite
+            check_finite(self.config, self.group, step.number, mean, norm)
         if self.scaler is None or math.isfinite(norm):
             with self.phases("optimizer"):
                 self.averager.step()
@@ -392,30 +394,6 @@ class Trainer:
             total += loss
         self.collectives.sum_(total)
         return float(total) / self.grid.dp
-
-    def _check_finite(self, step: int, loss: float, norm: float) -> None:
-        """Stop before a step with a loss or a norm that is not finite. Collective.
-
-        Such a step would spoil the model. A number that was not computed is 0.
-
-        Raises:
-            NotFiniteError: the loss or the norm is not finite; on all ranks.
-        """
-        bad = not math.isfinite(loss + norm) and self.scaler is None  # the scaler skips such steps
-        if self.config.gradients.average_every > 1:  # else all ranks have the same numbers
-            bad = self.group.largest(int(bad)) > 0
-        if not bad:
-            return
-        error = NotFiniteError(
-            f"step {step} has a loss of {loss} and gradients with a norm of {norm}",
-            "set a smaller optimizer.lr, or optimizer.clip_norm, and start again: the run resumes "
-            "from the last checkpoint; run.nonfinite warn only warns and continues",
-        )
-        if self.config.run.nonfinite == "warn":
-            logger.warning("%s", error.cause)
-            return
-        error.agreed = True
-        raise error
 
     def _due(self, step: int) -> bool:
         """Whether a step's numbers are reported."""

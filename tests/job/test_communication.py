@@ -11,7 +11,7 @@ from hpc_train.errors import HpcTrainError
 from hpc_train.job.communication import timing
 from hpc_train.job.communication.budget import FEWEST_REPEATS, Budget, repeats
 from hpc_train.job.communication.chart import svg
-from hpc_train.job.communication.cores import RankCores, shared_cores
+from hpc_train.job.communication.cores import BoundCores, binding_advice
 from hpc_train.job.communication.figures import CollectiveFigure, bus_factor, elements, figure_of
 from hpc_train.job.communication.timing import Case, WantedFigures, predicted, time_collectives
 from hpc_train.mpi.levels import Levels
@@ -64,14 +64,14 @@ def test_the_next_size_is_predicted_by_a_line():
 
 def test_ranks_without_cores_of_their_own_are_found():
     def ranks(*cores, node=0, spread=False):
-        return [RankCores(node, f"n{node}", frozenset(own), spread) for own in cores]
+        return [BoundCores(node, f"n{node}", frozenset(own), spread) for own in cores]
 
-    assert shared_cores(ranks("ab", "cd") + ranks("ab", "cd", node=2)) == []
-    (few,) = shared_cores(ranks("a", "a", "b") + ranks("a", "b", node=3))
+    assert binding_advice(ranks("ab", "cd") + ranks("ab", "cd", node=2)) == []
+    (few,) = binding_advice(ranks("a", "a", "b") + ranks("a", "b", node=3))
     assert "too few cores of n0 (3 ranks, 2 cores)," in few
-    (bound,) = shared_cores(ranks("abcd", "abcd"))
+    (bound,) = binding_advice(ranks("abcd", "abcd"))
     assert "several ranks may run on one core of n0; bind" in bound
-    (spread,) = shared_cores(ranks("ab", "cd", spread=True))
+    (spread,) = binding_advice(ranks("ab", "cd", spread=True))
     assert "several NUMA domains of n0" in spread
 
 

@@ -89,7 +89,7 @@ def svg(figures: Sequence[CollectiveFigure], title: str, lines: Sequence[str]) -
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def page(drawing: str, title: str) -> str:
+def chart_page(drawing: str, title: str) -> str:
     """A page of HTML with the drawing in it, which needs no other file."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'

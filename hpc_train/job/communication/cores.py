@@ -13,7 +13,7 @@ from hpc_train.mpi.topology import machine, socket_of
 HOSTS_NAMED = 4
 
 
-class RankCores(NamedTuple):
+class BoundCores(NamedTuple):
     """The cores of a rank.
 
     Args:
@@ -29,18 +29,18 @@ class RankCores(NamedTuple):
     spread: bool
 
 
-def cores_of_ranks(runtime: Runtime) -> list[RankCores]:
+def cores_of_ranks(runtime: Runtime) -> list[BoundCores]:
     """The cores of all ranks. Collective."""
     first = runtime.node.from_first(lambda: runtime.world.rank)
     mine, hardware = os.sched_getaffinity(0), machine()
     spread = max(hardware.numa, hardware.sockets) > 1 and socket_of(mine) < 0
-    own = RankCores(first, runtime.world.host, frozenset(physical_cores(mine)), spread)
+    own = BoundCores(first, runtime.world.host, frozenset(physical_cores(mine)), spread)
     return runtime.world.gathered(own, "the cores of all ranks")
 
 
-def shared_cores(ranks: Sequence[RankCores]) -> list[str]:
+def binding_advice(ranks: Sequence[BoundCores]) -> list[str]:
     """What is wrong with the cores of the ranks, one sentence for each kind of mistake."""
-    nodes: dict[int, list[RankCores]] = {}
+    nodes: dict[int, list[BoundCores]] = {}
     for rank in ranks:
         nodes.setdefault(rank.node, []).append(rank)
     few, bound, spread = [], [], []

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-Operation = str
+OperationName = str
 
 ALLREDUCE, BROADCAST, ALLGATHER = "allreduce", "broadcast", "allgather"
 REDUCE_SCATTER, PING_PONG, BARRIER = "reduce_scatter", "ping_pong", "barrier"
@@ -60,7 +60,7 @@ class CollectiveFigure:
     """
 
     scope: str
-    operation: Operation
+    operation: OperationName
     implementation: str
     ranks: int
     nbytes: int
@@ -97,7 +97,7 @@ FIGURE_COLUMNS = (
 )
 
 
-def bus_factor(operation: Operation, ranks: int) -> float:
+def bus_factor(operation: OperationName, ranks: int) -> float:
     """Bus bandwidth / algorithm bandwidth, by nccl-tests."""
     if operation == ALLREDUCE:
         return 2 * (ranks - 1) / ranks
@@ -107,7 +107,7 @@ def bus_factor(operation: Operation, ranks: int) -> float:
 
 
 def figure_of(
-    case: tuple[str, Operation, str], ranks: int, nbytes: int, times: Sequence[float]
+    case: tuple[str, OperationName, str], ranks: int, nbytes: int, times: Sequence[float]
 ) -> CollectiveFigure:
     """The figure of one case.
 
@@ -126,7 +126,7 @@ def figure_of(
     return CollectiveFigure(*case, ranks, nbytes, middle, min(taken), low, high, len(taken))
 
 
-def elements(operation: Operation, nbytes: int, ranks: int) -> int:
+def elements(operation: OperationName, nbytes: int, ranks: int) -> int:
     """The number of float32 elements of a size; 0 if it is too small for these ranks.
 
     What is gathered or scattered has as many elements for each rank, so it may be a little smaller.

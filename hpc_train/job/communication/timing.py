@@ -26,7 +26,7 @@ from hpc_train.job.communication.figures import (
     OPERATIONS,
     PING_PONG,
     CollectiveFigure,
-    Operation,
+    OperationName,
     bytes_text,
     elements,
     figure_of,
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     """What is measured at one size."""
 
     scope: str
-    operation: Operation
+    operation: OperationName
     implementation: str
     nbytes: int
 
@@ -115,11 +115,11 @@ class Scopes:
         self.pairs = {scope: _pair(levels.whole, mine) for scope, mine in self.levels.items()}
         """The first and the last rank of this rank's group; None on other ranks."""
 
-    def of(self, scope: str, operation: Operation) -> Levels | None:
+    def of(self, scope: str, operation: OperationName) -> Levels | None:
         """The ranks that carry out an operation; None if this rank only waits."""
         return self.pairs[scope] if operation == PING_PONG else self.levels[scope]
 
-    def size(self, scope: str, operation: Operation) -> int:
+    def size(self, scope: str, operation: OperationName) -> int:
         """The number of these ranks."""
         return 2 if operation == PING_PONG else self.sizes[scope]
 

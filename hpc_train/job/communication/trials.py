@@ -39,7 +39,7 @@ from hpc_train.job.communication.figures import (
     REDUCE_SCATTER,
     RING,
     SHARED,
-    Operation,
+    OperationName,
 )
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -107,7 +107,7 @@ class Trial:
     close: Callable[[], None] = lambda: None
 
 
-def make_trial(name: str, operation: Operation, where: Where, count: int) -> Trial:
+def make_trial(name: str, operation: OperationName, where: Where, count: int) -> Trial:
     """Prepare an operation. Collective over the group.
 
     Args:
@@ -132,7 +132,7 @@ def make_trial(name: str, operation: Operation, where: Where, count: int) -> Tri
     return _between_nodes(operation, where, count, kind(where.group))
 
 
-def brought(operation: Operation, group: Group, count: int) -> Tensor:
+def brought(operation: OperationName, group: Group, count: int) -> Tensor:
     """What a rank brings to an operation.
 
     Args:
@@ -148,7 +148,7 @@ def brought(operation: Operation, group: Group, count: int) -> Tensor:
     return _numbers(group.rank, count)
 
 
-def expected(operation: Operation, group: Group, count: int) -> Tensor:
+def expected(operation: OperationName, group: Group, count: int) -> Tensor:
     """The result that this rank must get; arguments as for `brought`."""
     if operation in (BROADCAST, PING_PONG):
         return _numbers(0, count)
@@ -167,7 +167,7 @@ def _numbers(rank: int, count: int) -> Tensor:
     return index.remainder_(REMAINDERS).float().add_(rank % RANKS_TOLD_APART)
 
 
-def _bare(operation: Operation, where: Where, count: int) -> Trial:
+def _bare(operation: OperationName, where: Where, count: int) -> Trial:
     """The operation by one call of mpi4py with buffers, as a C program would do it."""
     comm: Any = where.group.comm
     part = count // where.group.size
@@ -231,7 +231,7 @@ def _collectives(name: str, where: Where) -> Collectives:
 
 
 def _by_collectives(
-    operation: Operation, where: Where, count: int, collectives: Collectives
+    operation: OperationName, where: Where, count: int, collectives: Collectives
 ) -> Trial:
     """The operation as training calls it, on tensors."""
     given = where.zeros(count // where.group.size if operation == ALLGATHER else count)
@@ -256,7 +256,7 @@ def _in_levels(where: Where, count: int, kind: type[Ring] | None) -> Trial:
     return Trial(lambda: drive(sums.begin(0), polite=where.polite), given, given, sums.close)
 
 
-def _between_nodes(operation: Operation, where: Where, count: int, cross: Ring) -> Trial:
+def _between_nodes(operation: OperationName, where: Where, count: int, cross: Ring) -> Trial:
     """The operation by messages between ranks of different nodes."""
     group, whole = where.group, where.zeros(count)
     part = count // group.size
