@@ -78,6 +78,8 @@ class SlowRanks:
     def _restart(self) -> None:
         """Measure from now on."""
         self._own: list[float] = []
+        if self.device is not None:
+            self.device.take()
         self._seconds = dict(self._phases.seconds)
         self._processor = dict(self._phases.processor)
         self._counted = self._counters.read()

@@ -46,7 +46,7 @@ FORGOTTEN = 3  # tables in a row without the slow rank, after which it is slow n
 SLOWER = 1.2  # times the others' trial: a processor or memory that is slow
 SLOW_LINK = 2.0  # times the others' trial
 ALL_WAIT = 0.1  # of a step that all ranks wait, above which links are tried
-LINKS_EVERY = 20  # tables between two trials of the links that have found nothing
+TRIED_EVERY = 20  # tables between two trials of one kind, unless the first has found something
 FAULT = 5e-7  # seconds of a page fault at the least
 
 
@@ -247,25 +247,24 @@ class SlowRankTracker:
         self.probes = Probes()
         self._seen: list[SlowRank] = []  # in the last tables in a row, all of one rank and cause
         self._without = 0  # tables in a row in which the named rank was not slow
-        self._links_in = 0  # tables until links may be tried again
+        self._processor_in = self._links_in = 0  # tables until there may be a trial again
 
     def note(self, table: RankTable) -> SlowRank | None:
         """Look at a table. Returns a rank that has to be named now; None: there is nothing new."""
         found = slowest(table)
         links_tried = not np.isnan(table.columns["link"]).all()
-        self._links_in = LINKS_EVERY if links_tried and found is None else self._links_in - 1
-        if found is None and self._keeps_network(table, links_tried):
-            found = self.named
+        if found is None and self.named is not None and self.named.cause == "network":
+            if links_tried:  # the link has recovered
+                self.named = None
+            elif _all_wait(table):  # links are not tried for each table
+                found = self.named
         found = self._as_named(found, table)
         self._follow(found)
         new = self._named_now(found)
         self.probes = self._next(table, found)
+        self._processor_in = TRIED_EVERY if self.probes.processor else self._processor_in - 1
+        self._links_in = TRIED_EVERY if self.probes.links else self._links_in - 1
         return new
-
-    def _keeps_network(self, table: RankTable, links_tried: bool) -> bool:
-        """Whether a slow link stays slow: links are not tried for each table."""
-        slow = self.named is not None and self.named.cause == "network"
-        return slow and not links_tried and _all_wait(table)
 
     def _as_named(self, found: SlowRank | None, table: RankTable) -> SlowRank | None:
         """What was found, with the cause that the probes gave when it was named."""
@@ -312,13 +311,14 @@ class SlowRankTracker:
 
     def _next(self, table: RankTable, found: SlowRank | None) -> Probes:
         """What to try next: only what can tell causes apart that were not named yet."""
+        new = found is not None and (self.named is None or self.named[:2] != found[:2])
         if found is not None and found.cause in ("compute", "memory"):
-            return Probes(processor=self.named is None or self.named[:2] != found[:2])
-        suspected = found is not None and found is not self.named  # by its link, a first time
-        if suspected or self._links_in > 0:
-            return Probes(links=suspected and found is not None and found.cause == "network")
+            return Probes(processor=new and self._processor_in <= 0)
+        if found is not None and found.cause == "network" and new:
+            return Probes(links=True)
+        others = found is None or found.cause == "network"
         several = len(set(table.hosts)) > 2
-        return Probes(links=several and _all_wait(table))
+        return Probes(links=others and several and _all_wait(table) and self._links_in <= 0)
 
 
 def _all_wait(table: RankTable) -> bool:

@@ -160,7 +160,14 @@ class Delivery:
         # The last step is over. This lets `guarded_steps` continue and write the checkpoint.
         next(batches, None)
 
-    def _batches(self, loader: Loader, stop: StopRequests, seed: int) -> Iterator[Any]:
+    def _slow_ranks(self) -> SlowRanks:
+        """What names slow ranks in the log. Collective."""
+        hosts = self.group.gathered(self.group.host)
+        return SlowRanks(self._runtime, hosts, [0] * self.group.size)
+
+    def _batches(
+        self, loader: Loader, stop: StopRequests, seed: int, slow: SlowRanks
+    ) -> Iterator[Any]:
         """The batches of all steps. A stop is raised again at the end of the program."""
         profiler = Profiler(
             self.group,
@@ -171,7 +178,7 @@ class Delivery:
             self.options.profile,
         )
         try:
-            yield from self._seeded(loader, stop, seed, profiler)
+            yield from self._seeded(loader, stop, seed, slow, profiler)
         except Stopped as stopped:  # the exit code must say so even if the program catches it
             self._runtime.at_end.append(partial(_raise_at_end, stopped))
             raise
@@ -179,12 +186,10 @@ class Delivery:
             profiler.close()
 
     def _seeded(
-        self, loader: Loader, stop: StopRequests, seed: int, profiler: Profiler
+        self, loader: Loader, stop: StopRequests, seed: int, slow: SlowRanks, profiler: Profiler
     ) -> Iterator[Any]:
         """The batches of all steps, each after the random generators were seeded for it."""
         pace = Pace(self.options.hang_steps, self.options.hang_timeout)
-        hosts = self.group.gathered(self.group.host)
-        slow = SlowRanks(self._runtime, hosts, [0] * self.group.size)
         for step in guarded_steps(
             loader,
             self.checkpoints,

@@ -220,10 +220,11 @@ class Loop(Stepping):
             done = self._given = self._taken = self.checkpoints.resume()
             with agreed(self.group):
                 loader = load(order, parts, first_step=done + 1, last_step=last)
+            slow = self._slow_ranks()
             self._requests = stop
             stop.enough, self._enough = self._enough, False
             try:
-                yield from self._delivered(self._batches(loader, stop, seed), order, last)
+                yield from self._delivered(self._batches(loader, stop, seed, slow), order, last)
             except GeneratorExit:
                 if self._failed:
                     self.checkpoints.finish()

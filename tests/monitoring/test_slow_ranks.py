@@ -217,5 +217,18 @@ def test_a_slow_link_is_tried_twice_before_it_is_named():
     assert tracker.note(slow) is None
     assert tracker.probes.links
     assert tracker.note(slow).rank == 2
-    tracker.note(linked())
-    assert tracker.named.cause == "network"
+    for _ in range(5):
+        tracker.note(linked())
+        assert not tracker.probes.links
+        assert tracker.named.cause == "network"
+    tracker.note(linked(*[0.002] * 4))
+    assert tracker.named is None, "the link has recovered"
+
+
+def test_trials_are_seldom_if_suspicions_come_and_go():
+    tracker, asked = SlowRankTracker(), 0
+    for _ in range(20):
+        for one in (table((1, LATE)), table()):
+            tracker.note(one)
+            asked += tracker.probes.processor
+    assert asked == 2
