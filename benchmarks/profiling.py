@@ -7,8 +7,8 @@ in turn, --steps at a time: without a profile, with our marks of all ranks, and 
 on all ranks as well. The times are those of the steps alone. What a profile takes at its begin and
 end is in a table of its own: comparing clocks, stopping, writing.
 
-What one mark takes is measured by itself too, as other programs disturb that less: with as many
-marks as a step has, it gives a share of a step.
+What one mark takes is measured by itself too, as other programs disturb that less. With the number
+of marks of a step it gives a share of the step.
 
 With --minutes each process's clock is set wrong by up to 5 s, and drifts by up to 50 ppm. After so
 many minutes the times of its events are compared with the true ones.

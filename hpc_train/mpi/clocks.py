@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from hpc_train.mpi.group import Group
 
+DRIFT = 1e-4  # most seconds per second between two clocks: crystals keep within 50 ppm
 LEAST, MOST = 32, 256  # exchanges of a comparison
 SWIFT = 100e-6  # seconds; after LEAST exchanges, one that took no longer ends the comparison
 COMPARES = "the comparison of the hosts' clocks"
@@ -131,7 +132,7 @@ class ClockComparison:
 
     def _compared(self) -> ClockReading:
         now = time.perf_counter()
-        mine = ClockReading(now, now)
+        mine = ClockReading(now, now)  # rank 0's; all others ask before they are asked
         rank, size = self._leaders.rank, self._leaders.size
         distance = 1 << max(size - 1, 0).bit_length()
         while distance := distance // 2:
@@ -160,12 +161,15 @@ class ClockComparison:
     def _answer(self, other: int, mine: ClockReading) -> None:
         comm = self._leaders.comm
         assert comm is not None
-        more, answer = array("d", [1.0]), array("d", [0.0, mine.error])
+        more, answer = array("d", [1.0]), array("d", [0.0, 0.0])
         while True:
             comm.Recv(more, other)
             if not more[0]:
                 return
-            answer[0] = time.perf_counter() + mine.offset
+            now = time.perf_counter()
+            answer[0] = now + mine.offset
+            # A reading grows old. Rank 0's clock is the reference itself.
+            answer[1] = mine.error + (DRIFT * (now - mine.own) if self._leaders.rank else 0.0)
             comm.Send(answer, other)
 
     def close(self) -> None:
