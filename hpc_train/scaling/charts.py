@@ -13,7 +13,7 @@ from hpc_train.scaling.paragraph import percent
 from hpc_train.scaling.summary import Figures, ScaleRow
 
 WIDTH, HEIGHT = 640, 320
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 16, 44  # margins
+LEFT, RIGHT, TOP, BOTTOM = 84, 16, 16, 44  # margins
 CURVE = 60  # number of points of a curve
 _Place = tuple[float, float]
 

@@ -151,7 +151,8 @@ def in_nodes(count: int) -> str:
 
 def percent(share: float) -> str:
     """A share in percent, with a decimal place below ten."""
-    return f"{100 * share:.{0 if abs(round(share, 3)) >= 0.1 else 1}f} %"
+    whole = share == 0 or abs(round(share, 3)) >= 0.1
+    return f"{100 * share:.{0 if whole else 1}f} %"
 
 
 def in_digits(value: float) -> str:
