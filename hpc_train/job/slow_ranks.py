@@ -78,6 +78,7 @@ class SlowRanks:
     def _restart(self) -> None:
         """Measure from now on."""
         self._own: list[float] = []
+        self._data: list[float] = []
         if self.device is not None:
             self.device.take()
         self._seconds = dict(self._phases.seconds)
@@ -85,7 +86,7 @@ class SlowRanks:
         self._counted = self._counters.read()
         self._begin_processor = time.thread_time()
         self._begin = self._last = time.perf_counter()
-        self._last_not_own = self._not_own()
+        self._last_not_own, self._last_data = self._not_own(), self._phases.seconds["data"]
 
     def _not_own(self) -> float:
         seconds = self._phases.seconds
@@ -103,6 +104,9 @@ class SlowRanks:
         now, not_own = time.perf_counter(), self._not_own()
         self._own.append(now - self._last - (not_own - self._last_not_own))
         self._last, self._last_not_own = now, not_own
+        data = self._phases.seconds["data"]
+        self._data.append(data - self._last_data)
+        self._last_data = data
 
     def step(self) -> None:
         """Count one more step, and name a slow rank in the log if there is one. Collective."""
@@ -173,7 +177,9 @@ class SlowRanks:
             **Disturbances(*counts)._asdict(),
         }
         per_step = {name: value / steps for name, value in found.items()}
-        return per_step | {"scatter": float(np.std(self._own, ddof=1)) / math.sqrt(steps)}
+        scatters = {"scatter": self._own, "data_scatter": self._data}
+        errors = {name: np.std(each, ddof=1) / math.sqrt(steps) for name, each in scatters.items()}
+        return per_step | {name: float(error) for name, error in errors.items()}
 
     @staticmethod
     def _since(now: dict[str, float], then: dict[str, float]) -> dict[str, float]:

@@ -20,6 +20,7 @@ Cause = Literal["data", "compute", "memory", "network", "load"]
 RANK_COLUMNS = (
     "wall",  # seconds of a step
     "scatter",  # standard error of the mean of the rank's own time, data and computing
+    "data_scatter",  # the same of data alone
     "data",  # seconds of data
     "compute",  # seconds of all else but waits, saves and evaluations
     "processor",  # the part of them in which the rank had a processor; on GPUs the GPU's seconds
@@ -153,12 +154,13 @@ def _late(table: RankTable) -> SlowRank | None:
     # All ranks leave a step together, so who comes last waits least.
     peers = bool((table.stages == table.stages[rank]).sum() > 1)
     seconds = min(excess, -table.excess("waiting", rank, alike=peers))
-    error = float(np.hypot(table.of("scatter", rank), table.others("scatter", rank)))
-    if not (seconds > MATERIAL * table.wall and excess > CLEAR * error):
-        return None
-    if not excess > CLEAR * table.scatter("own", rank):
-        return None
     part = max(parts, key=lambda name: parts[name])
+    # Data has a scatter of its own, because that of computing may be large on a busy host.
+    steps, ranks = ("data_scatter", "data") if part == "data" else ("scatter", "own")
+    error = float(np.hypot(table.of(steps, rank), table.others(steps, rank)))
+    clear = parts[part] > CLEAR * max(error, table.scatter(ranks, rank))
+    if seconds <= MATERIAL * table.wall or not clear:
+        return None
     lost = parts[part] / (1 + delays if part == "compute" else 1)
     cause, why = _cause(table, rank, part, lost)
     return SlowRank(rank, cause, seconds, seconds / table.wall, why)
