@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,20 +82,21 @@ class Profiler:
     ) -> None:
         self.world, self.node, self.event = world, node, event
         self.folder, self.last_step = directory / PROFILES, last_step
-        self._plan: ProfilePlan | None = None
+        self._plans: list[ProfilePlan] = []  # of the configuration, and of one request
         self._recording: _Recording | None = None
         self._looked = 0.0
         if section.span is not None:
             first, last = max(section.span[0], after + 1), section.span[1]
             if first <= last:
-                self._plan = ProfilePlan(first, last, str(section.ranks))
+                self._plans.append(ProfilePlan(first, last, str(section.ranks)))
             else:
                 logger.info("run.profile: the run is past step %d, so it is not profiled", last)
         self._forget_requests()  # to a former job
 
     def is_asked(self) -> bool:
         """Whether there is a request. Rank 0 looks, and at most once per REQUEST_SECONDS."""
-        if self.world.rank or self._plan is not None:
+        waits = self._recording is not None or any(plan.request for plan in self._plans)
+        if self.world.rank or waits:
             return False
         now = time.monotonic()
         if now - self._looked < REQUEST_SECONDS:
@@ -109,7 +110,9 @@ class Profiler:
         Args:
             step: the step that begins now. The profile begins with the next one.
         """
-        self._plan = self.world.from_first(lambda: self._requested(step + 1))
+        plan = self.world.from_first(lambda: self._requested(step + 1))
+        if plan is not None:
+            self._plans.insert(0, plan)
 
     def _requested(self, first: int) -> ProfilePlan | None:
         """Read and remove the request. Nothing is raised here, as others wait for the result."""
@@ -160,8 +163,12 @@ class Profiler:
             self._recording.step(step)
         if self.ends_after(step):
             self.finish(step)
-        if self._recording is None and self._plan is not None and step + 1 == self._plan.first:
-            self._recording = _Recording(self.world, self.node, self._plan, self.folder)
+        # Where two plans overlap, the later one gets the steps that are left.
+        due = [plan for plan in self._plans if plan.first <= step + 1 <= plan.last]
+        if self._recording is None and due:
+            self._plans.remove(due[0])
+            plan = replace(due[0], first=step + 1)
+            self._recording = _Recording(self.world, self.node, plan, self.folder)
 
     def finish(self, step: int) -> None:
         """End a profile that is under way, and write what it has. Collective.
@@ -172,7 +179,7 @@ class Profiler:
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        plan, self._plan = recording.plan, None
+        plan = recording.plan
         if step < plan.first:
             recording.drop()
             self._answer(plan, "refused", error="the run has stopped")

@@ -195,7 +195,8 @@ def test_only_what_is_left_is_profiled_after_a_resume(tmp_path):
 def test_a_request_is_taken_once_and_a_broken_one_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "REQUEST_SECONDS", 0.0)
     run = tmp_path / "run/profile"
-    trainer = make(config(tmp_path / "run"), Runtime(Group(), Group()))
+    options = ["--run.profile.steps", "5-7", "--run.profile.ranks", "none"]
+    trainer = make(config(tmp_path / "run", *options), Runtime(Group(), Group()))
     original = trainer._train_step
 
     def asked(step, report):
@@ -210,7 +211,8 @@ def test_a_request_is_taken_once_and_a_broken_one_is_removed(tmp_path, monkeypat
 
     trainer._train_step = asked
     trainer.train()
-    assert [event["steps"] for event in events_of(tmp_path / "run")] == [[4, 5]]
+    # The configuration's profile has what the request has left of it.
+    assert [event["steps"] for event in events_of(tmp_path / "run")] == [[4, 5], [6, 7]]
     assert json.loads((run / "answer.json").read_text()) == {
         "request": "me",
         "state": "written",
