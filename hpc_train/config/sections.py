@@ -66,7 +66,8 @@ class RunSection:
     lowest loss."""
     preflight: bool = True
     """Whether to check ranks and hosts before the first step: versions, clocks, memory, the run
-    directory, slow ranks and slow links. It takes a second or two."""
+    directory, slow ranks and slow links, and to measure the peak that mfu is a share of. It takes
+    a second or two."""
 
     def __post_init__(self) -> None:
         at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)

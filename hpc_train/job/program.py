@@ -6,12 +6,14 @@ import faulthandler
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
 from hpc_train import log
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, print_error
+from hpc_train.host.process import seconds_since_begin
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
@@ -48,6 +50,7 @@ def run(program: Callable[[Runtime], None], *, ask_scheduler: bool = True) -> in
         if _launched_rank() == 0:
             print_error(error)
         return error.exit_code
+    runtime.start_up.began = time.monotonic() - seconds_since_begin()
     handler = log.to_console(runtime.world.rank)
     try:
         return _run(program, runtime)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,12 @@ from hpc_train.job.heartbeat import history
 from hpc_train.job.run_directory import writable
 from hpc_train.monitoring.console import ProgressDisplay, progress
 from hpc_train.monitoring.records import RecordsFile
+from hpc_train.monitoring.spent import SpentCosts
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.environment import read_launch
 from hpc_train.mpi.group import Group
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -79,10 +83,11 @@ def reporting(
     claim: Claim,
     *,
     shown: bool = True,
+    spent: Callable[[], SpentCosts] = SpentCosts,
 ) -> Iterator[RunReport]:
     """The reports of a run until its end. Collective.
 
-    The last event is "end", with the reason for it, unless the process is killed.
+    The last event is "end", with the reason for it and the costs, unless the process is killed.
 
     Args:
         group: the ranks of the job.
@@ -91,6 +96,7 @@ def reporting(
         last_step: the last step of the run.
         claim: the claim on the directory; once another job has it, nothing is written there.
         shown: whether the console shows the records.
+        spent: returns what the run has cost so far. Only rank 0 calls it.
     """
     with agreed(group), writable(directory):
         if group.rank == 0:
@@ -108,10 +114,15 @@ def reporting(
         try:
             yield report
         except Stopped as stopped:
-            report.event("end", stopped.step, reason="stopped", why=stopped.reason)
+            _end(report, spent(), stopped.step, reason="stopped", why=stopped.reason)
             raise
         except BaseException as error:
             why = error.cause if isinstance(error, HpcTrainError) else repr(error)
-            report.event("end", last[-1], reason="failed", why=why)
+            _end(report, spent(), last[-1], reason="failed", why=why)
             raise
-        report.event("end", last[-1], reason="finished")
+        _end(report, spent(), last[-1], reason="finished")
+
+
+def _end(report: RunReport, spent: SpentCosts, step: int, **reason: str) -> None:
+    report.event("end", step, **reason, **spent.known())
+    logger.info("this run has cost %s", spent.describe())

@@ -48,12 +48,8 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     return events
 
 
-def still_queued(run: Path) -> tuple[Scheduler | None, list[QueuedJob]]:
-    """The jobs of a run that wait in the queue or run, and their scheduler.
-
-    Raises:
-        HpcTrainError: the scheduler does not say.
-    """
+def jobs_of(run: Path) -> tuple[Scheduler | None, list[str]]:
+    """The scheduler that the run's last job was given to, and the ids of the jobs that it got."""
     events = read_events(run)
     known = get_args(SchedulerName)
     names = [event["scheduler"] for event in events if event.get("scheduler") in known]
@@ -66,9 +62,17 @@ def still_queued(run: Path) -> tuple[Scheduler | None, list[QueuedJob]]:
         if str(event.get("job")) in of_others and event.get("next"):
             of_others.add(str(event["next"]))
     ids = [str(event[key]) for event in events for key in ("job", "next") if event.get(key)]
-    ids = [job for job in dict.fromkeys(ids) if job not in of_others]
-    scheduler = scheduler_of(names[-1])
-    return scheduler, scheduler.queued(ids) if ids else []
+    return scheduler_of(names[-1]), [job for job in dict.fromkeys(ids) if job not in of_others]
+
+
+def still_queued(run: Path) -> tuple[Scheduler | None, list[QueuedJob]]:
+    """The jobs of a run that wait in the queue or run, and their scheduler.
+
+    Raises:
+        HpcTrainError: the scheduler does not say.
+    """
+    scheduler, ids = jobs_of(run)
+    return scheduler, scheduler.queued(ids) if scheduler is not None and ids else []
 
 
 def tasks_of(job: str) -> list[int]:

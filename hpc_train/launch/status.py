@@ -12,6 +12,7 @@ from typing import Any
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.launch import queued
 from hpc_train.launch.protocol import QUEUED, STOP
+from hpc_train.monitoring.spent import costs_in, describe_joules
 
 DEPTHS = ("*", "*/*", "*/*/*")  # where `status` looks for runs below the working directory
 # Names of job outputs: SLURM's by our directive, OpenPBS's in a folder, and Torque's.
@@ -28,13 +29,13 @@ def find_runs(below: Path) -> list[Path]:
 
 
 def describe(run: Path) -> list[str]:
-    """Lines that say where a run is: its jobs, its step, its checkpoint, and how a job ended.
+    """Lines that say where a run is: its jobs, its step, its checkpoint, its costs, its end.
 
     Raises:
         UserError: there is no such run.
     """
     check_run(run)
-    return [*_jobs(run), *_progress(run), *_end(run)]
+    return [*_jobs(run), *_progress(run), *_costs(run), *_end(run)]
 
 
 def check_run(run: Path) -> None:
@@ -79,6 +80,18 @@ def _progress(run: Path) -> list[str]:
             newest = (directory / "checkpoints/LATEST").read_text().strip()
             lines.append(f"{before}newest checkpoint: {newest}")
     return lines
+
+
+def _costs(run: Path) -> list[str]:
+    """What the run has cost, with the scheduler's energy if nothing else has read any."""
+    spent = costs_in(run)
+    if not spent.node_hours:
+        return []
+    line = f"cost: {spent.describe()}"
+    scheduler, jobs = queued.jobs_of(run)
+    if not spent.joules and scheduler is not None and jobs and (joules := scheduler.joules(jobs)):
+        line += f", and {scheduler.name} accounts for {describe_joules(joules)}"
+    return [line]
 
 
 def _last_record(path: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ def describe_record(record: Mapping[str, float]) -> str:
     """Describe a record of metrics in a short line. Missing metrics are left out."""
     shown = [f"step {record['step']:.0f}"]
     hidden = set() if record.get("skipped_steps") else {"skipped_steps"}
-    hidden |= {"samples_per_second"} if "tokens_per_second" in record else set()
+    if "tokens_per_second" in record:
+        hidden |= {"samples_per_second", "samples_per_joule"}
     for key, text in (
         ("loss", "loss {:.4f}"),
         ("validation_loss", "validation {:.4f}"),
@@ -26,6 +27,9 @@ def describe_record(record: Mapping[str, float]) -> str:
         ("skipped_steps", "{:.0f} skipped"),
         ("tokens_per_second", "{:.0f} tokens/s"),
         ("samples_per_second", "{:.1f} samples/s"),
+        ("mfu", "MFU {:.1%}"),
+        ("tokens_per_joule", "{:.3g} tokens/J"),
+        ("samples_per_joule", "{:.3g} samples/J"),
     ):
         if key in record and key not in hidden:
             shown.append(text.format(record[key]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import or_
 from typing import TYPE_CHECKING, TypeVar
@@ -153,15 +153,22 @@ class Group:
         """The sum of the ranks' integers, of 64 bits. Collective."""
         return self._combined("SUM", number, AGREEMENT)
 
+    def totals(self, numbers: Sequence[int]) -> list[int]:
+        """The sums of the ranks' integers, of 64 bits, each over all ranks. Collective."""
+        return self._combined_each("SUM", numbers, AGREEMENT)
+
     def _combined(self, operation: str, number: int, what: str) -> int:
+        return self._combined_each(operation, [number], what)[0]
+
+    def _combined_each(self, operation: str, numbers: Sequence[int], what: str) -> list[int]:
         if self.comm is None:
-            return number
+            return [*numbers]
         from mpi4py import MPI  # it is running, because the group has a communicator
 
-        result = array("q", [number])
+        result = array("q", numbers)
         with self.waiting(what):
             self.comm.Allreduce(MPI.IN_PLACE, result, op=getattr(MPI, operation))
-        return result[0]
+        return [*result]
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""

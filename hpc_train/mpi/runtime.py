@@ -15,6 +15,7 @@ from typing import Any
 from hpc_train.errors import SetupError
 from hpc_train.host.cores import physical_cores
 from hpc_train.host.numa import read_numa
+from hpc_train.host.process import StartUp
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.binding import expected_reach
@@ -43,6 +44,7 @@ class Runtime:
         gpu_numa: the NUMA node of the one that it was given; -1 if it is not known.
         at_end: functions to call at the end of the program, when all ranks have come to it. Their
             argument is whether the program has failed.
+        start_up: the time of the program before its first run.
     """
 
     world: Group
@@ -51,6 +53,7 @@ class Runtime:
     gpus: Gpus = NONE
     gpu_numa: int = -1
     at_end: list[Callable[[bool], None]] = field(default_factory=list, repr=False, compare=False)
+    start_up: StartUp = field(default_factory=StartUp, repr=False, compare=False)
 
     @property
     def cores(self) -> int:

@@ -34,8 +34,10 @@ from hpc_train.parallel import batch_norm
 from hpc_train.parallel.apply import ParallelModel, apply
 from hpc_train.planning.schedules import size
 from hpc_train.training import averaging, sharing
+from hpc_train.training.costs import RunCosts
 from hpc_train.training.device import choose_device, choose_matmul, make_deterministic, use_cores
 from hpc_train.training.finetuning import choose_trained
+from hpc_train.training.flops import sample_flops
 from hpc_train.training.learning_rate import last_step
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.patience import Patience
@@ -82,8 +84,10 @@ class Assembly:
         checkpoints: the checkpoints of the run.
         substituted: the number of samples that stood in for damaged ones.
         patience: decides whether training ends early.
+        costs: what the run costs.
         state_bytes: bytes of the whole model's parameters, and of Adam's two moments of those that
             are trained.
+        flops: operations of a sample's forward and backward pass; 0 if they are not known.
     """
 
     grid: ParallelGrid
@@ -99,7 +103,9 @@ class Assembly:
     checkpoints: Checkpoints
     substituted: SubstitutedSamples
     patience: Patience
+    costs: RunCosts
     state_bytes: int
+    flops: float
 
     @property
     def speaks(self) -> bool:
@@ -147,6 +153,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     model = _built(config, task, group)
     with agreed(group):
         finetuned, adapters = choose_trained(model, config.finetune, config.run.seed)
+        flops = 0.0 if task.shape is None else sample_flops(task.shape, model)
 
     # The engine that averages gradients, and whether ranks share parameters. The model must still
     # be whole, so that all ranks decide alike.
@@ -188,7 +195,8 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         state = replace(state, place=offloaded.place)
     substituted = SubstitutedSamples(grid, task.dataset, config.data.batch)
     patience = Patience(config.run.patience)
-    state = replace(state, extra=Together([state.extra, substituted, patience]))
+    costs = RunCosts(runtime, len(topology.hosts), saved=not config.run.deterministic)
+    state = replace(state, extra=Together([state.extra, substituted, patience, costs]))
     collectives = connect(group)
     checkpoints = Checkpoints(
         Path(config.run.dir) / "checkpoints",
@@ -200,7 +208,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     )
     return Assembly(
         grid, plan, device, model, layout, replicas, optimizer, scaler, averager, collectives,
-        checkpoints, substituted, patience, state_bytes,
+        checkpoints, substituted, patience, costs, state_bytes, flops,
     )  # fmt: skip
 
 

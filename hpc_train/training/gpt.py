@@ -80,6 +80,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             most_at_a_time=most,
             private_parameters=True,
             counted=counted_targets,
+            shape=shape,
         )
         train_planned(config, task, runtime, job)
 

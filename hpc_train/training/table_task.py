@@ -85,6 +85,7 @@ def table_task(
             **table,
         },
         private_parameters=True,
+        shape=shape,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hpc_train.models.shape import Shape
 from hpc_train.training.scoring import HeldOutScores
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -53,6 +54,7 @@ class TrainingTask:
             at a time; None: all samples of a replica.
         together: how many neighbours in a step's order the loss compares with each other. A
             micro-batch then has a multiple of that many samples.
+        shape: the sizes of the model, from which its operations are known; None: they are counted.
         finish: a function of the Trainer, called on all ranks after the last step, while the job
             still holds the run directory, also if they were all taken by an earlier start.
     """
@@ -69,4 +71,5 @@ class TrainingTask:
     counted: Callable[[Any], int] | None = None
     scores: HeldOutScores | None = None
     together: int = 1
+    shape: Shape | None = None
     finish: Callable[[Any], None] | None = None

@@ -130,10 +130,12 @@ class Trainer:
             watch_over(self.group, self.config.run.hang_timeout),
             closing(self._stop_requests(directory)) as stop,
             finishing_saves(self.checkpoints),
+            self.assembly.costs.counting(directory),
         ):
             self.checkpoints.claim = claim
             if self.config.run.preflight:
                 preflight(self.runtime, directory, self.device, self.assembly.state_bytes)
+                self.step_records.measure_peak()
             if self.config.data.micro_batch == "auto" and not self._searched:
                 self._find_micro_batch()
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
@@ -145,10 +147,17 @@ class Trainer:
             with (
                 closing(self._loader(after)) as loader,
                 reporting(
-                    self.group, directory, after, self.plan.last, claim, shown=self.shown
+                    self.group,
+                    directory,
+                    after,
+                    self.plan.last,
+                    claim,
+                    shown=self.shown,
+                    spent=self.assembly.costs.now,
                 ) as report,
             ):
-                report.event("start", after, **start_event(self.runtime, self.assembly, after))
+                start = start_event(self.runtime, self.assembly, after)
+                report.event("start", after, **start, **self.step_records.costs_at_start())
                 self.model.train()
                 saving = Saving.of(self.config.checkpoint)
                 self.step_records.start()
@@ -252,6 +261,8 @@ class Trainer:
     def _train_step(self, step: Step, report: Callable[[dict[str, Any]], None]) -> None:
         """Compute one step, and report its numbers if that is due. Collective."""
         self.assembly.substituted.count(step)
+        if self.step_records.uncounted:
+            self.step_records.count_operations(self._loss, step)
         due = self._due(step.number)
         losses = self._backward(step)
         self.averager.average()
@@ -319,10 +330,10 @@ class Trainer:
             raise error
         return [count * self.grid.dp / total for count in items]
 
-    def _loss(self, batch: Any) -> Tensor:
+    def _loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
         with self._number_format():
-            return _at_least_float32(self.loss(self.model, batch))
+            return _at_least_float32(self.loss(model or self.model, batch))
 
     def _measured(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The loss of held-out samples, as `_loss`, and the rows that the task's scores need."""

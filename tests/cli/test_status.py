@@ -40,6 +40,22 @@ def test_the_status_of_a_run(desk):
         assert lines[3:] == ["    newest checkpoint: step-000000002.safetensors"]
 
 
+def test_the_status_tells_the_costs_and_the_schedulers_energy_if_no_other_is_known(desk):
+    run = desk.folder / "runs/my"
+    (run / "events.jsonl").write_text('{"event": "end", "step": 2, "node_hours": 1.25}\n')
+    cost = "    cost: 1.25 node-hours so far; no energy was read"
+    assert cost in desk.run("status", "runs/my").stdout.splitlines()  # without accounting
+    desk.scheduler("sacct", says="3000000\n100000\n")  # the job was requeued once
+    told = f"{cost}, and slurm accounts for 3.1 MJ (0.86 kWh)"
+    assert told in desk.run("status", "runs/my").stdout.splitlines()
+    assert "-j 1 " in desk.calls("sacct")[0]
+    (run / "metrics.jsonl").write_text('{"step": 3, "node_hours": 1.5, "joules": 7.2e6}\n')
+    lines = desk.run("status", "runs/my").stdout.splitlines()
+    assert any(
+        line.startswith("    cost: 1.5 node-hours and 7.2 MJ (2 kWh) so far") for line in lines
+    )
+
+
 def test_the_status_of_a_run_whose_job_has_ended(desk):
     run = desk.folder / "runs/my"
     with (run / "jobs.jsonl").open("a") as file:

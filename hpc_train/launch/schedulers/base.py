@@ -160,6 +160,10 @@ class Scheduler:
         """
         raise NotImplementedError
 
+    def joules(self, ids: Sequence[str]) -> float:
+        """The energy of these jobs as the scheduler accounts for it; 0 if it does not."""
+        return 0.0
+
     def delete(self, ids: Sequence[str]) -> None:
         """Remove jobs from the queue, and end those that run.
 

@@ -1,4 +1,4 @@
-"""SLURM. Sources: sbatch(1), squeue(1), scancel(1) and sinfo(1) of Slurm 22.05."""
+"""SLURM. Sources: sbatch(1), squeue(1), scancel(1), sinfo(1) and sacct(1) of Slurm 22.05."""
 
 from __future__ import annotations
 
@@ -113,6 +113,12 @@ class Slurm(Scheduler):
                 reason = "" if why == "None" else why
                 found.append(QueuedJob(name, state, reason, elapsed, hosts))
         return found
+
+    def joules(self, ids: Sequence[str]) -> float:
+        """The energy of these jobs by sacct(1), with all starts of a job that was requeued."""
+        words = ("-X", "-D", "-n", "-P", "-j", ",".join(ids), "-o", "ConsumedEnergyRaw")
+        told = programs.output("sacct", *words, timeout=SINFO_SECONDS, needs_success=True)
+        return sum(float(line) for line in told.split() if line.isdecimal())
 
     def node_cores(self, queue: str) -> NodeCores | None:
         """The fewest cores of a partition's nodes; "" is the default partition."""

@@ -1,0 +1,73 @@
+"""What a run has cost: node-hours and joules, as its records and events tell them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+WITH_COSTS = ("metrics.jsonl", "events.jsonl")
+TAIL_BYTES = 1 << 16  # of each of these files, among whose lines the last costs are
+
+
+@dataclass(frozen=True)
+class SpentCosts:
+    """What a run has cost since its first start.
+
+    Args:
+        node_hours: hours of wall time times nodes, start-up included.
+        joules: the energy of the nodes, as far as it was read.
+        metered_node_hours: the part of `node_hours` in which it was read.
+    """
+
+    node_hours: float = 0.0
+    joules: float = 0.0
+    metered_node_hours: float = 0.0
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> Self:
+        """The costs in a record, an event or a checkpoint; 0 for what it does not tell."""
+        return cls(**{one.name: float(tree.get(one.name) or 0.0) for one in fields(cls)})
+
+    def __add__(self, other: SpentCosts) -> SpentCosts:
+        mine, theirs = asdict(self), asdict(other)
+        return SpentCosts(**{name: mine[name] + theirs[name] for name in mine})
+
+    def known(self) -> dict[str, float]:
+        """The costs as parts of a record. Joules are missing if none were read."""
+        found = asdict(self)
+        return found if self.joules else {"node_hours": self.node_hours}
+
+    def describe(self) -> str:
+        """The costs in words."""
+        hours = f"{self.node_hours:.3g} node-hours"
+        if not self.joules:
+            return f"{hours} so far; no energy was read"
+        text = f"{hours} and {describe_joules(self.joules)} so far"
+        if (share := self.metered_node_hours / self.node_hours) < 0.995:
+            text += f"; the energy was read in {100 * share:.0f} % of the time"
+        return text
+
+
+def describe_joules(joules: float) -> str:
+    """An energy in words, as in "3.1 MJ (0.86 kWh)"."""
+    size, unit = next(
+        ((size, unit) for size, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")) if joules >= size),
+        (1.0, "J"),
+    )
+    return f"{joules / size:.3g} {unit} ({joules / 3.6e6:.2g} kWh)"
+
+
+def costs_in(directory: Path) -> SpentCosts:
+    """The largest costs that records and events of a run directory tell of."""
+    found = [SpentCosts()]
+    for name in WITH_COSTS:
+        with suppress(OSError), (directory / name).open("rb") as file:
+            file.seek(max(0, (directory / name).stat().st_size - TAIL_BYTES))
+            for line in file.read().splitlines():
+                with suppress(ValueError, TypeError, AttributeError):  # a line that was cut off
+                    found.append(SpentCosts.of(json.loads(line)))
+    return max(found, key=lambda one: one.node_hours)

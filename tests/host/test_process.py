@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import time
+
+import psutil
+import pytest
+
+from hpc_train.host.process import StartUp, seconds_since_begin
+
+
+def test_a_process_knows_how_long_it_runs():
+    began = psutil.Process().create_time()
+    assert seconds_since_begin() == pytest.approx(time.time() - began, abs=2)
+
+
+def test_nothing_is_assumed_where_linux_does_not_tell(tmp_path):
+    assert seconds_since_begin(tmp_path / "stat") == 0
+    (tmp_path / "stat").write_text("1 (a) b) S 1 2")
+    assert seconds_since_begin(tmp_path / "stat") == 0
+
+
+def test_only_the_first_run_of_a_program_counts_its_start_up():
+    start_up = StartUp(began=time.monotonic() - 100)
+    assert start_up.take() == pytest.approx(time.monotonic() - 100, abs=1)
+    assert start_up.take() == pytest.approx(time.monotonic(), abs=1)

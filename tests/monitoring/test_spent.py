@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpc_train.monitoring.spent import SpentCosts, costs_in
+
+
+@pytest.mark.parametrize(
+    ("spent", "words"),
+    [
+        (SpentCosts(1.25, 3.1e6, 1.25), "1.25 node-hours and 3.1 MJ (0.86 kWh) so far"),
+        (SpentCosts(2.0, 7.2e6, 1.0), "2 node-hours and 7.2 MJ (2 kWh) so far; "
+         "the energy was read in 50 % of the time"),
+        (SpentCosts(0.5), "0.5 node-hours so far; no energy was read"),
+    ],
+)  # fmt: skip
+def test_costs_in_words(spent, words):
+    assert spent.describe() == words
+
+
+def test_the_files_of_a_killed_job_tell_what_it_has_spent(tmp_path):
+    assert costs_in(tmp_path) == SpentCosts()
+    many = [{"step": step, "node_hours": step / 1e3, "joules": step} for step in range(1, 3000)]
+    lines = [json.dumps(record) for record in many]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 3000, "node_h')
+    assert costs_in(tmp_path) == SpentCosts(2.999, 2999.0)
+    # A later job has dropped these records, and was killed before it wrote one of its own.
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:5]) + "\n")
+    event = {"event": "start", "node_hours": 3.1, "joules": 3000.0, "metered_node_hours": 3.0}
+    (tmp_path / "events.jsonl").write_text(f"[1]\n{json.dumps(event)}\n")
+    assert costs_in(tmp_path) == SpentCosts(3.1, 3000.0, 3.0)
