@@ -83,8 +83,12 @@ def find_energy(
     for source in _cray(root, clock):
         if found.try_source(source):
             return found  # it has all of the node
-    for source in (*_rapl(root), *_hwmon(root), *_nvml(library)):
-        found.try_source(source)
+    for sources in (_rapl(root), _hwmon(root), _nvml(library)):
+        try:
+            for source in sources:
+                found.try_source(source)
+        except OSError as error:  # a folder that may not be listed
+            found.refused.append(f"{error.filename} ({error.strerror})")
     return found
 
 
@@ -154,7 +158,7 @@ def _rapl_zone(root: Path, zone: Path) -> EnergySource:
 def _name(folder: Path) -> str:
     try:
         return (folder / "name").read_text().strip()
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 

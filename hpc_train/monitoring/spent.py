@@ -68,6 +68,8 @@ def costs_in(directory: Path) -> SpentCosts:
         with suppress(OSError), (directory / name).open("rb") as file:
             file.seek(max(0, (directory / name).stat().st_size - TAIL_BYTES))
             for line in file.read().splitlines():
-                with suppress(ValueError, TypeError, AttributeError):  # a line that was cut off
+                with suppress(
+                    ValueError, TypeError, AttributeError, OverflowError
+                ):  # a line that was cut off
                     found.append(SpentCosts.of(json.loads(line)))
     return max(found, key=lambda one: one.node_hours)

@@ -143,6 +143,11 @@ class _Synchronized:
         return copyreg.__newobj__, (self.plain,), self.__dict__  # type: ignore[attr-defined]
 
 
+def has_synchronized(model: nn.Module) -> bool:
+    """Whether a model has layers that add up their statistics over the ranks."""
+    return any(isinstance(module, _Synchronized) for module in model.modules())
+
+
 def _synchronize(module: Any, over: Collectives) -> None:
     plain = module.plain if isinstance(module, _Synchronized) else type(module)
     module.__class__ = type(plain.__name__, (_Synchronized, plain), {"plain": plain, "over": over})

@@ -15,9 +15,11 @@ from hpc_train.config import RunConfig
 from hpc_train.data.loader import Step
 from hpc_train.host.memory import PeakMemory
 from hpc_train.job import jobs
+from hpc_train.models.gate import Gate
 from hpc_train.monitoring.meter import Meter
 from hpc_train.monitoring.peak import peak_flops
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.parallel.batch_norm import has_synchronized
 from hpc_train.training.assemble import Assembly
 from hpc_train.training.device import moved
 from hpc_train.training.flops import UncountedError, counted_flops
@@ -64,7 +66,7 @@ class StepRecords:
         self.group.barrier()
         try:
             mine = peak_flops(self.made.device, getattr(torch, self.config.precision.dtype))
-        except RuntimeError as error:  # torch has no error of its own for memory of processors
+        except (MemoryError, RuntimeError) as error:  # the latter if torch has no memory
             logger.warning("the peak of this rank cannot be measured: %s", error)
             mine = 0.0
         total, unknown = self.group.totals([round(mine), int(not mine)])
@@ -86,11 +88,17 @@ class StepRecords:
 
     def _counted(self, loss: Callable[[Any, nn.Module], Tensor], step: Step) -> tuple[float, str]:
         """Operations of a sample; 0 with the reason if they cannot be counted."""
-        config = self.config
+        config, model = self.config, self.made.model
+        gated = any(isinstance(vars(one).get("forward"), Gate) for one in model.modules())
+        state = self.made.checkpoints.state
         for refused, why in (
             (config.data.micro_tokens is not None, "the samples have different lengths"),
             (self.made.grid.tp * self.made.grid.pp > 1, "ranks share the model"),
-            (bool(self.made.checkpoints.state.streamed), "memory.zero divides its parameters"),
+            (
+                bool(gated or state.streamed or state.pieces),
+                "memory.zero shares its parameters among ranks",
+            ),
+            (has_synchronized(model), "its BatchNorm layers add up over the ranks"),
             (config.memory.recompute != "none", "memory.recompute repeats some of them"),
         ):
             if refused:
@@ -98,8 +106,8 @@ class StepRecords:
         batch = step.micro_batches[0]
         try:
             found = counted_flops(
-                lambda model, data: loss(data, model),
-                self.made.model,
+                lambda copied, data: loss(data, copied),
+                model,
                 moved(batch.data, self.made.device),
             )
         except UncountedError as error:

@@ -155,3 +155,17 @@ def test_operations_of_a_users_module_are_counted_or_left_out(tmp_path, caplog, 
         flops = 2 * (2 * 6 * 8 + 3 * 8)
         assert last["tflops"] == pytest.approx(last["samples_per_second"] * flops / 1e12)
         assert last["mfu"] > 0
+
+
+@pytest.mark.ranks(2)
+def test_layers_that_wait_for_other_ranks_are_not_run_by_one(group, together, caplog):
+    data = TensorDataset(torch.randn(48, 6))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    task = TrainingTask(model, data, lambda one, batch: one(*batch).square().mean())
+    options = ["--run.preflight", "true", "--precision.dtype", "float32", "--run.steps", "2"]
+    settings = config(together, *options, "--data.validation_every", "0")
+    with caplog.at_level("INFO"):
+        Trainer(settings, task, Runtime(group, group)).train()
+    if group.rank == 0:
+        assert "its BatchNorm layers add up over the ranks" in caplog.text
+        assert {"node_hours"} < {*records(together)[-1]}
