@@ -13,6 +13,7 @@ COUNTER_SECONDS = 30.0  # seconds between two reads of counters
 # Seconds between two reads of a meter of power: a tenth of the golden ratio's square. Steps of a
 # training take no rational multiple of it, so reads do not keep time with them.
 POWER_SECONDS = 0.26180339887498949
+CLOSE_SECONDS = 5.0  # seconds to wait for the end of a read
 MOST_WATTS = 1000.0  # of what one counter that wraps counts: a processor with its memory
 
 logger = logging.getLogger(__name__)
@@ -105,4 +106,4 @@ class EnergyThread:
     def close(self) -> None:
         """End the thread."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)  # a driver may hang, and the thread ends with the process
