@@ -90,7 +90,7 @@ def reporting(
     *,
     shown: bool = True,
     trackers: Sequence[str] = (),
-    spent: Callable[[], SpentCosts] = SpentCosts,
+    spent: Callable[[], SpentCosts] | None = None,
 ) -> Iterator[RunReport]:
     """The reports of a run until its end. Collective.
 
@@ -104,7 +104,8 @@ def reporting(
         claim: the claim on the directory; once another job has it, nothing is written there.
         shown: whether the console shows the records.
         trackers: where the records are logged to besides, as `run.trackers` names it.
-        spent: returns what the run has cost so far. Only rank 0 calls it.
+        spent: returns what the run has cost so far, and is called by rank 0 only; None: that is not
+            counted.
 
     Raises:
         ConfigError: the directory cannot be written, or a tracker cannot work here.
@@ -134,15 +135,19 @@ def reporting(
         try:
             yield report
         except Stopped as stopped:
-            _end(report, spent(), stopped.step, reason="stopped", why=stopped.reason)
+            _end(report, spent, stopped.step, reason="stopped", why=stopped.reason)
             raise
         except BaseException as error:
             why = error.cause if isinstance(error, HpcTrainError) else repr(error)
-            _end(report, spent(), report.last_step, reason="failed", why=why)
+            _end(report, spent, report.last_step, reason="failed", why=why)
             raise
-        _end(report, spent(), report.last_step, reason="finished")
+        _end(report, spent, report.last_step, reason="finished")
 
 
-def _end(report: RunReport, spent: SpentCosts, step: int, **reason: str) -> None:
-    report.event("end", step, **reason, **spent.known())
-    logger.info("this run has cost %s", spent.describe())
+def _end(
+    report: RunReport, spent: Callable[[], SpentCosts] | None, step: int, **reason: str
+) -> None:
+    costs = None if spent is None else spent()
+    report.event("end", step, **reason, **({} if costs is None else costs.known()))
+    if costs is not None:
+        logger.info("this run has cost %s", costs.describe())

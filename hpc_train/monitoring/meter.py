@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from hpc_train.mpi.phases import STEP_PHASES, WAIT
 from hpc_train.mpi.watch import Watch
@@ -18,12 +19,19 @@ class Meter:
         batch: samples per step over the whole job.
         watch: measures how this rank's time is divided, and how long it has waited for others.
         tokens_per_sample: number of tokens of a sample; 0 if samples have no tokens.
+        phases: the phases that steps have.
     """
 
-    def __init__(self, batch: int, watch: Watch, tokens_per_sample: float = 0) -> None:
+    def __init__(
+        self,
+        batch: int,
+        watch: Watch,
+        tokens_per_sample: float = 0,
+        phases: Sequence[str] = STEP_PHASES,
+    ) -> None:
         self.batch = batch
         self.watch = watch
-        self.tokens_per_sample = tokens_per_sample
+        self.tokens_per_sample, self.phases = tokens_per_sample, phases
         self.start()
 
     def start(self) -> None:
@@ -46,9 +54,9 @@ class Meter:
             "samples_per_second": self.batch / seconds,
             "step_seconds": seconds,
         }
-        for phase, key in SECONDS_OF.items():
+        for phase in self.phases:
             spent = self.watch.phases.seconds[phase] - self._before.get(phase, 0.0)
-            record[key] = spent / self._steps
+            record[SECONDS_OF[phase]] = spent / self._steps
         if self.tokens_per_sample:
             record["tokens_per_second"] = self.batch * self.tokens_per_sample / seconds
         self.start()

@@ -25,13 +25,13 @@ from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
 from hpc_train.job.preemption import StopRequests
 from hpc_train.job.profiling import Profiler
-from hpc_train.job.slow_ranks import SlowRanks
 from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import Watchdog
 from hpc_train.seeds import mix
+from hpc_train.training.loop_records import LoopRecords
 from hpc_train.training.options import LoopOptions
 from hpc_train.training.registered import Registered
 from hpc_train.training.saving import Saving
@@ -160,13 +160,8 @@ class Delivery:
         # The last step is over. This lets `guarded_steps` continue and write the checkpoint.
         next(batches, None)
 
-    def _slow_ranks(self) -> SlowRanks:
-        """What names slow ranks in the log. Collective."""
-        hosts = self.group.gathered(self.group.host)
-        return SlowRanks(self._runtime, hosts, [0] * self.group.size)
-
     def _batches(
-        self, loader: Loader, stop: StopRequests, seed: int, slow: SlowRanks
+        self, loader: Loader, stop: StopRequests, seed: int, records: LoopRecords
     ) -> Iterator[Any]:
         """The batches of all steps. A stop is raised again at the end of the program."""
         profiler = Profiler(
@@ -178,7 +173,7 @@ class Delivery:
             self.options.profile,
         )
         try:
-            yield from self._seeded(loader, stop, seed, slow, profiler)
+            yield from self._seeded(loader, stop, seed, records, profiler)
         except Stopped as stopped:  # the exit code must say so even if the program catches it
             self._runtime.at_end.append(partial(_raise_at_end, stopped))
             raise
@@ -186,7 +181,12 @@ class Delivery:
             profiler.close()
 
     def _seeded(
-        self, loader: Loader, stop: StopRequests, seed: int, slow: SlowRanks, profiler: Profiler
+        self,
+        loader: Loader,
+        stop: StopRequests,
+        seed: int,
+        records: LoopRecords,
+        profiler: Profiler,
     ) -> Iterator[Any]:
         """The batches of all steps, each after the random generators were seeded for it."""
         pace = Pace(self.options.hang_steps, self.options.hang_timeout)
@@ -198,7 +198,7 @@ class Delivery:
             pace,
             profiler,
             taken=lambda _: self._taken,
-            together=slow.step,
+            together=records.begin_step,
         ):
             self._scales = self.registered.scales
             for number, micro_batch in enumerate(step.micro_batches):
@@ -209,6 +209,7 @@ class Delivery:
                 self.step_due = number == len(step.micro_batches) - 1
                 yield micro_batch.data
             self._leave_step()
+            records.report.last_step = self._taken
             # Some objects make their state in the first step. If a checkpoint cannot hold it, the
             # error should not wait until the first save.
             if not self._looked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import LossScaler, average_gradients
 from hpc_train.job.heartbeat import Heartbeat
 from hpc_train.job.leaving import Held, leave_together
+from hpc_train.job.reporting import reporting
 from hpc_train.job.run_directory import check_not_ended, claimed_by_job
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
@@ -35,6 +36,7 @@ from hpc_train.training.averaging import options_of, whole_training_state
 from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
+from hpc_train.training.loop_records import LoopRecords
 from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_integer
 from hpc_train.training.registered import Registered, Registrable
 from hpc_train.training.saving import finishing_saves
@@ -72,6 +74,7 @@ class Loop(Stepping):
         what = "what the loop was given (LoopOptions)"
         same(group, what, repr(alike), "give all ranks the same")
         self._begun = self._enough = False
+        self._records: LoopRecords | None = None
         self._reading = threading.RLock()  # both data sets may be parts of one
         self.collectives = connect(group)
 
@@ -215,22 +218,31 @@ class Loop(Stepping):
             closing(self._stop_requests()) as stop,
             finishing_saves(self.checkpoints),
             self._until_end(),
+            ExitStack() as ending,
         ):
             self.checkpoints.claim = claim
             done = self._given = self._taken = self.checkpoints.resume()
             with agreed(self.group):
                 loader = load(order, parts, first_step=done + 1, last_step=last)
-            slow = self._slow_ranks()
+            directory = self.checkpoints.directory
+            report = ending.enter_context(
+                reporting(self.group, directory, done, last, claim, shown=False)
+            )
+            device = next(self.checkpoints.state.model.parameters()).device
+            records = LoopRecords(self._runtime, self.optimizer, device, report, order)
+            self._records = records
             self._requests = stop
             stop.enough, self._enough = self._enough, False
             try:
-                yield from self._delivered(self._batches(loader, stop, seed, slow), order, last)
+                yield from self._delivered(self._batches(loader, stop, seed, records), order, last)
             except GeneratorExit:
                 if self._failed:
                     self.checkpoints.finish()
                 else:
                     self._leave(stop)
             finally:
+                self._records = None
+                report.last_step = self._taken
                 loader.close()
 
     def stop(self) -> None:
@@ -327,6 +339,33 @@ class Loop(Stepping):
                 "ranks with zero and with average_every",
                 'give the loop precision="float16", whose scale all ranks agree on',
             )
+
+    def record(self, **values: torch.Tensor | float) -> dict[str, float]:
+        """Write a record of this step to metrics.jsonl in the loop's directory. Collective.
+
+        It has the step and its epoch, the mean of each value over the ranks, the learning rate, and
+        what was measured since the last record: samples per second, seconds per step and those of
+        them that were waits, and memory. `hpc-train report` and trackers read it. Call it inside of
+        the loop, once per step or more seldom: `if loop.step_number % 10 == 0`.
+
+        Args:
+            values: numbers, or tensors with one element, such as loss=loss.
+
+        Returns:
+            The mean of each value, the same on all ranks.
+
+        Raises:
+            UserError: it was called outside of the loop or twice in a step, a name is one of a
+                record's own, or the ranks gave different names.
+        """
+        self._check_open()
+        with self._watched():
+            self._settle()
+            if self._records is None:
+                raise UserError(
+                    "loop.record was called outside of the loop", "call it after a batch"
+                )
+            return self._records.write(self._calls, self._given, values)
 
     def mean(self, value: torch.Tensor | float) -> float:
         """The mean of a number over the ranks. Collective."""

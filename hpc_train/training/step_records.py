@@ -22,6 +22,8 @@ from hpc_train.job.slow_ranks import SlowRanks
 from hpc_train.monitoring.communication import describe_operations, event_of
 from hpc_train.monitoring.device_seconds import DeviceSeconds
 from hpc_train.monitoring.meter import Meter
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.placement import Placement
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.traffic import totals
 from hpc_train.training.assemble import Assembly
@@ -80,7 +82,8 @@ class StepRecords:
             after: the step after which training resumes.
         """
         self._report = report
-        started = start_event(self.runtime, self.made, after)
+        made = self.made
+        started = start_event(self.runtime, made.grid.placement, made.device, after)
         report.event("start", after, **started, **self.links, **self.costs.at_start())
         self.start()
         if self.test:
@@ -110,7 +113,7 @@ class StepRecords:
         """What was measured since the last record, as parts of a record. Collective."""
         record: dict[str, Any] = self.meter.take()
         if self.costly:
-            record["memory_gb"] = self._memory()
+            record["memory_gb"] = largest_memory(self.group, self.made.device, self.memory)
             record |= self.costs.take(record["samples_per_second"])
             record |= self._slow_rank(step)
         record |= self.made.substituted.record()
@@ -138,26 +141,28 @@ class StepRecords:
             self._report.event("communication", step, operations=told)
             logger.info("%s", describe_operations(told))
 
-    def _memory(self) -> float:
-        """GB (10^9 bytes) of the rank that has used most since the last record. Collective."""
-        used, device = self.memory.take(), self.made.device
-        if device.type == "cuda":
-            used = torch.cuda.max_memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        return self.group.largest(used) / 1e9
+
+def largest_memory(group: Group, device: torch.device, memory: PeakMemory) -> float:
+    """GB (10^9 bytes) of the rank that has used most since the last call. Collective."""
+    used = memory.take()
+    if device.type == "cuda":
+        used = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    return group.largest(used) / 1e9
 
 
-def start_event(runtime: Runtime, made: Assembly, after: int) -> dict[str, Any]:
+def start_event(
+    runtime: Runtime, placement: Placement, device: torch.device, after: int
+) -> dict[str, Any]:
     """What the event "start" says about a job: its ranks, hosts and layout. Collective.
 
     Args:
         runtime: the job's runtime.
-        made: the parts of the job.
+        placement: the ranks in their layout.
+        device: the device that this rank computes on.
         after: the step after which training resumes.
     """
-    placement = made.grid.placement
     topology = placement.topology
-    device = made.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     places = [placement.coordinate(rank) for rank in range(topology.size)]
     return {
@@ -168,7 +173,7 @@ def start_event(runtime: Runtime, made: Assembly, after: int) -> dict[str, Any]:
         "device": name,
         "cores": runtime.cores,
         "hosts": list(topology.hosts),
-        "layout": {"dp": made.grid.dp, "tp": made.grid.tp, "pp": made.grid.pp},
+        "layout": {"dp": placement.dp, "tp": placement.tp, "pp": placement.pp},
         # for each rank: the number of its host, and its place along dp, tp and pp
         "ranks": [
             [topology.node[rank], place.dp, place.tp, place.pp] for rank, place in enumerate(places)

@@ -1,0 +1,124 @@
+"""The records and events of a user's own loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpc_train.data.order import SampleOrder
+from hpc_train.errors import UserError
+from hpc_train.host.memory import PeakMemory
+from hpc_train.job.reporting import RunReport
+from hpc_train.job.slow_ranks import SlowRanks
+from hpc_train.monitoring.meter import SECONDS_OF, Meter
+from hpc_train.mpi.agreement import agreed, same
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.phases import WAIT
+from hpc_train.mpi.placement import place
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.mpi.topology import discover
+from hpc_train.training.step_records import largest_memory, start_event
+
+SEEN = ("data", WAIT, "save", "evaluation")
+"""The phases that a loop of others has; what else its steps do, only their program knows."""
+OWN_KEYS = frozenset(SECONDS_OF.values()) | {"step", "epoch", "lr", "time", "memory_gb"}
+
+
+class LoopRecords:
+    """Measures the steps of a loop, and writes what the program records. Collective to make.
+
+    Args:
+        runtime: the runtime of the job.
+        optimizer: the optimizer of the loop.
+        device: the device of the model.
+        report: the reports of the run.
+        order: the order of the samples.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: Optimizer,
+        device: torch.device,
+        report: RunReport,
+        order: SampleOrder,
+    ) -> None:
+        self.group, self.optimizer, self.report = runtime.world, optimizer, report
+        self.device, self.order = device, order
+        self.meter = Meter(order.batch, self.group.waiting, phases=SEEN)
+        self.memory = PeakMemory()
+        topology = discover(runtime.world, runtime.node)
+        placement = place(topology, None, 1, 1)
+        after = report.last_step
+        report.event("start", after, **start_event(runtime, placement, device, after))
+        self.hosts = [topology.hosts[node] for node in topology.node]
+        self._slow = SlowRanks(runtime, self.hosts, [0] * self.group.size)
+        self._recorded = 0
+
+    def begin_step(self) -> None:
+        """Count one more step, and name a slow rank if there is one. Collective."""
+        self._slow.count_step()
+        if (new := self._slow.take()) is not None:
+            step = self.report.last_step
+            self.report.event("slow", step, host=self.hosts[new.rank], **new._asdict())
+        self.meter.count_step()
+
+    def write(
+        self, calls: Group, step: int, values: Mapping[str, Tensor | float]
+    ) -> dict[str, float]:
+        """Write a record of a step. Returns the means of the values. Collective.
+
+        Args:
+            calls: all ranks, with a communicator that only the program's calls use.
+            step: the number of the step.
+            values: this rank's values.
+
+        Raises:
+            UserError: a name or a value is wrong, the ranks have different names, or the step has a
+                record; on all ranks.
+        """
+        with agreed(calls):
+            mine = self._checked(step, values)
+        same(
+            calls, "the names that loop.record was given", repr([*mine]), "give all ranks the same"
+        )
+        everyone = calls.gathered([*mine.values()], "loop.record")
+        means = {
+            name: math.fsum(numbers) / calls.size
+            for name, numbers in zip(mine, zip(*everyone, strict=True), strict=True)
+        }
+        record = {"step": step, "epoch": self.order.epoch(step) + 1, **means}
+        record |= {"lr": self.optimizer.param_groups[0]["lr"], **self.meter.take()}
+        record["memory_gb"] = largest_memory(calls, self.device, self.memory)
+        if self._slow.named is not None:
+            named = self._slow.named
+            record |= {"slow_rank": named.rank, "slow_seconds": named.seconds}
+        self._recorded = step
+        self.report.record(record)
+        return means
+
+    def _checked(self, step: int, values: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """The values as numbers."""
+        if step == self._recorded:
+            raise UserError(
+                f"loop.record was called twice in step {step}", "call it at most once in a step"
+            )
+        if taken := sorted(OWN_KEYS & values.keys()):
+            raise UserError(
+                f"loop.record was given {taken[0]}, which each record has by itself",
+                "give it another name",
+            )
+        found = {}
+        for name, value in values.items():
+            tensor = torch.as_tensor(value).detach()
+            if tensor.numel() != 1:
+                raise UserError(
+                    f"loop.record was given {name} of shape {tuple(tensor.shape)}",
+                    "give numbers, or tensors with one element",
+                )
+            found[name] = float(tensor)
+        return found

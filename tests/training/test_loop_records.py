@@ -1,0 +1,114 @@
+"""What a user's own loop records, on several ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from hpc_train.errors import UserError
+from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
+
+BATCH = 12
+
+
+def made(job, directory):
+    model = torch.nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Loop(job, directory, model, optimizer, LoopOptions(every=0)), model, optimizer
+
+
+def steps(job, directory, epochs=2, last=None, every=1):
+    """Train; yields the loop after each step, and stops after step `last`."""
+    loop, model, optimizer = made(job, directory)
+    with loop:
+        inputs = torch.arange(96, dtype=torch.float64).reshape(48, 2) / 96
+        data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+        for _, batches in loop.epochs(data, batch=BATCH, epochs=epochs, shuffle=False):
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss = (model(x) - y).square().mean()
+                loss.backward()
+                optimizer.step()
+                if loop.step_number % every == 0:
+                    yield loop, loss
+                if loop.step_number == last:
+                    loop.stop()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.mpi
+def test_records_have_means_over_the_ranks_and_measured_times(job, together):
+    rank, size = job.world.rank, job.world.size
+    for loop, loss in steps(job, together, every=2):
+        found = loop.record(loss=loss, rank=rank)
+        assert found["rank"] == (size - 1) / 2
+        assert found["loss"] == pytest.approx(loop.mean(loss), rel=1e-12)
+    job.world.barrier()
+    records = lines(together / "metrics.jsonl")
+    assert [(one["step"], one["epoch"], one["lr"]) for one in records] == [
+        (step, 1 + (step > 4), 0.1) for step in (2, 4, 6, 8)
+    ]
+    for one in records:
+        assert one["step_seconds"] >= one["data_seconds"] + one["comm_seconds"] >= 0
+        assert one["samples_per_second"] == pytest.approx(BATCH / one["step_seconds"])
+        assert {"loss", "memory_gb", "time"} <= one.keys()
+        assert "forward_seconds" not in one  # nobody has measured it
+    start, end = lines(together / "events.jsonl")
+    assert (start["event"], start["layout"]) == ("start", {"dp": size, "tp": 1, "pp": 1})
+    assert (end["event"], end["step"], end["reason"]) == ("end", 8, "finished")
+
+
+@pytest.mark.mpi
+def test_a_resumed_loop_adds_the_records_that_are_left(job, together):
+    for last in (3, None):
+        for loop, loss in steps(job, together, last=last):
+            loop.record(loss=loss)
+    job.world.barrier()
+    assert [one["step"] for one in lines(together / "metrics.jsonl")] == [*range(1, 9)]
+    found = [(one["event"], one["step"]) for one in lines(together / "events.jsonl")]
+    assert found == [("start", 0), ("end", 3), ("start", 3), ("end", 8)]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr": 1.0}, "loop.record was given lr, which each record has by itself"),
+        ({"loss": torch.ones(3)}, r"loop.record was given loss of shape \(3,\)"),
+    ],
+)
+def test_what_cannot_be_recorded_is_one_line(job, together, values, message):
+    running = steps(job, together)
+    loop, _ = next(running)
+    with pytest.raises(UserError, match=message):
+        loop.record(**values)
+    running.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_record_other_names_are_told(job, together):
+    running = steps(job, together)
+    loop, _ = next(running)
+    with pytest.raises(UserError, match=r"rank 1 .*the names that loop.record was given"):
+        loop.record(**{"loss" if job.world.rank != 1 else "error": 1.0})
+    running.close()
+
+
+@pytest.mark.mpi
+def test_a_step_has_one_record_and_there_is_none_outside_of_the_loop(job, together):
+    loop, _, _ = made(job, together)
+    with loop, pytest.raises(UserError, match="outside of the loop"):
+        loop.record(loss=1.0)
+    running = steps(job, together)
+    loop, _ = next(running)
+    loop.record(loss=1.0)
+    with pytest.raises(UserError, match="called twice in step 1"):
+        loop.record(loss=1.0)
+    running.close()
