@@ -41,7 +41,7 @@ class Live:
 
 
 class Pipeline:
-    """Runs micro-batches through the stages of a model. Every rank of the pipeline calls it.
+    """Runs micro-batches through the stages of a model. Every rank of the pipeline makes it.
 
     Args:
         group: the ranks of the pipeline.

@@ -46,7 +46,7 @@ class Message:
 
 
 class Transport:
-    """Sends and receives tensors for one rank of a pipeline.
+    """Sends and receives tensors for one rank of a pipeline. Collective to make.
 
     Args:
         group: the ranks of the pipeline.
