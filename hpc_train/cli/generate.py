@@ -31,14 +31,21 @@ def options() -> Parser:
     made.add_argument(
         "--seed", type=int, default=0, help="seed of the random choice (default: %(default)s)"
     )
+    made.add_argument(
+        "--record",
+        action="store_true",
+        help="add the text to samples.jsonl of the run, which `hpc-train report` shows",
+    )
     return made
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     given = options().parse_args(arguments)
-    from hpc_train.training.generate import generate
+    from hpc_train.training.generate import SampleRecords, generate
 
+    records = SampleRecords(given.checkpoint) if given.record else None
+    written = []
     for piece in generate(
         given.checkpoint,
         given.prompt,
@@ -47,5 +54,8 @@ def run(arguments: Sequence[str]) -> int:
         seed=given.seed,
     ):
         print(piece, end="", flush=True)
+        written.append(piece)
     print()
+    if records is not None:
+        records.add(given.prompt, "".join(written[1:]))
     return 0

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from hpc_train.checkpoint.catalogue import newest
 from hpc_train.data import tokenizer
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, UserError
 from hpc_train.models.gpt.shape import GptShape
+from hpc_train.monitoring.records import RecordsFile
 from hpc_train.mpi.group import Group
 from hpc_train.training.device import choose_device
 from hpc_train.training.trained import load_model
@@ -30,6 +34,47 @@ def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, GptShape, tokenizer.Tok
     trained = load_model(checkpoint, "text", choose_device(), Group())
     assert isinstance(trained.shape, GptShape)
     return trained.module, trained.shape, tokenizer.loads(trained.about["tokenizer"])
+
+
+class SampleRecords:
+    """Adds samples of text to samples.jsonl of the run that a checkpoint belongs to.
+
+    Args:
+        checkpoint: see `load_gpt`.
+
+    Raises:
+        CheckpointMismatch: there is no checkpoint.
+        UserError: it does not lie in a run directory.
+    """
+
+    def __init__(self, checkpoint: str | Path) -> None:
+        path = newest(Path(checkpoint)).absolute()
+        self.run, found = path.parent.parent, re.fullmatch(r"step-(\d+)", path.stem)
+        if found is None or not (self.run / "config.yaml").exists():
+            raise UserError(
+                f"{path} does not lie in a run directory, so there is no samples.jsonl for it",
+                "give a run directory, or leave --record out",
+            )
+        self.step = int(found[1])
+
+    def add(self, prompt: str, text: str) -> None:
+        """Add a sample.
+
+        Args:
+            prompt: the text that was continued.
+            text: its continuation.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        try:
+            with closing(RecordsFile(self.run / "samples.jsonl")) as file:
+                file.write({"step": self.step, "prompt": prompt, "text": text})
+        except OSError as error:
+            raise UserError(
+                f"{self.run / 'samples.jsonl'} cannot be written ({error.strerror})",
+                "leave --record out, or free space",
+            ) from None
 
 
 def generate(

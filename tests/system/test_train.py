@@ -307,3 +307,14 @@ def test_generate_writes_text_from_a_checkpoint_or_a_run(program):
     assert texts[0] == texts[1]
     assert texts[0].startswith("def ")
     assert len(texts[0]) > 20
+    words = ["generate", str(program.root / "run"), "--prompt", "def ", "--tokens", "40"]
+    assert_succeeded(run(*hpc_train(*words, "--seed", "3", "--record")))
+    [sample] = [
+        json.loads(line) for line in (program.root / "run/samples.jsonl").read_text().splitlines()
+    ]
+    assert (sample["step"], "def " + sample["text"] + "\n") == (12, texts[0])
+    alone = program.root / "alone.safetensors"
+    shutil.copy(program.checkpoint("run", 12), alone)
+    done = run(*hpc_train("generate", str(alone), "--record"))
+    assert done.returncode == 2
+    assert "does not lie in a run directory" in only_line(done.stderr)
