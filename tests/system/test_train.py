@@ -79,6 +79,7 @@ def test_a_run_leaves_what_the_design_promises(program):
     found = {str(path.relative_to(program.root / "run")) for path in program.root.rglob("run/**/*")}
     assert found == {
         "config.yaml",
+        "events.jsonl",
         "metrics.jsonl",
         "logs",
         "logs/rank-000.log",
