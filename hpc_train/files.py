@@ -136,8 +136,13 @@ def write_text(path: Path, text: str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     descriptor = call("create", os.open, partial, flags, 0o666)
     try:
-        write_at(descriptor, text.encode(), 0)
-        call("sync", os.fsync, descriptor)
-    finally:
-        call("close", os.close, descriptor)
-    rename(partial, path)
+        try:
+            write_at(descriptor, text.encode(), 0)
+            call("sync", os.fsync, descriptor)
+        finally:
+            call("close", os.close, descriptor)
+        rename(partial, path)
+    except OSError:
+        with suppress(OSError):  # a full disk needs its space
+            partial.unlink()
+        raise

@@ -88,7 +88,7 @@ def export_run(run: TrackedRun, to: str) -> None:
             feed.close()
     except OSError as error:
         raise ConfigError(
-            f"{run.folder} cannot be written ({error.strerror}: {error.filename})",
+            f"{run.folder} cannot be written ({error.strerror}: {error.filename or run.folder})",
             "give --out a folder that you may write to, or free space",
         ) from None
     except HpcTrainError:
@@ -99,4 +99,4 @@ def export_run(run: TrackedRun, to: str) -> None:
             f"the export of {run.path} to {to} failed ({type(error).__name__}: {why})",
             "correct that, and call it again: it adds what is missing",
         ) from error
-    print(f"{run.path}: {count} new records to {to} in {run.folder}, up to step {feed.step}")
+    print(f"{run.path}: {count} records written to {to} in {run.folder}, up to step {feed.step}")

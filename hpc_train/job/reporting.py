@@ -52,6 +52,8 @@ class RunReport:
     """Functions that are called with each record on rank 0."""
     last_step: int = 0
     """The step of the last record, on rank 0."""
+    ending: tuple[str, str] = ("finished", "")
+    """The reason for the end, and what more there is to say, unless an error says it."""
 
     def record(self, record: dict[str, Any]) -> None:
         """Write, show and pass on the record of a step."""
@@ -141,7 +143,9 @@ def reporting(
             why = error.cause if isinstance(error, HpcTrainError) else repr(error)
             _end(report, spent, report.last_step, reason="failed", why=why)
             raise
-        _end(report, spent, report.last_step, reason="finished")
+        reason, why = report.ending
+        more = {"why": why} if why else {}
+        _end(report, spent, report.last_step, reason=reason, **more)
 
 
 def _end(

@@ -36,11 +36,14 @@ def describe_operations(operations: Sequence[Mapping[str, Any]]) -> str:
     """The largest operations in one line of the log."""
     parts = []
     for one in operations[:LOGGED]:
-        text = f"{one['name']} {_gb(one['bytes'])} in {one['seconds']:.1f} s"
-        beside = f", preflight {_gb(one['limit'])}/s" if one["limit"] else ""
-        parts.append(f"{text} ({_gb(one['bandwidth'])}/s{beside})")
+        text = f"{one['name']} {_in_bytes(one['bytes'])} in {one['seconds']:.3g} s"
+        beside = f", preflight {_in_bytes(one['limit'])}/s" if one["limit"] else ""
+        parts.append(f"{text} ({_in_bytes(one['bandwidth'])}/s{beside})")
     return "communication: " + "; ".join(parts)
 
 
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
+def _in_bytes(nbytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} bytes"

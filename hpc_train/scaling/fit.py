@@ -215,21 +215,31 @@ def gustafson_share(nodes: int, speedup: float) -> float:
 
 
 def largest_worthwhile(
-    model: StepTimeModel, first: int, most: int, least: float, *, weak: bool
+    model: StepTimeModel,
+    measured: Mapping[int, float],
+    most: int,
+    least: float,
+    *,
+    weak: bool,
 ) -> int:
-    """The largest number of nodes up to `most` whose parallel efficiency is at least `least`.
+    """The number of nodes up to which the parallel efficiency is at least `least`.
 
     Args:
-        model: the fitted model.
-        first: the number of nodes that efficiency is relative to.
+        model: the fitted model, for numbers of nodes that were not measured.
+        measured: the seconds of a step by number of nodes. Efficiency is relative to the smallest.
         most: the largest number that is looked at.
         least: the least efficiency, from 0 to 1.
         weak: whether the work grows with the nodes.
     """
-    reference = model.seconds(first)
-    best = first
-    for nodes in range(first, most + 1):
+    best = first = min(measured)
+    for nodes in range(first + 1, most + 1):
         grown = 1.0 if weak else first / nodes
-        if reference * grown / model.seconds(nodes) >= least:
+        if nodes in measured:
+            efficiency = measured[first] * grown / measured[nodes]
+        else:
+            efficiency = model.seconds(first) * grown / model.seconds(nodes)
+        if efficiency >= least:
             best = nodes
+        elif nodes in measured:
+            break
     return best

@@ -189,7 +189,9 @@ def figures_of(
                 one.nodes / 3600 * one.seconds * MILLION / batch,
             )
             rows.append(_relative(row, rows[0]))
-        worthwhile = largest_worthwhile(model, points[0].nodes, most, least_efficiency, weak=weak)
+        worthwhile = largest_worthwhile(
+            model, {one.nodes: one.seconds for one in points}, most, least_efficiency, weak=weak
+        )
     shared = next((told for run in runs if (told := run.told.get("shared_cores"))), "")
     if not shared and any(run.told["hosts"] < run.nodes for run in runs):
         shared = "all ranks ran on one host, and a node of this study is a part of it"

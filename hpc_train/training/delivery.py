@@ -175,6 +175,7 @@ class Delivery:
         try:
             yield from self._seeded(loader, stop, seed, records, profiler)
         except Stopped as stopped:  # the exit code must say so even if the program catches it
+            records.report.ending = ("stopped", stopped.reason)
             self._runtime.at_end.append(partial(_raise_at_end, stopped))
             raise
         finally:

@@ -236,6 +236,10 @@ class Loop(Stepping):
             try:
                 yield from self._delivered(self._batches(loader, stop, seed, records), order, last)
             except GeneratorExit:
+                if not stop.enough and report.ending[0] == "finished":
+                    left = ("stopped", "the program left the loop")
+                    error = ("failed", "the program ended with an error")
+                    report.ending = error if self._failed else left
                 if self._failed:
                     self.checkpoints.finish()
                 else:

@@ -114,7 +114,14 @@ class LoopRecords:
             )
         found = {}
         for name, value in values.items():
-            tensor = torch.as_tensor(value).detach()
+            try:
+                tensor = torch.as_tensor(value).detach()
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                kind = type(value).__name__
+                raise UserError(
+                    f"loop.record was given {name} of type {kind}, which torch takes for no number",
+                    "give numbers, or tensors with one element",
+                ) from None
             if tensor.numel() != 1:
                 raise UserError(
                     f"loop.record was given {name} of shape {tuple(tensor.shape)}",

@@ -49,11 +49,11 @@ def test_wandb_gets_what_is_new_and_another_run_after_a_resume(made, tmp_path, m
     for after, last, new in ((0, 5, 5), (5, 7, 2), (6, 9, 9)):
         made.job(after, last)
         done = export(made, "--to", "wandb", path=path)
-        assert f"{new} new records to wandb" in done.stdout, done.stderr
+        assert f"{new} records written to wandb" in done.stdout, done.stderr
         (folder,) = (made.path / "wandb").glob("offline-run-*")
         calls = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
         ids.append(calls[-1][0]["id"])
-    assert "0 new records" in export(made, "--to", "wandb", path=path).stdout
+    assert "0 records written" in export(made, "--to", "wandb", path=path).stdout
     assert ids[0] == ids[1] != ids[2]
     (about, records) = calls[0]
     assert (about["mode"], about["name"]) == ("offline", "run")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpc_train.errors import UserError
+from hpc_train.errors import Stopped, UserError
 from hpc_train.training.loop import Loop
 from hpc_train.training.options import LoopOptions
 
@@ -21,8 +24,8 @@ def made(job, directory):
     return Loop(job, directory, model, optimizer, LoopOptions(every=0)), model, optimizer
 
 
-def steps(job, directory, epochs=2, last=None, every=1):
-    """Train; yields the loop after each step, and stops after step `last`."""
+def steps(job, directory, epochs=2, last=None, every=1, leave=None):
+    """Train; yields the loop after each step. Stops after step `last`, or leaves after `leave`."""
     loop, model, optimizer = made(job, directory)
     with loop:
         inputs = torch.arange(96, dtype=torch.float64).reshape(48, 2) / 96
@@ -35,6 +38,8 @@ def steps(job, directory, epochs=2, last=None, every=1):
                 optimizer.step()
                 if loop.step_number % every == 0:
                     yield loop, loss
+                if loop.step_number == leave:
+                    return
                 if loop.step_number == last:
                     loop.stop()
 
@@ -78,9 +83,31 @@ def test_a_resumed_loop_adds_the_records_that_are_left(job, together):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        ("signal", ("stopped", "SIGUSR1")),
+        ("break", ("stopped", "the program left the loop")),
+        ("stop", ("finished", None)),
+    ],
+)
+def test_the_last_event_says_how_the_loop_ended(job, together, how, end):
+    at = {"stop": {"last": 3}, "break": {"leave": 3}}.get(how, {})
+    with pytest.raises(Stopped) if how == "signal" else nullcontext():
+        for loop, _ in steps(job, together, **at):
+            if loop.step_number == 3 and how == "signal" and job.world.rank == 0:
+                os.kill(os.getpid(), signal.SIGUSR1)
+    job.world.barrier()
+    last = lines(together / "events.jsonl")[-1]
+    assert (last["event"], last["step"], last["reason"], last.get("why")) == ("end", 3, *end)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"lr": 1.0}, "loop.record was given lr, which each record has by itself"),
+        ({"loss": "abc"}, "loop.record was given loss of type str"),
+        ({"loss": 10**400}, "loop.record was given loss of type int"),
         ({"loss": torch.ones(3)}, r"loop.record was given loss of shape \(3,\)"),
     ],
 )

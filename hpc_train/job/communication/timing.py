@@ -188,7 +188,8 @@ class _Measurement:
         self.scopes.close()
         for (name, reason), left_out in self.left_out.items():
             shown = ", ".join(bytes_text(size) for size in sorted(left_out))
-            self.measured.notes.append(f"{name} is not measured everywhere at {shown}: {reason}")
+            where = "at all" if len(left_out) == len(sizes) else f"in all operations at {shown}"
+            self.measured.notes.append(f"{name} is not measured {where}: {reason}")
         return self.measured
 
     def _names(self) -> list[str]:
