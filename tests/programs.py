@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -142,6 +143,11 @@ def only_line(text: str) -> str:
     lines = [line for line in text.splitlines() if "hpc-train: error:" in line]
     assert len(lines) == 1, text
     return lines[0].split("hpc-train: error:")[1].strip()
+
+
+def hear_ctrl_c() -> None:
+    """For `preexec_fn`: a program started from a script's background would ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_train.cli import main
 from tests.cli.desk import Desk
-from tests.programs import ENVIRON, hpc_train, only_line
+from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line
 from tests.scaling.studies import write_run
 
 CONFIG = "run: {dir: runs/my, steps: 100}\ndata: {batch: 16}\n"
@@ -111,6 +111,7 @@ def test_ctrl_c_leaves_the_jobs_and_the_same_command_continues(desk):
         env=ENVIRON | {"PATH": f"{desk.folder}/bin"},
         text=True,
         stderr=subprocess.PIPE,
+        preexec_fn=hear_ctrl_c,
     )
     while "nodes-2-run-1 is submitted" not in process.stderr.readline():
         assert process.poll() is None

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.cli.desk import QSTAT, Desk
-from tests.programs import ENVIRON, hpc_train, only_line
+from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line
 
 ENDED = {"event": "ended", "job": "1", "code": 75, "next": "", "why": "the job was cancelled"}
 
@@ -201,6 +201,7 @@ def watched(desk, encoding):
         cwd=desk.folder,
         env=ENVIRON | environ | {"COLUMNS": "90", "LINES": "30"},
         stdout=theirs,
+        preexec_fn=hear_ctrl_c,
     ) as watching:
         try:
             os.close(theirs)

@@ -17,7 +17,7 @@ import pytest
 from hpc_train.errors import UserError
 from hpc_train.report import serve as module
 from hpc_train.report.serve import ServedReport, serve
-from tests.programs import ENVIRON, hpc_train, only_line, run
+from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line, run
 
 LINE = re.compile(r"http://127\.0\.0\.1:(\d+)(/[\w-]{32,}/) ")
 
@@ -32,7 +32,12 @@ def serving(*words: str):
     """Serve as a user does; gives the process, the port and the page's path."""
     command = hpc_train("report", "--serve", *words)
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRON,
+        preexec_fn=hear_ctrl_c,
     ) as process:
         try:
             line = process.stdout.readline()
