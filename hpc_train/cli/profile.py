@@ -19,20 +19,26 @@ def options() -> Parser:
         "path of the trace, which https://ui.perfetto.dev opens.",
     )
     made.add_argument("run", metavar="RUN", help="the directory of a run that is running")
-    made.add_argument("--steps", default=5, help="number of steps (default: 5)", **COUNT)
+    made.add_argument(
+        "--steps",
+        default=5,
+        help="number of steps, at most 100 if torch.profiler runs (default: 5)",
+        **COUNT,
+    )
     made.add_argument(
         "--ranks",
         default="0",
         help="ranks on which torch.profiler runs as well: all, none, or numbers such as 0,3 or 0-7 "
         "(default: 0)",
     )
-    made.add_argument(
+    waiting = made.add_mutually_exclusive_group()
+    waiting.add_argument(
         "--timeout",
         default=600,
         help="seconds that the job has to begin, which it does after a step (default: 600)",
         **COUNT,
     )
-    made.add_argument(
+    waiting.add_argument(
         "--no_wait", action="store_true", help="ask the job, and do not wait for the trace"
     )
     return made

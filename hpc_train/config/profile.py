@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from hpc_train.errors import ConfigError
 
+TORCH_STEPS = 100  # of a profile with torch.profiler, which keeps megabytes of each step in memory
+
 ONE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
@@ -53,13 +55,32 @@ def check_ranks(key: str, text: str, size: int | None = None) -> None:
         )
 
 
+def check_steps(key: str, steps: int, ranks: str) -> None:
+    """Check that torch.profiler does not record too many steps.
+
+    Args:
+        key: names the steps in the message.
+        steps: number of steps.
+        ranks: where torch.profiler runs, as `ProfileSection` has it.
+
+    Raises:
+        ConfigError: it would.
+    """
+    if ranks != "none" and steps > TORCH_STEPS:
+        raise ConfigError(
+            f"{key} has {steps} steps, but torch.profiler records {TORCH_STEPS} at most",
+            "give fewer steps, or ranks none for a longer profile with our marks only",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProfileSection:
     """Which steps are profiled. A running job is asked for a profile by `hpc-train profile`."""
 
     steps: str | int = ""
     """Steps that are profiled, such as 10-20: what ranks do and wait for is drawn in the folder
-    profile of the run directory. By default none are."""
+    profile of the run directory. By default none are. torch.profiler records 100 steps at most; a
+    longer profile needs ranks: none."""
     ranks: str | int = "0"
     """Ranks on which torch.profiler records these steps as well: all, none, or numbers such as 0,3
     or 0-7."""
@@ -70,6 +91,9 @@ class ProfileSection:
                 f"run.profile.steps is {self.steps!r}", "give a step, or steps such as 10-20"
             )
         check_ranks("run.profile.ranks", str(self.ranks))
+        if self.span is not None:
+            first, last = self.span
+            check_steps("run.profile.steps", last - first + 1, str(self.ranks))
 
     @property
     def given(self) -> bool:

@@ -20,8 +20,9 @@ import torch
 
 from hpc_train import files
 from hpc_train.config import ProfileSection
-from hpc_train.config.profile import check_ranks, parse_ranks
+from hpc_train.config.profile import check_ranks, check_steps, parse_ranks
 from hpc_train.errors import ConfigError, HpcTrainError
+from hpc_train.launch.profile_request import newest_claim, read_profile_request
 from hpc_train.launch.protocol import PROFILE_ANSWER, PROFILE_REQUEST, PROFILES
 from hpc_train.monitoring.trace import STEP, Marks, write_trace
 from hpc_train.mpi import runtime
@@ -91,7 +92,12 @@ class Profiler:
                 self._plans.append(ProfilePlan(first, last, str(section.ranks)))
             else:
                 logger.info("run.profile: the run is past step %d, so it is not profiled", last)
-        self._forget_requests()  # to a former job
+        # Others were asked of this job while it started.
+        if (
+            world.rank == 0
+            and read_profile_request(directory).get("claim") != newest_claim(directory).name
+        ):
+            self._forget_requests()
 
     def is_asked(self) -> bool:
         """Whether there is a request. Rank 0 looks, and at most once per REQUEST_SECONDS."""
@@ -129,6 +135,7 @@ class Profiler:
             return None
         try:
             check_ranks("--ranks", plan.ranks, self.world.size)
+            check_steps("--steps", last - first + 1, plan.ranks)
         except ConfigError as error:
             self._answer(plan, "refused", error=str(error))
             return None
@@ -143,6 +150,7 @@ class Profiler:
     ) -> None:
         """Tell the program that waits, if there is one."""
         if plan.request and self.world.rank == 0:
+            self._looked = time.monotonic()  # the next answer does not follow at once
             text = json.dumps({"request": plan.request, "state": state, **more})
             try:
                 files.write_text(self.folder / PROFILE_ANSWER, text)
@@ -168,6 +176,8 @@ class Profiler:
         if self._recording is None and due:
             self._plans.remove(due[0])
             plan = replace(due[0], first=step + 1)
+            if self.world.rank == 0:
+                logger.info("the profile of steps %d-%d begins", plan.first, plan.last)
             self._recording = _Recording(self.world, self.node, plan, self.folder)
 
     def finish(self, step: int) -> None:
@@ -186,6 +196,8 @@ class Profiler:
             return
         steps = [plan.first, step]
         folder = self.folder / f"steps-{plan.first}-{step}"
+        if self.world.rank == 0:
+            logger.info("the profile of steps %d-%d is being written", *steps)
         try:
             recording.write(folder, step)
         except HpcTrainError as error:  # the same one on all ranks

@@ -30,7 +30,7 @@ Numbers = NDArray[np.float64]
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 2  # steps before the first that counts: they allocate memory and learn
+WARM_UP = 2  # steps before the first that counts: they allocate memory, or write a profile
 LEAST_STEPS = 5  # of a table, so that it has a scatter
 LEAST_SECONDS = 0.5  # of a table
 COST = 500  # a table covers as many times the seconds that an exchange takes
@@ -93,8 +93,11 @@ class SlowRanks:
         return sum(seconds[phase] for phase in NOT_OWN)
 
     def count_step(self) -> None:
-        """Count one more step."""
+        """Count one more step. Those of a profile do not count, nor does what was before it."""
         if self.world.comm is None:
+            return
+        if self._phases.listener is not None:  # a profile, on all ranks; it slows some of them down
+            self._steps = -WARM_UP
             return
         self._steps += 1
         if self._steps <= 0:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train import files
-from hpc_train.config.profile import check_ranks
+from hpc_train.config.profile import check_ranks, check_steps
 from hpc_train.errors import UserError
 from hpc_train.launch.protocol import PROFILE_ANSWER, PROFILE_REQUEST, PROFILES
 
 CLAIMS = ".claim"  # in a run directory: has a file for each job, whose time is its heartbeat
 SILENCE = 90.0  # seconds without a heartbeat after which a job has ended; it beats every 10 s
 PROFILE_POLL = 0.2
+GONE_SECONDS = 5.0  # seconds until a request is given up that is gone and has no answer
 
 
 class ProfileRequest:
@@ -32,24 +33,29 @@ class ProfileRequest:
         ranks: on which torch.profiler runs, as `run.profile.ranks` has it.
 
     Raises:
-        UserError: no job runs there, another request waits, or there are no such ranks.
+        UserError: no job runs there, another request waits, there are no such ranks, or these are
+            too many steps for torch.profiler.
     """
 
     def __init__(self, run: Path, steps: int, ranks: str) -> None:
         check_ranks("--ranks", ranks)
+        check_steps("--steps", steps, ranks)
         self.run, self.folder = run, run / PROFILES
         self._number = secrets.token_hex(8)
         self._file = self.folder / PROFILE_REQUEST
-        self._claim = _newest_claim(run)
+        self._claim = newest_claim(run)
         self._check_runs()
-        if self._file.exists():
+        if (
+            read_profile_request(run).get("claim") == self._claim.name
+        ):  # one to a former job is replaced
             raise UserError(
                 f"another request for a profile waits in {self._file}",
                 "wait until the job takes it up, or remove the file",
             )
         try:
             self.folder.mkdir(exist_ok=True)
-            text = json.dumps({"request": self._number, "steps": steps, "ranks": ranks})
+            asked = {"request": self._number, "claim": self._claim.name}
+            text = json.dumps({**asked, "steps": steps, "ranks": ranks})
             files.write_text(self._file, text)
             # The file system's clock gives both times.
             silent = self._file.stat().st_mtime - self._claim.stat().st_mtime
@@ -69,8 +75,13 @@ class ProfileRequest:
             raise UserError(f"no job runs in {self.run}", "start it, or set run.profile.steps")
 
     def _withdraw(self) -> None:
-        with suppress(OSError):
-            files.remove(self._file)
+        if self._waits():  # else a request that is there now is another's
+            with suppress(OSError):
+                files.remove(self._file)
+
+    def _waits(self) -> bool:
+        """Whether the request is still there."""
+        return read_profile_request(self.run).get("request") == self._number
 
     def wait(self, timeout: float) -> Path:
         """Wait until the profile is written; returns the trace.
@@ -79,9 +90,9 @@ class ProfileRequest:
             timeout: seconds that the job has to take the request up.
 
         Raises:
-            UserError: the job refuses or does not answer, or it has ended.
+            UserError: the job refuses, does not answer or has ended, or the request is gone.
         """
-        begin = heard = time.monotonic()
+        begin = heard = there = time.monotonic()
         beat, taken = 0.0, False
         try:
             while True:
@@ -103,10 +114,16 @@ class ProfileRequest:
                         beat, heard = new, now
                 if now - heard > SILENCE:
                     raise UserError(f"the job of {self.run} has ended without a profile")
+                if taken or self._waits():
+                    there = now
+                if now - there > GONE_SECONDS:
+                    raise UserError(
+                        f"the request was removed, and the job of {self.run} has not answered it",
+                        "ask again",
+                    )
                 time.sleep(PROFILE_POLL)
         finally:
-            if not taken:  # else a request that is there now is another's
-                self._withdraw()
+            self._withdraw()
 
     def _answer(self) -> dict[str, Any]:
         """What the job says to this request; empty if it has said nothing yet."""
@@ -117,7 +134,16 @@ class ProfileRequest:
         return {}
 
 
-def _newest_claim(run: Path) -> Path:
+def read_profile_request(run: Path) -> dict[str, Any]:
+    """The request that waits in a run directory; empty if there is none that can be read."""
+    with suppress(OSError, ValueError):
+        asked = json.loads((run / PROFILES / PROFILE_REQUEST).read_text())
+        if isinstance(asked, dict):
+            return asked
+    return {}
+
+
+def newest_claim(run: Path) -> Path:
     """The file of the job that owns a run directory; it need not exist."""
     with suppress(OSError):
         numbers = [path.name for path in (run / CLAIMS).iterdir() if path.name.isdigit()]

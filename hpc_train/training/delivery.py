@@ -171,6 +171,7 @@ class Delivery:
             loader.steps.start - 1,
             loader.steps.stop - 1,
             self.options.profile,
+            records.report.event,
         )
         try:
             yield from self._seeded(loader, stop, seed, records, profiler)

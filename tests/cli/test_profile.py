@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.errors import UserError
+from hpc_train.launch import profile_request
+from hpc_train.launch.profile_request import ProfileRequest, read_profile_request
 from tests.programs import ENVIRON, hpc_train, only_line, run, wait_for_end
 
 ENDLESS = ("--run.steps", "1000000", "--checkpoint.every", "1000000", "--run.preflight", "false")
@@ -84,4 +87,25 @@ def test_a_job_that_does_not_run_or_does_not_answer_is_told(tmp_path):
     os.utime(silent / ".claim/000001", (1e9, 1e9))
     (silent / "profile/request.json").unlink()
     assert "so it does not run" in only_line(profile(silent).stderr)
+    for options, message in (
+        (("--steps", "101"), "torch.profiler records 100 at most"),
+        (("--timeout", "3", "--no_wait"), "not allowed with argument"),
+    ):
+        done = profile(silent, *options)
+        assert done.returncode == 2
+        assert message in only_line(done.stderr)
     assert "'x'" in only_line(profile(silent, "--ranks", "x").stderr)
+
+
+def test_a_request_that_is_removed_without_an_answer_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile_request, "GONE_SECONDS", 0.3)
+    run = claimed(tmp_path)
+    (run / "profile").mkdir()
+    former = json.dumps({"request": "it", "claim": "000000", "steps": 5, "ranks": "0"})
+    (run / "profile/request.json").write_text(former)
+    asked = ProfileRequest(run, 500, "none")  # instead of the former one
+    assert read_profile_request(run)["claim"] == "000001"
+    (run / "profile/request.json").write_text(former)
+    with pytest.raises(UserError, match="the request was removed, and the job of"):
+        asked.wait(60)
+    assert read_profile_request(run)["request"] == "it", "another's request stays"

@@ -32,6 +32,8 @@ def test_the_profile_has_keys_of_its_own(tmp_path):
     assert one.run.profile.span == (7, 7)
     assert load(write(tmp_path, one.to_yaml())) == one
     assert load(None).run.profile.span is None
+    long = load(None, ["--run.profile.steps=1-5000", "--run.profile.ranks=none"])
+    assert long.run.profile.span == (1, 5000)
     for ranks, steps, message in (
         (6, 19, "run.profile.steps is 10-20, but the run ends with step 19: give steps up to 19"),
         (5, 20, "run.profile.ranks is 0,3-5, but the job has ranks 0 to 4"),
@@ -87,6 +89,10 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ("run: {profile: 10-20}", "run.profile is '10-20': write its keys below it"),
         ("run: {profile: {steps: 20-10}}", "run.profile.steps is '20-10': give a step, or steps"),
         ("run: {profile: {steps: 0-3}}", "run.profile.steps is '0-3': give a step, or steps"),
+        (
+            "run: {profile: {steps: 1-101}}",
+            "run.profile.steps has 101 steps, but torch.profiler records 100 at most: give fewer",
+        ),
         (
             "run: {profile: {ranks: some}}",
             "run.profile.ranks is 'some': give all, none, or numbers",

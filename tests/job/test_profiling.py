@@ -178,6 +178,30 @@ def test_a_loop_is_profiled_too_until_it_is_left(job, together):
             found = threads(trace, rank)
             assert [e["name"] for e in found[THREADS["step"]]] == ["step 2", "step 3"]
             assert "data" in {e["name"] for e in found[MAIN]}
+        (event,) = events_of(together / "run")
+        assert (event["steps"], event["folder"]) == ([2, 3], "profile/steps-2-3")
+
+
+@pytest.mark.parametrize(
+    ("claim", "steps", "state"),
+    [("000001", 2, "written"), ("000001", 101, "refused"), ("000000", 2, None)],
+)
+def test_only_a_request_to_a_former_job_is_forgotten_at_the_start(
+    tmp_path, monkeypatch, caplog, claim, steps, state
+):
+    monkeypatch.setattr(profiling, "REQUEST_SECONDS", 0.0)
+    caplog.set_level("INFO")
+    folder = tmp_path / "run/profile"
+    folder.mkdir(parents=True)
+    asked = {"request": "me", "claim": claim, "steps": steps, "ranks": "0"}
+    (folder / "request.json").write_text(json.dumps(asked))
+    how = ["--run.steps", "200"] if steps > STEPS else []
+    make(config(tmp_path / "run", *how), Runtime(Group(), Group())).train()
+    assert not (folder / "request.json").exists()
+    answer = folder / "answer.json"
+    assert (json.loads(answer.read_text())["state"] if answer.exists() else None) == state
+    said = [line for line in caplog.messages if line.startswith("the profile of steps 2-3 ")]
+    assert len(said) == (2 if state == "written" else 0), "its begin, and that it is written"
 
 
 def test_only_what_is_left_is_profiled_after_a_resume(tmp_path):
@@ -192,30 +216,35 @@ def test_only_what_is_left_is_profiled_after_a_resume(tmp_path):
     ]
 
 
-def test_a_request_is_taken_once_and_a_broken_one_is_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("step", "steps", "profiled"), [(2, 2, [[4, 5], [6, 7]]), (3, 1, [[5, 5], [6, 7]])]
+)
+def test_a_request_is_taken_once_and_a_broken_one_is_removed(
+    tmp_path, monkeypatch, step, steps, profiled
+):
     monkeypatch.setattr(profiling, "REQUEST_SECONDS", 0.0)
     run = tmp_path / "run/profile"
     options = ["--run.profile.steps", "5-7", "--run.profile.ranks", "none"]
     trainer = make(config(tmp_path / "run", *options), Runtime(Group(), Group()))
     original = trainer._train_step
 
-    def asked(step, report):
-        if step.number == 1:
+    def asked(taken, report):
+        if taken.number == 1:
             run.mkdir()
             (run / "request.json").write_text('{"steps": ')
-        if step.number == 2:
+        if taken.number == step:
             assert not (run / "request.json").exists()
-            text = json.dumps({"request": "me", "steps": 2, "ranks": "none"})
+            text = json.dumps({"request": "me", "steps": steps, "ranks": "none"})
             (run / "request.json").write_text(text)
-        original(step, report)
+        original(taken, report)
 
     trainer._train_step = asked
     trainer.train()
     # The configuration's profile has what the request has left of it.
-    assert [event["steps"] for event in events_of(tmp_path / "run")] == [[4, 5], [6, 7]]
+    assert [event["steps"] for event in events_of(tmp_path / "run")] == profiled
     assert json.loads((run / "answer.json").read_text()) == {
         "request": "me",
         "state": "written",
-        "steps": [4, 5],
-        "folder": "steps-4-5",
+        "steps": profiled[0],
+        "folder": "steps-{}-{}".format(*profiled[0]),
     }

@@ -83,6 +83,26 @@ def test_waits_and_saves_are_nobodys_own_time(job, monkeypatch):
     assert measured["compute"] < measured["wall"] - 0.009
 
 
+@pytest.mark.mpi(min_size=2)
+def test_the_steps_of_a_profile_do_not_count(job, monkeypatch):
+    slow, phases = watched(job, monkeypatch), job.world.waiting.phases
+
+    def work(phases):
+        with phases("data"):
+            time.sleep(0.02 if job.world.rank == 1 else 0.001)
+
+    take(job, slow, WARM_UP + LEAST_STEPS - 1, work)  # all but one of the steps of a table
+    monkeypatch.setattr(phases, "listener", lambda *_: None)
+    of_profile = take(job, slow, WARM_UP + 3 * LEAST_STEPS, work)
+    monkeypatch.setattr(phases, "listener", None)
+    of_profile += take(job, slow, WARM_UP, work)
+    counted = slow._steps
+    later = take(job, slow, 2 * LEAST_STEPS, work)
+    assert of_profile == []
+    assert counted == 0
+    assert len(later) == (job.world.rank == 0)
+
+
 def test_a_process_alone_exchanges_nothing(monkeypatch):
     slow = watched(Runtime(Group(), Group()), monkeypatch)
     for _ in range(50):
