@@ -16,10 +16,9 @@ from typing import Any
 from hpc_train import files
 from hpc_train.config.profile import check_ranks
 from hpc_train.errors import UserError
+from hpc_train.launch.alive import SILENCE, newest_claim
 from hpc_train.launch.protocol import PROFILE_ANSWER, PROFILE_REQUEST, PROFILES
 
-CLAIMS = ".claim"  # in a run directory: has a file for each job, whose time is its heartbeat
-SILENCE = 90.0  # seconds without a heartbeat after which a job has ended; it beats every 10 s
 PROFILE_POLL = 0.2
 
 
@@ -40,7 +39,7 @@ class ProfileRequest:
         self.run, self.folder = run, run / PROFILES
         self._number = secrets.token_hex(8)
         self._file = self.folder / PROFILE_REQUEST
-        self._claim = _newest_claim(run)
+        self._claim = newest_claim(run)
         self._check_runs()
         if self._file.exists():
             raise UserError(
@@ -115,11 +114,3 @@ class ProfileRequest:
             if isinstance(said, dict) and said.get("request") == self._number:
                 return said
         return {}
-
-
-def _newest_claim(run: Path) -> Path:
-    """The file of the job that owns a run directory; it need not exist."""
-    with suppress(OSError):
-        numbers = [path.name for path in (run / CLAIMS).iterdir() if path.name.isdigit()]
-        return run / CLAIMS / max(numbers, default="none")
-    return run / CLAIMS / "none"

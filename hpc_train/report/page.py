@@ -141,7 +141,7 @@ def _summary(sources: Sequence[RunSource]) -> dict[str, list[str]]:
             "tokens/s": short_number(source.mean("tokens_per_second")),
             "most memory of a rank": short_number(source.most("memory_gb") * 1e9, "B"),
             "starts": str(starts) if starts else NO_VALUE,
-            "steps lost": str(source.lost) if starts > 1 else NO_VALUE,
+            "steps lost": source.lost if starts > 1 else NO_VALUE,
             "model TFLOP/s": plain_number(source.mean("tflops")),
             "MFU": plain_number(source.mean("mfu"), 3),
             "node-hours": plain_number(source.last("node_hours")),

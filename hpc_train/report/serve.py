@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.launch.alive import job_runs
 from hpc_train.launch.queued import TASKS
 
 REFRESH_SECONDS = 10
@@ -126,10 +127,14 @@ class ServedReport:
 
 
 def state_of(runs: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of each file that a report of these runs reads."""
+    """Name, size and time of change of each file that a report of these runs reads.
+
+    Whether a job runs is there for each folder, too.
+    """
     found = []
     for run in runs:
         for folder in (run, *run.glob("task-*")):
+            found.append((str(folder), int(bool(job_runs(folder))), 0))
             with suppress(OSError):
                 for entry in os.scandir(folder):
                     if entry.name.endswith(".jsonl") or entry.name in ("config.yaml", TASKS):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.report.page import LiveReport, report_of
+from hpc_train.report.page import NO_VALUE, LiveReport, report_of
 from tests.report.runs import BEGIN, Page, record, start, write_lines
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(1)> {{ 7*7 }} '\""
@@ -77,6 +79,45 @@ def test_a_page_says_what_the_run_did(run):
     phases = page.data["runs"][0]["phases"]
     assert phases["other"][0] == pytest.approx(0.1)
     assert sum(phases[phase][0] for phase in phases) == pytest.approx(0.5)
+
+
+def claim(run, *, silent: float) -> None:
+    """Let a job of another host own a run that it has written to so many seconds ago."""
+    path = run / ".claim/000001"
+    path.parent.mkdir()
+    path.write_text("")
+    os.utime(path, (time.time() - silent,) * 2)
+
+
+def test_a_killed_run_has_lost_what_its_next_start_has_dropped(tmp_path):
+    resumed = start(90, 50, reached=75, reached_time=BEGIN + 80)
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), resumed])
+    records = [record(step, time=BEGIN + 100) for step in range(1, 61)]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    claim(tmp_path, silent=1000)
+    text = Page(report_of([tmp_path])).text
+    assert "steps lost 25 " in text
+    assert " 0 at least 80 s 75 25 no end is recorded" in text
+    # The newest start was killed, too. Its last record tells its last step, and nothing is lost yet.
+    assert f" 50 at least 10 s 60 {NO_VALUE} no end is recorded" in text
+    assert "no end is recorded; last record at " in text
+
+
+def test_lost_steps_that_nobody_knows_are_unknown(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), start(90, 50)])
+    write_lines(tmp_path / "metrics.jsonl", [record(50)])
+    text = Page(report_of([tmp_path])).text
+    assert "steps lost unknown" in text
+    assert " 0 unknown unknown unknown no end is recorded" in text
+
+
+def test_a_run_whose_job_is_heard_of_is_running(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(0, 0)])
+    write_lines(tmp_path / "metrics.jsonl", [])
+    claim(tmp_path, silent=5)
+    text = Page(report_of([tmp_path])).text
+    assert "state running " in text
+    assert f" 0 unknown {NO_VALUE} {NO_VALUE} running" in text
 
 
 def test_a_page_names_no_address_and_loads_nothing(run):
