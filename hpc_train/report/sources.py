@@ -128,18 +128,26 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def distinct_runs(runs: Sequence[Path]) -> list[Path]:
+    """The folders, without those that were given before by another name."""
+    found: dict[Path, Path] = {}
+    for run in runs:
+        found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
 def read_sources(runs: Sequence[Path], known: dict[Path, RunSource]) -> list[RunSource]:
     """Read run directories. A sweep is read as its tasks.
 
     Args:
-        runs: run directories.
+        runs: run directories, each once.
         known: those that were read before; gets those that are new.
 
     Raises:
         UserError: a folder is no run directory, or a file cannot be read.
     """
     found: list[tuple[Path, str, dict[str, str] | None]] = []
-    for run in dict.fromkeys(runs):
+    for run in runs:
         folders = [path for path in run.glob("task-*") if path.is_dir()]
         if not (folders and (run / TASKS).exists()):
             check_run(run)
@@ -149,7 +157,7 @@ def read_sources(runs: Sequence[Path], known: dict[Path, RunSource]) -> list[Run
             words = options.get(path.name.removeprefix("task-"), [])
             found.append((path, path.name, words_as_options(words)))
     buckets = BUCKETS if len(found) <= FEW_RUNS else COARSE
-    several = len(set(runs)) > 1
+    several = len(runs) > 1
     names = [run.resolve().name for run, _, task in found if task is None]
     sources = []
     for path, name, task in found:

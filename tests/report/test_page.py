@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -98,7 +99,7 @@ def test_a_killed_run_has_lost_what_its_next_start_has_dropped(tmp_path):
     text = Page(report_of([tmp_path])).text
     assert "steps lost 25 " in text
     assert " 0 at least 80 s 75 25 no end is recorded" in text
-    # The newest start was killed, too. Its last record tells its last step, and nothing is lost yet.
+    # The newest start was killed, too, and its last record tells its last step.
     assert f" 50 at least 10 s 60 {NO_VALUE} no end is recorded" in text
     assert "no end is recorded; last record at " in text
 
@@ -192,6 +193,40 @@ def test_several_runs_share_plots_and_show_their_differences(run, tmp_path):
     assert page.series("loss", 1)["mean"] == [9] * 9
     assert page.count("table", id="differences") == 1
     assert "model.layers 2 3" in page.text
+
+
+def test_runs_are_compared_only_if_they_have_a_configuration(run, tmp_path):
+    other, bare = tmp_path / "other", tmp_path / "bare"
+    for folder in (other, bare):
+        write_lines(folder / "metrics.jsonl", [record(1)])
+    (other / "config.yaml").write_text("run: {dir: other, seed: 1}\nmodel: {layers: 3}\n")
+    page = Page(report_of([run, bare, other]))
+    assert "This run has no configuration: bare." in page.text
+    assert "Differences key my other model.layers 2 3" in page.text
+    assert "run.seed" not in page.text
+    assert page.data["parallel"]["axes"][0]["label"] == "model.layers"
+    page = Page(report_of([run, bare]))
+    assert "Differences" not in page.text
+    assert "This run has no configuration: bare." in page.text
+
+
+def test_a_run_that_is_given_twice_is_one_run(run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    page = Page(report_of([run, Path("my"), Path("my/../my")]))
+    assert [one["name"] for one in page.data["runs"]] == ["my"]
+    assert "<title>my " in page.html
+
+
+def test_one_rank_with_one_core_and_keys_without_a_plot(tmp_path):
+    one = start(
+        0, 0, hosts=["a"], cores=1, ranks=[[0, 0, 0, 0]], layout={"dp": 1, "tp": 1, "pp": 1}
+    )
+    write_lines(tmp_path / "events.jsonl", [one])
+    write_lines(tmp_path / "metrics.jsonl", [record(1, **{f"more_{n}": 1.0 for n in range(27)})])
+    page = Page(report_of([tmp_path]))
+    assert "1 rank on 1 host:" in page.text
+    assert "1 core per rank" in page.text
+    assert "3 further keys have no plot." in page.text
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
