@@ -57,8 +57,9 @@ def run(arguments: Sequence[str]) -> int:
             )
     from hpc_train import files
     from hpc_train.report.page import report_of
+    from hpc_train.report.sources import distinct_runs
 
-    runs = [Path(name) for name in given.runs]
+    runs = distinct_runs([Path(name) for name in given.runs])
     out = Path(given.out or "report.html")
     if not given.out and len(runs) == 1:
         out = runs[0] / "report.html"

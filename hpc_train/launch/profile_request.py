@@ -16,10 +16,9 @@ from typing import Any
 from hpc_train import files
 from hpc_train.config.profile import check_ranks, check_steps
 from hpc_train.errors import UserError
+from hpc_train.launch.alive import SILENCE, newest_claim
 from hpc_train.launch.protocol import PROFILE_ANSWER, PROFILE_REQUEST, PROFILES
 
-CLAIMS = ".claim"  # in a run directory: has a file for each job, whose time is its heartbeat
-SILENCE = 90.0  # seconds without a heartbeat after which a job has ended; it beats every 10 s
 PROFILE_POLL = 0.2
 GONE_SECONDS = 5.0  # seconds until a request is given up that is gone and has no answer
 
@@ -141,11 +140,3 @@ def read_profile_request(run: Path) -> dict[str, Any]:
         if isinstance(asked, dict):
             return asked
     return {}
-
-
-def newest_claim(run: Path) -> Path:
-    """The file of the job that owns a run directory; it need not exist."""
-    with suppress(OSError):
-        numbers = [path.name for path in (run / CLAIMS).iterdir() if path.name.isdigit()]
-        return run / CLAIMS / max(numbers, default="none")
-    return run / CLAIMS / "none"

@@ -30,7 +30,7 @@ class RecentRecords:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self.records = _last_records(run / "metrics.jsonl")
+        self.records = last_records(run / "metrics.jsonl")
 
     @property
     def last(self) -> dict[str, Any]:
@@ -47,9 +47,13 @@ class RecentRecords:
         values = [value for value in self.values(key) if math.isfinite(value)]
         return statistics.median(values) if values else math.nan
 
-    def lines(self) -> list[str]:
-        """Lines that say the speed, the work that is left, and the share of waiting."""
-        return [line for line in (self._speed(), self._left(), self._waiting()) if line]
+    def lines(self, *, runs: bool = True) -> list[str]:
+        """Lines that say the speed, the work that is left, and the share of waiting.
+
+        Args:
+            runs: whether a job runs; else nobody knows when the rest will be done.
+        """
+        return [line for line in (self._speed(), self._left(runs), self._waiting()) if line]
 
     def curves(self, width: int) -> list[str]:
         """A line for each curve: its name, its drawing, its last, least and greatest value.
@@ -81,13 +85,14 @@ class RecentRecords:
                 return f"speed: {seconds:.3g} s per step, {rate:,.0f} {key}/s"
         return f"speed: {seconds:.3g} s per step"
 
-    def _left(self) -> str:
+    def _left(self, runs: bool) -> str:
         seconds, step, end = self.typical("step_seconds"), self.last.get("step"), _steps(self.run)
         if not isinstance(step, int) or not end or not seconds > 0:
             return ""
         if step >= end:
             return f"all of its {end} steps are done"
-        return f"left: {end - step} of {end} steps, about {span_in_words((end - step) * seconds)}"
+        about = f", about {span_in_words((end - step) * seconds)}" if runs else ""
+        return f"left: {end - step} of {end} steps{about}"
 
     def _waiting(self) -> str:
         seconds = self.typical("step_seconds")
@@ -142,7 +147,7 @@ def span_in_words(seconds: float) -> str:
     return f"{whole} s"
 
 
-def _last_records(path: Path) -> list[dict[str, Any]]:
+def last_records(path: Path) -> list[dict[str, Any]]:
     """The last records; a line that is not whole, or no record, is left out."""
     records = []
     with suppress(OSError), path.open("rb") as file:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.launch import queued
+from hpc_train.launch.alive import state_in_words
 from hpc_train.launch.protocol import QUEUED, STOP
 from hpc_train.launch.recent import RecentRecords
 from hpc_train.monitoring.spent import costs_in, describe_joules
@@ -43,7 +44,7 @@ class RunStatus:
         self._asked = -ASK_SECONDS
 
     def lines(self, curves: int = 0) -> list[str]:
-        """The run's jobs, its step, speed and checkpoint, its costs, and how a job ended.
+        """The run's jobs, its state, step, speed and checkpoint, its costs, and how a job ended.
 
         Args:
             curves: the characters of a curve of the last records; with 0 none is drawn.
@@ -70,7 +71,7 @@ def _jobs(run: Path) -> list[str]:
     except HpcTrainError as error:
         return [error.cause]
     if scheduler is None:
-        return [f"no job is recorded in {QUEUED}"]
+        return []
     lines = [
         " ".join(
             word for word in ("job", job.id, job.state, job.elapsed, job.hosts, job.why) if word
@@ -86,16 +87,19 @@ def _progress(run: Path, curves: int) -> list[str]:
     for directory in (run, *folders):
         words = options.get(directory.name.removeprefix("task-"), [])
         before = f"{' '.join([directory.name, *words])}: " if directory != run else ""
+        state = state_in_words(directory)
+        lines += [f"{before}{state}"] if state else []
         recent = RecentRecords(directory)
         if record := recent.last:
             loss = f", loss {record['loss']:.6g}" if isinstance(record.get("loss"), float) else ""
             age = time.time() - (directory / "metrics.jsonl").stat().st_mtime
             lines.append(f"{before}step {record.get('step')}{loss}, recorded {age:.0f} s ago")
-            lines += [f"{before}{line}" for line in recent.lines()]
+            lines += [f"{before}{line}" for line in recent.lines(runs=state == "running")]
             lines += [f"{before}{line}" for line in recent.curves(curves)] if curves else []
-        with suppress(OSError):
-            newest = (directory / "checkpoints/LATEST").read_text().strip()
-            lines.append(f"{before}newest checkpoint: {newest}")
+        for name in ("checkpoints/LATEST", "LATEST"):  # the second is a Loop's
+            with suppress(OSError):
+                newest = (directory / name).read_text().strip()
+                lines.append(f"{before}newest checkpoint: {newest}")
     return lines
 
 

@@ -29,18 +29,24 @@ class RecordsFile:
         after_step: the step of the checkpoint that the run resumes from. Records of later steps are
             dropped, because those steps are computed again. None keeps all.
 
+    Attributes:
+        dropped: the last record that was dropped; empty if none was.
+
     Raises:
         OSError: the file cannot be written at the start.
     """
 
     def __init__(self, path: Path, after_step: int | None = None) -> None:
         self.path = path
+        self.dropped: dict[str, Any] = {}
         if after_step is not None and path.exists():
-            kept = [
-                line
-                for line in path.read_text(errors="replace").splitlines()
-                if _is_up_to(line, after_step)
-            ]
+            kept = []
+            for line in path.read_text(errors="replace").splitlines():
+                record = _record_of(line)
+                if record and int(record["step"]) <= after_step:
+                    kept.append(line)
+                else:
+                    self.dropped = record or self.dropped
             files.write_text(path, "".join(f"{line}\n" for line in kept))
         self._descriptor: int | None = self._open()
         self._rest = bytearray(b"" if _is_whole(path) else b"\n")
@@ -100,8 +106,10 @@ def _is_odd(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _is_up_to(line: str, step: int) -> bool:
-    try:
-        return int(json.loads(line)["step"]) <= step
-    except (ValueError, KeyError, TypeError):
-        return False  # a line that a killed run did not finish
+def _record_of(line: str) -> dict[str, Any]:
+    """The record in a line; empty if a killed run did not finish it."""
+    with suppress(ValueError, KeyError, TypeError, OverflowError):
+        record: dict[str, Any] = json.loads(line)
+        int(record["step"])
+        return record
+    return {}

@@ -55,16 +55,31 @@ NO_PLOT = {*X_AXES, *(key for key in PHASES.values() if key), "restarts", "lost_
 
 def plots_of(sources: Sequence[RunSource]) -> list[dict[str, Any]]:
     """The plots for which a run has values, those of known keys first."""
-    keys = dict.fromkeys(key for source in sources for key in source.metrics.decimation.curves)
+    keys = _keys(sources)
     plots = [plot for plot in KNOWN if plot.key in keys]
+    scores, rest = _others(keys)
+    place = sum(plot.key in ("loss", "validation_loss") for plot in plots)
+    plots[place:place] = [_score(key) for key in scores[:MOST_OTHER]]
+    plots += [Plot(key, key, group="others", zero=False) for key in rest[:MOST_OTHER]]
+    return [asdict(plot) for plot in plots]
+
+
+def keys_without_plot(sources: Sequence[RunSource]) -> int:
+    """The number of keys that have a curve but no plot, because there are too many."""
+    return sum(len(keys[MOST_OTHER:]) for keys in _others(_keys(sources)))
+
+
+def _keys(sources: Sequence[RunSource]) -> list[str]:
+    keys = (key for source in sources for key in source.metrics.decimation.curves)
+    return list(dict.fromkeys(keys))
+
+
+def _others(keys: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The keys that the report does not know: scores, and all others."""
     known = {plot.key for plot in KNOWN} | NO_PLOT
     others = [key for key in keys if key not in known]
     scores = [key for key in others if key.startswith("validation_")]
-    place = sum(plot.key in ("loss", "validation_loss") for plot in plots)
-    plots[place:place] = [_score(key) for key in scores[:MOST_OTHER]]
-    rest = [key for key in others if key not in scores]
-    plots += [Plot(key, key, group="others", zero=False) for key in rest[:MOST_OTHER]]
-    return [asdict(plot) for plot in plots]
+    return scores, [key for key in others if key not in scores]
 
 
 def _score(key: str) -> Plot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
@@ -61,11 +62,13 @@ def _word(value: Any) -> str:
 def config_differences(configs: Sequence[dict[str, str]]) -> dict[str, list[str]]:
     """The keys whose values are not the same in all configurations, with the value of each.
 
-    Keys that say where a run writes are left out. A key that a configuration lacks has "".
+    Keys that say where a run writes are left out. A key that a configuration lacks has "". An empty
+    configuration is that of a run without one: it has "" everywhere, and makes no difference.
     """
     keys = dict.fromkeys(key for config in configs for key in config if key != "run.dir")
     rows = {key: [config.get(key, "") for config in configs] for key in keys}
-    return {key: row for key, row in rows.items() if len(set(row)) > 1}
+    there = [bool(config) for config in configs]
+    return {key: row for key, row in rows.items() if len(set(compress(row, there))) > 1}
 
 
 def words_as_options(words: Sequence[str]) -> dict[str, str]:

@@ -14,12 +14,12 @@ import jinja2
 from markupsafe import Markup
 
 from hpc_train.report.comparison import compare
-from hpc_train.report.curves import curves_of, plots_of
+from hpc_train.report.curves import curves_of, keys_without_plot, plots_of
 from hpc_train.report.layout import layout_of
 from hpc_train.report.metrics import number
 from hpc_train.report.options import config_differences
 from hpc_train.report.phases import PHASES, shares
-from hpc_train.report.sources import RunSource, duration, moment, read_sources
+from hpc_train.report.sources import RunSource, distinct_runs, duration, moment, read_sources
 
 NO_VALUE = "\N{EN DASH}"  # stands where a table has no value
 MOST_CURVES = 64  # runs whose curves are drawn
@@ -33,11 +33,10 @@ class LiveReport:
 
     Args:
         runs: run directories. A sweep stands for its tasks.
-
     """
 
     def __init__(self, runs: Sequence[Path]) -> None:
-        self.runs, self.known = runs, dict[Path, RunSource]()
+        self.runs, self.known = distinct_runs(runs), dict[Path, RunSource]()
 
     def html(self) -> str:
         """The page as it is now.
@@ -89,6 +88,7 @@ def _html(runs: Sequence[Path], sources: Sequence[RunSource]) -> str:
         "parallel": compared.axes() if compared else None,
     }
     single = [source for source in sources if source.task is None]
+    configured = [source for source in sources if source.config]
     text = _template().render(
         title=_title([run.resolve().name for run in runs]),
         made=moment(time.time()),
@@ -98,11 +98,14 @@ def _html(runs: Sequence[Path], sources: Sequence[RunSource]) -> str:
         phases=data["phases"],
         details=single[:MOST_DETAILS],
         left_out=len(sources) - len(drawn),
+        without_plot=keys_without_plot(drawn),
         layouts=[layout_of(source.story.newest) for source in single[:MOST_DETAILS]],
         shares=[(place, one, shares(one)) for place, one in enumerate(drawn) if shares(one)],
         compared=compared,
-        differences=config_differences([source.config for source in sources[:MOST_COLUMNS]]),
-        columns=sources[:MOST_COLUMNS],
+        differences=config_differences([one.config for one in configured[:MOST_COLUMNS]]),
+        columns=configured[:MOST_COLUMNS],
+        further=len(configured[MOST_COLUMNS:]),
+        without_config=[source.name for source in sources if not source.config],
         data=Markup(embedded(data)),
     )
     # Names of files and texts from JSON may have halves of surrogate pairs, which UTF-8 has not.
@@ -141,7 +144,7 @@ def _summary(sources: Sequence[RunSource]) -> dict[str, list[str]]:
             "tokens/s": short_number(source.mean("tokens_per_second")),
             "most memory of a rank": short_number(source.most("memory_gb") * 1e9, "B"),
             "starts": str(starts) if starts else NO_VALUE,
-            "steps lost": str(source.lost) if starts > 1 else NO_VALUE,
+            "steps lost": source.lost if starts > 1 else NO_VALUE,
             "model TFLOP/s": plain_number(source.mean("tflops")),
             "MFU": plain_number(source.mean("mfu"), 3),
             "node-hours": plain_number(source.last("node_hours")),

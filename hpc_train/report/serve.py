@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.launch.alive import job_runs
 from hpc_train.launch.queued import TASKS
 
 REFRESH_SECONDS = 10
@@ -38,7 +39,7 @@ SHARE_OF_TIME = 0.1  # of the time: making pages takes no more of a login node's
 CONNECTION_SECONDS = 60.0  # after which a connection is closed, whatever it does
 CONNECTIONS = 64  # at once; further ones are closed
 SECRET_BYTES = 24
-LOCAL_PORT = 8765  # that the line for ssh gives to a Unix socket
+LAST_PORT = 65535
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 HEADERS = {
     "Cache-Control": "no-store",
@@ -126,10 +127,14 @@ class ServedReport:
 
 
 def state_of(runs: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of each file that a report of these runs reads."""
+    """Name, size and time of change of each file that a report of these runs reads.
+
+    Whether a job runs is there for each folder, too.
+    """
     found = []
     for run in runs:
         for folder in (run, *run.glob("task-*")):
+            found.append((str(folder), int(bool(job_runs(folder))), 0))
             with suppress(OSError):
                 for entry in os.scandir(folder):
                     if entry.name.endswith(".jsonl") or entry.name in ("config.yaml", TASKS):
@@ -283,7 +288,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def serve(report: ServedReport, *, port: int = 0, path: Path | None = None) -> None:
-    """Serve a report until Ctrl-C or SIGTERM. A first line says how to reach it.
+    """Serve a report until Ctrl-C or SIGTERM. Two lines say how to reach it.
 
     Args:
         report: the report.
@@ -304,6 +309,8 @@ def serve(report: ServedReport, *, port: int = 0, path: Path | None = None) -> N
 
 @contextmanager
 def _listening(report: ServedReport, port: int, path: Path | None) -> Iterator[_Server]:
+    if port > LAST_PORT:
+        raise UserError(f"there is no port {port}", f"give one from 1 to {LAST_PORT}")
     try:
         if path is None:
             server = _Server(("127.0.0.1", port), report)
@@ -314,10 +321,10 @@ def _listening(report: ServedReport, port: int, path: Path | None) -> Iterator[_
                 server = _Server(str(path), report)
             finally:
                 os.umask(before)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         where = f"port {port} of 127.0.0.1" if path is None else f"the Unix socket {path}"
         remedy = "give another port" if path is None else "give a short path on a local disk"
-        raise UserError(f"cannot listen on {where}: {error}", remedy) from error
+        raise UserError(f"cannot listen on {where}: {error.strerror or error}", remedy) from error
     try:
         yield server
     finally:
@@ -342,8 +349,14 @@ def _remove_left_behind(path: Path) -> None:
 
 
 def _how_to_reach(server: _Server, path: Path | None) -> str:
-    port = LOCAL_PORT if path else server.server_address[1]
+    port = _free_port() if path else server.server_address[1]
     here = str(path.absolute()) if path else f"127.0.0.1:{port}"
     tunnel = f"ssh -N -L {port}:{here} {getpass.getuser()}@{socket.gethostname()}"
-    first = f"after `{tunnel}`" if path else f"from another machine after `{tunnel}`"
-    return f"http://127.0.0.1:{port}/{server.token}/ {first}"
+    return f"http://127.0.0.1:{port}/{server.token}/\nFrom another machine, run first: {tunnel}"
+
+
+def _free_port() -> int:
+    """A port for the reader's end of a tunnel, which others are unlikely to have chosen."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return int(unused.getsockname()[1])

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from hpc_train.launch.alive import job_runs
 from hpc_train.launch.queued import TASKS, read_tasks
 from hpc_train.launch.status import check_run
 from hpc_train.report.decimation import BUCKETS
 from hpc_train.report.metrics import Metrics
 from hpc_train.report.options import read_config, words_as_options
-from hpc_train.report.story import read_samples, read_story
+from hpc_train.report.story import reached_last, read_samples, read_story
 
 FEW_RUNS = 8  # that are drawn finely
 RECENT_SECONDS = 3600.0  # after which a run without an end has probably been killed
@@ -30,6 +31,9 @@ class RunSource:
         name: what the report calls it.
         buckets: most buckets of a curve.
         task: the options of the task of a sweep that it is; None if it is none.
+
+    Attributes:
+        runs: whether a job ran there when it was read; None if that is not known.
     """
 
     def __init__(
@@ -45,7 +49,12 @@ class RunSource:
             UserError: metrics.jsonl cannot be read.
         """
         self.metrics.update()
+        self.runs = job_runs(self.path)
         self.story = read_story(self.path)
+        trained = [start for start in self.story.starts if start.after is not None]
+        for newest in trained[-1:]:
+            if self.last("step") > (newest.after or 0):  # else it is a record of an earlier start
+                reached_last(newest, self.last("step"), self.last("time"))
         self.text, self.config = read_config(self.path)
         self.samples = read_samples(self.path)
 
@@ -83,19 +92,24 @@ class RunSource:
     def state(self) -> str:
         """What the run does, in words."""
         starts, last = self.story.starts, self.last("time")
-        if starts and starts[-1].ended is not None:
+        if starts and starts[-1].ended is not None and not self.runs:
             return starts[-1].cause or "ended"
-        if not math.isfinite(last):
-            return "has begun" if starts else "no end is recorded"
         ago = max(0.0, time.time() - last)
-        if ago < RECENT_SECONDS:
-            return f"last record {duration(ago)} before this page was made"
-        return f"no end is recorded; last record at {moment(last)}"
+        unknown = self.runs is None and ago < RECENT_SECONDS
+        words = ["running" if self.runs else "no end is recorded"] if not unknown else []
+        if math.isfinite(last):
+            recent = f"last record {duration(ago)} before this page was made"
+            words.append(recent if ago < RECENT_SECONDS else f"last record at {moment(last)}")
+        return "; ".join(words)
 
     @property
-    def lost(self) -> int:
-        """Finished steps that restarts have repeated, as far as it is known."""
-        return sum(start.lost or 0 for start in self.story.starts)
+    def lost(self) -> str:
+        """The number of finished steps that restarts have repeated, as far as it is known."""
+        repeated = [start.lost for start in self.story.starts if start.followed]
+        known = sum(lost or 0 for lost in repeated)
+        if None not in repeated:
+            return str(known)
+        return f"at least {known}" if known else "unknown"
 
 
 def moment(seconds: float) -> str:
@@ -114,18 +128,26 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def distinct_runs(runs: Sequence[Path]) -> list[Path]:
+    """The folders, without those that were given before by another name."""
+    found: dict[Path, Path] = {}
+    for run in runs:
+        found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
 def read_sources(runs: Sequence[Path], known: dict[Path, RunSource]) -> list[RunSource]:
     """Read run directories. A sweep is read as its tasks.
 
     Args:
-        runs: run directories.
+        runs: run directories, each once.
         known: those that were read before; gets those that are new.
 
     Raises:
         UserError: a folder is no run directory, or a file cannot be read.
     """
     found: list[tuple[Path, str, dict[str, str] | None]] = []
-    for run in dict.fromkeys(runs):
+    for run in runs:
         folders = [path for path in run.glob("task-*") if path.is_dir()]
         if not (folders and (run / TASKS).exists()):
             check_run(run)
@@ -135,7 +157,7 @@ def read_sources(runs: Sequence[Path], known: dict[Path, RunSource]) -> list[Run
             words = options.get(path.name.removeprefix("task-"), [])
             found.append((path, path.name, words_as_options(words)))
     buckets = BUCKETS if len(found) <= FEW_RUNS else COARSE
-    several = len(set(runs)) > 1
+    several = len(runs) > 1
     names = [run.resolve().name for run, _, task in found if task is None]
     sources = []
     for path, name, task in found:

@@ -29,8 +29,10 @@ class Start:
         told: the event "start"; empty if there is none.
         ended: seconds since 1970 at which it ended; None if nobody wrote that down.
         last: the last finished step; None if it is not known.
+        heard: seconds since 1970 of its last record, if nobody wrote its end down; else None.
         cause: why it ended; "" if it is not known.
         failed: whether it ended by a failure.
+        followed: whether a later start has trained.
         lost: finished steps that the next start repeats; None if that is not known.
     """
 
@@ -39,8 +41,10 @@ class Start:
     told: dict[str, Any] = field(default_factory=dict)
     ended: float | None = None
     last: int | None = None
+    heard: float | None = None
     cause: str = ""
     failed: bool = False
+    followed: bool = False
     lost: int | None = None
 
 
@@ -102,9 +106,25 @@ def read_story(run: Path) -> Story:
     _add_jobs(story, list(lines_of(run / QUEUED)))
     trained = [start for start in story.starts if start.after is not None]
     for before, after in pairwise(trained):
+        before.followed = True
+        reached_last(before, after.told.get("reached"), after.told.get("reached_time"))
         if before.last is not None and after.after is not None:
             before.lost = max(0, before.last - after.after)
     return story
+
+
+def reached_last(start: Start, step: Any, time: Any) -> None:
+    """Take from the last record of a start what it could not say at its end.
+
+    Args:
+        start: is changed.
+        step: of the record.
+        time: at which it was made.
+    """
+    if start.last is None:
+        start.last = _whole(step)
+    if start.ended is None and math.isfinite(number(time)):
+        start.heard = number(time)
 
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -178,7 +198,8 @@ def _add_attempts(story: Story, records: Sequence[dict[str, Any]]) -> None:
         start = inside[-1]
         if record and start.ended is None:
             start.ended = end
-            start.last = None if start.after is None else _whole(record.get("step"))
+            step = _whole(record.get("step"))
+            start.last = None if start.after is None or step == -1 else step  # -1: it is unknown
             code = _whole(record.get("code"))
             start.failed = bool(record.get("cause"))
             start.cause = str(record.get("cause") or f"exit code {code}")

@@ -54,7 +54,8 @@ class LoopRecords:
         topology = discover(runtime.world, runtime.node)
         placement = place(topology, None, 1, 1)
         after = report.last_step
-        report.event("start", after, **start_event(runtime, placement, device, after))
+        started = start_event(runtime, placement, device, after)
+        report.event("start", after, **started, **report.reached)
         self.hosts = [topology.hosts[node] for node in topology.node]
         self._slow = SlowRanks(runtime, self.hosts, [0] * self.group.size)
         self._recorded = 0

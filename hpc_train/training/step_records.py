@@ -84,7 +84,8 @@ class StepRecords:
         self._report = report
         made = self.made
         started = start_event(self.runtime, made.grid.placement, made.device, after)
-        report.event("start", after, **started, **self.links, **self.costs.at_start())
+        more = report.reached | self.links | self.costs.at_start()
+        report.event("start", after, **started, **more)
         self.start()
         if self.test:
             self.test.start(report)

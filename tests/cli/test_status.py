@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pty
@@ -9,9 +10,11 @@ import shlex
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.claim import Owner, ProcessPlace
 from tests.cli.desk import QSTAT, Desk
 from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line
 
@@ -96,7 +99,7 @@ def test_a_folder_that_is_no_run_has_no_status(desk):
         assert "bin is not a run directory" in only_line(done.stderr)
     (desk.folder / "runs/my/jobs.jsonl").unlink()
     assert "no run of `hpc-train submit`" in desk.run("status").stdout
-    assert "no job is recorded" in desk.run("status", "runs/my").stdout
+    assert desk.run("status", "runs/my").stdout == "runs/my\n", "it was not submitted"
 
 
 def test_logs_are_the_newest_output_or_those_of_a_rank(desk):
@@ -174,10 +177,58 @@ def write_measured(run):
     (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
+def claim(run, owner=b""):
+    """Let a job own a run, of another host unless an owner is given."""
+    (run / ".claim").mkdir(exist_ok=True)
+    (run / ".claim/000001").write_bytes(owner)
+
+
+def test_the_status_says_what_the_run_does(desk):
+    run = desk.folder / "runs/my"
+    write_measured(run)
+    events = [{"event": "start", "time": 1.0, "step": 0}]
+
+    def state(*more):
+        text = "".join(json.dumps(event) + "\n" for event in [*events, *more])
+        (run / "events.jsonl").write_text(text)
+        lines = desk.run("status", "runs/my").stdout.splitlines()
+        assert ("    left: 97 of 100 steps" in lines) == (lines[2] != "    running")
+        return lines[2].strip()
+
+    assert state() == "no job runs, and no end is recorded"
+    claim(run)
+    assert state() == "running"
+    with subprocess.Popen(["sleep", "60"]) as other:
+        mine = dataclasses.asdict(Owner.here(ProcessPlace(), 0.0))
+        ticks = int(Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        claim(run, json.dumps(mine | {"process": other.pid, "begin": ticks}).encode())
+        os.utime(run / ".claim/000001", (1.0, 1.0))
+        assert state() == "running", "its process is there"
+        other.kill()
+    os.utime(run / ".claim/000001")
+    assert state() == "no job runs, and no end is recorded", "it was killed on this host"
+    killed = {"event": "end", "time": 2.0, "code": 137, "cause": "host b died"}
+    (run / "launch.jsonl").write_text(json.dumps(killed) + "\n")
+    assert state() == "failed: host b died"
+    end = {"event": "end", "time": 3.0, "step": 3}
+    assert state(end | {"reason": "stopped", "why": "SIGTERM"}) == "stopped: SIGTERM"
+    assert state(end | {"reason": "finished"}) == "finished"
+    claim(run)
+    os.utime(run / ".claim/000001", (1.0, 1.0))
+    assert state({"event": "start", "time": 4.0}) == "no job runs, and no end is recorded"
+
+
+def test_the_status_of_a_loop_has_its_checkpoint(desk):
+    (desk.folder / "runs/my/LATEST").write_text("step-000000002.safetensors\n")
+    lines = desk.run("status", "runs/my").stdout.splitlines()
+    assert lines[2:] == ["    newest checkpoint: step-000000002.safetensors"]
+
+
 def test_the_status_says_the_speed_and_the_time_left_without_curves_in_a_file(desk):
     write_measured(desk.folder / "runs/my")
+    claim(desk.folder / "runs/my")
     lines = desk.run("status", "runs/my").stdout.splitlines()
-    assert lines[3:] == [
+    assert lines[4:] == [
         "    speed: 6 s per step",
         "    left: 97 of 100 steps, about 9 min 42 s",
         "    waiting of rank 0: 10% for other ranks",

@@ -22,6 +22,10 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path):
     metrics.write({"step": 4, "loss": 7.0})
     metrics.close()
     assert path.read_text().splitlines() == [*lines[:3], '{"step": 4, "loss": 7.0}']
+    assert metrics.dropped == {"step": 5, "loss": 0.5}
+    again = RecordsFile(path, after_step=4)
+    again.close()
+    assert again.dropped == {}
 
 
 def test_a_line_that_a_kill_cut_off_spoils_none_after_it(tmp_path):

@@ -17,6 +17,8 @@ def test_differences_are_by_key_and_leave_out_where_a_run_writes(tmp_path):
         "optimizer.lr": ["0.001", "0.0001"],
         "data.path": ["", "['x', {'path': 'y'}]"],
     }
+    without = config_differences([configs[0], {}, configs[0] | {"run.seed": "2"}])
+    assert without == {"run.seed": ["1", "", "2"]}, "a run without a configuration differs in none"
 
 
 @pytest.mark.parametrize("text", ["a: [", "just text", "", "? [a]\n: b", "!!python/object:x {}"])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
+from pathlib import Path
 
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.report.page import LiveReport, report_of
+from hpc_train.report.page import NO_VALUE, LiveReport, report_of
 from tests.report.runs import BEGIN, Page, record, start, write_lines
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(1)> {{ 7*7 }} '\""
@@ -77,6 +80,45 @@ def test_a_page_says_what_the_run_did(run):
     phases = page.data["runs"][0]["phases"]
     assert phases["other"][0] == pytest.approx(0.1)
     assert sum(phases[phase][0] for phase in phases) == pytest.approx(0.5)
+
+
+def claim(run, *, silent: float) -> None:
+    """Let a job of another host own a run that it has written to so many seconds ago."""
+    path = run / ".claim/000001"
+    path.parent.mkdir()
+    path.write_text("")
+    os.utime(path, (time.time() - silent,) * 2)
+
+
+def test_a_killed_run_has_lost_what_its_next_start_has_dropped(tmp_path):
+    resumed = start(90, 50, reached=75, reached_time=BEGIN + 80)
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), resumed])
+    records = [record(step, time=BEGIN + 100) for step in range(1, 61)]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    claim(tmp_path, silent=1000)
+    text = Page(report_of([tmp_path])).text
+    assert "steps lost 25 " in text
+    assert " 0 at least 80 s 75 25 no end is recorded" in text
+    # The newest start was killed, too, and its last record tells its last step.
+    assert f" 50 at least 10 s 60 {NO_VALUE} no end is recorded" in text
+    assert "no end is recorded; last record at " in text
+
+
+def test_lost_steps_that_nobody_knows_are_unknown(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), start(90, 50)])
+    write_lines(tmp_path / "metrics.jsonl", [record(50)])
+    text = Page(report_of([tmp_path])).text
+    assert "steps lost unknown" in text
+    assert " 0 unknown unknown unknown no end is recorded" in text
+
+
+def test_a_run_whose_job_is_heard_of_is_running(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(0, 0)])
+    write_lines(tmp_path / "metrics.jsonl", [])
+    claim(tmp_path, silent=5)
+    text = Page(report_of([tmp_path])).text
+    assert "state running " in text
+    assert f" 0 unknown {NO_VALUE} {NO_VALUE} running" in text
 
 
 def test_a_page_names_no_address_and_loads_nothing(run):
@@ -151,6 +193,40 @@ def test_several_runs_share_plots_and_show_their_differences(run, tmp_path):
     assert page.series("loss", 1)["mean"] == [9] * 9
     assert page.count("table", id="differences") == 1
     assert "model.layers 2 3" in page.text
+
+
+def test_runs_are_compared_only_if_they_have_a_configuration(run, tmp_path):
+    other, bare = tmp_path / "other", tmp_path / "bare"
+    for folder in (other, bare):
+        write_lines(folder / "metrics.jsonl", [record(1)])
+    (other / "config.yaml").write_text("run: {dir: other, seed: 1}\nmodel: {layers: 3}\n")
+    page = Page(report_of([run, bare, other]))
+    assert "This run has no configuration: bare." in page.text
+    assert "Differences key my other model.layers 2 3" in page.text
+    assert "run.seed" not in page.text
+    assert page.data["parallel"]["axes"][0]["label"] == "model.layers"
+    page = Page(report_of([run, bare]))
+    assert "Differences" not in page.text
+    assert "This run has no configuration: bare." in page.text
+
+
+def test_a_run_that_is_given_twice_is_one_run(run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    page = Page(report_of([run, Path("my"), Path("my/../my")]))
+    assert [one["name"] for one in page.data["runs"]] == ["my"]
+    assert "<title>my " in page.html
+
+
+def test_one_rank_with_one_core_and_keys_without_a_plot(tmp_path):
+    one = start(
+        0, 0, hosts=["a"], cores=1, ranks=[[0, 0, 0, 0]], layout={"dp": 1, "tp": 1, "pp": 1}
+    )
+    write_lines(tmp_path / "events.jsonl", [one])
+    write_lines(tmp_path / "metrics.jsonl", [record(1, **{f"more_{n}": 1.0 for n in range(27)})])
+    page = Page(report_of([tmp_path]))
+    assert "1 rank on 1 host:" in page.text
+    assert "1 core per rank" in page.text
+    assert "3 further keys have no plot." in page.text
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path):

@@ -19,7 +19,8 @@ from hpc_train.report import serve as module
 from hpc_train.report.serve import ServedReport, serve
 from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line, run
 
-LINE = re.compile(r"http://127\.0\.0\.1:(\d+)(/[\w-]{32,}/) ")
+LINE = re.compile(r"http://127\.0\.0\.1:(\d+)(/[\w-]{32,}/)\n")
+TUNNEL = re.compile(r"From another machine, run first: ssh -N -L (\d+):(\S+) \S+@\S+\n")
 
 
 def write_records(folder: Path, *losses: float) -> None:
@@ -43,6 +44,9 @@ def serving(*words: str):
             line = process.stdout.readline()
             found = LINE.match(line)
             assert found, line + process.stderr.read()
+            tunnel = TUNNEL.fullmatch(process.stdout.readline())
+            socket_at = Path(words[1]) if words[0] == "--socket" else f"127.0.0.1:{found[1]}"
+            assert (tunnel[1], tunnel[2]) == (found[1], str(socket_at))
             yield process, int(found[1]), found[2]
         finally:
             process.kill()
@@ -269,7 +273,10 @@ def test_only_this_machine_is_listened_to_and_ctrl_c_ends_it(folder):
     with serving(str(folder)) as (process, port, _):
         done = run(*hpc_train("report", "--serve", "--port", str(port), str(folder)))
         assert done.returncode == 2
-        assert f"cannot listen on port {port}" in only_line(done.stderr)
+        told = f"cannot listen on port {port} of 127.0.0.1: Address already in use: give another"
+        assert told in only_line(done.stderr)
+        done = run(*hpc_train("report", "--serve", "--port", "99999999", str(folder)))
+        assert "there is no port 99999999: give one from 1 to 65535" in only_line(done.stderr)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=5)
         process.send_signal(signal.SIGINT)
@@ -277,9 +284,13 @@ def test_only_this_machine_is_listened_to_and_ctrl_c_ends_it(folder):
         assert (process.returncode, out, error) == (0, "", "")
 
 
-def test_the_line_says_how_to_reach_the_page(folder, tmp_path):
-    with serving("--socket", str(tmp_path / "s"), str(folder)):
-        pass  # its form is checked there
+def test_two_lines_say_how_to_reach_the_page(folder, tmp_path):
+    words = ["--socket", str(tmp_path / "s"), str(folder)]
+    with serving(*words) as (process, port, _):
+        process.terminate()
+        process.wait()
+    with serving(*words) as (_, other, _):  # `serving` checks the form
+        assert other != port, "two people do not take the same port"
     done = run(*hpc_train("report", "--socket", "s", str(folder)))
     assert (done.returncode, "without --serve" in only_line(done.stderr)) == (2, True)
     done = run(*hpc_train("report", "--serve", "--out", "s", str(folder)))

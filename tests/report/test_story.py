@@ -14,6 +14,25 @@ def test_a_failure_tells_its_cause_and_the_steps_that_it_lost(tmp_path):
     assert (second.after, second.ended, second.lost) == (40, None, None)
 
 
+def test_a_killed_start_is_known_by_the_record_that_the_next_one_dropped(tmp_path):
+    resumed = start(60, 50, reached=75, reached_time=BEGIN + 40)
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), resumed, start(90, 50)])
+    first, second, third = read_story(tmp_path).starts
+    assert (first.last, first.lost, first.heard, first.ended) == (75, 25, BEGIN + 40, None)
+    assert (second.last, second.lost, second.followed) == (None, None, True), "nothing was dropped"
+    assert (third.lost, third.followed) == (None, False)
+
+
+def test_a_launcher_that_knows_no_step_says_none(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(1, 0)])
+    attempt = [
+        {"time": BEGIN, "event": "start", "restart": 0},
+        {"time": BEGIN + 50, "event": "end", "code": 137, "cause": "host b died", "step": -1},
+    ]
+    write_lines(tmp_path / "launch.jsonl", attempt)
+    assert read_story(tmp_path).starts[0].last is None
+
+
 def test_what_a_killed_start_could_not_say_is_in_the_launchers_file(tmp_path):
     write_lines(tmp_path / "events.jsonl", [start(5, 0), start(125, 30)])
     write_lines(

@@ -75,10 +75,16 @@ def test_a_resumed_loop_adds_the_records_that_are_left(job, together):
     for last in (3, None):
         for loop, loss in steps(job, together, last=last):
             loop.record(loss=loss)
-    job.world.barrier()
+        if last and job.world.rank == 0:
+            with (together / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 5, "time": 5.5}\n')  # as of a job that was killed later
+        job.world.barrier()
     assert [one["step"] for one in lines(together / "metrics.jsonl")] == [*range(1, 9)]
     found = [(one["event"], one["step"]) for one in lines(together / "events.jsonl")]
     assert found == [("start", 0), ("end", 3), ("start", 3), ("end", 8)]
+    starts = lines(together / "events.jsonl")[::2]
+    told = [(one.get("reached"), one.get("reached_time")) for one in starts]
+    assert told == [(None, None), (5, 5.5)]
 
 
 @pytest.mark.mpi

@@ -167,6 +167,17 @@ def test_the_same_run_can_be_made_longer(tmp_path):
     assert [record["step"] for record in records(tmp_path)] == list(range(1, 10))
 
 
+def test_a_start_says_which_record_it_has_dropped(tmp_path):
+    make(config(tmp_path, "--run.steps", "6"), alone()).train()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "time": 5.5}\n')  # a job was killed after this step
+    make(config(tmp_path), alone()).train()
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    first, _, second, _ = map(json.loads, lines)
+    assert "reached" not in first
+    assert (second["after"], second["reached"], second["reached_time"]) == (6, 7, 5.5)
+
+
 def test_records_say_what_the_design_promises(tmp_path):
     make(config(tmp_path), alone()).train()
     promised = {"step", "epoch", "loss", "lr", "grad_norm", "samples_per_second"}
