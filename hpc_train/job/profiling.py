@@ -22,7 +22,8 @@ from hpc_train import files
 from hpc_train.config import ProfileSection
 from hpc_train.config.profile import check_ranks, check_steps, parse_ranks
 from hpc_train.errors import ConfigError, HpcTrainError
-from hpc_train.launch.profile_request import newest_claim, read_profile_request
+from hpc_train.launch.alive import newest_claim
+from hpc_train.launch.profile_request import read_profile_request
 from hpc_train.launch.protocol import PROFILE_ANSWER, PROFILE_REQUEST, PROFILES
 from hpc_train.monitoring.trace import STEP, Marks, write_trace
 from hpc_train.mpi import runtime
