@@ -11,7 +11,8 @@ it has been loaded. It has one thread, or one for each core. The page cache has 
 is enough memory, for all candidates alike.
 
 The second part trains tabular_mlp on one rank with one thread, in micro-batches of 512 rows. It
-takes the rows per second from metrics.jsonl, without its first two records. The loader's limit is
+takes the rows per second from metrics.jsonl, without its first two records. The validation at the
+end has 500 batches, because exact scores keep all predictions of its rows. The loader's limit is
 what a process gets that reads the batches of the same steps in the same way and has no model.
 
 The memory is the most that a rank had, with the pages of mapped files. With --folder the table is
@@ -47,7 +48,7 @@ LOG_EVERY = 50
 CONFIG = """
 run: {{dir: {folder}, steps: {steps}, log_every: {log_every}}}
 model: {{kind: tabular_mlp}}
-data: {{path: {data}, batch: {batch}, micro_batch: {micro_batch}}}
+data: {{path: {data}, batch: {batch}, micro_batch: {micro_batch}, validation_batches: 500}}
 """
 Memory = dict[str, list[int]]  # most bytes of each rank, by candidate
 
