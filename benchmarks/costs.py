@@ -77,8 +77,8 @@ class Training:
         self.trainer = InMemoryTrainer(config, task, runtime)
         self.records, self.folder, self.steps = self.trainer.step_records, folder, options.steps
         self.records.costly = True
-        self.records.peak = 1e12
-        self.count = self.records._costs
+        self.records.costs.peak = 1e12
+        self.count = self.records.costs.take
         self.group, self.step = runtime.world, 0
         self.seconds: list[float] = []  # of what a record adds
         self.trainer.model.train()
@@ -87,7 +87,7 @@ class Training:
         """Seconds of a step, the mean of several."""
         from hpc_train.monitoring.energy_sources import find_energy
 
-        self.records._costs = self._timed if counted else self._nothing  # type: ignore[method-assign]
+        self.records.costs.take = self._timed if counted else self._nothing  # type: ignore[method-assign]
         counting: AbstractContextManager[None] = nullcontext()
         if counted:
             found = find_energy(self.folder, "none")
