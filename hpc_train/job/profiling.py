@@ -163,7 +163,7 @@ class Profiler:
         return self._recording is not None and step >= self._recording.plan.last
 
     def between(self, step: int) -> None:
-        """End or begin a profile if that is due between two steps. Collective.
+        """Between two steps, end a profile or begin one, if that is due. Collective.
 
         Args:
             step: the last finished step.

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 LAST_BYTES = 1 << 17  # of metrics.jsonl, in which its last records lie
-LEAST_POINTS = 3  # records of which a curve is drawn
+LEAST_POINTS = 3  # least number of records for a curve
 BLOCKS = "▁▂▃▄▅▆▇█"
 LABEL = 9  # characters of a curve's name
 WAITS = (("comm_seconds", "other ranks"), ("data_seconds", "data"))

@@ -136,8 +136,8 @@ def write_parts(
         end: what comes after all parts; rank 0's counts.
 
     Returns:
-        The error because of which the file lacks this rank's part, or on rank 0 because of which
-        there is no file. None if there is none.
+        The error that kept this rank's part out of the file, or on rank 0 the one that kept the
+        file from being written. None: the file has the part.
     """
     piece, failure = DeflatePiece(b"", 0, 0), None
     try:
@@ -157,7 +157,7 @@ def write_parts(
 def _written(
     group: Group, path: Path, first: list[DeflatePiece], last: DeflatePiece
 ) -> OSError | None:
-    """Write the parts on rank 0; returns the error because of which there is no file, if any."""
+    """Write the parts on rank 0; returns the error that kept the file from being written."""
     writer, failure = None, None
 
     def write(some: DeflatePiece) -> None:

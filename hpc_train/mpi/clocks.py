@@ -9,7 +9,7 @@ form a tree, in which each compares its clock with one that was compared before 
 log2(N) rounds, as in Hunold and Carpen-Amarie, "Hierarchical clock synchronization in MPI", CLUSTER
 2018. Errors of the rounds add up.
 
-Clocks also drift. Two comparisons, at the begin and at the end of what is recorded, give the drift.
+Clocks also drift. One comparison before the recording and one after it give the drift.
 In between, the offset is interpolated, so it is as exact as the comparisons, however short or long
 the record is.
 """

@@ -24,7 +24,7 @@ class StepPhases:
         seconds: the time of each phase so far.
         processor: the part of it in which the thread had a processor.
         listener: called at the end of each phase, with the phase, a text that says more (the
-            operation that was waited for, the action of a pipeline), and the begin and the end by
+            operation that was waited for, the action of a pipeline), and its begin and end by
             `time.perf_counter`. None: nobody listens, which costs nothing.
     """
 

@@ -44,7 +44,7 @@ class Metrics:
         self.left_out: set[str] = set()
         self.damaged = 0
         self.not_finite: dict[str, tuple[int, float]] = {}
-        self._file = (0, 0)  # device and inode, of which the first `_position` bytes were read
+        self._file = (0, 0)  # device and inode of the file that was read up to `_position`
         self._position = 0
         self._step = 0.0
         self._amounts = dict.fromkeys(AMOUNTS, (0.0, np.nan))  # so far, and per step

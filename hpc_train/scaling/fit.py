@@ -144,7 +144,7 @@ class StepTimeModel:
         return cls(basis, dict(zip(basis, found.tolist(), strict=True)))
 
     def seconds(self, nodes: int) -> float:
-        """The time of a step on so many nodes."""
+        """The seconds of a step on this number of nodes."""
         return sum(
             self.coefficients[name] * function(nodes) for name, function in self.basis.items()
         )

@@ -24,7 +24,7 @@ class ScaleRun:
 
     Args:
         nodes: number of nodes.
-        repeat: its number among the runs on so many nodes, from 1.
+        repeat: its number among the runs on this number of nodes, from 1.
         directory: its run directory.
         options: options of the training, beside those that the user has given.
     """
@@ -80,12 +80,12 @@ class ScaleStudy:
         return [word for key, value in given.items() for word in (f"--{key}", str(value))]
 
     def batch(self, nodes: int) -> int:
-        """Samples per step on so many nodes."""
+        """Samples per step on this number of nodes."""
         batch = self.config.data.batch
         return batch * nodes // self.nodes[0] if self.weak else batch
 
     def replicas(self, nodes: int) -> int:
-        """The data-parallel size on so many nodes; tp and pp are those of the configuration."""
+        """The data-parallel size on this number of nodes; tp and pp come from the configuration."""
         return nodes * self.ranks_per_node // self._ranks_of_replica
 
     @property

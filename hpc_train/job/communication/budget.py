@@ -45,5 +45,5 @@ class Budget:
 
 
 def repeats(share: float, seconds: float, most: int) -> int:
-    """How often a call of so many seconds is repeated in a share of the time, `most` at most."""
+    """The number of repeats of a call that fit in its share of the time, at most `most`."""
     return min(most, max(FEWEST_REPEATS, int(share / seconds) - WARM_UP - CHECKED))
