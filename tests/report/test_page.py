@@ -181,7 +181,7 @@ def test_numbers_that_are_not_finite_or_huge_leave_gaps(tmp_path):
     )
     page = Page(report_of([tmp_path]))
     assert page.series("loss")["mean"] == [2, None, pytest.approx(1.3333)]
-    assert "loss was infinite or not a number in 1 records, first at step 2" in page.text
+    assert "loss was infinite or not a number in 1 record, first at step 2" in page.text
 
 
 def test_several_runs_share_plots_and_show_their_differences(run, tmp_path):
