@@ -1,189 +1,254 @@
-"""Scores that say how good predictions are: plain functions of NumPy arrays.
+"""Scores that say how good predictions are, of more samples than memory should hold.
 
-N samples, C classes. `weight` holds the weight of each sample, float (N,), none below 0. Sums are
-made in float64 in the order of the samples, so equal arrays give equal scores to the last bit. A
-function returns None where its score is not defined, such as an AUC where all samples have one
-class.
+N samples, C classes. Samples are added in batches, on all ranks, and each on one rank. `weight` has
+the weight of each, float64 (N,), none below 0. Sums are exact until they are rounded once, so the
+scores depend neither on the batches nor on the ranks, to the last bit. A score is None or NaN where
+it is not defined, such as an AUC where all samples have one class.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.monitoring.exact_sums import ExactSums
+from hpc_train.mpi.group import Group
+
 CALIBRATION_BINS = 15  # bins of equal width that confidences from 0 to 1 are sorted into
-_Floats = NDArray[np.float64]
+Scores = dict[str, float | None]
 
 
-def accuracy(right: np.ndarray, weight: np.ndarray) -> float | None:
-    """The share of the weight that was predicted right.
+class RocCurve:
+    """The receiver operating characteristic of samples that come in the order of their scores.
+
+    A sample is a complex number: the real part is its score, and the imaginary part its weight, or
+    minus its weight if it is not of the class.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(2)  # weights so far: of the class, not of the class
+        self._corner = np.zeros(2)  # the same up to the last score that differs from the one before
+        self._score = math.nan
+        self._area = 0.0
+
+    def add(self, samples: NDArray[np.complex128]) -> None:
+        """Add samples, (N,), N at least 1; none has a lower score than one before."""
+        weights = samples.imag
+        parts = np.stack([np.maximum(weights, 0), np.maximum(-weights, 0)])
+        # One addition after the other: so bits do not depend on how samples are cut into calls.
+        sums = np.cumsum(np.concatenate([self._sums[:, None], parts], 1), axis=1)
+        before = np.concatenate([[self._score], samples.real[:-1]])
+        self._turn(sums[:, :-1][:, samples.real != before])
+        self._sums, self._score = sums[:, -1], float(samples.real[-1])
+
+    def area(self) -> float | None:
+        """The area under the curve, once all samples have been added.
+
+        That is the probability that a sample of the class has a higher score than one that is not
+        of the class. Equal scores count half. It is None if all weight is in the class, or none is.
+        """
+        self._turn(self._sums[:, None])
+        inside, outside = self._sums.tolist()
+        return self._area / (inside * outside) if inside > 0 and outside > 0 else None
+
+    def _turn(self, corners: NDArray[np.float64]) -> None:
+        """Add the area up to further corners of the curve, (2, N)."""
+        inside, outside = np.concatenate([self._corner[:, None], corners], 1)
+        areas = np.diff(inside) * (outside[1:] + outside[:-1]) / 2
+        self._area = float(np.cumsum(np.concatenate([[self._area], areas]))[-1])
+        self._corner = np.array([inside[-1], outside[-1]])
+
+
+class ClassScores:
+    """The scores of a classification.
+
+    Accuracy is the share of the weight that was predicted right, and balanced accuracy the mean of
+    this share over the classes that have weight. For two classes the AUC is that of the second one.
+    For more it is the mean over the classes of each against the rest, as far as that is defined.
+    The log loss is the mean of minus the natural logarithm of the probability of a sample's class;
+    a probability counts as the distance of two float64 numbers near 1, 2.2e-16, if it is below.
+
+    The calibration error is the expected calibration error: how far confidences are from the shares
+    that are right. Samples are sorted into bins by confidence. Bin k of n has those above (k - 1) /
+    n, up to k / n. The result is the mean over the bins, by their weights, of the distance between
+    the mean confidence and the accuracy. From Guo et al., "On calibration of modern neural
+    networks", https://arxiv.org/abs/1706.04599.
 
     Args:
-        right: whether each prediction is right, bool (N,).
-        weight: weights of the samples.
+        classes: number of classes, at least 2.
     """
-    return _mean(right.astype(np.float64), weight)
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self.columns = 1 if classes == 2 else classes
+        """Number of ROC curves."""
+        self._sums = ExactSums(2 * classes + 1 + CALIBRATION_BINS)
+
+    def add(
+        self, target: np.ndarray, probabilities: np.ndarray, weight: np.ndarray
+    ) -> NDArray[np.complex128]:
+        """Add samples.
+
+        Args:
+            target: numbers of classes, int (N,).
+            probabilities: of each class, float64 (N, C).
+            weight: weights of the samples.
+
+        Returns:
+            What the ROC curves need, (N, columns).
+        """
+        count, bins = self.classes, CALIBRATION_BINS
+        right = probabilities.argmax(1) == target
+        own, confidence = probabilities[np.arange(len(target)), target], probabilities.max(1)
+        number = np.nan_to_num(np.clip(np.ceil(confidence * bins) - 1, 0, bins - 1))
+        losses = -np.log(np.clip(own, np.finfo(np.float64).eps, 1.0))
+        self._sums.add(
+            (weight, target),
+            (weight * right, count + target),
+            (weight * losses, 2 * count),
+            (weight * (confidence - right), 2 * count + 1 + number.astype(np.int64)),
+        )
+        shown = range(1, 2) if count == 2 else range(count)
+        samples = np.empty((len(target), len(shown)), np.complex128)
+        samples.real = np.nan_to_num(probabilities[:, shown])
+        samples.imag = np.where(target[:, None] == [*shown], weight[:, None], -weight[:, None])
+        return samples
+
+    def of_all(self, group: Group, areas: Sequence[float | None]) -> Scores:
+        """The scores of the samples of all ranks. Collective.
+
+        Args:
+            group: the ranks.
+            areas: the areas under the ROC curves of all samples.
+        """
+        sums = self._sums.over(group)
+        weights, right = sums[: self.classes], sums[self.classes : 2 * self.classes]
+        loss, *gaps = sums[2 * self.classes :]
+        shares = [one / own for one, own in zip(right, weights, strict=True) if own > 0]
+        total = sum(weights)
+        distance = sum(map(abs, gaps))  # NaN if a probability was
+        return {
+            "accuracy": _mean(sum(right), total),
+            "balanced_accuracy": sum(shares) / len(shares) if shares else None,
+            "auc": _mean_of_defined(areas) if math.isfinite(distance) else None,
+            "log_loss": _mean(loss, total),
+            "calibration_error": _mean(distance, total),
+        }
 
 
-def balanced_accuracy(
-    target: np.ndarray, predicted: np.ndarray, weight: np.ndarray
-) -> float | None:
-    """The mean over the classes of the share of their weight that was predicted right.
-
-    Classes without samples do not count.
+class LabelScores:
+    """The scores of a multilabel task: means over the labels for which they are defined.
 
     Args:
-        target: numbers of the samples' classes, int (N,).
-        predicted: numbers of the predicted classes, int (N,).
-        weight: weights of the samples.
+        labels: number of labels. Each is a classification of two classes.
     """
-    right = predicted == target
-    every = [accuracy(right[mine], weight[mine]) for mine in _of_classes(target)]
-    found = [share for share in every if share is not None]
+
+    def __init__(self, labels: int) -> None:
+        self.columns = labels
+        """Number of ROC curves."""
+        self._each = [ClassScores(2) for _ in range(labels)]
+
+    def add(
+        self, target: np.ndarray, probabilities: np.ndarray, weight: np.ndarray
+    ) -> NDArray[np.complex128]:
+        """Add samples.
+
+        Args:
+            target: whether each label is given, bool (N, labels).
+            probabilities: of each label, float64 (N, labels).
+            weight: weights of the samples.
+
+        Returns:
+            What the ROC curves need, (N, columns).
+        """
+        every = zip(self._each, target.T.astype(np.int64), probabilities.T, strict=True)
+        found = [
+            one.add(own, np.stack([1 - chance, chance], 1), weight) for one, own, chance in every
+        ]
+        return np.concatenate(found, 1)
+
+    def of_all(self, group: Group, areas: Sequence[float | None]) -> Scores:
+        """The scores of the samples of all ranks; see `ClassScores`. Collective."""
+        every = [one.of_all(group, [area]) for one, area in zip(self._each, areas, strict=True)]
+        return {name: _mean_of_defined([one[name] for one in every]) for name in every[0]}
+
+
+class ValueScores:
+    """The scores of a regression, in the unit of the target.
+
+    "rmse" is the root of the mean squared error, "mae" the mean absolute error, and "r2" 1 minus
+    squared errors by squared distances from the target's mean, None if all targets are equal. If
+    quantiles are predicted, these are those of the quantile 0.5, if it is among them. Each quantile
+    has its mean pinball loss, in which an error counts `quantile` times where the target is above
+    the prediction, and 1 - `quantile` times where it is below. "pinball" is the mean of these.
+
+    Args:
+        quantiles: the quantiles that are predicted.
+        center: a value near the targets. Squared distances are rounded least if it is their mean.
+    """
+
+    columns = 0
+
+    def __init__(self, quantiles: Sequence[float] = (), center: float = 0.0) -> None:
+        self.quantiles, self.center = tuple(quantiles), center
+        self._sums = ExactSums(5 + len(self.quantiles))
+        self._different: dict[float, None] = {}  # up to two values of the target
+
+    def add(self, target: np.ndarray, predicted: np.ndarray, weight: np.ndarray) -> None:
+        """Add samples.
+
+        Args:
+            target: values, float64 (N,).
+            predicted: float64 (N,), or with quantiles (N, number of quantiles).
+            weight: weights of the samples.
+        """
+        levels = zip(self.quantiles, predicted.T, strict=True) if self.quantiles else ()
+        losses = [
+            (weight * np.maximum(level * above, (level - 1) * above), 5 + place)
+            for place, (level, one) in enumerate(levels)
+            for above in [target - one]
+        ]
+        away = target - self.center
+        terms = [(weight, 0), (weight * away, 1), (weight * np.square(away), 2), *losses]
+        if (point := self._point(predicted)) is not None:
+            error = point - target
+            terms += [(weight * np.square(error), 3), (weight * np.abs(error), 4)]
+        self._sums.add(*terms)
+        if len(self._different) < 2:
+            self._different |= dict.fromkeys((float(target.min()), float(target.max())))
+
+    def _point(self, predicted: np.ndarray) -> np.ndarray | None:
+        if not self.quantiles:
+            return predicted
+        return predicted[:, self.quantiles.index(0.5)] if 0.5 in self.quantiles else None
+
+    def of_all(self, group: Group, areas: Sequence[float | None] = ()) -> Scores:
+        """The scores of the samples of all ranks. Collective."""
+        total, away, squares, errors, absolute, *losses = self._sums.over(group)
+        varied = len(group.united(self._different)) > 1
+        found: Scores = {}
+        if self.quantiles:
+            means = [_mean(loss, total) for loss in losses]
+            names = [f"pinball_{level:g}" for level in self.quantiles]
+            found = {"pinball": _mean_of_defined(means), **dict(zip(names, means, strict=True))}
+            if 0.5 not in self.quantiles:
+                return found
+        mean = _mean(errors, total)
+        spread = squares - away * away / total if total > 0 else 0.0
+        return found | {
+            "rmse": None if mean is None else math.sqrt(mean),
+            "r2": 1 - errors / spread if varied and spread > 0 else None,
+            "mae": _mean(absolute, total),
+        }
+
+
+def _mean(value: float, total: float) -> float | None:
+    return value / total if total > 0 else None
+
+
+def _mean_of_defined(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
     return sum(found) / len(found) if found else None
-
-
-def auc(positive: np.ndarray, score: np.ndarray, weight: np.ndarray) -> float | None:
-    """The area under the receiver operating characteristic of two classes.
-
-    That is the probability that a sample of the class has a higher score than one that is not of
-    the class. Equal scores count half.
-
-    Args:
-        positive: whether each sample is of the class, bool (N,).
-        score: a number that is higher for samples of the class, float (N,).
-        weight: weights of the samples.
-
-    Returns:
-        The area; None if all weight is in the class, or none is.
-    """
-    order = np.argsort(score, kind="stable")
-    ranked = score[order]
-    begins = np.flatnonzero(np.concatenate([[True], ranked[1:] != ranked[:-1]]))[: len(ranked)]
-    weights = weight.astype(np.float64)[order]
-    inside = np.where(positive[order], weights, 0.0)
-    outside = weights - inside
-    if not (inside.sum() > 0 and outside.sum() > 0):
-        return None
-    gains, losses = np.add.reduceat(inside, begins), np.add.reduceat(outside, begins)
-    below = np.cumsum(losses) - losses
-    area = (gains * (below + losses / 2)).sum() / (inside.sum() * outside.sum())
-    return float(area)
-
-
-def auc_of_classes(
-    target: np.ndarray, probabilities: np.ndarray, weight: np.ndarray
-) -> float | None:
-    """The AUC of two classes, or of more the mean AUC of each against the rest.
-
-    The mean is that of the classes for which it is defined.
-
-    Args:
-        target: numbers of classes, int (N,).
-        probabilities: of each class, float (N, C).
-        weight: weights of the samples.
-    """
-    count = probabilities.shape[1]
-    classes = [1] if count == 2 else range(count)
-    every = [auc(target == number, probabilities[:, number], weight) for number in classes]
-    found = [area for area in every if area is not None]
-    return sum(found) / len(found) if found else None
-
-
-def log_loss(target: np.ndarray, probabilities: np.ndarray, weight: np.ndarray) -> float | None:
-    """The mean of minus the natural logarithm of the probability of the sample's class.
-
-    A probability counts as the distance of two float64 numbers near 1, 2.2e-16, if it is below.
-
-    Args:
-        target: numbers of classes, int (N,).
-        probabilities: of each class, float (N, C).
-        weight: weights of the samples.
-    """
-    own = probabilities[np.arange(len(target)), target].astype(np.float64)
-    return _mean(-np.log(np.clip(own, np.finfo(np.float64).eps, 1.0)), weight)
-
-
-def calibration_error(
-    right: np.ndarray, confidence: np.ndarray, weight: np.ndarray, bins: int = CALIBRATION_BINS
-) -> float | None:
-    """The expected calibration error: how far confidences are from the shares that are right.
-
-    Samples are sorted into bins by confidence. Bin k of n has those above (k - 1) / n, up to k / n.
-    The result is the mean over the bins, by their weights, of the distance between the mean
-    confidence and the accuracy. From Guo et al., "On calibration of modern neural networks",
-    https://arxiv.org/abs/1706.04599.
-
-    Args:
-        right: whether each prediction is right, bool (N,).
-        confidence: the probability of the predicted class, float (N,).
-        weight: weights of the samples.
-        bins: number of bins.
-    """
-    weights = weight.astype(np.float64)
-    total = weights.sum()
-    if not total > 0 or not np.isfinite(confidence).all():
-        return None
-    number = np.clip(
-        np.ceil(confidence.astype(np.float64) * bins).astype(np.int64) - 1, 0, bins - 1
-    )
-    gaps = np.bincount(number, weights * (confidence - right), bins)
-    return float(np.abs(gaps).sum() / total)
-
-
-def rmse(target: np.ndarray, predicted: np.ndarray, weight: np.ndarray) -> float | None:
-    """The root of the mean squared error, in the target's unit.
-
-    Args:
-        target: values, float (N,).
-        predicted: predicted values, float (N,).
-        weight: weights of the samples.
-    """
-    mean = _mean(np.square(predicted - target), weight)
-    return None if mean is None else mean**0.5
-
-
-def mean_absolute_error(
-    target: np.ndarray, predicted: np.ndarray, weight: np.ndarray
-) -> float | None:
-    """The mean absolute error, in the target's unit; arguments as those of `rmse`."""
-    return _mean(np.abs(predicted - target), weight)
-
-
-def r_squared(target: np.ndarray, predicted: np.ndarray, weight: np.ndarray) -> float | None:
-    """The share of the target's variance that is explained; arguments as those of `rmse`.
-
-    Returns:
-        1 minus squared errors by squared distances from the mean; None if all targets are equal.
-    """
-    center = _mean(target.astype(np.float64), weight)
-    spread = None if center is None else _mean(np.square(target - center), weight)
-    error = _mean(np.square(predicted - target), weight)
-    if error is None or not spread or (target == target[0]).all():
-        return None
-    return 1 - error / spread
-
-
-def pinball_loss(
-    target: np.ndarray, predicted: np.ndarray, weight: np.ndarray, quantile: float
-) -> float | None:
-    """The mean pinball loss of predicted quantiles, in the target's unit.
-
-    An error counts `quantile` times where the target is above the prediction, and 1 - `quantile`
-    times where it is below. Arguments as those of `rmse`.
-    """
-    above = target - predicted
-    return _mean(np.maximum(quantile * above, (quantile - 1) * above), weight)
-
-
-def _mean(values: _Floats, weight: np.ndarray) -> float | None:
-    weights = weight.astype(np.float64)
-    total = weights.sum()
-    return float((values * weights).sum() / total) if total > 0 else None
-
-
-def _of_classes(target: np.ndarray) -> list[np.ndarray]:
-    """The places of the samples of each class, in the order of the classes."""
-    order = np.argsort(target, kind="stable")
-    _, begins = np.unique(target[order], return_index=True)
-    return np.split(order, begins[1:])

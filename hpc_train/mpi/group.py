@@ -158,6 +158,14 @@ class Group:
         """The sums of the ranks' integers, of 64 bits, each over all ranks. Collective."""
         return self._combined_each("SUM", numbers, AGREEMENT)
 
+    def summed(self, numbers: Sequence[int]) -> list[int]:
+        """The sums of the ranks' integers, of any size, each over all ranks. Collective."""
+        if self.comm is None:
+            return [*numbers]
+        with self.waiting("the sums of all ranks"):
+            found: list[int] = self.comm.allreduce([*numbers], op=_each_added)
+        return found
+
     def _combined(self, operation: str, number: int, what: str) -> int:
         return self._combined_each(operation, [number], what)[0]
 
@@ -185,3 +193,7 @@ class Group:
         """Free the communicator. Collective."""
         if self.comm:
             self.comm.Free()
+
+
+def _each_added(some: Sequence[int], others: Sequence[int]) -> list[int]:
+    return [one + other for one, other in zip(some, others, strict=True)]

@@ -1,14 +1,12 @@
 """Files of predictions: a part for each portion of a table, put together in the table's order.
 
 A part is an Arrow stream. Besides the columns of the result it has what the scores need. Rank 0
-reads the parts one after the other, so it needs memory for one group of rows, and for the
-predictions of the rows that are scored.
+reads the parts one after the other, so it needs memory for one group of rows, and for the scores.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -27,6 +25,7 @@ from hpc_train.data.tables.stages import stage_entries
 from hpc_train.data.tables.table_request import TableRequest
 from hpc_train.data.tables.targets import encode_target
 from hpc_train.errors import ConfigError
+from hpc_train.mpi.group import Group
 from hpc_train.training.table_losses import TableLoss
 
 GROUP_ROWS = 1 << 16  # the least rows of a row group, but the last one
@@ -136,7 +135,7 @@ class PredictionColumns:
         return pa.record_batch(arrays, schema=self.schema(part=True))
 
     def scored_rows(self, batch: Any) -> dict[str, np.ndarray]:
-        """What `TableLoss.scores` needs of a part's batch: the rows with a known target."""
+        """What `TableScores` needs of a part's batch: the rows with a known target."""
         every = [batch.column(name).to_numpy() for name in self.values]
         *targets, known, weight = (
             one.to_numpy() for one in batch.columns[batch.num_columns - self.hidden :]
@@ -191,19 +190,22 @@ def put_together(
     target = preparation.target
     with writing_to(target):
         _, entries = stage_entries(preparation.folder)
-        found: list[dict[str, np.ndarray]] = []
         result = preparation.folder / f"result{target.suffix}"
-        with closing(_writer(result, columns)) as writer:
+        with (
+            closing(_writer(result, columns)) as writer,
+            closing(loss.collector(Group())) as scored,
+        ):
             waiting: list[Any] = []
             for batch in _batches(preparation, entries, columns):
                 if columns.scored:
-                    found.append(columns.scored_rows(batch))
+                    scored.add_rows(columns.scored_rows(batch))
                 waiting.append(batch.select(range(batch.num_columns - columns.hidden)))
                 if sum(len(one) for one in waiting) >= GROUP_ROWS:
                     _write(writer, waiting)
             _write(writer, waiting)
+            found = {"scored_rows": scored.rows, **scored.scores()} if columns.scored else None
         totals = {key: sum(one[key] for one in entries) for key in ("rows", "wrong", "unknown")}
-        made = PredictionSummary(**totals, scores=_scores(loss, found) if columns.scored else None)
+        made = PredictionSummary(**totals, scores=found)
         if scores is not None:
             with writing_to(scores):
                 files.write_text(scores, json.dumps(made.scores, indent=2) + "\n")
@@ -249,18 +251,3 @@ def _write(writer: Any, waiting: list[Any]) -> None:
     if waiting:
         writer.write_table(pa.Table.from_batches(waiting).combine_chunks())
         waiting.clear()
-
-
-def _scores(loss: TableLoss, found: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """The number of scored rows, and the scores that are defined."""
-    count = sum(len(one["weight"]) for one in found)
-    if not count:
-        return {"scored_rows": 0}
-    arrays = {name: np.concatenate([one.pop(name) for one in found]) for name in [*found[0]]}
-    every = loss.scores(arrays)
-    defined = {
-        name: float(score)
-        for name, score in every.items()
-        if score is not None and math.isfinite(score)
-    }
-    return {"scored_rows": count, **defined}

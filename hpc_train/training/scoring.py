@@ -1,11 +1,11 @@
-"""Scores of held-out samples: arrays of every rank, put together in the order of the samples."""
+"""Scores of held-out samples, and how the rows that they need are collected from all ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,33 @@ from torch import Tensor, nn
 from hpc_train.errors import UserError
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
+
+ComputeScores = Callable[[Mapping[str, np.ndarray]], Mapping[str, float | None]]
+SampleParts = Sequence[tuple[Sequence[int], Mapping[str, Tensor]]]
+"""Numbers of samples, and tensors of theirs by name; each sample is that of one rank."""
+
+
+class Collector(Protocol):
+    """Collects rows of held-out samples from all ranks, and computes scores of them."""
+
+    def add(self, parts: SampleParts) -> None:
+        """Add samples of every rank. Collective."""
+
+    def scores(self) -> dict[str, float]:
+        """The scores of all samples, on all ranks. Collective."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class Scoring(Protocol):
+    """What is computed from held-out samples besides their mean loss."""
+
+    def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss of a batch, and tensors by name that have a row for each of its samples."""
+
+    def collector(self, group: Group) -> Collector:
+        """What collects these rows of all ranks of a job. Collective."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +60,11 @@ class HeldOutScores:
     """
 
     measure: Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Tensor]]]
-    compute: Callable[[Mapping[str, np.ndarray]], Mapping[str, float | None]]
+    compute: ComputeScores
+
+    def collector(self, group: Group) -> GatheredRows:
+        """What collects the rows of all samples. Collective."""
+        return GatheredRows(group, self.compute)
 
 
 class GatheredRows:
@@ -41,13 +72,14 @@ class GatheredRows:
 
     Args:
         group: all ranks of the job.
+        compute: computes the scores of the rows of all samples.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, compute: ComputeScores) -> None:
+        self.group, self.compute = group, compute
         self._parts: list[tuple[np.ndarray, dict[str, np.ndarray]]] = []  # on rank 0
 
-    def add(self, parts: Sequence[tuple[Sequence[int], Mapping[str, Tensor]]]) -> None:
+    def add(self, parts: SampleParts) -> None:
         """Add samples of every rank. Collective.
 
         Args:
@@ -58,15 +90,13 @@ class GatheredRows:
         """
         with agreed(self.group):
             mine = [
-                (np.asarray(numbers, np.int64), _rows(tensors, len(numbers)))
+                (np.asarray(numbers, np.int64), as_arrays(tensors, len(numbers)))
                 for numbers, tensors in parts
             ]
         for found in self.group.gathered_by_first(mine, "the predictions of held-out samples"):
             self._parts += found
 
-    def scores(
-        self, compute: Callable[[Mapping[str, np.ndarray]], Mapping[str, float | None]]
-    ) -> dict[str, float]:
+    def scores(self) -> dict[str, float]:
         """The scores that `compute` makes of all samples, on all ranks. Collective.
 
         Raises:
@@ -78,13 +108,13 @@ class GatheredRows:
             places = np.empty_like(numbers)
             places[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
             arrays = {name: self._in_order(name, places) for name in [*self._parts[0][1]]}
-            return {
-                name: float(score)
-                for name, score in compute(arrays).items()
-                if score is not None and math.isfinite(score)
-            }
+            return defined(self.compute(arrays))
 
         return from_first(self.group, computed)
+
+    def close(self) -> None:
+        """Forget the samples."""
+        self._parts.clear()
 
     def _in_order(self, name: str, places: np.ndarray) -> np.ndarray:
         """The rows of this name, each at its place. Frees the parts that they came in."""
@@ -96,8 +126,21 @@ class GatheredRows:
         return array
 
 
-def _rows(tensors: Mapping[str, Tensor], samples: int) -> dict[str, np.ndarray]:
-    """Tensors as arrays of their own, checked to have a row for each sample."""
+def defined(scores: Mapping[str, float | None]) -> dict[str, float]:
+    """The scores that are numbers, and finite."""
+    return {
+        name: float(score)
+        for name, score in scores.items()
+        if score is not None and math.isfinite(score)
+    }
+
+
+def as_arrays(tensors: Mapping[str, Tensor], samples: int) -> dict[str, np.ndarray]:
+    """Tensors as arrays of their own, checked to have a row for each sample.
+
+    Raises:
+        UserError: one has not.
+    """
     found = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.ndim < 1 or len(tensor) != samples:

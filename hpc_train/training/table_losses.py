@@ -1,4 +1,4 @@
-"""Losses and predictions of models of tables, and the scores of their predictions.
+"""Losses and predictions of models of tables.
 
 B samples, K members of the model, C classes. A model returns (B, K, outputs). In training each
 member has a loss of its own, so the members learn apart from each other. What users see is the mean
@@ -7,17 +7,17 @@ of the members' predictions. So that mean has the loss of held-out samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_train.data.tables.features import TargetValues
 from hpc_train.errors import ConfigError
-from hpc_train.monitoring import scores
+from hpc_train.mpi.group import Group
+from hpc_train.training.table_scores import TableScores
 
 ClassWeights = Literal["none", "balanced"]
 
@@ -143,27 +143,15 @@ class TableLoss:
         return values if self.quantiles else values[:, 0]
 
     def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch, and what `scores` needs of its samples; for `HeldOutScores`."""
+        """The loss of a batch, and what the scores need of its samples; see `Scoring`."""
         numeric, categorical, target, weight = batch
         outputs = model(numeric, categorical)
         rows = {"predictions": self.predictions(outputs), "target": target, "weight": weight}
         return self.of_outputs(self.joined(outputs), batch), rows
 
-    def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float | None]:
-        """The scores of predictions by name, see `monitoring.scores`; for `HeldOutScores`.
-
-        Args:
-            rows: what `measure` returns, for all samples. Rows with a weight count by it. The
-                weights of `class_weights` do not count.
-        """
-        predictions, target = rows["predictions"], rows["target"]
-        weight = rows["weight"].astype(np.float64)
-        if self.target.task == "classification":
-            return scores_of_classes(target, predictions, weight)
-        if self.target.task == "multilabel":
-            return scores_of_labels(target > 0, predictions, weight)
-        values = target.astype(np.float64) * self.target.scale + self.target.center
-        return scores_of_values(values, predictions, weight, self.quantiles)
+    def collector(self, group: Group) -> TableScores:
+        """What collects these rows of all ranks, and makes scores of them. Collective."""
+        return TableScores(self.target, self.quantiles, group)
 
 
 def check_has_classes(target: TargetValues, key: str) -> None:
@@ -187,79 +175,6 @@ def class_factors(target: TargetValues) -> Tensor:
     shares = torch.tensor(target.shares, dtype=torch.float64)
     found = shares > 0
     return torch.where(found, 1 / (shares * found.sum()), torch.ones_like(shares))
-
-
-def scores_of_classes(
-    target: np.ndarray, probabilities: np.ndarray, weight: np.ndarray
-) -> dict[str, float | None]:
-    """The scores of a classification.
-
-    Args:
-        target: numbers of classes, int (N,).
-        probabilities: of each class, float64 (N, C).
-        weight: weights of the samples, float (N,).
-    """
-    predicted = probabilities.argmax(1)
-    right = predicted == target
-    return {
-        "accuracy": scores.accuracy(right, weight),
-        "balanced_accuracy": scores.balanced_accuracy(target, predicted, weight),
-        "auc": scores.auc_of_classes(target, probabilities, weight),
-        "log_loss": scores.log_loss(target, probabilities, weight),
-        "calibration_error": scores.calibration_error(right, probabilities.max(1), weight),
-    }
-
-
-def scores_of_labels(
-    target: np.ndarray, probabilities: np.ndarray, weight: np.ndarray
-) -> dict[str, float | None]:
-    """The scores of a multilabel task: means over the labels for which they are defined.
-
-    Args:
-        target: whether each label is given, bool (N, labels).
-        probabilities: of each label, float64 (N, labels).
-        weight: weights of the samples, float (N,).
-    """
-    every = [
-        scores_of_classes(own.astype(np.int64), np.stack([1 - chance, chance], 1), weight)
-        for own, chance in zip(target.T, probabilities.T, strict=True)
-    ]
-    means: dict[str, float | None] = {}
-    for name in every[0]:
-        defined = [value for found in every if (value := found[name]) is not None]
-        means[name] = sum(defined) / len(defined) if defined else None
-    return means
-
-
-def scores_of_values(
-    target: np.ndarray, predicted: np.ndarray, weight: np.ndarray, quantiles: Sequence[float] = ()
-) -> dict[str, float | None]:
-    """The scores of a regression, in the target's unit.
-
-    Args:
-        target: values, float64 (N,).
-        predicted: float64 (N,), or with quantiles (N, number of quantiles).
-        weight: weights of the samples, float (N,).
-        quantiles: the quantiles that are predicted. Their pinball losses are named by them, and
-            "pinball" is their mean. If 0.5 is among them, errors are those of the median.
-    """
-    found: dict[str, float | None] = {}
-    point: np.ndarray | None = predicted
-    if quantiles:
-        losses = {
-            f"pinball_{level:g}": scores.pinball_loss(target, predicted[:, place], weight, level)
-            for place, level in enumerate(quantiles)
-        }
-        defined = [value for value in losses.values() if value is not None]
-        found = {"pinball": sum(defined) / len(defined) if defined else None, **losses}
-        point = predicted[:, quantiles.index(0.5)] if 0.5 in quantiles else None
-    if point is not None:
-        found |= {
-            "rmse": scores.rmse(target, point, weight),
-            "r2": scores.r_squared(target, point, weight),
-            "mae": scores.mean_absolute_error(target, point, weight),
-        }
-    return found
 
 
 def _full(outputs: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from hpc_train.mpi.group import Group
 from hpc_train.planning.model import division_of, shape_of, table_sizes
 from hpc_train.training.importance import report_importance
 from hpc_train.training.pretraining import CorruptedRows, MaskedCells
-from hpc_train.training.scoring import HeldOutScores
 from hpc_train.training.table_losses import TableLoss, check_has_classes
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
@@ -69,7 +68,7 @@ def table_task(
         training,
         loss,
         validation=held_out,
-        scores=HeldOutScores(loss.measure, loss.scores) if isinstance(loss, TableLoss) else None,
+        scores=loss if isinstance(loss, TableLoss) else None,
         together=loss.together,
         finish=_finish(config, features),
         identity={

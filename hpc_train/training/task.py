@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hpc_train.models.shape import Shape
-from hpc_train.training.scoring import HeldOutScores
+from hpc_train.training.scoring import Scoring
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -35,8 +35,8 @@ class TrainingTask:
             the data set returned it, on the model's device. By default the model is called with the
             parts of the batch, and returns the loss. A model with an attribute `loss_over` gets the
             value of `data.loss` there.
-        scores: what else is computed from the held-out samples. `metrics.jsonl` gets each score as
-            validation_NAME.
+        scores: what else is computed from the held-out samples, such as `HeldOutScores`.
+            `metrics.jsonl` gets each score as validation_NAME.
         counted: a function of a batch, on the CPU. It returns how many of its tokens, or of other
             items, its loss is the mean over. `data.loss: token` needs it. If it returns 0, the
             batch does not count.
@@ -69,7 +69,7 @@ class TrainingTask:
     private_parameters: bool = False
     most_at_a_time: int | None = None
     counted: Callable[[Any], int] | None = None
-    scores: HeldOutScores | None = None
+    scores: Scoring | None = None
     together: int = 1
     shape: Shape | None = None
     finish: Callable[[Any], None] | None = None

@@ -89,8 +89,10 @@ class Trainer:
         lock = threading.RLock()  # both data sets may be parts of one
         self.reader = Reader(task.dataset, lock)
         held_out = Reader(task.validation, lock)
-        compute = None if task.scores is None else task.scores.compute
-        self.validation = Validation(config, held_out, made, self._measured, self.counted, compute)
+        collector = None if task.scores is None else task.scores.collector
+        self.validation = Validation(
+            config, held_out, made, self._measured, self.counted, collector
+        )
         self.validation.seed_samples = self._seed_samples
         self.validation.together = task.together
         self.held_out: dict[str, float] = {}

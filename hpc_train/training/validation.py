@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,12 @@ from hpc_train.data.loader import Part
 from hpc_train.data.order import evenly
 from hpc_train.data.reader import Reader
 from hpc_train.mpi.agreement import agreed
+from hpc_train.mpi.group import Group
 from hpc_train.seeds import mix
 from hpc_train.training.assemble import Assembly
 from hpc_train.training.device import moved
 from hpc_train.training.evaluation import HELD_OUT
-from hpc_train.training.scoring import GatheredRows
+from hpc_train.training.scoring import Collector
 
 
 class Validation:
@@ -34,7 +36,7 @@ class Validation:
         measure: computes the loss of a batch on the model's device, and tensors with a row for each
             of its samples, by name.
         counted: counts the items of a batch that its loss is the mean over; None: its samples.
-        compute: computes the scores of these rows of all samples; None: there are no scores.
+        collector: makes what computes the scores of these rows; None: there are no scores.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class Validation:
         made: Assembly,
         measure: Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]],
         counted: Callable[[Any], int] | None,
-        compute: Callable[[Mapping[str, np.ndarray]], Mapping[str, float | None]] | None = None,
+        collector: Callable[[Group], Collector] | None = None,
     ) -> None:
         self.config, self.reader, self.made = config, reader, made
-        self.measure, self.counted, self.compute = measure, counted, compute
+        self.measure, self.counted = measure, counted
+        self.collector = collector
         self.seed_samples: Callable[[Sequence[int], Sequence[int]], None] | None = None
         """Gives each sample of the next micro-batch a seed of some numbers and its own number."""
         self.together = 1
@@ -70,9 +73,16 @@ class Validation:
         Raises:
             HpcTrainError: the task's functions of scores have failed; on all ranks.
         """
+        world = self.made.grid.world
+        with nullcontext() if self.collector is None else closing(self.collector(world)) as rows:
+            loss = self._mean_loss(size, rows)
+            found = {} if rows is None else rows.scores()
+        return {"loss": loss, **found}
+
+    def _mean_loss(self, size: int, collector: Collector | None) -> float:
+        """Compute the mean loss, and let the collector have the rows. Collective."""
         made = self.made
         totals = torch.zeros(2, dtype=torch.float64)
-        gathered = GatheredRows(made.grid.world)
         for parts in self._rounds(size):
             with agreed(made.grid.world):
                 batches = [self._read(part.places) for part in parts]
@@ -87,8 +97,8 @@ class Validation:
             for loss, count in zip(losses, items, strict=False):  # other ranks have no losses
                 if count:  # the mean over nothing may be NaN
                     totals += torch.tensor([loss.item() * count, count], dtype=torch.float64)
-            if self.compute is not None:
-                gathered.add(
+            if collector is not None:
+                collector.add(
                     [
                         (part.places, own)
                         for part, own in zip(parts, rows, strict=False)
@@ -96,8 +106,7 @@ class Validation:
                     ]
                 )
         made.collectives.sum_(totals)
-        found = {} if self.compute is None else gathered.scores(self.compute)
-        return {"loss": float(totals[0] / totals[1]), **found}
+        return float(totals[0] / totals[1])
 
     def _read(self, indices: Sequence[int]) -> Any:
         """A batch of held-out samples. What the data set draws is the same each time."""

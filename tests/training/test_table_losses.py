@@ -8,6 +8,7 @@ from sklearn.utils.class_weight import compute_sample_weight
 
 from hpc_train.data.tables.features import TargetValues
 from hpc_train.errors import ConfigError
+from hpc_train.mpi.group import Group
 from hpc_train.training.table_losses import TableLoss
 
 SAMPLES, MEMBERS = 40, 3
@@ -137,7 +138,9 @@ def test_only_a_model_in_training_has_the_loss_of_its_members():
 
 def scored(loss, outputs, target):
     rows = loss.measure(lambda *_: outputs, batch_of(target))[1]
-    return loss.scores({name: tensor.numpy() for name, tensor in rows.items()})
+    collector = loss.collector(Group())
+    collector.add([(range(SAMPLES), rows)])
+    return collector.scores()
 
 
 def test_scores_of_classes():
