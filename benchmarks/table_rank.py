@@ -3,9 +3,11 @@
     python -m benchmarks.table_rank FILE program WORD...
     python -m benchmarks.table_rank FILE pyarrow THREADS PATH...
     python -m benchmarks.table_rank FILE loader FOLDER BATCH STEPS
+    python -m benchmarks.table_rank FILE scores ROWS WAY
 
 "program" is `hpc-train WORD...`; "pyarrow" reads tables and does nothing with them; "loader" reads
-the batches that a training would get, and has no model. FILE gets `.PID` and has JSON. It imports
+the batches that a training would get, and has no model; "scores" makes predictions and scores them,
+see table_scores.py. FILE gets `.PID` and has JSON. It imports
 nothing before it knows what to do, as that would count as memory.
 """
 
@@ -16,6 +18,9 @@ import os
 import sys
 import time
 from pathlib import Path
+
+MADE = 1 << 16  # predictions that are made at once
+BATCH = 1 << 12  # and scored at once
 
 
 def most_memory() -> int:
@@ -74,6 +79,55 @@ def read_batches(folder: str, batch: int, steps: int) -> dict[str, float]:
     return {"rows": rows, "seconds": taken}
 
 
+def scored(rows: int, way: str) -> dict[str, float]:
+    """Score made predictions of two classes; each rank has its share of them, in batches."""
+    import numpy as np
+
+    if way == "scikit-learn":
+        from sklearn import metrics
+
+    from hpc_train.data.tables.features import TargetValues
+    from hpc_train.mpi.runtime import start_runtime
+    from hpc_train.training.table_scores import TableScores
+
+    group = start_runtime().world
+    target = TargetValues(task="classification", names=("y",), classes=("a", "b"))
+    collector = TableScores(target, (), group)
+    kept, taken = [], 0.0
+    for number in range(group.rank, -(-rows // MADE), group.size):
+        draws = np.random.default_rng([20, number])
+        count = min(MADE, rows - number * MADE)
+        chance = draws.beta(0.5, 1.0, count)
+        made = {
+            "predictions": np.stack([1 - chance, chance], 1),
+            "target": (draws.random(count) < chance).astype(np.int64),
+            "weight": draws.gamma(2.0, 0.5, count),
+        }
+        begin = time.perf_counter()
+        if way == "scikit-learn":
+            kept.append(made)
+        else:
+            for first in range(0, count, BATCH):
+                some = slice(first, first + BATCH)
+                collector.add_rows({name: values[some] for name, values in made.items()})
+        taken += time.perf_counter() - begin
+    group.barrier()
+    begin = time.perf_counter()
+    if way == "scikit-learn":
+        every = {name: np.concatenate([one[name] for one in kept]) for name in kept[0]}
+        chance, how = every["predictions"], {"sample_weight": every["weight"]}
+        found = {
+            "auc": metrics.roc_auc_score(every["target"], chance[:, 1], **how),
+            "log_loss": metrics.log_loss(every["target"], chance, **how),
+            "accuracy": metrics.accuracy_score(every["target"], chance.argmax(1), **how),
+        }
+    else:
+        found = collector.scores()
+    taken += time.perf_counter() - begin
+    collector.close()
+    return {**found, "seconds": taken}
+
+
 def main() -> int:
     """Do one thing, and write down the memory. Returns the exit code of the program."""
     out, what, *words = sys.argv[1:]
@@ -84,6 +138,8 @@ def main() -> int:
         code = program(words)
     elif what == "pyarrow":
         found = read_alone(int(words[0]), words[1:])
+    elif what == "scores":
+        found = scored(int(words[0]), words[1])
     else:
         found = read_batches(words[0], int(words[1]), int(words[2]))
     Path(f"{out}.{os.getpid()}").write_text(json.dumps(found | {"memory": most_memory()}))

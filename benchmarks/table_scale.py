@@ -1,19 +1,23 @@
 """Preparing a table on 1, 2 and 4 ranks, and training on it, beside what reads alone.
 
     python -m benchmarks.table_scale [--rows 1e6] [--format parquet|csv] [--steps 2000]
-        [--rounds 1] [--ranks 1 2 4] [--folder DIR] [--json FILE]
+        [--validation 0.1] [--rounds 1] [--ranks 1 2 4] [--folder DIR] [--json FILE]
 
 The table is made (table_rows.py): 20 columns, in files of 5 million rows. The first part runs
 `hpc-train prepare table` on each number of ranks. Its seconds are those of the whole command, from
-its start to its end. The folders of all numbers of ranks must have the same bytes. The candidate
-"pyarrow" reads the same files in one process and does nothing with the rows; its seconds begin when
-it has been loaded. It has one thread, or one for each core. The page cache has the files if there
-is enough memory, for all candidates alike.
+its start to its end. The folders of all numbers of ranks must have the same bytes. Beside it the
+candidate "pyarrow", which --parts pyarrow measures alone, reads the same files in one process and
+does nothing with the rows. Its seconds begin when it has been loaded. It has one thread, or one for
+each core. The page cache has the files if there is enough memory, for all candidates alike.
 
 The second part trains tabular_mlp on one rank with one thread, in micro-batches of 512 rows. It
 takes the rows per second from metrics.jsonl, without its first two records. The validation at the
-end has 500 batches, because exact scores keep all predictions of its rows. The loader's limit is
-what a process gets that reads the batches of the same steps in the same way and has no model.
+end has 500 batches, as it is not measured. The loader's limit is what a process gets that reads the
+batches of the same steps in the same way and has no model.
+
+The part "score" trains a small model for 20 steps on each number of ranks, and then scores all
+held-out rows, whose share is --validation. Its rows are these, and its seconds those of the whole
+command.
 
 The memory is the most that a rank had, with the pages of mapped files. With --folder the table is
 kept and is not made again by the next call. With --rows 1e8 it has 3.6 GB as Parquet, and 15 GB as
@@ -41,7 +45,9 @@ from rich.table import Table as Grid
 
 from benchmarks import harness
 from benchmarks.table_rows import FORMATS, TARGET, write_rows
+from hpc_train.data.tables.table_manifest import read_table_manifest
 from hpc_train.mpi import environment
+from hpc_train.warm.key import WARM
 
 CORES = len(os.sched_getaffinity(0))
 LOG_EVERY = 50
@@ -49,6 +55,12 @@ CONFIG = """
 run: {{dir: {folder}, steps: {steps}, log_every: {log_every}}}
 model: {{kind: tabular_mlp}}
 data: {{path: {data}, batch: {batch}, micro_batch: {micro_batch}, validation_batches: 500}}
+"""
+SCORED = """
+run: {{dir: {folder}, steps: 20, log_every: 20}}
+model: {{kind: tabular_mlp, hidden: 16, members: 2, embedding_width: 4}}
+data: {{path: {data}, batch: 4096}}
+checkpoint: {{keep: 1}}
 """
 Memory = dict[str, list[int]]  # most bytes of each rank, by candidate
 
@@ -66,6 +78,7 @@ def start(what: str, *words: str, ranks: int = 1) -> tuple[float, list[dict[str,
             launcher = ["mpirun", "-np", str(ranks), "--oversubscribe", "--bind-to", bound]
             command = [*launcher, *command]
         environ = environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
+        environ[WARM] = "off"  # a forked rank would leave a process that waits to be measured
         begin = time.perf_counter()
         done = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
         taken = time.perf_counter() - begin
@@ -75,7 +88,7 @@ def start(what: str, *words: str, ranks: int = 1) -> tuple[float, list[dict[str,
 
 
 def prepared(
-    paths: list[Path], out: Path, ranks: int, digests: set[str], memory: list[int]
+    paths: list[Path], out: Path, ranks: int, share: float, digests: set[str], memory: list[int]
 ) -> float:
     """Prepare a table. Returns the seconds of the command, and leaves the folder `out`.
 
@@ -84,7 +97,7 @@ def prepared(
     """
     shutil.rmtree(out, ignore_errors=True)
     words = ["prepare", "table", *map(str, paths), "--target", TARGET]
-    words += ["--task", "classification", "--out", str(out)]
+    words += ["--task", "classification", "--validation", str(share), "--out", str(out)]
     taken, found = start("program", *words, ranks=ranks)
     memory += [rank["memory"] for rank in found]
     digests.add(harness.digest(out))
@@ -128,17 +141,18 @@ def preparing(paths: list[Path], folder: Path, options: argparse.Namespace) -> d
     memory: Memory = {}
     digests: set[str] = set()
     candidates: dict[str, Callable[[], float]] = {}
-    if "pyarrow" in options.parts:
-        for threads in sorted({1, CORES}):
-            name = f"pyarrow, {threads} threads"
-            kept = memory.setdefault(name, [])
-            candidates[name] = partial(alone, paths, threads, options.rows, kept)
+    for threads in sorted({1, CORES}):
+        name = f"pyarrow, {threads} threads"
+        kept = memory.setdefault(name, [])
+        candidates[name] = partial(alone, paths, threads, options.rows, kept)
     if "prepare" in options.parts:
         for ranks in options.ranks:
             name = f"prepare, {ranks} ranks"
             kept = memory.setdefault(name, [])
             out = folder / "prepared"
-            candidates[name] = partial(prepared, paths, out, ranks, digests, kept)
+            candidates[name] = partial(
+                prepared, paths, out, ranks, options.validation, digests, kept
+            )
     samples = harness.in_turn(candidates, options.rounds, warmup=0)
     if len(digests) > 1:
         raise RuntimeError("the folders of different numbers of ranks have different bytes")
@@ -180,6 +194,30 @@ def training(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     return show(title, options.steps * options.batch, samples, memory)
 
 
+def scoring(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Score all held-out rows on each number of ranks."""
+    data, config, run = folder / "prepared", folder / "score.yaml", folder / "scored"
+    config.write_text(SCORED.format(folder=run, data=data))
+    rows = read_table_manifest(data).rows("validation")
+    memory: Memory = {}
+
+    def score(ranks: int, kept: list[int]) -> float:
+        shutil.rmtree(run, ignore_errors=True)
+        taken, found = start("program", "train", str(config), ranks=ranks)
+        kept += [rank["memory"] for rank in found]
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        if not 0.5 < last["validation_auc"] <= 1:
+            raise RuntimeError(f"the AUC is {last['validation_auc']}")
+        return taken
+
+    turns: dict[str, Callable[[], float]] = {}
+    for ranks in options.ranks:
+        name = f"score, {ranks} ranks"
+        turns[name] = partial(score, ranks, memory.setdefault(name, []))
+    samples = harness.in_turn(turns, options.rounds, warmup=0)
+    return show(f"all {rows} held-out rows, {options.format}", rows, samples, memory)
+
+
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -191,15 +229,16 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2000, help="of the training; at least 150")
     parser.add_argument("--batch", type=int, default=1024, help="rows of a step")
     parser.add_argument("--rounds", type=int, default=1)
-    parts = ("pyarrow", "prepare", "train")
+    parser.add_argument("--validation", type=float, default=0.1, help="share of rows held out")
+    parts = ("pyarrow", "prepare", "train", "score")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, metavar="PART")
     parser.add_argument("--folder", type=Path, help="where the table is made, and kept")
     parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
     options = parser.parse_args()
     if options.steps < 3 * LOG_EVERY:
         parser.error(f"give at least {3 * LOG_EVERY} steps")
-    if not {"pyarrow", "prepare"} & {*options.parts}:
-        parser.error("training needs the part prepare")
+    if "prepare" not in options.parts and {*options.parts} != {"pyarrow"}:
+        parser.error("training and scoring need the part prepare")
     return options
 
 
@@ -219,6 +258,8 @@ def main() -> None:
         figures = preparing(paths, folder, options)
         if "train" in options.parts:
             figures |= training(folder, options)
+        if "score" in options.parts:
+            figures |= scoring(folder, options)
     ratios = {}
     for name, other in (
         *((f"prepare, {ranks} ranks", "pyarrow, 1 threads") for ranks in options.ranks),

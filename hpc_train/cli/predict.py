@@ -65,7 +65,7 @@ def options() -> Parser:
     made.add_argument(
         "--no_scores",
         action="store_true",
-        help="compute no scores, which need memory for all predictions on rank 0",
+        help="compute no scores, though the table has the target",
     )
     made.add_argument(
         "--no_quoted_newlines",
