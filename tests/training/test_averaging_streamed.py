@@ -6,9 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import hpc_train
+from hpc_train.checkpoint.catalogue import newest
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.models import GPT
@@ -23,11 +25,14 @@ ZERO = ["--memory.zero", "3"]
 NODES = {"two": (0, 0, 1, 1), "four": (0, 1, 2, 3), "uneven": (0, 0, 0, 1)}
 
 
-def make(settings, place, *, private=True, **sizes) -> Trainer:
+def make(settings, place, *, private=True, frozen=(), **sizes) -> Trainer:
     torch.manual_seed(place.world.rank)
     sizes = {"vocab": 13, "sequence": 8, "layers": 1, "hidden": 8, "heads": 2} | sizes
+    gpt = GPT(**sizes, dropout=0.2)
+    for name in frozen:
+        gpt.get_submodule(name).requires_grad_(False)
     task = TrainingTask(
-        GPT(**sizes, dropout=0.2),
+        gpt,
         text(60, 1),
         lambda gpt, batch: gpt(*batch),
         validation=text(11, 2),
@@ -83,12 +88,51 @@ def test_a_run_goes_on_with_another_stage(job, together, reference, spoilt, orde
     job.world.barrier()
 
 
+FINE_TUNED = {"lora": ["--finetune.lora", "2"], "head": ["--finetune.head", "true"]}
+
+
 @pytest.mark.mpi
-def test_a_node_keeps_its_chunks_only(job, together):
+@pytest.mark.parametrize(("nodes", "order"), [("two", ("3", "0")), ("four", ("0", "3"))])
+@pytest.mark.parametrize("chosen", FINE_TUNED.values(), ids=FINE_TUNED)
+def test_fine_tuning_divides_what_is_not_trained(
+    job, together, reference, spoilt, nodes, order, chosen
+):
+    given = [*chosen, "--checkpoint.weights", str(reference), "--data.micro_batch", "2"]
+    for zero, steps in zip(order, (3, STEPS), strict=True):
+        options = ["--memory.zero", zero, "--run.steps", str(steps)]
+        train(job, NODES[nodes], together / "run", *given, *options)
+    if job.world.rank == 0:
+        make(config(together / "one", *given), Runtime(Group(), Group())).train()
+        check_equal(together / "run", together / "one")
+        first, last = load_file(newest(reference)), load_file(newest(together / "run"))
+        names = [n for n in first if n.startswith("model.")]
+        frozen = [n for n in names if f"optim.{n[6:]}.exp_avg" not in last]
+        assert frozen
+        assert all(torch.equal(first[name], last[name]) for name in frozen)
+    job.world.barrier()
+
+
+@pytest.mark.mpi
+def test_what_is_trained_cannot_change_later(job, together, reference):
+    given = [*ZERO, *FINE_TUNED["head"], "--checkpoint.weights", str(reference)]
     with on_nodes(job, NODES["two"]) as place:
-        trainer = make(config(together / "run", *ZERO, "--run.steps", "1"), place, hidden=128)
+        trainer = make(config(together / "run", *given), place)
+        next(p for p in trainer.model.parameters() if not p.requires_grad).requires_grad_(True)
+        with pytest.raises(UserError, match="the optimizer has got other parameters"):
+            trainer.train()
+        trainer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("frozen", [(), ("embedding", "blocks")], ids=["trained", "frozen"])
+def test_a_node_keeps_its_chunks_only(job, together, frozen):
+    with on_nodes(job, NODES["two"]) as place:
+        given = config(together / "run", *ZERO, "--run.steps", "1")
+        trainer = make(given, place, frozen=frozen, hidden=128)
         trainer.train()
         parameters = trainer.averager.parameters
+        whole = sum(p.numel() for p in trainer.model.parameters())
+        assert sum(map(len, parameters._flats)) == whole
         for index in sorted(parameters._there):  # the first stage, for a step that does not come
             parameters._drop(index)
         parameters.progress.finish()
