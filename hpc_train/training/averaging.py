@@ -358,4 +358,6 @@ def whole_training_state(
         return whole
     first = group.rank == 0
     shards = {name: replace(shard, owned=first) for name, shard in shards.items()}
-    return replace(whole, shards=shards, replica=group, pieces=state.pieces)
+    return replace(
+        whole, shards=shards, replica=group, pieces=state.pieces, streamed=state.streamed
+    )
