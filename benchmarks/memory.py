@@ -1,6 +1,7 @@
 """The memory of a training, beside its formulas, and the time and bytes that ZeRO costs.
 
-    python -m benchmarks.memory [--states 1] [--activations 1] [--rounds 5] [--mbit 800]
+    python -m benchmarks.memory [--states 1] [--crossed 1] [--activations 1] [--rounds 5]
+        [--mbit 800]
 
 It needs root, iproute2 and Open MPI 4, as benchmarks.two_level does.
 
@@ -9,6 +10,9 @@ and four emulated hosts. Each way to divide them has processes of its own. What 
 proportional share of resident memory (Linux's PSS) while a block in the middle computes, less what
 the process took before the model was made. Beside it is what `hpc_train.planning.state` predicts,
 with half of the activations of 16 tokens. Numbers are for a node, all of whose ranks are added up.
+
+*Crossed*: the same with 16 samples, for stages 0 to 3 and each way to recompute. The prediction has
+the activations that the first half of the model keeps.
 
 *Activations*: a forward and a backward pass of one process with 24 samples, as the difference to 8
 samples, which does not contain what does not depend on the micro-batch. The first number is the
@@ -20,7 +24,7 @@ library leaves between tensors.
 host, counted at its interfaces. FSDP2 is torch's `fully_shard` over gloo, with a shard for each
 block. Its memory is counted as that of the states.
 
---states 0, --activations 0 and --rounds 0 leave out a part.
+--states 0, --crossed 0, --activations 0 and --rounds 0 leave out a part.
 """
 
 from __future__ import annotations
@@ -62,6 +66,8 @@ MB = 1e6
 HOSTS, SLOTS = 4, 2
 STATES = {"vocab": 256, "sequence": 16, "layers": 8, "hidden": 512, "heads": 8}
 PLACES = ((2, 1), (2, 2), (4, 2))  # hosts, and ranks on each
+CROSSED = ("0 all", "1 all", "2 all", "3 all")
+CROSSED_SAMPLES = 16
 WAYS = ("0 all", "1 node", "1 all", "2 node", "2 all", "3 all")  # zero and scope
 DEEP = {"vocab": 256, "sequence": 256, "layers": 12, "hidden": 256, "heads": 4}
 SAMPLES = (8, 24)
@@ -86,10 +92,13 @@ def options(way: str, model: GPT) -> AveragingOptions:
     )
 
 
-def ours(way: str, levels: Levels, sizes: dict[str, int], batch: Tensor) -> tuple[GPT, Any, Step]:
+def ours(
+    way: str, levels: Levels, sizes: dict[str, int], batch: Tensor, how: str = "none"
+) -> tuple[GPT, Any, Step]:
     """A model, its averager and its step. Collective."""
     torch.manual_seed(0)
     model = GPT(**sizes)  # type: ignore[arg-type]
+    recompute(model, how)  # type: ignore[arg-type]
     optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
     averager = average_gradients(model, optimizer, levels, options(way, model))
 
@@ -146,16 +155,22 @@ def text(group: Group, samples: int, sizes: dict[str, int]) -> Tensor:
 # States.
 
 
-def measure_state(way: str) -> float:
-    """MB that the ranks of the first host take for the state. Collective."""
+def measure_state(way: str, how: str = "none", samples: int = 1) -> float:
+    """MB that the ranks of the first host take for the state. Collective.
+
+    Args:
+        way: zero and scope, or FSDP.
+        how: the value of memory.recompute.
+        samples: samples of each rank, whose activations the first half of the model keeps.
+    """
     job = runtime.start_runtime()
     torch.set_num_threads(1)
     levels = Levels.of(job.world)
-    batch = text(job.world, 1, STATES)
+    batch = text(job.world, samples, STATES)
     run = fsdp if way == FSDP else None
     # Another such model first, so that what libraries take is not counted: MPI keeps buffers.
     if run is None:
-        _, averager, step = ours(way, levels, STATES, batch)
+        _, averager, step = ours(way, levels, STATES, batch, how)
         step()
         averager.close()
         del averager, step
@@ -163,7 +178,7 @@ def measure_state(way: str) -> float:
         run(job.world, STATES, batch)[1]()
     before = resident(job.world)
     if run is None:
-        model, averager, step = ours(way, levels, STATES, batch)
+        model, averager, step = ours(way, levels, STATES, batch, how)
     else:
         model, step = run(job.world, STATES, batch)
     step()
@@ -171,6 +186,8 @@ def measure_state(way: str) -> float:
     taken: list[int] = []
 
     def look(*_: Any) -> None:
+        if taken:  # the block is computed again
+            return
         if run is None:
             averager.progress.finish()
         taken.append(resident(job.world) - before)
@@ -196,13 +213,22 @@ def resident(group: Group) -> int:
     return found
 
 
-def predicted_state(way: str, hosts: int, slots: int) -> float:
-    """MB of a node by the formulas."""
+def predicted_crossed(way: str, how: str, slots: int, hosts: int) -> float:
+    """MB of a node by the formulas, with what the first half of the model keeps."""
+    config = load(None, model_options(STATES))
+    shape = shape_of(config.model, STATES["vocab"])
+    kept = shape.kept(shape.parts(), how)[: 2 + STATES["layers"] // 2]
+    return predicted_state(way, hosts, slots, 4 * sum(kept) * CROSSED_SAMPLES / MB)
+
+
+def predicted_state(way: str, hosts: int, slots: int, activations: float | None = None) -> float:
+    """MB of a node by the formulas. Activations are MB of a rank; None: half of one sample's."""
     zero, scope = way.split()
     shape = shape_of(load(None, model_options(STATES)).model, STATES["vocab"])
     stages = [4.0 * part.parameters for part in shape.parts()]
     by = Dividing(zero=int(zero), scope=scope, nodes=hosts, ranks=slots, bucket=BUCKET)
-    activations = predicted_activations("none", 1, STATES) / 2
+    if activations is None:
+        activations = predicted_activations("none", 1, STATES) / 2
     return slots * (state_bytes(stages, 2, by).total / MB + activations)
 
 
@@ -225,6 +251,24 @@ def report_states() -> tuple[dict[str, float], dict[str, float]]:
                     ratios[key] = found / predicted_state(way, hosts, slots)
                     told = f"{predicted_state(way, hosts, slots):8.1f}  {ratios[key]:.3f}"
                 print(f"  {way:8} {found:8.1f} {told}", flush=True)
+    return ratios, middles
+
+
+def report_crossed() -> tuple[dict[str, float], dict[str, float]]:
+    """Measure stages of zero with recomputation. Returns measured / predicted, and MB."""
+    ratios, middles = {}, {}
+    for hosts, slots in PLACES[:2]:
+        print(f"crossed, {hosts} hosts x {slots} ranks, MB per node: measured, predicted")
+        with harness.emulated_hosts(hosts, slots, 8000) as cluster:
+            for way, how in itertools.product(CROSSED, AGAIN[:3]):
+                words = ["--way", way, "--again", how, "--samples", str(CROSSED_SAMPLES)]
+                found = harness.on_hosts(cluster, "slot", "benchmarks.memory", *words)
+                expected = predicted_crossed(way, how, slots, hosts)
+                key = f"crossed, {hosts} x {slots}, zero {way}, {how}"
+                middles[key], ratios[key] = found, found / expected
+                print(
+                    f"  {way:8} {how:10} {found:8.1f} {expected:8.1f} {ratios[key]:.3f}", flush=True
+                )
     return ratios, middles
 
 
@@ -348,23 +392,31 @@ def main() -> None:
     """Run the parts, or one process of a part."""
     parser = argparse.ArgumentParser(description="memory, and what it costs to save it")
     parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
-    for name, default in (("states", 1), ("activations", 1), ("rounds", 5), ("mbit", 800)):
+    parts_given = (("states", 1), ("crossed", 1), ("activations", 1), ("rounds", 5), ("mbit", 800))
+    for name, default in parts_given:
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, more in (("--result", {}), ("--way", {}), ("--peak", {"nargs": 2})):
         parser.add_argument(name, help=argparse.SUPPRESS, **more)  # type: ignore[arg-type]
+    parser.add_argument("--again", default="none", help=argparse.SUPPRESS)
+    parser.add_argument("--samples", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--links", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.peak:
         print(*measure_peak(given.peak[0], int(given.peak[1])))
         return
     if given.result:
-        found = measure_state(given.way) if given.way else measure_links(given.links)
+        found: Any
+        if given.way:
+            found = measure_state(given.way, given.again, given.samples)
+        else:
+            found = measure_links(given.links)
         if int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == 0:
             harness.hand_back(given.result, found)
         return
     parts = (
         (given.activations, report_activations),
         (given.states, report_states),
+        (given.crossed, report_crossed),
         (given.rounds, partial(report_links, given.rounds, given.mbit)),
     )
     harness.finish_parts("memory", parts, given.json)

@@ -215,7 +215,8 @@ class Content:
             self._compared = self._whole_in_replicas()
             names, pieces = self._holdings.trained_names, self._holdings.pieces
             shared = [name for name in names if name not in pieces]
-            mine = [*pieces, *shared[alike.rank :: alike.size]]
+            own = [name for name in names if name in pieces]
+            mine = [*own, *shared[alike.rank :: alike.size]]
             self._batches = batches_to_check(self.parts.held, mine)
         if self._has_extra:
             self._look_at_extra()

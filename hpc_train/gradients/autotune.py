@@ -20,7 +20,7 @@ from hpc_train.collectives.ring import Library, Ring
 from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket, has_slabs, plan_buckets
 from hpc_train.gradients.compression import make_compressor
-from hpc_train.gradients.division import Reach
+from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.local import LocalSteps
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions, TwoLevel
@@ -170,7 +170,7 @@ def mpi_averager(
     planned = trained(model, optimizer)
     group = levels.whole
     options.check(planned)
-    if group.size == 1 or not planned:
+    if group.size == 1 or not (planned or _frozen(model, options)):
         none = CollectiveSums(connect(group), [])
         return BucketAverager(model, optimizer, group, lambda _: ([], none), Progress())
     if options.zero:
@@ -208,13 +208,15 @@ def _sharded(
     def make(buckets: Sequence[Bucket], reach: Sequence[Reach] = ()) -> LevelSums:
         return _made_on_all_nodes(levels.whole, lambda: made(buckets, reach))
 
-    size = _bucket_bytes(levels.whole, make, planned, options)
+    frozen = _frozen(model, options)
+    size = _bucket_bytes(levels.whole, make, [*planned, *frozen], options)
     whole = frozenset(options.whole)  # `in` on a list would compare the parameters' values
     divisible = [p for p in planned if p not in whole and has_slabs(p)]
     rest = {id(p) for p in divisible}
-    divided = [
-        some for stage in _by_stage(divisible, options) for some in plan_buckets(stage, size)
-    ]
+    divided, still = (
+        [some for stage in _by_stage(which, options) for some in plan_buckets(stage, size)]
+        for which in (divisible, frozen)
+    )
     kept = plan_buckets([p for p in planned if id(p) not in rest], size)
     packed = options.compression != "none"
     buckets = [
@@ -222,7 +224,13 @@ def _sharded(
         *(Bucket(some, by_rows=packed) for some in kept),
     ]
     reach = Reach.JOB if options.scope == "all" else Reach.NODE
-    sums = make(buckets, [reach] * len(divided) + [Reach.RANK] * len(kept))
+    reaches = [reach] * len(divided) + [Reach.RANK] * len(kept)
+    sums = make(buckets, reaches)
+    division = BucketParts(
+        levels,
+        [*buckets, *(Bucket(some, by_rows=True) for some in still)],
+        [*reaches, *[reach] * len(still)],
+    )
 
     def averager() -> ShardedAverager:
         progress = options.progress()
@@ -230,8 +238,8 @@ def _sharded(
             return ShardedAverager(
                 model,
                 optimizer,
-                buckets,
                 sums,
+                division,
                 progress,
                 hidden=options.only_modules_read,
                 values=options.values,
@@ -243,6 +251,17 @@ def _sharded(
             raise
 
     return _made_on_all_nodes(levels.whole, averager)
+
+
+def _frozen(model: nn.Module, options: AveragingOptions) -> list[Parameter]:
+    """The parameters that are divided although they are not trained: with zero 3 only.
+
+    With zero 3 nobody but the modules uses parameters. Other stages leave it to the user's code to
+    change those that are not trained, as for the mean of a model's parameters over the steps.
+    """
+    if options.zero < 3:
+        return []
+    return [p for p in model.parameters() if not p.requires_grad and has_slabs(p)]
 
 
 def _by_stage(

@@ -106,8 +106,8 @@ class AveragingOptions:
             (packed and local, "compression and average_every do not go together", "leave one out"),
             (
                 self.zero == 3 and not self.gates,
-                "zero 3 needs to know the model's stages, which only a Trainer does",
-                "use a Trainer, or zero 2",
+                "zero 3 needs the gates of the model's stages, which a Loop and a Trainer make",
+                "use one of them, or zero 2",
             ),
             (
                 self.zero > 1 and packed,

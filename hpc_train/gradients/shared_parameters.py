@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.collectives.node import NodeMemory
 from hpc_train.gradients.buckets import Bucket, Slab
-from hpc_train.gradients.division import Reach
+from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.sums import LevelSums, bucket_begins, cut_memory
 from hpc_train.models.deferred import untouched
@@ -34,12 +34,14 @@ class SharedParameters:
     Making it reserves the memory. `move` moves the parameters there.
 
     Args:
-        sums: sums of all buckets. A bucket is divided if not every rank needs its whole result.
+        sums: sums of the buckets of all trained parameters.
+        division: who owns which part of these buckets, and behind them of buckets of parameters
+            that are not trained. A bucket is divided if not every rank needs its whole result.
         progress: advances the gathers between nodes.
 
     Attributes:
-        slabs: for each piece that this rank updates, which is a parameter of its own, its slab of
-            the model's parameter.
+        slabs: for each piece that this rank owns, which is a parameter of its own, its slab of the
+            model's parameter.
 
     Raises:
         SetupError: there is too little shared memory; raised on all ranks of the node.
@@ -47,10 +49,11 @@ class SharedParameters:
 
     SIGNALS = 1  # for each bucket: its parameters are gathered
 
-    def __init__(self, sums: LevelSums, progress: Progress) -> None:
+    def __init__(self, sums: LevelSums, division: BucketParts, progress: Progress) -> None:
         self.sums, self.levels, self.progress = sums, sums.levels, progress
-        self.numbers = [n for n, reach in enumerate(sums.division.reach) if reach is not Reach.RANK]
-        self.buckets: list[Bucket] = [sums.buckets[number] for number in self.numbers]
+        self.division = division
+        self.numbers = [n for n, reach in enumerate(division.reach) if reach is not Reach.RANK]
+        self.buckets: list[Bucket] = [division.buckets[number] for number in self.numbers]
         self.home = {p: n for n, bucket in enumerate(self.buckets) for p in bucket.parameters}
         """For each parameter, the index of its bucket in `buckets`."""
         self.memory: NodeMemory | None = None
@@ -87,8 +90,9 @@ class SharedParameters:
                     slab.of(flat).copy_(slab.rows_of(slab.parameter.data))
                 else:
                     values.fill(slab.parameter, slab.of(flat), slab.first)
-            for slab in bucket.slabs(*self.sums.division.own(number)):
-                self.slabs[Parameter(slab.of(flat))] = slab
+            for slab in bucket.slabs(*self.division.own(number)):
+                trained = slab.parameter.requires_grad
+                self.slabs[Parameter(slab.of(flat), requires_grad=trained)] = slab
         self.levels.node.barrier()  # all is written before anybody reads the parameters
         for bucket, flat in zip(self.buckets, self._flats, strict=True):
             for parameter, view in bucket.views(flat).items():
@@ -101,13 +105,14 @@ class SharedParameters:
 
     def _filled(self, number: int) -> tuple[int, int]:
         """Start and end of what this rank fills of a bucket at the beginning, in elements."""
-        return self.sums.division.part(number)
+        return self.division.part(number)
 
     def gradients(self) -> dict[Parameter, Tensor]:
-        """For each piece of `slabs`, its part of the averaged gradient."""
+        """For each piece of `slabs` that is trained, its part of the averaged gradient."""
         return {
             piece: self.sums.result(self.numbers[self.home[slab.parameter]], slab)
             for piece, slab in self.slabs.items()
+            if piece.requires_grad
         }
 
     def moved_away(self) -> list[Parameter]:
@@ -153,9 +158,9 @@ class SharedParameters:
 
     def _gather(self, index: int, round_: int) -> Coroutine[None]:
         number = self.numbers[index]
-        if self.sums.division.reach[number] is Reach.JOB and self.levels.owns:
-            begin, end = self.sums.division.part(number)
-            part, chunks = self._flats[index][begin:end], self.sums.division.chunks(number)
+        if self.division.reach[number] is Reach.JOB and self.levels.owns:
+            begin, end = self.division.part(number)
+            part, chunks = self._flats[index][begin:end], self.division.chunks(number)
             tag = len(self.sums.buckets) + number
             yield from self.sums.gather(part, chunks, tag)
         if self.memory is not None:

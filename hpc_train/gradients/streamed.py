@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.errors import SetupError
-from hpc_train.gradients.division import Reach
+from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.shared_parameters import SharedParameters
 from hpc_train.gradients.sums import LevelSums
@@ -37,7 +37,7 @@ class StreamedParameters(SharedParameters):
     All ranks must pass the same gates in the same order, forward and backward. Collective to make.
 
     Args:
-        sums, progress: as for `SharedParameters`.
+        sums, division, progress: as for `SharedParameters`.
         gates: the gates of this rank's stages, in the order of the forward pass.
 
     Raises:
@@ -47,13 +47,19 @@ class StreamedParameters(SharedParameters):
 
     SIGNALS = 2  # a bucket is gathered; a rank no longer needs it
 
-    def __init__(self, sums: LevelSums, progress: Progress, gates: Sequence[Gate]) -> None:
+    def __init__(
+        self, sums: LevelSums, division: BucketParts, progress: Progress, gates: Sequence[Gate]
+    ) -> None:
         self.gates = list(gates)
-        super().__init__(sums, progress)
+        super().__init__(sums, division, progress)
         self.streamed = {
-            index for index, n in enumerate(self.numbers) if sums.division.reach[n] is Reach.JOB
+            index for index, n in enumerate(self.numbers) if division.reach[n] is Reach.JOB
         }
         """Indices of the buckets that are divided over nodes."""
+        self._steady = {
+            index for index, number in enumerate(self.numbers) if number >= len(sums.buckets)
+        }
+        """Indices of the buckets that are not trained, which no step changes."""
         self._of_stage = [self._needed_by(gate.module) for gate in gates]
         self._there: set[int] = set()  # buckets that are gathered, or are being gathered
         self._rounds = [0] * len(self.buckets)
@@ -102,7 +108,7 @@ class StreamedParameters(SharedParameters):
         return [p for p, index in self.home.items() if index in self.streamed]
 
     def _filled(self, number: int) -> tuple[int, int]:
-        return self.sums.division.own(number)
+        return self.division.own(number)
 
     def attend(self, model: nn.Module) -> None:
         """Gather parameters from now on when a stage is about to compute."""
@@ -160,20 +166,23 @@ class StreamedParameters(SharedParameters):
 
     def _empty(self, index: int) -> None:
         """Give back what other nodes own of this rank's part of a bucket."""
-        number, division = self.numbers[index], self.sums.division
-        begin, end = division.part(number)
-        own, last = division.own(number)
+        number = self.numbers[index]
+        begin, end = self.division.part(number)
+        own, last = self.division.own(number)
         for first, behind in ((begin, own), (last, end)):
             self._give_back(self._flats[index][first:behind])
 
     def forget(self) -> None:
-        """Forget the parameters of other nodes, because they have changed. Collective."""
-        for index in sorted(self._there):
+        """Forget the parameters of other nodes, because all have changed. Collective."""
+        self._forget(self._there)
+
+    def _forget(self, indices: Collection[int]) -> None:
+        for index in sorted(indices):
             self._drop(index)
 
     def update(self) -> None:
         """Forget the old parameters of other nodes, and begin to bring those of the first stage."""
-        self.forget()
+        self._forget(self._there - self._steady)
         if self.gates:
             self._start(self._of_stage[0])
 

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
 from hpc_train.errors import HpcTrainError, UserError
-from hpc_train.gradients.buckets import Bucket
-from hpc_train.gradients.division import Reach
+from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.pooled_filling import PooledFilling
@@ -57,9 +56,9 @@ class ShardedAverager(BucketAverager):
 
     Args:
         model, optimizer, progress: as for `BucketAverager`.
-        buckets: buckets of all trained parameters.
-        sums: sums of these buckets. The parameters of a bucket are shared if not every rank needs
-            its whole result.
+        sums: sums of buckets of all trained parameters.
+        division: as for `SharedParameters`. The parameters of a bucket are shared if not every rank
+            needs its whole result.
         hidden: whether gathers between nodes go on during the next forward pass. Then nobody may
             read parameters but the modules that have them, unless `settle` was called.
         values: makes the parameters' initial values; None: the parameters have them.
@@ -74,8 +73,8 @@ class ShardedAverager(BucketAverager):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        buckets: list[Bucket],
         sums: LevelSums,
+        division: BucketParts,
         progress: Progress,
         *,
         hidden: bool = False,
@@ -83,10 +82,12 @@ class ShardedAverager(BucketAverager):
         gates: Sequence[Gate] = (),
     ) -> None:
         self.levels = sums.levels
-        job = Reach.JOB in sums.division.reach
-        streamed = StreamedParameters(sums, progress, gates) if gates and job else None
-        self.parameters = streamed or SharedParameters(sums, progress)
-        super().__init__(model, optimizer, self.levels.whole, lambda _: (buckets, sums), progress)
+        job = Reach.JOB in division.reach
+        streamed = StreamedParameters(sums, division, progress, gates) if gates and job else None
+        self.parameters = streamed or SharedParameters(sums, division, progress)
+        super().__init__(
+            model, optimizer, self.levels.whole, lambda _: (sums.buckets, sums), progress
+        )
         self.shards = connect(self.levels.whole if job else self.levels.node)
         self._counts_whole = self.shards.group.rank == 0
         self.parameters.move(values)
@@ -99,6 +100,10 @@ class ShardedAverager(BucketAverager):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._divide_optimizer()
         self._remember()
+
+    def _remember(self) -> None:
+        super()._remember()
+        self._frozen += [p for p in self.shared if not p.requires_grad]
 
     def _fill(self) -> Filling:
         if not isinstance(self.sums, PooledSums):

@@ -68,6 +68,10 @@ class Gate:
                 "result of the one before",
             )
 
+    def remove(self) -> None:
+        """Give the module its own `forward` back."""
+        self.module.forward = self.original
+
     def _before_backward(self, _: Tensor) -> None:
         if self.attendant is not None:
             self.attendant.before_backward(self.place)

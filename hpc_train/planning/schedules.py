@@ -184,9 +184,7 @@ def memory(
     moments = 0 if offloaded else OPTIMIZER_TENSORS[config.optimizer.name]
     trained, frozen = trained_parameters(config, shape, parts)
     mine = [[i for run in runs[rank::pp] for i in run] for rank in range(pp)]
-    stages = [[trained[i] * parameter for i in its] for its in mine]
-    # Replicas do not divide what is frozen.
-    left = [sum(frozen[i] for i in its) * parameter for its in mine]
+    stages, left = ([[of[i] * parameter for i in its] for its in mine] for of in (trained, frozen))
     return [
         (
             round(
@@ -194,7 +192,7 @@ def memory(
                 * micro_batch
                 * activation
             ),
-            round(state_bytes(stages[rank], moments, by).total + left[rank]),
+            round(state_bytes(stages[rank], moments, by, left[rank]).total),
         )
         for rank, actions in enumerate(schedule)
     ]

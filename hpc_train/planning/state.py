@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 BUCKET_BYTES = 4 << 20  # bytes of a bucket of gradients, as in gradients.autotune
 BUCKET_SHARE = 32  # a pooled bucket of a measured size is at most P / BUCKET_SHARE
@@ -64,7 +65,9 @@ def most_of_bucket(whole: float) -> float:
     return max(BUCKET_BYTES, whole / BUCKET_SHARE)
 
 
-def state_bytes(stages: Sequence[float], moments: int, by: Dividing) -> StateBytes:
+def state_bytes(
+    stages: Sequence[float], moments: int, by: Dividing, frozen: Sequence[float] = ()
+) -> StateBytes:
     """The memory of the state between two steps, and of the parameters while a stage computes.
 
     In stage 3 a node has its chunks of the parameters, and the rest of two consecutive stages. In
@@ -72,16 +75,20 @@ def state_bytes(stages: Sequence[float], moments: int, by: Dividing) -> StateByt
     several passes, a node keeps its sum over the passes.
 
     Args:
-        stages: bytes of the parameters of each stage that the rank has: embedding, blocks, head.
+        stages: bytes of the trained parameters of each stage that the rank has: embedding, blocks,
+            head.
         moments: tensors that the optimizer keeps for each parameter.
         by: how replicas divide the state.
+        frozen: bytes of each stage's other parameters, which only stage 3 divides.
     """
-    whole = sum(stages)
-    parameters = whole / by.sharing
-    if by.zero == 3 and by.scope == "all":
-        pairs = [sum(stages[n : n + 2]) for n in range(len(stages))]
-        gathered = max(pairs, default=0.0) * (1 - 1 / by.nodes)
-        parameters = (whole / by.nodes + gathered) / by.sharing
+    whole, left = sum(stages), sum(frozen)
+    parameters = whole / by.sharing + left
+    if by.zero == 3:
+        parameters, nodes = whole + left, by.nodes if by.scope == "all" else 1
+        each = [sum(of) for of in zip_longest(stages, frozen, fillvalue=0.0)]
+        pairs = [sum(each[n : n + 2]) for n in range(len(each))]
+        gathered = max(pairs, default=0.0) * (1 - 1 / nodes)
+        parameters = (parameters / nodes + gathered) / by.sharing
     gradients = whole
     if by.zero >= 2:
         kept = whole / (by.sharing if by.passes > 1 else by.optimizing)

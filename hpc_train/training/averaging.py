@@ -216,10 +216,10 @@ class AveragingState(Statistics):
         if not isinstance(self.averager, ShardedAverager):
             return {}
         # Unless the slabs are divided over all nodes, every node has each of them.
-        everyone = Reach.JOB in self.averager.parameters.sums.division.reach
+        everyone = Reach.JOB in self.averager.parameters.division.reach
         first = everyone or self.averager.levels.cross.rank == 0
-        slabs = self.averager.parameters.slabs
-        return {piece: self._shard(slab, first=first) for piece, slab in slabs.items()}
+        slabs = self.averager.parameters.slabs.items()
+        return {p: self._shard(slab, first=first) for p, slab in slabs if p.requires_grad}
 
     @property
     def streamed(self) -> Streamed:
@@ -358,4 +358,6 @@ def whole_training_state(
         return whole
     first = group.rank == 0
     shards = {name: replace(shard, owned=first) for name, shard in shards.items()}
-    return replace(whole, shards=shards, replica=group, pieces=state.pieces)
+    return replace(
+        whole, shards=shards, replica=group, pieces=state.pieces, streamed=state.streamed
+    )

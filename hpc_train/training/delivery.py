@@ -26,6 +26,7 @@ from hpc_train.job.heartbeat import Pace
 from hpc_train.job.preemption import StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.launch.protocol import STOP
+from hpc_train.models.gate import Gate
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -122,7 +123,7 @@ class Delivery:
         """Whether the step is to be taken now: the batch that was given last is the step's last."""
         self.options = options
         self.saving = Saving(options.every, background=options.background)
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle | Gate] = []
         self._watchdog: Watchdog | None = None
 
     def _delivered(
@@ -245,7 +246,7 @@ class Delivery:
         self._in_step, self._taken = False, self._given
 
     def _unhook(self) -> None:
-        """Remove the hooks from the optimizer."""
+        """Remove the hooks from the optimizer, and the gates from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

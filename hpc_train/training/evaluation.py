@@ -24,9 +24,18 @@ PerSample = Callable[[Any], "Tensor | Mapping[str, Tensor]"]
 
 
 def evaluate(
-    group: Group, reader: Reader, per_sample: PerSample, batch: int, models: Sequence[nn.Module]
+    group: Group,
+    reader: Reader,
+    per_sample: PerSample,
+    batch: int,
+    models: Sequence[nn.Module],
+    *,
+    alike: bool = False,
 ) -> float | dict[str, float]:
-    """The means over all samples, the same on all ranks; see `Loop.evaluate`. Collective."""
+    """The means over all samples, the same on all ranks; see `Loop.evaluate`. Collective.
+
+    If `alike`, all ranks call the function equally often, some for a sample that does not count.
+    """
     with agreed(group):
         samples = len(reader.dataset)
         if samples < 1 or batch < 1:
@@ -44,9 +53,13 @@ def evaluate(
     with agreed(group), aside(models), torch.no_grad():
         mine = np.arange(group.rank, samples, group.size)
         size = -(-batch // group.size)
-        for begin in range(0, len(mine), size):
-            for name, values in _values(reader, mine[begin : begin + size], per_sample).items():
-                totals[name] = totals.get(name, torch.zeros(())) + values.double().sum().cpu()
+        most = -(-samples // group.size) if alike else len(mine)
+        for begin in range(0, most, size):
+            some = mine[begin : begin + size]
+            found_of = _values(reader, some if len(some) else np.arange(1), per_sample)
+            for name, values in found_of.items():
+                if len(some):
+                    totals[name] = totals.get(name, torch.zeros(())) + values.double().sum().cpu()
     found = group.gathered(
         {name: float(total) for name, total in totals.items()}, "what all ranks have evaluated"
     )

@@ -32,6 +32,7 @@ from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel import batch_norm as batch_norms
 from hpc_train.parallel.recompute import recompute
+from hpc_train.parallel.stages import gates_of
 from hpc_train.training.averaging import options_of, whole_training_state
 from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
@@ -86,6 +87,8 @@ class Loop(Stepping):
         batch_norms.set_up_batch_norm(model, self.collectives, options.batch_norm)
         with agreed(group):
             recompute(model, options.memory.recompute)
+            gates = gates_of(model) if options.memory.zero == 3 else []
+            self._hooks += gates
         if options.precision:
             local = group if gradients.average_every > 1 else None
             self.scaler = LossScaler(getattr(torch, options.precision), local)
@@ -95,7 +98,12 @@ class Loop(Stepping):
         try:
             memory = options.memory
             asked = options_of(
-                gradients, zero=memory.stage, scope=memory.scope, cores=runtime.cores
+                gradients,
+                zero=memory.stage,
+                scope=memory.scope,
+                only_modules_read=options.private_parameters,
+                gates=gates,
+                cores=runtime.cores,
             )
             self.averager = average_gradients(model, optimizer, group, asked)
         except BaseException:
@@ -419,7 +427,8 @@ class Loop(Stepping):
             with agreed(self._calls):
                 reader = Reader(dataset, self._reading, collate_fn)
             with self._unlimited():
-                return evaluate(self._calls, reader, per_sample, batch, self._in_one_state())
+                models, alike = self._in_one_state(), self.options.memory.zero == 3
+                return evaluate(self._calls, reader, per_sample, batch, models, alike=alike)
 
     @contextmanager
     def _unlimited(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from hpc_train.config import (
 from hpc_train.errors import UserError
 from hpc_train.host.processor import Matmul
 from hpc_train.parallel.batch_norm import BatchNorm
+from hpc_train.training.sharing import check_private
 
 Precision = Literal["bfloat16", "float16"]
 
@@ -35,6 +36,10 @@ class LoopOptions:
             work and state. Then only the optimizer's step may write to parameters, and no rank has
             a whole gradient. With recompute, blocks of the model compute activations again in the
             backward pass.
+        private_parameters: whether the loop's own code reads no parameter, and only the modules
+            that have a parameter do. Then gathers between nodes go on during the next forward pass,
+            and memory.zero can be 3, which needs a model with `stages`. With 3 all ranks call the
+            model equally often. After `close` the divided parameters have no elements.
         clip_norm: largest global norm of the averaged gradients in each step; 0 disables clipping.
             With local steps (average_every) it limits the norm of each rank's own gradients.
         precision: the number format in which `autocast` computes; float16 has a loss scale. None:
@@ -68,6 +73,7 @@ class LoopOptions:
 
     gradients: GradientsSection = field(default_factory=GradientsSection)
     memory: MemorySection = field(default_factory=MemorySection)
+    private_parameters: bool = False
     clip_norm: float = 0.0
     precision: Precision | None = None
     batch_norm: BatchNorm = "sync"
@@ -115,6 +121,7 @@ class LoopOptions:
                 raise UserError(f"{name} is {getattr(self, name)!r}", remedy)
         if self.memory.offload != "none":
             raise UserError("a loop cannot offload the optimizer's state", "use a Trainer")
+        check_private(self.memory, "LoopOptions", private=self.private_parameters)
         for name in ("every", "keep", "prefetch", "workers"):
             check_integer(name, getattr(self, name), least=0)
         RunConfig(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hpc_train.config import GradientsSection, RunConfig
+from hpc_train.config import GradientsSection, MemorySection, RunConfig
 from hpc_train.config.spread import Zero
 from hpc_train.errors import ConfigError
 from hpc_train.gradients.options import Engine, Scope
@@ -74,6 +74,26 @@ def choose_zero(gradients: GradientsSection, facts: SharingFacts) -> tuple[Zero,
     return 1, "ranks share parameters and the optimizer's work"
 
 
+def check_private(memory: MemorySection, what: str, *, private: bool) -> None:
+    """Check that nobody reads parameters that another node has.
+
+    Args:
+        memory: the section of the configuration.
+        what: the class that has an argument `private_parameters`.
+        private: its value.
+
+    Raises:
+        ConfigError: memory.zero is 3, and parameters are not private.
+    """
+    if memory.zero == 3 and not private:
+        raise ConfigError(
+            "memory.zero is 3, and code outside hpc_train may read parameters while other nodes "
+            "have them",
+            f"give {what} private_parameters=True if only the model's modules read them, or set "
+            "memory.zero 2",
+        )
+
+
 def decide(
     config: RunConfig,
     grid: ParallelGrid,
@@ -97,13 +117,7 @@ def decide(
         ConfigError: memory.zero is 3, and parameters are not private.
     """
     memory = config.memory
-    if memory.zero == 3 and not private:
-        raise ConfigError(
-            "memory.zero is 3, and code outside hpc_train may read parameters while other nodes "
-            "have them",
-            "give TrainingTask private_parameters=True if only the model's modules read them, or "
-            "set memory.zero 2",
-        )
+    check_private(memory, "TrainingTask", private=private)
     if memory.zero != "auto":
         return Sharing(zero=memory.zero, scope=memory.scope, only_modules_read=private)
     facts = SharingFacts(

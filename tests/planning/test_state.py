@@ -37,6 +37,17 @@ def test_stage_3_has_a_nodes_chunks_and_two_stages():
     assert found.optimizer == 2 * WHOLE / 8
 
 
+def test_only_stage_3_divides_what_is_not_trained():
+    frozen, by = [0.0, 60.0, 60.0, 60.0], {"nodes": 4, "ranks": 2, "bucket": 10}
+    found = {zero: state_bytes(STAGES, 2, Dividing(zero=zero, **by), frozen) for zero in (2, 3)}
+    assert found[2].parameters == WHOLE / 2 + 180
+    assert found[3].parameters == pytest.approx(((WHOLE + 180) / 4 + 200 * 3 / 4) / 2)
+    for zero in (2, 3):
+        alone = state_bytes(STAGES, 2, Dividing(zero=zero, **by))
+        assert found[zero].optimizer == alone.optimizer
+        assert found[zero].gradients == alone.gradients
+
+
 def test_a_node_keeps_its_sum_over_the_passes():
     by = Dividing(zero=2, nodes=4, ranks=2, passes=3, bucket=10)
     assert state_bytes(STAGES, 2, by).gradients == WHOLE / 2 + 40

@@ -6,14 +6,21 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Subset, TensorDataset
 
 import hpc_train
+from hpc_train.checkpoint.catalogue import newest
 from hpc_train.errors import ConfigError, UserError
+from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
 from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.models import GPT
 from hpc_train.models.gate import Gate, attend
 from hpc_train.mpi.group import Group
+from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
@@ -23,11 +30,14 @@ ZERO = ["--memory.zero", "3"]
 NODES = {"two": (0, 0, 1, 1), "four": (0, 1, 2, 3), "uneven": (0, 0, 0, 1)}
 
 
-def make(settings, place, *, private=True, **sizes) -> Trainer:
+def make(settings, place, *, private=True, frozen=(), **sizes) -> Trainer:
     torch.manual_seed(place.world.rank)
     sizes = {"vocab": 13, "sequence": 8, "layers": 1, "hidden": 8, "heads": 2} | sizes
+    gpt = GPT(**sizes, dropout=0.2)
+    for name in frozen:
+        gpt.get_submodule(name).requires_grad_(False)
     task = TrainingTask(
-        GPT(**sizes, dropout=0.2),
+        gpt,
         text(60, 1),
         lambda gpt, batch: gpt(*batch),
         validation=text(11, 2),
@@ -83,12 +93,51 @@ def test_a_run_goes_on_with_another_stage(job, together, reference, spoilt, orde
     job.world.barrier()
 
 
+FINE_TUNED = {"lora": ["--finetune.lora", "2"], "head": ["--finetune.head", "true"]}
+
+
 @pytest.mark.mpi
-def test_a_node_keeps_its_chunks_only(job, together):
+@pytest.mark.parametrize(("nodes", "order"), [("two", ("3", "0")), ("four", ("0", "3"))])
+@pytest.mark.parametrize("chosen", FINE_TUNED.values(), ids=FINE_TUNED)
+def test_fine_tuning_divides_what_is_not_trained(
+    job, together, reference, spoilt, nodes, order, chosen
+):
+    given = [*chosen, "--checkpoint.weights", str(reference), "--data.micro_batch", "2"]
+    for zero, steps in zip(order, (3, STEPS), strict=True):
+        options = ["--memory.zero", zero, "--run.steps", str(steps)]
+        train(job, NODES[nodes], together / "run", *given, *options)
+    if job.world.rank == 0:
+        make(config(together / "one", *given), Runtime(Group(), Group())).train()
+        check_equal(together / "run", together / "one")
+        first, last = load_file(newest(reference)), load_file(newest(together / "run"))
+        names = [n for n in first if n.startswith("model.")]
+        frozen = [n for n in names if f"optim.{n[6:]}.exp_avg" not in last]
+        assert frozen
+        assert all(torch.equal(first[name], last[name]) for name in frozen)
+    job.world.barrier()
+
+
+@pytest.mark.mpi
+def test_what_is_trained_cannot_change_later(job, together, reference):
+    given = [*ZERO, *FINE_TUNED["head"], "--checkpoint.weights", str(reference)]
     with on_nodes(job, NODES["two"]) as place:
-        trainer = make(config(together / "run", *ZERO, "--run.steps", "1"), place, hidden=128)
+        trainer = make(config(together / "run", *given), place)
+        next(p for p in trainer.model.parameters() if not p.requires_grad).requires_grad_(True)
+        with pytest.raises(UserError, match="the optimizer has got other parameters"):
+            trainer.train()
+        trainer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("frozen", [(), ("embedding", "blocks")], ids=["trained", "frozen"])
+def test_a_node_keeps_its_chunks_only(job, together, frozen):
+    with on_nodes(job, NODES["two"]) as place:
+        given = config(together / "run", *ZERO, "--run.steps", "1")
+        trainer = make(given, place, frozen=frozen, hidden=128)
         trainer.train()
         parameters = trainer.averager.parameters
+        whole = sum(p.numel() for p in trainer.model.parameters())
+        assert sum(map(len, parameters._flats)) == whole
         for index in sorted(parameters._there):  # the first stage, for a step that does not come
             parameters._drop(index)
         parameters.progress.finish()
@@ -116,12 +165,76 @@ def test_weights_are_read_by_all_nodes(job, together, reference, spoilt):
 def test_what_other_code_may_read_is_not_divided(job, together):
     with pytest.raises(ConfigError, match="code outside hpc_train may read parameters"):
         make(config(together / "run", *ZERO), job, private=False)
-    model = nn.Linear(2, 2)
-    options = hpc_train.LoopOptions(memory=hpc_train.MemorySection(zero=3))
-    with pytest.raises(UserError, match="stages, which only a Trainer does: use a Trainer"):
-        hpc_train.Loop(
-            job, together / "loop", model, torch.optim.SGD(model.parameters(), 0.1), options
+    model, memory = nn.Linear(2, 2), hpc_train.MemorySection(zero=3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options = hpc_train.LoopOptions(memory=memory)
+    with pytest.raises(ConfigError, match="give LoopOptions private_parameters=True"):
+        hpc_train.Loop(job, together / "loop", model, optimizer, options)
+    options = hpc_train.LoopOptions(memory=memory, private_parameters=True)
+    with pytest.raises(UserError, match="need stages, and Linear has no attribute `stages`"):
+        hpc_train.Loop(job, together / "loop", model, optimizer, options)
+    with pytest.raises(UserError, match="zero 3 needs the gates of the model's stages"):
+        average_gradients(model, optimizer, job.world, AveragingOptions(zero=3))
+
+
+class Blocks(nn.Sequential):
+    stages = ("0", "1.*", "2")
+
+    def __init__(self):
+        blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        super().__init__(nn.Linear(5, 8), nn.Sequential(*blocks), nn.Linear(8, 3))
+        self[1][0].requires_grad_(False)
+
+
+def loop_losses(place, directory, epochs, options):
+    """Train in a loop of one's own. The losses of the steps, and of evaluations."""
+    torch.manual_seed(place.world.rank)
+    model = Blocks().double()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    inputs = torch.randn(40, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = TensorDataset(inputs, inputs.abs().argmax(1) % 3)
+
+    def losses(batch):
+        return cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    seen = []
+    with hpc_train.Loop(place, directory, model, optimizer, options) as loop:
+        for _, batches in loop.epochs(data, batch=16, epochs=epochs, accumulate=2):
+            for batch in batches:
+                loss = losses(batch).mean()
+                loop.backward(loss)
+                if loop.step_due:
+                    loop.step()
+                    optimizer.zero_grad()
+                seen.append(loop.mean(loss))
+            seen.append(loop.evaluate(Subset(data, range(7)), losses, batch=4))
+    return seen, model
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize(("order", "again"), [((3, 0), "none"), ((0, 3), "full"), ((3, 3), "full")])
+def test_a_loop_of_ones_own(job, together, tmp_path, spoilt, monkeypatch, order, again):
+    nodes = NODES["two"]
+
+    def two_nodes(whole):
+        node = whole.split(nodes[whole.rank], whole.rank)
+        return Levels.join(whole, node, whole.split(node.rank, whole.rank))
+
+    expected, _ = loop_losses(
+        Runtime(Group(), Group()), tmp_path, 4, hpc_train.LoopOptions(clip_norm=0.3)
+    )
+    monkeypatch.setattr(Levels, "of", staticmethod(two_nodes))
+    seen = []
+    for zero, epochs in zip(order, (2, 4), strict=True):
+        options = hpc_train.LoopOptions(
+            memory=hpc_train.MemorySection(zero=zero, recompute=again),
+            private_parameters=True,
+            clip_norm=0.3,
         )
+        found, model = loop_losses(job, together / "run", epochs, options)
+        seen += found
+        assert not any(isinstance(vars(m).get("forward"), Gate) for m in model.modules())
+    assert seen == pytest.approx(expected, rel=1e-10)
 
 
 class Attendant:
