@@ -28,6 +28,7 @@ from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, import_mpi, library_version
 from hpc_train.planning.schedules import size as size_text
+from hpc_train.times import time_text
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ def links(
         seconds = [(times[place], host) for host, times in everyone if times[place]]
         if seconds:
             median = statistics.median(second for second, _ in seconds)
-            text = f"{size_text(MESSAGE_BYTES)} {how} in {1000 * median:.2f} ms"
+            text = f"{size_text(MESSAGE_BYTES)} {how} in {time_text(median)}"
             found.append(_with_slow(what, text, seconds, median))
             bandwidths[key] = MESSAGE_BYTES / median
     return found, bandwidths

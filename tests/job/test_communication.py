@@ -85,7 +85,7 @@ def test_a_drawing_has_each_figure_with_its_numbers():
     root = ET.fromstring(svg([*figures, barrier], "a < b", ["a & b"]))
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 8  # each figure in two plots
-    assert "ring, 1 KiB: 1024 microseconds" in titles
+    assert "ring, 1 KiB: time 1.02 ms" in titles
     assert ET.fromstring(svg(figures[:1], "one", [])) is not None
 
 

@@ -98,7 +98,7 @@ def test_a_killed_run_has_lost_what_its_next_start_has_dropped(tmp_path):
     claim(tmp_path, silent=1000)
     text = Page(report_of([tmp_path])).text
     assert "steps lost 25 " in text
-    assert " 0 at least 80 s 75 25 no end is recorded" in text
+    assert " 0 at least 1 min 20 s 75 25 no end is recorded" in text
     # The newest start was killed, too, and its last record tells its last step.
     assert f" 50 at least 10 s 60 {NO_VALUE} no end is recorded" in text
     assert "no end is recorded; last record at " in text
@@ -252,6 +252,7 @@ def test_a_sweep_is_compared_by_its_options_the_best_first(tmp_path):
     assert axes["optimizer.name"] == ["adamw"] * 3 + [""]
     assert found["axes"][-1]["label"] == "last loss"
     assert axes["last loss"] == [1, 2, 3, None]
+    assert "last step" not in axes, "it is the same for all"
 
 
 def test_a_live_report_follows_a_run(tmp_path):
