@@ -138,6 +138,18 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return drawn
 
 
+def _starts(path: Path) -> list[dict[str, Any]]:
+    """The events "start"; a newer one may be followed by many others."""
+    found = []
+    with suppress(OSError), path.open("rb") as file:
+        for line in file:
+            if b'"start"' in line:
+                with suppress(ValueError):
+                    event = json.loads(line)
+                    found += [event] if isinstance(event, dict) else []
+    return [event for event in found if event.get("event") == "start"]
+
+
 def last_records(path: Path) -> list[dict[str, Any]]:
     """The last records; a line that is not whole, or no record, is left out."""
     records = []
@@ -154,7 +166,10 @@ def last_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _steps(run: Path) -> int:
-    """The last step by config.yaml; 0 if it names none."""
+    """The last step by the newest start, or by config.yaml; 0 if neither names one."""
+    for start in reversed(_starts(run / "events.jsonl")):
+        if isinstance(start.get("steps"), int):
+            return int(start["steps"])
     with suppress(OSError, ValueError, yaml.YAMLError, TypeError, KeyError):
         steps = yaml.safe_load((run / "config.yaml").read_text())["run"]["steps"]
         return steps if isinstance(steps, int) else 0

@@ -45,6 +45,15 @@ def test_records_without_measurements_say_nothing(tmp_path):
     assert RecentRecords(tmp_path / "missing").curves(40) == []
 
 
+def test_the_last_step_of_a_run_of_epochs_is_that_of_its_newest_start(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {steps: null, epochs: 3}\n")
+    events = [{"event": "start", "steps": 500}, {"event": "start", "steps": 400}]
+    events += [{"event": "slow", "why": "start" * 9}] * (LAST_BYTES // 50)
+    lines = [json.dumps(event) for event in events]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + '\n{"event": "start", "st')
+    assert recent(tmp_path, [record(10)]).lines()[1] == "left: 390 of 400 steps, about 13 min"
+
+
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
     found = recent(tmp_path, [record(1), record(2)], '{"step": 3, "lo')
     assert found.last["step"] == 2
