@@ -75,6 +75,7 @@ def _template() -> jinja2.Template:
         "moment": moment,
         "time": known_time,
         "reached": share_of_limit,
+        "exceeded": exceed_limit,
     }
     return environment.get_template("page.html")
 
@@ -164,6 +165,11 @@ def share_of_limit(row: Mapping[str, Any]) -> str:
     """The share of its limit that an operation's bandwidth reaches, in percent."""
     bandwidth, limit = number(row.get("bandwidth")), number(row.get("limit"))
     return f"{bandwidth / limit:.0%}" if limit > 0 and math.isfinite(bandwidth) else NO_VALUE
+
+
+def exceed_limit(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the bandwidth of an operation is above its limit."""
+    return any(number(row.get("bandwidth")) > number(row.get("limit")) > 0 for row in rows)
 
 
 def known_time(value: Any) -> str:

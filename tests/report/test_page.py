@@ -82,6 +82,18 @@ def test_a_page_says_what_the_run_did(run):
     assert sum(phases[phase][0] for phase in phases) == pytest.approx(0.5)
 
 
+def test_a_share_above_its_limit_is_explained(run):
+    why = "A share is above 100 % where"
+    assert why not in Page(report_of([run])).text
+    row = {"name": "gradient sums inside nodes", "bandwidth": 2e9, "limit": 1e9, "seconds": 2.5e-3}
+    write_lines(
+        run / "events.jsonl", [start(0, 0), {"event": "communication", "operations": [row]}]
+    )
+    text = Page(report_of([run])).text
+    assert why in text
+    assert "2.5 ms 2 GB/s 1 GB/s 200%" in text
+
+
 def claim(run, *, silent: float) -> None:
     """Let a job of another host own a run that it has written to so many seconds ago."""
     path = run / ".claim/000001"
