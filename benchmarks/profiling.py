@@ -1,6 +1,7 @@
 """What a profile costs: steps with our marks, with torch.profiler, and without either.
 
     python -m benchmarks.profiling [--rounds 40] [--steps 10] [--ranks 2] [--minutes 0]
+        [--horovod 0]
 
 Each rank trains the GPT of benchmarks.gpt_step by the Trainer, in one job. Its steps are dealt out
 in turn, --steps at a time: without a profile, with our marks of all ranks, and with torch.profiler
@@ -12,6 +13,9 @@ of marks of a step it gives a share of the step.
 
 With --minutes each process's clock is set wrong by up to 5 s, and drifts by up to 50 ppm. After so
 many minutes the times of its events are compared with the true ones.
+
+With --horovod 1 jobs sum small tensors by Horovod, in turn without and with the variable
+HOROVOD_TIMELINE=DYNAMIC, which must be set so that a timeline can be started. None is started.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ from hpc_train.training.trainer import Trainer
 OFF, MARKS, TORCH = "no profile", "our marks", "our marks, torch.profiler"
 WAYS = {OFF: None, MARKS: "none", TORCH: "all"}
 WARM_UP = 2  # rounds that do not count; the first start of torch.profiler takes seconds
+SMALL, IDLE = 20, 3.0  # tensors of a step of --horovod, and its seconds without work
 OFFSET, DRIFT = 5.0, 50e-6  # the most that a clock is wrong by: seconds, seconds per second
 
 
@@ -171,12 +176,38 @@ def clocks(job: Runtime, minutes: float) -> dict[str, float]:
     return {"error": max(one for one, _ in found), "bound": max(bound for _, bound in found)}
 
 
+def horovod_sums(job: Runtime, steps: int, *, timeline: bool) -> dict[str, float]:
+    """Sum small tensors by Horovod; returns rank 0's seconds of a step. Collective."""
+    hvd = runtimes.start_horovod(job.world, timeline=timeline)
+    tensors = [torch.zeros(64) for _ in range(SMALL)]
+
+    def step() -> None:
+        begun = [hvd.allreduce_async_(one, name=f"t{i}") for i, one in enumerate(tensors)]
+        for handle in begun:
+            hvd.synchronize(handle)
+
+    for _ in range(20):
+        step()
+    used, begin = time.process_time(), time.perf_counter()
+    for _ in range(steps):
+        step()
+    wall, processor = time.perf_counter() - begin, time.process_time() - used
+    harness.meet(job.world)
+    used, begin = time.process_time(), time.perf_counter()
+    time.sleep(IDLE)
+    idle = (time.process_time() - used) / (time.perf_counter() - begin)
+    return {"step": wall / steps, "processor": processor / steps, "idle": idle}
+
+
 def on_rank(options: Namespace) -> None:
     """Measure on this rank."""
     torch.set_num_threads(1)
     job = runtimes.start_runtime()
     torch.manual_seed(0)
-    found = clocks(job, options.minutes) if options.minutes else train(job, options)
+    if options.horovod:
+        found = horovod_sums(job, options.steps, timeline=options.timeline == 1)
+    else:
+        found = clocks(job, options.minutes) if options.minutes else train(job, options)
     if job.world.rank == 0:
         harness.hand_back(options.result, found)
     job.close()
@@ -210,11 +241,39 @@ def report(found: dict[str, Any], options: Namespace) -> None:
     harness.finish("profiling", ratios, middles, options.json)
 
 
+def compare_horovod(options: Namespace) -> None:
+    """Start jobs in turn, without and with the variable, and print what they take."""
+    names = {0: "without DYNAMIC", 1: "with DYNAMIC"}
+    found: dict[str, dict[str, list[float]]] = {}
+    words = ["--horovod", "1", "--steps", str(options.steps), "--timeline"]
+    for _ in range(options.rounds):
+        for timeline, name in names.items():
+            told = harness.on_ranks(options.ranks, "benchmarks.profiling", *words, str(timeline))
+            for what, seconds in told.items():
+                found.setdefault(what, {}).setdefault(name, []).append(1e3 * seconds)
+    titles = {
+        "step": f"a step of {SMALL} small sums, {options.ranks} ranks",
+        "processor": "processor time of rank 0 in a step",
+        "idle": "processor time of rank 0 in a second without work",
+    }
+    ratios, middles = {}, {}
+    for what, title in titles.items():
+        harness.show(title, "ms", found[what], names[0])
+        ratios[what] = harness.paired_ratio(found[what], names[1], names[0])
+        middles |= {f"{what}, {name}": one for name, one in harness.medians(found[what]).items()}
+    harness.finish("profiling", ratios, middles, options.json)
+
+
 def main() -> None:
-    """Measure all ways in turn, or with --minutes the clocks."""
-    options = harness.arguments("what a profile costs", rounds=40, steps=10, ranks=2, minutes=0)
+    """Measure all ways in turn, or with --minutes the clocks, with --horovod its variable."""
+    options = harness.arguments(
+        "what a profile costs", rounds=40, steps=10, ranks=2, minutes=0, horovod=0, timeline=0
+    )
     if options.result:
         on_rank(options)
+        return
+    if options.horovod:
+        compare_horovod(options)
         return
     given = [(name, getattr(options, name)) for name in ("rounds", "steps", "ranks", "minutes")]
     words = [word for name, value in given for word in (f"--{name}", str(value))]

@@ -38,7 +38,7 @@ SHARES = {  # of a step, by phase
     "save": 0.006,
     "evaluation": 0.01,
 }
-WHY = "its compute took 0.09 s longer than that of the other ranks, at 1.9 GHz where they have 2.7"
+WHY = "its compute took 90 ms longer than that of the other ranks, at 1.9 GHz where they have 2.7"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ SHARED = {
     "submit": "`hpc-train submit`, and the same from Python",
     "PR_SET_PDEATHSIG": "a constant of Linux",
 }
-ROOT_FILES = 8
+ROOT_FILES = 9
 LINES = 460  # of a module; the goal is 400
 PARAMETERS = 8
 OF_TORCH = {"_Normalize.forward"}

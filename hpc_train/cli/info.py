@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.cli.verb import COUNT, Parser
+from hpc_train.times import time_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -309,7 +310,7 @@ def _columns(figures: Sequence[CollectiveFigure]) -> tuple[list[str], list[list[
     found = {(figure.implementation, figure.nbytes): figure for figure in figures}
     heads = ["size"]
     for name in names:
-        heads += [f"{name}, us", "", "GB/s"] if sizes[-1] else [f"{name}, us", ""]
+        heads += [name, "", "GB/s"] if sizes[-1] else [name, ""]
     rows = []
     for size in sizes:
         row = [bytes_text(size) if size else "-"]
@@ -318,7 +319,7 @@ def _columns(figures: Sequence[CollectiveFigure]) -> tuple[list[str], list[list[
             if figure is None:
                 row += ["-", "", "-"]
             else:
-                row += [f"{1e6 * figure.seconds:.4g}", f"({figure.scatter:.0%})"]
+                row += [time_text(figure.seconds), f"({figure.scatter:.0%})"]
                 row += [f"{figure.bus_bandwidth / 1e9:.3g}"] if size else []
         rows.append(row)
     return heads, rows
@@ -331,7 +332,7 @@ def _glance(figures: Sequence[CollectiveFigure]) -> Iterator[list[str]]:
     for scope, operation in dict.fromkeys((f.scope, f.operation) for f in figures):
         mine = [f for f in figures if (f.scope, f.operation) == (scope, operation)]
         bare = {f.nbytes: f for f in mine if f.implementation == BARE}
-        latency = f"{1e6 * bare[min(bare)].seconds:.3g} us" if bare else "-"
+        latency = time_text(bare[min(bare)].seconds) if bare else "-"
         measured = Counter(figure.nbytes for figure in mine)
         size = max(measured, key=lambda nbytes: (measured[nbytes], nbytes))
         best = min((f for f in mine if f.nbytes == size), key=lambda f: f.seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,4 +55,6 @@ def run(arguments: Sequence[str]) -> int:
         print(f"asked; the trace will be in {asked.folder}")
     else:
         print(asked.wait(given.timeout))
+        if asked.note:
+            print(asked.note, file=sys.stderr)
     return 0

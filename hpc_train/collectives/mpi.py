@@ -91,8 +91,17 @@ class MpiCollectives:
             raise ValueError("this group has no communicator: use AloneCollectives")
         self.group = group
         self.comm = group.comm
-        self._sum = f"a sum over {group.size} ranks"
-        self._purpose, self._link = purpose, group.link()
+        size, link = group.size, group.link()
+        self._sum = f"a sum over {size} ranks"
+        self._broadcast, self._gather = (
+            f"a broadcast over {size} ranks",
+            f"a gather over {size} ranks",
+        )
+        # Made once, as small messages take less time than what is looked up for each.
+        self._counts = {
+            kind: group.waiting.traffic.of(f"{purpose} {kind}", link)
+            for kind in ("sums", "broadcasts", "gathers")
+        }
         self._thread: ThreadPoolExecutor | None = None
         # A rank may have fewer cores than the others, so they agree on the thread.
         if group.smallest(int(overlap)):
@@ -117,9 +126,8 @@ class MpiCollectives:
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root`."""
         near = _reachable(tensor)
-        what = f"a broadcast over {self.group.size} ranks"
-        with self.group.waiting(what), self._counted("broadcasts", near):
-            for piece in pieces(_bits(near)):
+        with self.group.waiting(self._broadcast), self._counted("broadcasts", near):
+            for piece in pieces(near):
                 self.comm.Bcast([piece, MPI.BYTE], root=root)
         _bring_back(tensor, near)
 
@@ -156,37 +164,49 @@ class MpiCollectives:
     def _gathered(self, tensor: Tensor, dim: int) -> Tensor:
         near, size = _reachable(tensor), self.group.size
         whole = near.new_empty((size, *near.shape))
-        mine, every = _bits(near), _bits(whole).view(size, near.nbytes)
-        with self.group.waiting(f"a gather over {size} ranks"), self._counted("gathers", near):
-            for columns in _columns(near.nbytes, size):  # no message above LARGEST_MESSAGE
-                part = every[:, columns]
-                there = part if part.is_contiguous() else part.new_empty(part.shape)
-                self.comm.Allgather([_buffer(mine[columns]), MPI.BYTE], [_buffer(there), MPI.BYTE])
-                if there is not part:
-                    part.copy_(there)
+        with self.group.waiting(self._gather), self._counted("gathers", near):
+            if size * near.nbytes <= LARGEST_MESSAGE:
+                self.comm.Allgather([_buffer(near), MPI.BYTE], [_buffer(whole), MPI.BYTE])
+            else:
+                self._gather_in_parts(_bits(near), _bits(whole).view(size, near.nbytes))
         return _joined(whole, dim).to(tensor.device)
+
+    def _gather_in_parts(self, mine: Tensor, every: Tensor) -> None:
+        """Gather `mine`, (bytes,), as the rows of `every`, in messages of LARGEST_MESSAGE."""
+        for columns in _columns(len(mine), len(every)):
+            part = every[:, columns]
+            there = part.new_empty(part.shape)
+            self.comm.Allgather([_buffer(mine[columns]), MPI.BYTE], [_buffer(there), MPI.BYTE])
+            part.copy_(there)
 
     def _scattered(self, tensor: Tensor, dim: int) -> Tensor:
         if tensor.dtype in WIDENED:
             return self._scattered(tensor.float(), dim).to(tensor.dtype)
         size = self.group.size
         near = _split(_reachable(tensor), dim, size)
-        mine = torch.empty_like(near[0])
-        datatype, count = _type(tensor), mine.numel()
-        every, flat = near.view(size, count), mine.view(-1)
-        what = f"its part of a sum over {size} ranks"
-        with self.group.waiting(what), self._counted("sums", near):
-            for columns in _columns(count, size * mine.element_size()):
+        mine = near.new_empty(near.shape[1:])
+        datatype = _type(tensor)
+        with self.group.waiting(self._sum), self._counted("sums", near):
+            if near.nbytes <= LARGEST_MESSAGE:
                 self.comm.Reduce_scatter_block(
-                    [_buffer(every[:, columns].contiguous()), datatype],
-                    [_buffer(flat[columns]), datatype],
-                    op=MPI.SUM,
+                    [_buffer(near), datatype], [_buffer(mine), datatype], op=MPI.SUM
                 )
+            else:
+                self._scatter_in_parts(near.view(size, mine.numel()), mine.view(-1))
         return mine.to(tensor.device)
+
+    def _scatter_in_parts(self, every: Tensor, mine: Tensor) -> None:
+        """Sum `every`, (ranks, count), whose row R goes to `mine` of rank R, in such messages."""
+        datatype = _type(mine)
+        for columns in _columns(len(mine), len(every) * mine.element_size()):
+            part = every[:, columns].contiguous()
+            self.comm.Reduce_scatter_block(
+                [_buffer(part), datatype], [_buffer(mine[columns]), datatype], op=MPI.SUM
+            )
 
     def _counted(self, kind: str, tensor: Tensor) -> Operation:
         """Count a tensor, and the time of the block."""
-        operation = self.group.waiting.traffic.of(f"{self._purpose} {kind}", self._link)
+        operation = self._counts[kind]
         operation.nbytes += tensor.nbytes
         return operation
 
@@ -198,9 +218,9 @@ class MpiCollectives:
             return
         datatype = _type(tensor)
         if tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes <= LARGEST_MESSAGE:
-            array = tensor.detach().numpy()  # the common case, without the copies below
+            # The common case, without the copies below.
             with self.group.waiting(what), self._counted("sums", tensor):
-                self.comm.Allreduce(MPI.IN_PLACE, [array, datatype], op=operation)
+                self.comm.Allreduce(MPI.IN_PLACE, [_buffer(tensor), datatype], op=operation)
             return
         near = _reachable(tensor)
         with self.group.waiting(what), self._counted("sums", near):
@@ -231,9 +251,9 @@ def _reachable(tensor: Tensor) -> Tensor:
 
 
 def _buffer(tensor: Tensor) -> Any:
-    """The tensor as a buffer for mpi4py."""
-    # A NumPy view is quicker to make than the DLPack capsule by which mpi4py takes a tensor.
-    return tensor if tensor.is_cuda else tensor.numpy()
+    """A contiguous tensor as a buffer for mpi4py, which lives as long as the tensor."""
+    # An address is quicker to pass than a NumPy view, or the DLPack capsule of a tensor.
+    return tensor if tensor.is_cuda else MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
 def _bits(near: Tensor) -> Tensor:
@@ -241,7 +261,9 @@ def _bits(near: Tensor) -> Tensor:
 
 
 def pieces(near: Tensor) -> list[Any]:
-    """A contiguous tensor as buffers for mpi4py, of 1 GiB at most."""
+    """A contiguous tensor as buffers for mpi4py, of 1 GiB at most, which live as long as it."""
+    if near.nbytes <= LARGEST_MESSAGE:
+        return [_buffer(near)]
     flat = near.view(-1)
     return [_buffer(flat[some]) for some in _columns(flat.numel(), flat.element_size())]
 
@@ -266,6 +288,8 @@ def _joined(pieces: Tensor, dim: int) -> Tensor:
     """Join P pieces, (P, ...), along dimension `dim` of a piece; without a copy if possible."""
     shape = list(pieces.shape[1:])
     dim %= len(shape)
+    if not dim:
+        return pieces.flatten(0, 1)
     shape[dim] *= len(pieces)
     return pieces.movedim(0, dim).reshape(shape)
 
@@ -274,5 +298,7 @@ def _split(tensor: Tensor, dim: int, parts: int) -> Tensor:
     """Cut a tensor along a dimension into pieces, (parts, ...), contiguous: undoes `_joined`."""
     dim %= tensor.dim()
     shape = tensor.shape
+    if not dim:
+        return tensor.view(parts, shape[0] // parts, *shape[1:])
     cut = tensor.view(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
     return cut.movedim(dim, 0).contiguous()

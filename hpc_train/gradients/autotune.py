@@ -31,6 +31,7 @@ from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
 from hpc_train.gradients.zero import ShardedAverager, check_divisible
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
+from hpc_train.times import time_text
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def fastest(group: Group, ways: Mapping[str, MakeSums]) -> str:
     first, best = next(iter(ways)), min(times, key=times.__getitem__)
     chosen = best if times[best] < BETTER * times[first] else first
     if group.rank == 0:
-        shown = ", ".join(f"{name} {1e3 * took:.2f} ms" for name, took in times.items())
+        shown = ", ".join(f"{name} {time_text(took)}" for name, took in times.items())
         logger.info("gradients are averaged by %s (4 MiB take: %s)", chosen, shown)
     return chosen
 

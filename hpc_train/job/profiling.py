@@ -33,6 +33,11 @@ from hpc_train.mpi.group import Group
 
 REQUEST_SECONDS = 1.0  # seconds between two looks for a request, which may be on a network
 
+NO_TIMELINE = (
+    "the profile has no timeline of Horovod, as this costs time in all steps: start the job with "
+    "run.profile, or set HOROVOD_TIMELINE=DYNAMIC before it starts"
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -214,7 +219,7 @@ class Profiler:
             logger.info("profile of steps %d-%d: %s", *steps, folder)
             if self.event is not None:
                 self.event("profile", step, steps=steps, folder=f"{PROFILES}/{folder.name}")
-        self._answer(plan, "written", steps=steps, folder=folder.name)
+        self._answer(plan, "written", steps=steps, folder=folder.name, note=recording.note)
 
     def close(self) -> None:
         """Stop recording on this rank alone, where training has ended by an error."""
@@ -237,6 +242,8 @@ class _Recording:
         self.world, self.plan = world, plan
         self.marks = Marks()
         self.timeline: Path | None = None
+        self.note = ""
+        """What the profile lacks, and why."""
         self._torch: Any = None
         self._failure: Exception | None = None
         self._start_timeline(folder)
@@ -252,6 +259,11 @@ class _Recording:
         """Start Horovod's own timeline, if Horovod runs. It writes the file on rank 0."""
         hvd = runtime.running_horovod()
         if hvd is None:
+            return
+        if runtime.TIMELINE not in os.environ:
+            self.note = NO_TIMELINE
+            if self.world.rank == 0:
+                logger.info("%s", NO_TIMELINE)
             return
         path = folder / f"horovod-steps-{self.plan.first}-{self.plan.last}.json"
         try:

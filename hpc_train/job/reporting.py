@@ -41,8 +41,8 @@ class RunReport:
         events: events.jsonl; None on other ranks.
         display: shows the records; None: nothing is shown.
         always: is added to each record.
-        reached: the last step that was recorded before this start, and the time of that record, as
-            parts of the event "start"; empty if no record was dropped.
+        begun: parts of the event "start": `steps`, the last step of the run, and the last step that
+            was recorded before this start with the time of that record, if a record was dropped.
     """
 
     claim: Claim
@@ -50,7 +50,7 @@ class RunReport:
     events: RecordsFile | None = None
     display: ProgressDisplay | None = None
     always: dict[str, Any] = field(default_factory=dict)
-    reached: dict[str, Any] = field(default_factory=dict)
+    begun: dict[str, Any] = field(default_factory=dict)
     listeners: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     """Functions that are called with each record on rank 0."""
     last_step: int = 0
@@ -132,7 +132,8 @@ def reporting(
                 open_until_end.enter_context(closing(made))
         last = metrics.dropped
         reached = {"reached": last["step"], "reached_time": last.get("time")} if last else {}
-        report = RunReport(claim, metrics, events, display, dict(history(after)), reached)
+        begun = {"steps": last_step} | reached
+        report = RunReport(claim, metrics, events, display, dict(history(after)), begun)
         if trackers:
             run = TrackedRun(directory, directory)
             threads = Trackers(run, trackers, allowed=lambda: claim.lost() is None)

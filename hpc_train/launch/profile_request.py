@@ -40,6 +40,8 @@ class ProfileRequest:
         check_ranks("--ranks", ranks)
         check_steps("--steps", steps, ranks)
         self.run, self.folder = run, run / PROFILES
+        self.note = ""
+        """What the profile lacks, and why; empty if there is nothing, or it is not written."""
         self._number = secrets.token_hex(8)
         self._file = self.folder / PROFILE_REQUEST
         self._claim = newest_claim(run)
@@ -100,6 +102,7 @@ class ProfileRequest:
                 if said.get("state") == "refused":
                     raise UserError(f"there is no profile: {said['error']}")
                 if said.get("state") == "written":
+                    self.note = str(said.get("note") or "")
                     return self.folder / str(said["folder"]) / "trace.json.gz"
                 now = time.monotonic()
                 if not taken and now - begin > timeout:

@@ -8,11 +8,12 @@ import os
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from hpc_train.times import time_text
 
 LAST_BYTES = 1 << 17  # of metrics.jsonl, in which its last records lie
 LEAST_POINTS = 3  # least number of records for a curve
@@ -82,8 +83,8 @@ class RecentRecords:
         for key in ("tokens", "samples"):
             rate = self.typical(f"{key}_per_second")
             if math.isfinite(rate):
-                return f"speed: {seconds:.3g} s per step, {rate:,.0f} {key}/s"
-        return f"speed: {seconds:.3g} s per step"
+                return f"speed: {time_text(seconds)} per step, {rate:,.0f} {key}/s"
+        return f"speed: {time_text(seconds)} per step"
 
     def _left(self, runs: bool) -> str:
         seconds, step, end = self.typical("step_seconds"), self.last.get("step"), _steps(self.run)
@@ -91,7 +92,7 @@ class RecentRecords:
             return ""
         if step >= end:
             return f"all of its {end} steps are done"
-        about = f", about {span_in_words((end - step) * seconds)}" if runs else ""
+        about = f", about {time_text((end - step) * seconds)}" if runs else ""
         return f"left: {end - step} of {end} steps{about}"
 
     def _waiting(self) -> str:
@@ -121,7 +122,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     for place in range(parts):
         part = values[place * len(values) // parts : (place + 1) * len(values) // parts]
         finite = [value for value in part if math.isfinite(value)]
-        means.append(math.fsum(finite) / len(finite) if finite else math.nan)
+        means.append(math.fsum(value / len(finite) for value in finite) if finite else math.nan)
     finite = [value for value in means if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     middle = (len(BLOCKS) - 1) // 2
@@ -130,21 +131,23 @@ def sparkline(values: Sequence[float], width: int) -> str:
         if not math.isfinite(value):
             drawn += " "
         elif high > low:
-            drawn += BLOCKS[round((value - low) / (high - low) * (len(BLOCKS) - 1))]
+            share = (value / 2 - low / 2) / (high / 2 - low / 2)  # high - low may be infinite
+            drawn += BLOCKS[round(share * (len(BLOCKS) - 1))]
         else:
             drawn += BLOCKS[middle]
     return drawn
 
 
-def span_in_words(seconds: float) -> str:
-    """A length of time in two units, such as 3 h 20 min."""
-    whole = max(1, round(seconds))
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    for (name, size), (smaller, least) in pairwise(units):
-        if whole >= size:
-            rest = whole % size // least
-            return f"{whole // size} {name}" + (f" {rest} {smaller}" if rest else "")
-    return f"{whole} s"
+def _starts(path: Path) -> list[dict[str, Any]]:
+    """The events "start"; a newer one may be followed by many others."""
+    found = []
+    with suppress(OSError), path.open("rb") as file:
+        for line in file:
+            if b'"start"' in line:
+                with suppress(ValueError):
+                    event = json.loads(line)
+                    found += [event] if isinstance(event, dict) else []
+    return [event for event in found if event.get("event") == "start"]
 
 
 def last_records(path: Path) -> list[dict[str, Any]]:
@@ -163,7 +166,10 @@ def last_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _steps(run: Path) -> int:
-    """The last step by config.yaml; 0 if it names none."""
+    """The last step by the newest start, or by config.yaml; 0 if neither names one."""
+    for start in reversed(_starts(run / "events.jsonl")):
+        if isinstance(start.get("steps"), int):
+            return int(start["steps"])
     with suppress(OSError, ValueError, yaml.YAMLError, TypeError, KeyError):
         steps = yaml.safe_load((run / "config.yaml").read_text())["run"]["steps"]
         return steps if isinstance(steps, int) else 0

@@ -13,6 +13,7 @@ from hpc_train.launch.alive import state_in_words
 from hpc_train.launch.protocol import QUEUED, STOP
 from hpc_train.launch.recent import RecentRecords
 from hpc_train.monitoring.spent import costs_in, describe_joules
+from hpc_train.times import time_text
 
 DEPTHS = ("*", "*/*", "*/*/*")  # where `status` looks for runs below the working directory
 # Names of job outputs: SLURM's by our directive, OpenPBS's in a folder, and Torque's.
@@ -93,7 +94,9 @@ def _progress(run: Path, curves: int) -> list[str]:
         if record := recent.last:
             loss = f", loss {record['loss']:.6g}" if isinstance(record.get("loss"), float) else ""
             age = time.time() - (directory / "metrics.jsonl").stat().st_mtime
-            lines.append(f"{before}step {record.get('step')}{loss}, recorded {age:.0f} s ago")
+            lines.append(
+                f"{before}step {record.get('step')}{loss}, recorded {time_text(round(age))} ago"
+            )
             lines += [f"{before}{line}" for line in recent.lines(runs=state == "running")]
             lines += [f"{before}{line}" for line in recent.curves(curves)] if curves else []
         for name in ("checkpoints/LATEST", "LATEST"):  # the second is a Loop's

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpc_train.mpi.traffic import OperationTotals
+from hpc_train.times import time_text
 
 LOGGED = 4  # operations in the log; the event has all
 
@@ -36,7 +37,7 @@ def describe_operations(operations: Sequence[Mapping[str, Any]]) -> str:
     """The largest operations in one line of the log."""
     parts = []
     for one in operations[:LOGGED]:
-        text = f"{one['name']} {_in_bytes(one['bytes'])} in {one['seconds']:.3g} s"
+        text = f"{one['name']} {_in_bytes(one['bytes'])} in {time_text(one['seconds'])}"
         beside = f", preflight {_in_bytes(one['limit'])}/s" if one["limit"] else ""
         parts.append(f"{text} ({_in_bytes(one['bandwidth'])}/s{beside})")
     return "communication: " + "; ".join(parts)

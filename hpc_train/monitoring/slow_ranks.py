@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.monitoring import slow_words as words
+from hpc_train.times import time_text
 
 Cause = Literal["data", "compute", "memory", "network", "load"]
 
@@ -332,5 +333,5 @@ def line(slow: SlowRank, hosts: Sequence[Any]) -> str:
     """What the log says of a slow rank."""
     return (
         f"rank {slow.rank} ({hosts[slow.rank]}) is slow: {slow.why}; all ranks wait for it "
-        f"{words.time_text(slow.seconds)} per step ({100 * slow.share:.0f} %)"
+        f"{time_text(slow.seconds)} per step ({100 * slow.share:.0f} %)"
     )

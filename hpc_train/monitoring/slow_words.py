@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import math
 
-
-def time_text(value: float) -> str:
-    """A time with two digits that count, such as "0.21 s" or "3.4 ms"."""
-    scale, unit = (1, "s") if abs(value) >= 0.1 else (1000, "ms")
-    return f"{scale * value:.{0 if abs(scale * value) >= 10 else 2 if scale == 1 else 1}f} {unit}"
+from hpc_train.times import time_text
 
 
 def say_data(mine: float, others: float) -> str:

@@ -146,6 +146,10 @@ class Group:
         """
         return self._combined("MAX", number, what)
 
+    def largest_each(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of the ranks' integers, of 64 bits, at each place. Collective."""
+        return self._combined_each("MAX", numbers, AGREEMENT)
+
     def smallest(self, number: int) -> int:
         """The smallest of the ranks' integers, of 64 bits. Collective."""
         return self._combined("MIN", number, AGREEMENT)

@@ -27,6 +27,7 @@ from hpc_train.mpi.visible import nearer_device, offered, own_numa, visible_devi
 
 BUILD_HOROVOD = "python -m hpc_train.build.horovod"
 THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
+TIMELINE, DYNAMIC = "HOROVOD_TIMELINE", "DYNAMIC"
 CACHED = 1 << 16  # operations in Horovod's cache; see `horovod_settings`
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,7 @@ def start_horovod(
     process_sets: Sequence[Sequence[int]] = (),
     *,
     fusion_bytes: int | None = None,
+    timeline: bool = False,
 ) -> Any:
     """Import horovod.torch and initialise it on the ranks of the job. Collective.
 
@@ -202,6 +204,8 @@ def start_horovod(
         fusion_bytes: size of the buffer in which Horovod fuses tensors before a sum; 0 disables
             fusion, and None keeps Horovod's default. The size does not change if Horovod is running
             already, or if the user has set HOROVOD_FUSION_THRESHOLD.
+        timeline: whether a timeline can be started later, which costs time from now on. That does
+            not change either if Horovod is running already.
 
     Returns:
         The module horovod.torch.
@@ -214,7 +218,7 @@ def start_horovod(
     running = hvd.is_initialized()
     known = _process_sets(hvd) if running else {}
     missing = [list(ranks) for ranks in process_sets if tuple(ranks) not in known]
-    settings = horovod_settings(os.environ, fusion_bytes)
+    settings = horovod_settings(os.environ, fusion_bytes, timeline=timeline)
     if running and not missing:
         return hvd
     if running:
@@ -232,7 +236,9 @@ def start_horovod(
     return hvd
 
 
-def horovod_settings(environ: Mapping[str, str], fusion_bytes: int | None = None) -> dict[str, str]:
+def horovod_settings(
+    environ: Mapping[str, str], fusion_bytes: int | None = None, *, timeline: bool = False
+) -> dict[str, str]:
     """The variables to set before Horovod starts, without those that the user has set."""
     # Horovod's ranks agree on an operation by a few bits if it is in their cache, else by a whole
     # request. This size has room for models of many parameters, and for several models.
@@ -241,8 +247,11 @@ def horovod_settings(environ: Mapping[str, str], fusion_bytes: int | None = None
     # long with 1, 2 and 5 ms if waiting threads yield, and Horovod 0.28.1 crashes when it is
     # started a second time in a process with both a cycle and a fusion threshold set.
     #
-    # A timeline can be started later only if this was set before Horovod was started.
-    settings = {"HOROVOD_CACHE_CAPACITY": str(CACHED), "HOROVOD_TIMELINE": "DYNAMIC"}
+    settings = {"HOROVOD_CACHE_CAPACITY": str(CACHED)}
+    if timeline:
+        # A timeline can be started later only if this was set before Horovod was started. It costs
+        # a thread of rank 0, which looks for work without a pause (benchmarks/RESULTS.md).
+        settings[TIMELINE] = DYNAMIC
     if fusion_bytes is not None:
         settings[THRESHOLD] = str(fusion_bytes)
     return {name: value for name, value in settings.items() if name not in environ}

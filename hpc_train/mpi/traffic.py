@@ -65,7 +65,7 @@ class Traffic:
         """Name, link, bytes and seconds of each operation that has moved something."""
         found: dict[tuple[str, LinkKind], tuple[int, float]] = {}
         for part in (self, *self.parts):
-            for key, one in part.operations.items():
+            for key, one in list(part.operations.items()):  # another thread may add one
                 nbytes, seconds = found.get(key, (0, 0.0))
                 found[key] = nbytes + one.nbytes, seconds + one.seconds
         return [(*key, *numbers) for key, numbers in found.items() if numbers[0]]

@@ -29,23 +29,28 @@ class Compared:
     results: list[str]
     rows: list[tuple[str, list[str], list[float]]]
 
-    def axes(self) -> dict[str, Any]:
-        """The axes of parallel coordinates, the result that counts last."""
+    def axes(self) -> dict[str, Any] | None:
+        """The axes of parallel coordinates, the result that counts last.
+
+        What has one value only has no axis. None: nothing differs.
+        """
         rows = self.rows[:MOST_LINES]
         axes: list[dict[str, Any]] = []
-        for number, key in enumerate(self.options[:MOST_OPTIONS]):
+        for number, key in enumerate(self.options):
             words = [options[number] for _, options, _ in rows]
             axes.append({"label": key, "values": _numbers(words) or words})
+        axes = [axis for axis in axes if _differ(axis["values"])][:MOST_OPTIONS]
         results = [0, *range(1, len(self.results))]
         for number in reversed(results):
             values = [found[number] for _, _, found in rows]
-            axes.append(
-                {
-                    "label": self.results[number],
-                    "values": [value if math.isfinite(value) else None for value in values],
-                }
-            )
-        return {"names": [name for name, _, _ in rows], "axes": axes}
+            known = [value if math.isfinite(value) else None for value in values]
+            if _differ(known):
+                axes.append({"label": self.results[number], "values": known})
+        return {"names": [name for name, _, _ in rows], "axes": axes} if axes else None
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return len({value for value in values if value is not None}) > 1
 
 
 def _numbers(words: Sequence[str]) -> list[float] | None:

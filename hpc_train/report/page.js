@@ -33,6 +33,14 @@ function label(value) {
   return size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : trimmed(value);
 }
 
+// A number with its unit; seconds as hpc_train/times.py writes short ones.
+function quantity(value, unit) {
+  if (unit !== "s" || !number(value)) return `${label(value)} ${unit}`.trim();
+  const short = Number(value.toPrecision(3)), size = Math.abs(short);
+  const [name, factor] = size >= 1 || !size ? ["s", 1] : size >= 1e-3 ? ["ms", 1e3] : ["us", 1e6];
+  return `${trimmed(short * factor)} ${name}`;
+}
+
 const trimmed = (value) => String(Number(value.toPrecision(5)));
 
 // Ticks at 1, 2 or 5 times a power of ten; on a long logarithmic axis at powers of ten.
@@ -111,7 +119,7 @@ function frame(svg, xs, ys, options) {
   const y = (value) => MARGIN.top + (1 - part(value)) * inner.height;
   for (const tick of ticks(low, high, 6, log)) {
     make("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick) }, svg);
-    make("text", { x: MARGIN.left - 6, y: y(tick) + 4, "text-anchor": "end" }, svg).textContent = label(tick);
+    make("text", { x: MARGIN.left - 6, y: y(tick) + 4, "text-anchor": "end" }, svg).textContent = options.unit === "s" ? quantity(tick, "s") : label(tick);
   }
   const [unit, size] = options.axis === "time" ? timeUnit(right - left) : ["", 1];
   for (const tick of ticks(left / size, right / size, Math.max(2, Math.floor(inner.width / 90)), false)) {
@@ -238,7 +246,7 @@ function drawPlot(figure, plot) {
     svg.onpointermove = svg.onpointerdown = svg.onkeydown = null;
     return;
   }
-  const scales = frame(svg, xs, ys, { log, zero: plot.zero, axis });
+  const scales = frame(svg, xs, ys, { log, zero: plot.zero, axis, unit: plot.unit });
   const marks = drawMarks(svg, scales, runs, axis);
   for (const line of lines) {
     const style = colour(line.index), count = line.mean.filter(number).length;
@@ -262,8 +270,8 @@ function drawPlot(figure, plot) {
     return { line, at, away: at < 0 ? Infinity : Math.abs(scales.y(line.mean[at]) - height) };
   }).filter((row) => row.at >= 0).sort((one, other) => one.away - other.away).slice(0, 10).map(({ line, at }) => {
     const name = data.runs.length > 1 ? `${line.run.name}: ` : "";
-    const spread = line.low && line.low[at] !== line.high[at] ? ` (${label(line.low[at])} to ${label(line.high[at])})` : "";
-    return [colour(line.index), `${name}${label(line.mean[at])} ${plot.unit}${spread}`];
+    const spread = line.low && line.low[at] !== line.high[at] ? ` (${quantity(line.low[at], plot.unit)} to ${quantity(line.high[at], plot.unit)})` : "";
+    return [colour(line.index), `${name}${quantity(line.mean[at], plot.unit)}${spread}`];
   });
   hover(svg, scales, nearest, rows, marks, axis);
 }
@@ -275,7 +283,7 @@ function drawPhases(figure) {
   if (!places || !phases.length) return;
   const sums = [places.map(() => 0)];
   for (const phase of phases) sums.push(run.phases[phase].map((value, at) => sums[sums.length - 1][at] + (value || 0)));
-  const scales = frame(svg, range([places]), [0, range([sums[sums.length - 1]])[1] || 1], { zero: true, axis });
+  const scales = frame(svg, range([places]), [0, range([sums[sums.length - 1]])[1] || 1], { zero: true, axis, unit: "s" });
   phases.forEach((phase, number_) => {
     const style = `--c: var(--p${data.phases.indexOf(phase)})`;
     const there = (list) => list.filter((value, at) => number(places[at]) && number(run.phases.other[at]));
@@ -290,7 +298,7 @@ function drawPhases(figure) {
   hover(svg, scales, (value) => places[closest(places, value)], (place) => {
     const at = closest(places, place);
     return [...phases].reverse().map((phase) => [`--c: var(--p${data.phases.indexOf(phase)})`,
-      `${phase}: ${label(run.phases[phase][at])} s, ${((100 * run.phases[phase][at]) / (whole(at) || 1)).toFixed(1)} %`]);
+      `${phase}: ${quantity(run.phases[phase][at], "s")}, ${((100 * run.phases[phase][at]) / (whole(at) || 1)).toFixed(1)} %`]);
   }, marks, axis);
 }
 

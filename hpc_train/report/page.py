@@ -19,7 +19,8 @@ from hpc_train.report.layout import layout_of
 from hpc_train.report.metrics import number
 from hpc_train.report.options import config_differences
 from hpc_train.report.phases import PHASES, shares
-from hpc_train.report.sources import RunSource, distinct_runs, duration, moment, read_sources
+from hpc_train.report.sources import RunSource, distinct_runs, moment, read_sources
+from hpc_train.times import time_text
 
 NO_VALUE = "\N{EN DASH}"  # stands where a table has no value
 MOST_CURVES = 64  # runs whose curves are drawn
@@ -72,8 +73,9 @@ def _template() -> jinja2.Template:
         "g": plain_number,
         "si": short_number,
         "moment": moment,
-        "duration": duration,
+        "time": known_time,
         "reached": share_of_limit,
+        "exceeded": exceed_limit,
     }
     return environment.get_template("page.html")
 
@@ -102,6 +104,7 @@ def _html(runs: Sequence[Path], sources: Sequence[RunSource]) -> str:
         layouts=[layout_of(source.story.newest) for source in single[:MOST_DETAILS]],
         shares=[(place, one, shares(one)) for place, one in enumerate(drawn) if shares(one)],
         compared=compared,
+        parallel=data["parallel"],
         differences=config_differences([one.config for one in configured[:MOST_COLUMNS]]),
         columns=configured[:MOST_COLUMNS],
         further=len(configured[MOST_COLUMNS:]),
@@ -139,7 +142,7 @@ def _summary(sources: Sequence[RunSource]) -> dict[str, list[str]]:
                 if math.isfinite(least)
                 else NO_VALUE
             ),
-            "mean time per step": short_number(source.mean("step_seconds"), "s"),
+            "mean time per step": known_time(source.mean("step_seconds")),
             "samples/s": short_number(source.mean("samples_per_second")),
             "tokens/s": short_number(source.mean("tokens_per_second")),
             "most memory of a rank": short_number(source.most("memory_gb") * 1e9, "B"),
@@ -162,6 +165,17 @@ def share_of_limit(row: Mapping[str, Any]) -> str:
     """The share of its limit that an operation's bandwidth reaches, in percent."""
     bandwidth, limit = number(row.get("bandwidth")), number(row.get("limit"))
     return f"{bandwidth / limit:.0%}" if limit > 0 and math.isfinite(bandwidth) else NO_VALUE
+
+
+def exceed_limit(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the bandwidth of an operation is above its limit."""
+    return any(number(row.get("bandwidth")) > number(row.get("limit")) > 0 for row in rows)
+
+
+def known_time(value: Any) -> str:
+    """A length of time in words; a dash if there is none."""
+    seconds = number(value)
+    return time_text(seconds) if math.isfinite(seconds) else NO_VALUE
 
 
 def plain_number(value: Any, digits: int = 4) -> str:

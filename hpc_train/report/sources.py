@@ -17,6 +17,7 @@ from hpc_train.report.decimation import BUCKETS
 from hpc_train.report.metrics import Metrics
 from hpc_train.report.options import read_config, words_as_options
 from hpc_train.report.story import reached_last, read_samples, read_story
+from hpc_train.times import time_text
 
 FEW_RUNS = 8  # that are drawn finely
 RECENT_SECONDS = 3600.0  # after which a run without an end has probably been killed
@@ -98,7 +99,7 @@ class RunSource:
         unknown = self.runs is None and ago < RECENT_SECONDS
         words = ["running" if self.runs else "no end is recorded"] if not unknown else []
         if math.isfinite(last):
-            recent = f"last record {duration(ago)} before this page was made"
+            recent = f"last record {time_text(ago)} before this page was made"
             words.append(recent if ago < RECENT_SECONDS else f"last record at {moment(last)}")
         return "; ".join(words)
 
@@ -118,14 +119,6 @@ def moment(seconds: float) -> str:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):
         return ""
-
-
-def duration(seconds: float) -> str:
-    """A length of time in words."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 def distinct_runs(runs: Sequence[Path]) -> list[Path]:

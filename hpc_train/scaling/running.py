@@ -17,6 +17,7 @@ from hpc_train.launch.queued import read_events, still_queued
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.submit import submit
 from hpc_train.scaling.study import ScaleRun, ScaleStudy
+from hpc_train.times import time_text
 
 STUDY_POLL_SECONDS = 1.0  # between two looks at the files of the runs
 QUESTION_SECONDS = 30.0  # between two questions to the scheduler about a run
@@ -173,4 +174,4 @@ def outcome(run: ScaleRun, seconds: float | None) -> str:
     """A line that says what became of a run."""
     if seconds is None:
         return f"{run.directory} has ended without a result"
-    return f"{run.directory}: a step takes {seconds:.4g} s"
+    return f"{run.directory}: a step takes {time_text(seconds)}"

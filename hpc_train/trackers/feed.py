@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_train import files
-from hpc_train.errors import UserError
+from hpc_train.errors import DataError, UserError
 from hpc_train.trackers.source import TrackedRun, parse_line
 
 READ_BYTES = 1 << 20  # bytes of metrics.jsonl that are read at once
@@ -83,30 +83,45 @@ class Feed:
             mark = sink.read_mark()
             self.step = sink.begin(_kept(mark, starts))
             self._mark = {"start": starts[-1]["time"] if starts else None}
-            self._file = (run.path / "metrics.jsonl").open("rb")
+            self._path = run.path / "metrics.jsonl"
+            self._file = self._path.open("rb")
             sink.write_mark(self._mark | {"step": self.step})
         except BaseException:
             self.close()
             raise
-        self._rest = b""
+        self._rest, self._line = b"", 0  # the number of the last complete line
 
     def pass_on(self) -> int:
         """Pass on the records that were written since the last call. Returns their number.
 
         A line that is not complete yet is left for the next call.
+
+        Raises:
+            DataError: the step of a record is no number.
         """
         assert self._file is not None
         count = 0
         while chunk := self._file.read(READ_BYTES):
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
+                self._line += 1
                 record = parse_line(line)
-                if record is not None and record.get("step", 0) > self.step:
+                if record is not None and self._step_of(record) > self.step:
                     self.sink.log(record)
                     self.step = record["step"]
                     count += 1
             self.sink.write_mark(self._mark | {"step": self.step})
         return count
+
+    def _step_of(self, record: dict[str, Any]) -> int:
+        step = record.get("step", 0)
+        if not isinstance(step, int):
+            where = f"{self._path}, line {self._line}"
+            raise DataError(
+                f"{where}: the step of the record is {step!r}",
+                "give the step as an integer there, or remove the line",
+            )
+        return step
 
     def close(self) -> None:
         """Close the sink and the files."""

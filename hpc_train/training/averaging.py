@@ -57,7 +57,11 @@ def start_engine(config: RunConfig, grid: ParallelGrid, device: torch.device) ->
     if engine == "auto" and gradients.average_every == 1:
         engine = best_engine(device)
     if engine == "horovod":
-        start_horovod(grid.world, grid.process_sets(), fusion_bytes=gradients.bucket_bytes)
+        start_horovod(
+            *(grid.world, grid.process_sets()),
+            fusion_bytes=gradients.bucket_bytes,
+            timeline=config.run.profile.span is not None,
+        )
     return engine
 
 

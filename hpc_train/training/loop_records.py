@@ -21,7 +21,7 @@ from hpc_train.mpi.phases import WAIT
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
-from hpc_train.training.step_records import largest_memory, start_event
+from hpc_train.training.step_records import most_memory, start_event
 
 SEEN = ("data", WAIT, "save", "evaluation")
 """The phases that a loop of others has; what else its steps do, only their program knows."""
@@ -55,7 +55,7 @@ class LoopRecords:
         placement = place(topology, None, 1, 1)
         after = report.last_step
         started = start_event(runtime, placement, device, after)
-        report.event("start", after, **started, **report.reached)
+        report.event("start", after, **started, **report.begun)
         self.hosts = [topology.hosts[node] for node in topology.node]
         self._slow = SlowRanks(runtime, self.hosts, [0] * self.group.size)
         self._recorded = 0
@@ -94,7 +94,7 @@ class LoopRecords:
         }
         record = {"step": step, "epoch": self.order.epoch(step) + 1, **means}
         record |= {"lr": self.optimizer.param_groups[0]["lr"], **self.meter.take()}
-        record["memory_gb"] = largest_memory(calls, self.device, self.memory)
+        record["memory_gb"] = calls.largest(most_memory(self.device, self.memory)) / 1e9
         if self._slow.named is not None:
             named = self._slow.named
             record |= {"slow_rank": named.rank, "slow_seconds": named.seconds}

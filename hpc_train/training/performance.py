@@ -22,6 +22,7 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.phases import STEP_PHASES
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.shared_cores import find_shared_cores
+from hpc_train.times import time_text
 from hpc_train.training.assemble import Assembly
 from hpc_train.training.task import TrainingTask
 
@@ -144,8 +145,8 @@ def describe_test(result: dict[str, Any]) -> str:
     sizes = " x ".join(f"{axis} {layout[axis]}" for axis in ("dp", "tp", "pp"))
     parts = [
         f"performance test on {result['ranks']} ranks ({sizes}): median step of the last "
-        f"{steps - result['warmup']} of {steps}: {result['step_seconds']:.4g} s (quartiles "
-        f"{low:.4g} and {high:.4g})",
+        f"{steps - result['warmup']} of {steps}: {time_text(result['step_seconds'])} (quartiles "
+        f"{time_text(low)} and {time_text(high)})",
         f"{result['samples_per_second']:.4g} samples/s",
     ]
     if "tokens_per_second" in result:

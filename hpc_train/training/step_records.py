@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -22,13 +23,15 @@ from hpc_train.job.slow_ranks import SlowRanks
 from hpc_train.monitoring.communication import describe_operations, event_of
 from hpc_train.monitoring.device_seconds import DeviceSeconds
 from hpc_train.monitoring.meter import Meter
-from hpc_train.mpi.group import Group
 from hpc_train.mpi.placement import Placement
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.traffic import totals
 from hpc_train.training.assemble import Assembly
 from hpc_train.training.performance import PerformanceTest
 from hpc_train.training.step_costs import StepCosts
+
+COMMUNICATION_SECONDS = (30.0, 1800.0)
+"""The least and the most seconds between two events "communication" of a running job."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class StepRecords:
         self._device = DeviceSeconds.of(made.device)
         self._slow = SlowRanks(runtime, self.hosts, stages, self._device)
         self._report: RunReport | None = None
+        self._begin = self._written = 0.0
 
     def start(self) -> None:
         """Begin to measure."""
@@ -84,12 +88,13 @@ class StepRecords:
         self._report = report
         made = self.made
         started = start_event(self.runtime, made.grid.placement, made.device, after)
-        more = report.reached | self.links | self.costs.at_start()
+        more = report.begun | self.links | self.costs.at_start()
         report.event("start", after, **started, **more)
         self.start()
         if self.test:
             self.test.start(report)
         self.group.waiting.traffic.clear()
+        self._begin = self._written = time.monotonic()
         try:
             yield
         except Stopped as stopped:  # on all ranks
@@ -114,7 +119,11 @@ class StepRecords:
         """What was measured since the last record, as parts of a record. Collective."""
         record: dict[str, Any] = self.meter.take()
         if self.costly:
-            record["memory_gb"] = largest_memory(self.group, self.made.device, self.memory)
+            mine = most_memory(self.made.device, self.memory), int(self._is_due())
+            used, due = self.group.largest_each(mine)
+            record["memory_gb"] = used / 1e9
+            if due:
+                self._write_communication(step)
             record |= self.costs.take(record["samples_per_second"])
             record |= self._slow_rank(step)
         record |= self.made.substituted.record()
@@ -130,26 +139,48 @@ class StepRecords:
         named = self._slow.named
         return {} if named is None else {"slow_rank": named.rank, "slow_seconds": named.seconds}
 
+    def _is_due(self) -> bool:
+        """Whether to write what the ranks have communicated, as a killed job has no end. On rank 0.
+
+        That is when the time since the start has doubled, and at least each half hour.
+        """
+        now, so_far = time.monotonic(), self._written - self._begin
+        passed = min(max(so_far, COMMUNICATION_SECONDS[0]), COMMUNICATION_SECONDS[1])
+        if self.group.rank or now - self._written < passed:
+            return False
+        self._written = now
+        return True
+
     def _say_communication(self, step: int) -> None:
         """Write and log what the ranks have communicated. Collective."""
+        told = self._write_communication(step)
+        if told:
+            logger.info("%s", describe_operations(told))
+
+    def _write_communication(self, step: int) -> list[dict[str, Any]]:
+        """Write what the ranks have communicated since the start. Collective.
+
+        Returns:
+            The operations, on rank 0.
+        """
         if self.group.comm is None:
-            return
+            return []
         mine = self.group.waiting.traffic.counted()
         everyone = self.group.gathered_by_first(mine, "what the ranks have communicated")
         operations = totals(everyone, self.hosts) if everyone else []
-        if operations and self._report is not None:
-            told = event_of(operations, self.links)
+        told = event_of(operations, self.links)
+        if told and self._report is not None:
             self._report.event("communication", step, operations=told)
-            logger.info("%s", describe_operations(told))
+        return told
 
 
-def largest_memory(group: Group, device: torch.device, memory: PeakMemory) -> float:
-    """GB (10^9 bytes) of the rank that has used most since the last call. Collective."""
+def most_memory(device: torch.device, memory: PeakMemory) -> int:
+    """The most bytes that this rank has used at a time since the last call."""
     used = memory.take()
     if device.type == "cuda":
         used = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-    return group.largest(used) / 1e9
+    return used
 
 
 def start_event(

@@ -63,8 +63,8 @@ def test_two_ranks_measure_every_implementation_and_write_all_files(tmp_path):
 def test_four_ranks_measure_what_is_asked_for_and_are_warned_of_cores_they_share():
     done = run(*command("mpirun", 4, *FEW, "--implementations", "shared,bare", "--device", "cpu"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "shared, us" in done.stdout
-    assert "mpi, us" not in done.stdout
+    assert "shared" in done.stdout
+    assert "mpi" not in done.stdout.partition("at a glance")[0].partition("allreduce")[2]
     if len(os.sched_getaffinity(0)) < 4:
         assert "warning: ranks take turns on too few cores" in done.stdout
 
@@ -123,11 +123,11 @@ def test_the_last_table_names_the_fastest_at_the_largest_size_that_all_have(caps
             took("bare", 4096, 4e-5),
             took("ring", 8, 5e-5),
             took("ring", 4096, 1e-5),
-            took("bare", 1 << 20, 1e-3),
+            took("bare", 1 << 20, 1.8e-2),
         ]
     )
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "size bare, us GB/s ring, us GB/s" in lines
-    assert "4 KiB 40 (0%) 0.154 10 (0%) 0.614" in lines
-    assert "1 MiB 1000 (0%) 1.57 - -" in lines
+    assert "size bare GB/s ring GB/s" in lines
+    assert "4 KiB 40 us (0%) 0.154 10 us (0%) 0.614" in lines
+    assert "1 MiB 18 ms (0%) 0.0874 - -" in lines
     assert "allreduce all 2 us 4 KiB ring 0.614 4.00" in lines

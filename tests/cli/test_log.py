@@ -107,3 +107,13 @@ def test_mistakes_are_one_line(made, words, line):
     done = export(made, *words, path=":".join(sys.path))
     assert done.returncode == 2, done.stderr
     assert line in only_line(done.stderr)
+
+
+@pytest.mark.parametrize("step", ["six", None, 2.5])
+def test_a_record_whose_step_is_no_integer_is_named_by_file_and_line(made, step):
+    made.job(0, 5)
+    with (made.path / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"step": step, "loss": 1.0}) + "\n")
+    done = export(made, "--to", "csv")
+    assert done.returncode == 2
+    assert f"metrics.jsonl, line 7: the step of the record is {step!r}" in only_line(done.stderr)

@@ -62,6 +62,26 @@ def test_runs_are_submitted_in_turn_and_finished_ones_are_used(desk):
     assert (desk.folder / "runs/my-scale/scale.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "submit", "says", "asked"),
+    [
+        ("lsf", "bsub", "Job <7> is submitted to queue <q>.", ["#BSUB -n 6", "-R span[ptile=3]"]),
+        ("flux", "flux", "f7", ["# flux: --nodes=2", "# flux: --cores-per-slot=3"]),
+        ("pbs", "qsub", "7.pbs", ["#PBS -l select=2:ncpus=3:mpiprocs=3"]),
+    ],
+)
+def test_runs_of_other_schedulers_ask_for_their_nodes(desk, scheduler, submit, says, asked):
+    desk.scheduler(submit, says=says)
+    words = ["--nodes", "2", "--repeats", "1", "--no_wait", "--ranks_per_node", "3"]
+    done = scale(desk, *words, "--scheduler", scheduler, "--data.batch", "18")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is submitted as job") == 1
+    script = (desk.folder / "runs/my-scale/nodes-2-run-1/job.sh").read_text()
+    for part in (*asked, "--run.performance_test 4 ", "--data.batch 18 ", "--parallel.dp 6"):
+        assert part in script.replace('"', ""), script
+    assert "requeue_by=never" in script
+
+
 def test_a_run_in_the_queue_is_not_submitted_again(desk):
     words = ["--nodes", "1", "--repeats", "1", "--no_wait"]
     assert scale(desk, *words).returncode == 0

@@ -22,14 +22,27 @@ def possible():
 
 
 @pytest.mark.slow("jobs of SLURM one after the other")
-@pytest.mark.parametrize("nodes", ["1,2", pytest.param("1,2,4", marks=pytest.mark.long)])
-def test_a_study_goes_from_the_command_to_the_page(tmp_path: Path, text_data: Path, nodes):
+@pytest.mark.parametrize(
+    ("nodes", "scheduler"),
+    [
+        ("1,2", "slurm"),
+        pytest.param("1,2,4", "slurm", marks=pytest.mark.long),
+        # By SLURM's translations of qsub and qstat.
+        pytest.param("1,2", "pbs", marks=pytest.mark.long),
+        pytest.param("1,2", "torque", marks=pytest.mark.long),
+    ],
+)
+def test_a_study_goes_from_the_command_to_the_page(
+    tmp_path: Path, text_data: Path, nodes, scheduler
+):
     program = small_program(tmp_path, text_data)
     out = tmp_path / "study"
     words = ["scale", str(program.config), "--nodes", nodes, "--repeats", "1", "--steps", "6"]
     words += ["--out", str(out), "--jobs_at_once", "1", "--gradients.engine", "mpi"]
+    words += ["--scheduler", scheduler]
     counts = nodes.split(",")
-    with hosts(len(counts) if nodes == "1,2" else 4, 1) as cluster, slurm(cluster) as up:
+    pbs = scheduler != "slurm"
+    with hosts(len(counts) if nodes == "1,2" else 4, 1) as cluster, slurm(cluster, pbs) as up:
         done = up.run(hpc_train(*words), cwd=tmp_path, timeout=170)
         again = up.run(hpc_train(*words), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -85,7 +85,7 @@ def test_a_drawing_has_each_figure_with_its_numbers():
     root = ET.fromstring(svg([*figures, barrier], "a < b", ["a & b"]))
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 8  # each figure in two plots
-    assert "ring, 1 KiB: 1024 microseconds" in titles
+    assert "ring, 1 KiB: time 1.02 ms" in titles
     assert ET.fromstring(svg(figures[:1], "one", [])) is not None
 
 
@@ -143,3 +143,13 @@ def test_a_wrong_result_ends_all_ranks_with_the_rank_that_has_it(two_nodes, monk
     assert caught.value.agreed
     assert f"rank 3 ({two_nodes.whole.host}): " in str(caught.value)
     assert "by bare MPI, called through mpi4py has a wrong result" in str(caught.value)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("least", "where"), [(0, "in all operations at 64 B"), (-1, "at all")])
+def test_a_note_says_what_there_was_no_time_for(group, monkeypatch, least, where):
+    monkeypatch.setattr(timing.Budget, "share", lambda _, nbytes, __: float(nbytes <= least))
+    found = time_collectives(Levels.of(group), CPU, WantedFigures((64,), 600.0, ("bare",), 3))
+    if group.rank == 0:
+        reason = "there was no time (--seconds gives more)"
+        assert found.notes == [f"bare is not measured {where}: {reason}"]

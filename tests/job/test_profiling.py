@@ -15,6 +15,7 @@ from hpc_train.errors import ConfigError
 from hpc_train.job import profiling
 from hpc_train.monitoring import gzip_parts
 from hpc_train.monitoring.trace import MAIN, THREADS
+from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel.schedule import build
@@ -138,7 +139,12 @@ def test_a_profile_that_cannot_be_written_is_a_warning(
 
 @needs_horovod
 @pytest.mark.mpi
-def test_horovods_own_timeline_is_written_with_it(job, together, caplog):
+def test_horovods_own_timeline_is_written_with_it(job, together, caplog, monkeypatch):
+    if runtime.running_horovod():  # it was started without a timeline
+        job.world.barrier()
+        runtime.running_horovod().shutdown()
+    monkeypatch.setenv("HOROVOD_TIMELINE", "")  # so that it is unset again at the end
+    monkeypatch.delenv("HOROVOD_TIMELINE")
     caplog.set_level("INFO")
     options = ["--gradients.engine", "horovod", "--run.profile.steps", "3-5"]
     make(config(together / "run", *options), job).train()
@@ -146,6 +152,13 @@ def test_horovods_own_timeline_is_written_with_it(job, together, caplog):
         path = together / "run/profile/horovod-steps-3-5.json"
         assert f"Horovod's timeline of these steps: {path}" in caplog.text
         assert "ALLREDUCE" in path.read_text()
+    monkeypatch.delenv("HOROVOD_TIMELINE")
+    caplog.clear()
+    make(config(together / "run2", *options), job).train()
+    if job.world.rank == 0:
+        assert "no timeline of Horovod" in caplog.text
+        assert "start the job with run.profile" in caplog.text
+        assert (together / "run2/profile/steps-3-5/trace.json.gz").exists()
 
 
 @pytest.mark.mpi

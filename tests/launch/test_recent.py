@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.launch.recent import BLOCKS, LAST_BYTES, RecentRecords, span_in_words, sparkline
+from hpc_train.launch.recent import BLOCKS, LAST_BYTES, RecentRecords, sparkline
 
 STEPS = "run: {steps: 1000}\n"
 
@@ -45,6 +45,15 @@ def test_records_without_measurements_say_nothing(tmp_path):
     assert RecentRecords(tmp_path / "missing").curves(40) == []
 
 
+def test_the_last_step_of_a_run_of_epochs_is_that_of_its_newest_start(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {steps: null, epochs: 3}\n")
+    events = [{"event": "start", "steps": 500}, {"event": "start", "steps": 400}]
+    events += [{"event": "slow", "why": "start" * 9}] * (LAST_BYTES // 50)
+    lines = [json.dumps(event) for event in events]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + '\n{"event": "start", "st')
+    assert recent(tmp_path, [record(10)]).lines()[1] == "left: 390 of 400 steps, about 13 min"
+
+
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
     found = recent(tmp_path, [record(1), record(2)], '{"step": 3, "lo')
     assert found.last["step"] == 2
@@ -75,6 +84,7 @@ def test_a_sparkline_shows_the_shape():
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert sparkline([0, math.nan, 7], 3) == "▁ █"
     assert sparkline([], 5) == ""
+    assert sparkline([-1.7e308, 1.7e308, 1.7e308], 2) == "▁█"
 
 
 @given(st.lists(st.floats()), st.integers(1, 50))
@@ -82,8 +92,3 @@ def test_a_sparkline_has_a_character_for_each_part(values, width):
     drawn = sparkline(values, width)
     assert len(drawn) == min(width, len(values))
     assert set(drawn) <= {*BLOCKS, " "}
-
-
-def test_lengths_of_time_are_two_units():
-    told = [span_in_words(seconds) for seconds in (0.2, 59, 60, 125, 12000, 86400, 200000)]
-    assert told == ["1 s", "59 s", "1 min", "2 min 5 s", "3 h 20 min", "1 d", "2 d 7 h"]

@@ -55,17 +55,17 @@ def table(*slow, ranks=4, stages=None, hosts=None, everyone=None):
 
 LATE = {"compute": 0.15, "processor": 0.149}
 CASES = {
-    "data": ({"data": 0.03}, "its data takes 30 ms of each step, that of others 1.0 ms"),
+    "data": ({"data": 0.03}, "its data takes 30 ms of each step, that of others 1 ms"),
     "load": (
         {"compute": 0.15, "delayed": 0.05, "switches": 12},
-        "it computes 0.15 s in each step but has a processor only for 0.10 s of that, because "
+        "it computes 150 ms in each step but has a processor only for 100 ms of that, because "
         "other programs use its processor, which it loses 12 times",
     ),
     "load by the hypervisor": (
         {"compute": 0.15, "stolen": 0.049},
         "the hypervisor gives its processor to other machines",
     ),
-    "compute": (LATE, "it computes 0.15 s in each step, others 0.10 s"),
+    "compute": (LATE, "it computes 150 ms in each step, others 100 ms"),
     "compute, more work": (LATE | TRIED, "its processor is as fast as others: it has more work"),
     "compute, a slow clock": (
         LATE | TRIED | {"arithmetic": 0.0015, "memory": 0.005, "frequency": 2e9},
@@ -100,8 +100,8 @@ def test_the_line_says_who_and_what_it_costs():
     found = slowest(table((3, {"data": 0.21, "compute": 0.1})))
     hosts = [f"node{rank + 1}" for rank in range(4)]
     assert line(found, hosts) == (
-        "rank 3 (node4) is slow: its data takes 0.21 s of each step, that of others 1.0 ms; all "
-        "ranks wait for it 0.21 s per step (66 %)"
+        "rank 3 (node4) is slow: its data takes 210 ms of each step, that of others 1 ms; all "
+        "ranks wait for it 209 ms per step (66 %)"
     )
 
 
@@ -171,7 +171,7 @@ def linked(*times):
 def test_a_slow_link_is_that_of_the_host_that_is_slow_with_both_neighbours():
     found = slowest(linked(0.002, 0.002, 0.08, 0.002))
     assert (found.rank, found.cause) == (2, "network")
-    assert "between node3 and its neighbours takes 80 ms, between other hosts 2.0 ms" in found.why
+    assert "between node3 and its neighbours takes 80 ms, between other hosts 2 ms" in found.why
 
 
 def test_of_two_hosts_nobody_knows_whose_link_is_slow():

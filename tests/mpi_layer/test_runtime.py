@@ -12,13 +12,17 @@ needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod 
 
 
 def test_horovods_fusion_buffer_is_set_on_request_and_its_cycle_time_never():
-    assert set(runtime.horovod_settings({})) == {"HOROVOD_CACHE_CAPACITY", "HOROVOD_TIMELINE"}
+    assert set(runtime.horovod_settings({})) == {"HOROVOD_CACHE_CAPACITY"}
     assert runtime.horovod_settings({}, 0)["HOROVOD_FUSION_THRESHOLD"] == "0"
 
 
+def test_a_timeline_is_made_possible_on_request_as_it_costs_time():
+    assert runtime.horovod_settings({}, timeline=True)["HOROVOD_TIMELINE"] == "DYNAMIC"
+
+
 def test_what_the_user_has_set_stays():
-    given = dict.fromkeys(runtime.horovod_settings({}, 1), "10")
-    assert runtime.horovod_settings(given, 1 << 20) == {}
+    given = dict.fromkeys(runtime.horovod_settings({}, 1, timeline=True), "10")
+    assert runtime.horovod_settings(given, 1 << 20, timeline=True) == {}
 
 
 @needs_horovod

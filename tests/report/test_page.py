@@ -82,6 +82,18 @@ def test_a_page_says_what_the_run_did(run):
     assert sum(phases[phase][0] for phase in phases) == pytest.approx(0.5)
 
 
+def test_a_share_above_its_limit_is_explained(run):
+    why = "A share is above 100 % where"
+    assert why not in Page(report_of([run])).text
+    row = {"name": "gradient sums inside nodes", "bandwidth": 2e9, "limit": 1e9, "seconds": 2.5e-3}
+    write_lines(
+        run / "events.jsonl", [start(0, 0), {"event": "communication", "operations": [row]}]
+    )
+    text = Page(report_of([run])).text
+    assert why in text
+    assert "2.5 ms 2 GB/s 1 GB/s 200%" in text
+
+
 def claim(run, *, silent: float) -> None:
     """Let a job of another host own a run that it has written to so many seconds ago."""
     path = run / ".claim/000001"
@@ -98,7 +110,7 @@ def test_a_killed_run_has_lost_what_its_next_start_has_dropped(tmp_path):
     claim(tmp_path, silent=1000)
     text = Page(report_of([tmp_path])).text
     assert "steps lost 25 " in text
-    assert " 0 at least 80 s 75 25 no end is recorded" in text
+    assert " 0 at least 1 min 20 s 75 25 no end is recorded" in text
     # The newest start was killed, too, and its last record tells its last step.
     assert f" 50 at least 10 s 60 {NO_VALUE} no end is recorded" in text
     assert "no end is recorded; last record at " in text
@@ -252,6 +264,7 @@ def test_a_sweep_is_compared_by_its_options_the_best_first(tmp_path):
     assert axes["optimizer.name"] == ["adamw"] * 3 + [""]
     assert found["axes"][-1]["label"] == "last loss"
     assert axes["last loss"] == [1, 2, 3, None]
+    assert "last step" not in axes, "it is the same for all"
 
 
 def test_a_live_report_follows_a_run(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 
 from hpc_train.data.manifest import read_manifest
 from hpc_train.mpi import runtime
+from hpc_train.report.page import report_of
 from tests.conftest import small_program
 from tests.programs import COLD, ENVIRON, hpc_train, only_line, python, ranks_of, run
 
@@ -314,6 +315,7 @@ def test_generate_writes_text_from_a_checkpoint_or_a_run(program):
         json.loads(line) for line in (program.root / "run/samples.jsonl").read_text().splitlines()
     ]
     assert (sample["step"], "def " + sample["text"] + "\n") == (12, texts[0])
+    assert 'class="prompt">def </span>' in report_of([program.root / "run"])
     alone = program.root / "alone.safetensors"
     shutil.copy(program.checkpoint("run", 12), alone)
     done = run(*hpc_train("generate", str(alone), "--record"))

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from hpc_train.job import slow_ranks
 from hpc_train.monitoring.device_seconds import DeviceSeconds
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training import step_records
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import config
@@ -33,12 +34,17 @@ def read(directory, name):
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
+def bytes_of(communication):
+    return sum(one["bytes"] for one in communication["operations"])
+
+
 @pytest.mark.ranks(2, 4)
 def test_events_and_records_name_a_slow_rank_and_say_what_was_communicated(
     group, together, monkeypatch
 ):
     monkeypatch.setattr(slow_ranks, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(slow_ranks, "COST", 0)
+    monkeypatch.setattr(step_records, "COMMUNICATION_SECONDS", (0.0, 0.0))
     last = group.size - 1
     data = Late(torch.ones(64, 8).double(), torch.ones(64, 1).double())
     data.seconds = 0.01 if group.rank == last else 0.0
@@ -52,15 +58,19 @@ def test_events_and_records_name_a_slow_rank_and_say_what_was_communicated(
     if group.rank:
         return
     events = read(together / "run", "events.jsonl")
-    start, *slow, communication, end = events
-    assert start["event"] == "start"
+    start, *between, communication, end = events
+    slow = [one for one in between if one["event"] == "slow"]
+    earlier = [one for one in between if one["event"] == "communication"]
+    assert (start["event"], start["steps"]) == ("start", STEPS)
     assert start["link_inside"] > 0
     assert "link_across" not in start
     assert [(one["event"], one["rank"], one["cause"]) for one in slow] == [("slow", last, "data")]
     assert slow[0]["host"] == start["hosts"][0]
     assert communication["event"] == "communication"
     assert communication["step"] == end["step"] == STEPS
+    assert earlier, "a job that is killed has no last one"
     operations = communication["operations"]
+    assert 0 < bytes_of(earlier[0]) < bytes_of(communication)
     sums = [one for one in operations if one["name"] == "gradient sums inside nodes"]
     assert sum(one["bytes"] for one in sums) > 0
     assert all(one["limit"] == start["link_inside"] for one in operations)

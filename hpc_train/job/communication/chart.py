@@ -23,6 +23,7 @@ from hpc_train.job.communication.figures import (
     CollectiveFigure,
     bytes_text,
 )
+from hpc_train.times import time_text
 
 # The eight colours of Okabe and Ito, "Color universal design", 2008, without yellow.
 COLOURS = {
@@ -83,9 +84,10 @@ def svg(figures: Sequence[CollectiveFigure], title: str, lines: Sequence[str]) -
         y = begin + ROW_HEIGHT * number
         head = f"{operation}, {SCOPES[scope]} ({mine[0].ranks} ranks)"
         parts.append(f'<text class="head" x="{LEFT - 40}" y="{y + 16}">{escape(head)}</text>')
-        parts += _plot(mine, LEFT, y + 44, "microseconds", lambda f: 1e6 * f.seconds)
+        parts += _plot(mine, LEFT, y + 44, "time", lambda f: f.seconds, time_text)
         x = LEFT + PLOT_WIDTH + BETWEEN
-        parts += _plot(mine, x, y + 44, "bus bandwidth, GB/s", lambda f: f.bus_bandwidth / 1e9)
+        what = "bus bandwidth, GB/s"
+        parts += _plot(mine, x, y + 44, what, lambda f: f.bus_bandwidth / 1e9, _plain)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -103,20 +105,21 @@ def _plot(
     figures: Sequence[CollectiveFigure],
     left: float,
     top: float,
-    unit: str,
+    what: str,
     value: Callable[[CollectiveFigure], float],
+    words: Callable[[float], str],
 ) -> list[str]:
-    """One plot; its upper left corner is at (left, top)."""
+    """One plot of a value; its upper left corner is at (left, top), and `what` stands above it."""
     bottom = top + PLOT_HEIGHT
     sizes = sorted({figure.nbytes for figure in figures})
     lowest, highest = _decades([value(figure) for figure in figures])
     x = _scale(sizes[0], sizes[-1], left, left + PLOT_WIDTH)
     y = _scale(10.0**lowest, 10.0**highest, bottom, top)
-    parts = [f'<text class="faint" x="{left - 40}" y="{top - 8}">{unit}</text>']
+    parts = [f'<text class="faint" x="{left - 40}" y="{top - 8}">{what}</text>']
     for power in range(lowest, highest + 1):
         at = y(10.0**power)
         parts.append(_line(left, at, left + PLOT_WIDTH, at))
-        label = f"{10.0**power:g}"
+        label = words(10.0**power)
         parts.append(
             f'<text class="faint" text-anchor="end" x="{left - 6}" y="{at + 4}">{label}</text>'
         )
@@ -135,12 +138,16 @@ def _plot(
                 f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
             )
         for (across, down), figure in zip(places, mine, strict=True):
-            told = f"{name}, {bytes_text(figure.nbytes)}: {value(figure):.4g} {unit}"
+            told = f"{name}, {bytes_text(figure.nbytes)}: {what} {words(value(figure))}"
             parts.append(
                 f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3.2" fill="{colour}">'
                 f"<title>{escape(told)}</title></circle>"
             )
     return parts
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3g}"
 
 
 def _line(x: float, y: float, to_x: float, to_y: float) -> str:

@@ -186,9 +186,10 @@ class _Measurement:
         for case in last:
             self._measure(case, budget)
         self.scopes.close()
+        there = {figure.implementation for figure in self.measured.figures}
         for (name, reason), left_out in self.left_out.items():
             shown = ", ".join(bytes_text(size) for size in sorted(left_out))
-            where = "at all" if len(left_out) == len(sizes) else f"in all operations at {shown}"
+            where = f"in all operations at {shown}" if name in there else "at all"
             self.measured.notes.append(f"{name} is not measured {where}: {reason}")
         return self.measured
 
