@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import check_array, column_or_1d, compute_sample_weight
+from sklearn.utils import check_array, column_or_1d, compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import (
     _check_sample_weight,
@@ -80,26 +80,36 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         with fitting_runtime(runtime, files=files) as job:
             with checking(job.world):
                 settings = FitSettings(**{name: getattr(self, name) for name in PARAMETERS})
-                training, held_out, target = self._rows(X, y, sample_weight, eval_set)
+                training, held_out, factors = self._rows(X, y, sample_weight, eval_set)
+                target = self._target_values(training)
+                mean = float(training.weight.mean())
+                training = _scaled(training, target, mean)
+                held_out = None if held_out is None else _scaled(held_out, target, mean)
                 features = fit_features(training.columns, self._kinds, target)
-            result = fit_table(settings, features, training, held_out, job)
+            result = fit_table(settings, features, training, held_out, factors, job)
         self._fitted, self.history_ = result.model, result.history
         return self
 
     def _rows(
         self, X: Any, y: Any, sample_weight: Any, eval_set: Any
-    ) -> tuple[TableRows, TableRows | None, TargetValues]:
-        """Check the arguments of `fit`, and choose the rows that are held out."""
+    ) -> tuple[TableRows, TableRows | None, np.ndarray | None]:
+        """Check the arguments of `fit`, and choose the rows that are held out.
+
+        Returns:
+            The rows to train on, those held out, and the factors of the classes.
+        """
         self._check_parameters(eval_set)
         columns, self._kinds = self._columns(X, fitting=True)
         y = self._checked_target(y, fitting=True)
         check_consistent_length(X, y)
-        weight = self._weights(sample_weight, X, y)
-        used = weight > 0  # a row without weight is as good as none
+        weight = _weights(sample_weight, y)
+        factors = self._class_factors(y)
+        used = (weight if factors is None else weight * factors[y]) > 0
         if not used.any():
             raise ValueError("all values of sample_weight are 0: give some rows a weight")
         rows = TableRows(columns=columns, target=y, weight=weight)
-        rows = _chosen(rows, used) if not used.all() else rows
+        if not used.all():
+            rows = _chosen(rows, used)  # a row without weight is as good as none
         held_out = None
         if eval_set is not None:
             held_out = self._evaluated(eval_set)
@@ -108,10 +118,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
             mask = choose_held_out(len(rows), self.validation_fraction, self.seed, classes)
             if mask.any():
                 held_out, rows = _chosen(rows, mask), _chosen(rows, ~mask)
-        target = self._target_values(rows)
-        mean = float(rows.weight.mean())
-        rows = self._scaled(rows, target, mean)
-        return rows, None if held_out is None else self._scaled(held_out, target, mean), target
+        if factors is not None:  # on average they change no weight
+            factors /= (rows.weight * factors[rows.target]).sum() / rows.weight.sum()
+        return rows, held_out, factors
 
     def _check_parameters(self, eval_set: Any) -> None:
         if eval_set is not None and not self.patience:
@@ -150,12 +159,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
             return X  # scikit-learn's checks say what is wrong
         return X[names.tolist()]
 
-    def _weights(self, sample_weight: Any, X: Any, y: np.ndarray) -> np.ndarray:
-        """The weight of each row, float64."""
-        weights: np.ndarray = _check_sample_weight(
-            sample_weight, y, dtype=np.float64, ensure_non_negative=True, copy=True
-        )
-        return weights
+    def _class_factors(self, y: np.ndarray) -> np.ndarray | None:
+        """What the weight of a row of each class is multiplied by, float64 (C,)."""
+        return None
 
     def _evaluated(self, eval_set: Any) -> TableRows:
         """The rows of eval_set."""
@@ -167,7 +173,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         columns, _ = self._columns(X, fitting=False)
         target = self._checked_target(y, fitting=False)
         check_consistent_length(X, target)
-        weights = self._weights(weight[0] if weight else None, X, target)
+        weights = _weights(weight[0] if weight else None, target)
         return TableRows(columns=columns, target=target, weight=weights)
 
     def _checked_target(self, y: Any, *, fitting: bool) -> np.ndarray:
@@ -175,13 +181,6 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
 
     def _target_values(self, rows: TableRows) -> TargetValues:
         raise NotImplementedError
-
-    def _scaled(self, rows: TableRows, target: TargetValues, mean_weight: float) -> TableRows:
-        """The rows with the target that a model learns, and weights of mean 1 in training."""
-        values = rows.target
-        if target.task == "regression":
-            values = (values - target.center) / target.scale
-        return TableRows(columns=rows.columns, target=values, weight=rows.weight / mean_weight)
 
     def _predictions(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
@@ -233,7 +232,10 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         classes_: the classes, rising.
         n_features_in_: number of columns of X.
         feature_names_in_: names of the columns, if X was a DataFrame with texts as names.
-        history_: a dict for each recorded step: step, loss, and validation_loss after a validation.
+        history_: a dict for each recorded step: step and loss, and after a validation
+            validation_loss and the scores of the rows that are held out: validation_accuracy,
+            validation_balanced_accuracy, validation_auc, validation_log_loss and
+            validation_calibration_error. Class weights count in losses and not in scores.
     """
 
     classes_: np.ndarray
@@ -293,11 +295,13 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         numbers: np.ndarray = np.searchsorted(self.classes_, y).astype(np.int64)
         return numbers
 
-    def _weights(self, sample_weight: Any, X: Any, y: np.ndarray) -> np.ndarray:
-        weights = super()._weights(sample_weight, X, y)
-        if self.class_weight is not None:
-            weights *= compute_sample_weight(self.class_weight, self.classes_[y])
-        return weights
+    def _class_factors(self, y: np.ndarray) -> np.ndarray | None:
+        if self.class_weight is None:
+            return None
+        factors: np.ndarray = compute_class_weight(
+            self.class_weight, classes=self.classes_, y=self.classes_[y]
+        )
+        return factors
 
     def _target_values(self, rows: TableRows) -> TargetValues:
         counts = np.bincount(rows.target, minlength=len(self.classes_))
@@ -318,8 +322,10 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     Attributes:
         n_features_in_: number of columns of X.
         feature_names_in_: names of the columns, if X was a DataFrame with texts as names.
-        history_: a dict for each recorded step: step, loss, and validation_loss after a validation.
-            Losses are squared errors in units of the target's variance.
+        history_: a dict for each recorded step: step and loss, and after a validation
+            validation_loss and the scores of the rows that are held out: validation_rmse,
+            validation_r2 and validation_mae, in the unit of the target. Losses are squared errors
+            in units of the target's variance.
     """
 
     def __init__(
@@ -371,6 +377,22 @@ def _of_target(y: Any) -> np.ndarray:
     if values.dtype == object and any(value is None for value in values.flat):
         raise ValueError("Input y contains None, a missing value: leave such rows out")
     return values
+
+
+def _weights(sample_weight: Any, y: np.ndarray) -> np.ndarray:
+    """The weight of each row, float64."""
+    weights: np.ndarray = _check_sample_weight(
+        sample_weight, y, dtype=np.float64, ensure_non_negative=True, copy=True
+    )
+    return weights
+
+
+def _scaled(rows: TableRows, target: TargetValues, mean_weight: float) -> TableRows:
+    """The rows with the target that a model learns, and weights of mean 1 in training."""
+    values = rows.target
+    if target.task == "regression":
+        values = (values - target.center) / target.scale
+    return TableRows(columns=rows.columns, target=values, weight=rows.weight / mean_weight)
 
 
 def _chosen(rows: TableRows, mask: np.ndarray) -> TableRows:

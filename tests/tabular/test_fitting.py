@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sklearn import metrics
 
 from hpc_train.errors import CheckpointMismatch, ConfigError, UserError
 from hpc_train.mpi.group import Group
@@ -113,11 +114,37 @@ def test_the_model_is_that_of_the_lowest_validation_loss():
     X, y = curve(60)
     how = {"steps": 400, "batch": 16, "lr": 0.03, "config": ONE}
     made = Regressor(**how, patience=3).fit(X[:40], y[:40], eval_set=(X[40:], y[40:]))
-    losses = {one["step"]: one["validation_loss"] for one in made.history_ if len(one) == 3}
+    losses = {
+        one["step"]: one["validation_loss"] for one in made.history_ if "validation_loss" in one
+    }
     best = min(losses, key=losses.__getitem__)
     assert max(losses) - best == 3 * 25
     error = error_of(made, X[40:], y[40:], y[:40].var())
     assert error == pytest.approx(losses[best], rel=1e-9)
+
+
+def test_the_history_has_the_scores_of_the_rows_held_out():
+    how = {"steps": 50, "batch": 16, "lr": 0.01, "config": EXACT}
+    X, y = customers(150)
+    weight = np.random.default_rng(0).uniform(0.5, 2, 150)
+    given = {"sample_weight": weight[:100], "eval_set": (X[100:], y[100:], weight[100:])}
+    made = Classifier(**how, class_weight={"left": 3.0}).fit(X[:100], y[:100], **given)
+    chances, predicted = made.predict_proba(X[100:]), made.predict(X[100:])
+    assert [one["step"] for one in made.history_ if "validation_auc" in one] == [25, 50]
+    best = min(made.history_, key=lambda one: one.get("validation_loss", np.inf))
+    told = {key.removeprefix("validation_"): one for key, one in best.items()}
+    how = {"sample_weight": weight[100:]}
+    assert told["accuracy"] == pytest.approx(metrics.accuracy_score(y[100:], predicted, **how))
+    assert told["log_loss"] == pytest.approx(metrics.log_loss(y[100:], chances, **how))
+    right = y[100:] == "stays"
+    assert told["auc"] == pytest.approx(metrics.roc_auc_score(right, chances[:, 1], **how))
+
+    X, y = curve(150)
+    made = Regressor(steps=50, batch=16, config=EXACT).fit(X[:99], y[:99], eval_set=(X, y))
+    told, predicted = made.history_[-1], made.predict(X)
+    assert told["validation_r2"] == pytest.approx(metrics.r2_score(y, predicted))
+    rmse = metrics.root_mean_squared_error(y, predicted)
+    assert told["validation_rmse"] == pytest.approx(rmse)
 
 
 def test_without_patience_the_model_is_that_of_the_last_step():
