@@ -47,7 +47,8 @@ class TableRows:
 
     Args:
         columns: the columns that the features are made of, N rows.
-        target: int64 (N,) numbers of classes, or float64 (N,) scaled values.
+        target: int64 (N,) numbers of classes, float64 (N,) scaled values, or float64 (N, labels) of
+            0 and 1.
         weight: float64 (N,).
     """
 
