@@ -35,6 +35,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
     validation_fraction: float
     seed: int
     run_dir: str | Path | None
+    quantiles: tuple[float, ...] = ()
     n_features_in_: int
     feature_names_in_: np.ndarray
     history_: list[dict[str, float]]

@@ -180,7 +180,11 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     """A neural network that predicts a number for the rows of a table.
 
     `fit` trains on all ranks of the job, and `predict` computes on each rank alone; see
-    `Classifier`, which has the same arguments but class_weight.
+    `Classifier`, which has the same arguments but quantiles, and class_weight besides.
+
+    Args:
+        quantiles: the quantiles of the target to learn, such as (0.1, 0.5, 0.9), in place of its
+            mean; 0.5 is among them. By default the mean is learned.
 
     Attributes:
         n_features_in_: number of columns of X.
@@ -188,7 +192,9 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         history_: a dict for each recorded step: step and loss, and after a validation
             validation_loss and the scores of the rows that are held out: validation_rmse,
             validation_r2 and validation_mae, in the unit of the target. Losses are squared errors
-            in units of the target's variance.
+            in units of the target's variance. With quantiles the scores are those of the median,
+            validation_pinball, and validation_pinball_0.1 and so on; losses are pinball losses in
+            units of the target's standard deviation.
     """
 
     def __init__(
@@ -202,6 +208,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         patience: int = 16,
         validation_fraction: float = 0.1,
         seed: int = 0,
+        quantiles: tuple[float, ...] = (),
         run_dir: str | Path | None = None,
         config: Mapping[str, Any] | None = None,
         verbose: bool = False,
@@ -214,13 +221,41 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self.patience = patience
         self.validation_fraction = validation_fraction
         self.seed = seed
+        self.quantiles = quantiles
         self.run_dir = run_dir
         self.config = config
         self.verbose = verbose
 
     def predict(self, X: Any) -> np.ndarray:
-        """The mean of the target for each row of X: float64 (N,)."""
-        return self._predictions(X)
+        """The mean of the target for each row of X, or with quantiles its median: float64 (N,)."""
+        found = self._predictions(X)
+        return found[:, self._levels.index(0.5)] if self._levels else found
+
+    def predict_quantiles(self, X: Any) -> np.ndarray:
+        """The quantiles of the target for each row of X: float64 (N, quantiles), in their order.
+
+        A higher quantile is never below a lower one.
+
+        Raises:
+            ValueError: the estimator was fitted without quantiles.
+        """
+        found = self._predictions(X)
+        if not self._levels:
+            raise ValueError("fit was called without quantiles: give the parameter quantiles")
+        return found
+
+    @property
+    def _levels(self) -> tuple[float, ...]:
+        """The quantiles of the last fit."""
+        return self._fitted.loss.quantiles
+
+    def _check_parameters(self, eval_set: Any) -> None:
+        super()._check_parameters(eval_set)
+        levels = [*self.quantiles]
+        if any(not 0 < level < 1 for level in levels) or len({*levels}) < len(levels):
+            raise ValueError(f"quantiles is {levels}: give different numbers above 0 and below 1")
+        if levels and 0.5 not in levels:
+            raise ValueError(f"quantiles is {levels}: add 0.5, the median, which predict returns")
 
     def _checked_target(self, y: Any, *, fitting: bool) -> np.ndarray:
         """The values of the target."""

@@ -111,7 +111,7 @@ def fit_table(
         digest = _digest(features, data, validation, class_factors)
     same(group, "the table that fit was given", digest, "give all ranks the same table")
     same(group, "the parameters of the estimator", config.to_yaml(), "give all ranks the same")
-    loss = TableLoss(features.target)
+    loss = TableLoss(features.target, quantiles=config.model.quantiles)
     loss.factors = None if class_factors is None else torch.from_numpy(class_factors)
     task = TrainingTask(
         shape.build,
@@ -119,11 +119,17 @@ def fit_table(
         loss,
         validation,
         scores=HeldOutScores(loss.measure, loss.scores),
-        identity={"the table": digest, "model.kind": config.model.kind, **shape.identity},
+        identity={
+            "the table": digest,
+            "model.kind": config.model.kind,
+            "model.quantiles": config.model.quantiles,
+            **shape.identity,
+        },
         about={
             "kind": config.model.kind,
             "shape": asdict(shape),
             "dtype": config.precision.parameters,
+            "quantiles": config.model.quantiles,
             "features": features.to_tree(),
         },
         private_parameters=True,
@@ -134,7 +140,8 @@ def fit_table(
         else:
             weights, history = _with_files(config, task, runtime, shape, settings.verbose)
     found = {name: one.numpy() for name, one in weights.items()}
-    model = FittedTable(shape, found, features, TableLoss(features.target))
+    loss.factors = None  # predictions need none
+    model = FittedTable(shape, found, features, loss)
     return FitResult(model=model, history=[_shown_of(one) for one in history])
 
 

@@ -120,6 +120,22 @@ def test_labels_are_predicted_each_for_itself():
         Classifier(class_weight="balanced").fit(X, y)
 
 
+def test_quantiles_hold_their_shares_of_the_rows_and_do_not_cross():
+    X, y = curve(600)
+    y = y + np.random.default_rng(1).exponential(1.0, 600)
+    made = Regressor(steps=300, lr=0.01, config=SMALL, quantiles=(0.5, 0.9, 0.1)).fit(X, y)
+    found = made.predict_quantiles(X)
+    assert (y[:, None] < found).mean(0) == pytest.approx([0.5, 0.9, 0.1], abs=0.07)
+    assert (np.diff(found[:, [2, 0, 1]]) >= 0).all()
+    np.testing.assert_array_equal(made.predict(X), found[:, 0])
+    assert {"validation_pinball_0.9", "validation_r2"} <= made.history_[-1].keys()
+    for wrong in ((0.1, 0.9), (0.5, 0.5), (0.5, 1.0)):
+        with pytest.raises(ValueError, match="quantiles is"):
+            Regressor(quantiles=wrong).fit(X, y)
+    with pytest.raises(ValueError, match="fit was called without quantiles"):
+        Regressor(steps=1).fit(X, y).predict_quantiles(X)
+
+
 def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
     X = np.array([["red", 1.0], [None, np.nan], ["blue", 3]] * 30, object)
     y = np.tile([0, 1, 2], 30)
@@ -136,6 +152,7 @@ def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
         ({"config": {"run.seed": 3}}, ConfigError, "config has run.seed.*the parameter seed"),
         ({"config": {"checkpoint.every": 3}}, ConfigError, "without run_dir nothing is written"),
         ({"config": {"checkpoint.weights": "x"}}, ConfigError, "does not take: leave it out"),
+        ({"config": {"model.quantiles": [0.5]}}, ConfigError, "quantiles of a Regressor"),
         ({"config": {"data.sampling": "balanced"}}, ConfigError, "does not take: leave it out"),
         ({"config": {"data.class_weights": "balanced"}}, ConfigError, "the parameter class_weight"),
         (
