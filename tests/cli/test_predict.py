@@ -11,6 +11,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from hpc_train.checkpoint.catalogue import newest
+from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.cli.predict import predict_together
 from hpc_train.config.file import load
@@ -312,6 +314,15 @@ def test_mistakes_end_with_one_line(trained, tmp_path):
     done = run(*hpc_train("generate", str(trained)))
     assert done.returncode == 2
     assert "does not hold a GPT: model.kind is tabular_mlp" in only_line(done.stderr)
+
+
+@pytest.mark.parametrize("name", ["alone.safetensors", "alone.pt"])
+def test_exported_weights_are_told_from_a_checkpoint(trained, tmp_path, name):
+    export_model(newest(trained), tmp_path / name)
+    with pytest.raises(CheckpointMismatch) as caught:
+        predicted(tmp_path / name, ["t.csv"], tmp_path / "p.csv")
+    assert "no checkpoint of hpc_train" in caught.value.cause
+    assert "give the checkpoint that `hpc-train checkpoint export` made it of" in str(caught.value)
 
 
 def test_options_that_do_not_fit_are_refused(trained, tmp_path):

@@ -12,7 +12,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.tabular import Classifier, Regressor
 from tests.tabular.tables import EXACT, SMALL, curve, customers
 
-HOW = {"steps": 60, "batch": 16, "lr": 0.01, "patience": 4}
+HOW = {"steps": 100, "batch": 16, "lr": 0.01, "patience": 4}
 LAYOUTS = {
     "dp": {},
     "zero": {"memory.zero": 1},
@@ -40,6 +40,7 @@ def expected():
 
 def check_same(made, X, expected):
     history, predicted = expected
+    assert len(history) == 100
     assert [one["step"] for one in made.history_] == [one["step"] for one in history]
     for mine, its in zip(made.history_, history, strict=True):
         assert mine == pytest.approx(its, rel=1e-10)
