@@ -133,6 +133,7 @@ def fit_table(
             "features": features.to_tree(),
         },
         private_parameters=True,
+        shape=shape,
     )
     with _shown(group, verbose=settings.verbose):
         if settings.run_dir is None:

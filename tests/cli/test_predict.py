@@ -23,6 +23,7 @@ from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
 from hpc_train.models.lora import LoraAdapters
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.tabular import Regressor
 from hpc_train.training.predict import PredictOptions, features_read_by
 from hpc_train.training.tables import train_table
 from hpc_train.training.trained import load_model
@@ -314,6 +315,17 @@ def test_mistakes_end_with_one_line(trained, tmp_path):
     done = run(*hpc_train("generate", str(trained)))
     assert done.returncode == 2
     assert "does not hold a GPT: model.kind is tabular_mlp" in only_line(done.stderr)
+
+
+def test_the_run_directory_of_an_estimator_is_a_run(tmp_path):
+    columns = made_columns(60)
+    known = pd.DataFrame({name: columns[name] for name in ("size", "color")})
+    how = {"steps": 3, "patience": 0, "quantiles": (0.1, 0.5), "run_dir": tmp_path / "run"}
+    made = Regressor(**how).fit(known, columns["height"])
+    source = write_csv(tmp_path / "t.csv", columns)
+    predicted(tmp_path / "run", [source], tmp_path / "p.csv")
+    found = pd.read_csv(tmp_path / "p.csv")[["quantile_0.1", "quantile_0.5"]]
+    np.testing.assert_allclose(found, made.predict_quantiles(known), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["alone.safetensors", "alone.pt"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from sklearn import metrics
@@ -62,6 +64,9 @@ def test_a_run_directory_changes_nothing(group, expected, together):
     X, y = customers()
     made = Classifier(**HOW, run_dir=together / "run", config=EXACT)
     check_same(made.fit(X, y, runtime=runtime(group)), X, expected)
+    record = json.loads((together / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["tflops"] > 0
+    assert record["node_hours"] > 0
     # Called again, it has nothing left to do.
     again = made.fit(X, y, runtime=runtime(group))
     check_same(again, X, expected)
