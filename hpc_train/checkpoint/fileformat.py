@@ -277,6 +277,12 @@ def _with_metadata(description: bytes, table_hash: str, header_hash: str) -> byt
     return first[:-1] + b"," + description[1:]
 
 
+GIVE_CHECKPOINT = (
+    "give the checkpoint that `hpc-train checkpoint export` made it of, or a run directory; only "
+    "checkpoint.weights takes tensors alone"
+)
+
+
 def parse_header(header_bytes: bytes, file_bytes: int) -> tuple[FileMap, str]:
     """Read a header back.
 
@@ -294,7 +300,9 @@ def parse_header(header_bytes: bytes, file_bytes: int) -> tuple[FileMap, str]:
     try:
         tree = json.loads(header_bytes)
         if b"hpc_train" not in header_bytes:
-            raise CheckpointMismatch("it is not of hpc_train", "give one of `hpc-train train`")
+            raise CheckpointMismatch(
+                "it has tensors alone, and is no checkpoint of hpc_train", GIVE_CHECKPOINT
+            )
         metadata = tree.pop("__metadata__")
         if (version := metadata["hpc_train.version"]) != FORMAT_VERSION and _is_whole(header_bytes):
             raise CheckpointMismatch(

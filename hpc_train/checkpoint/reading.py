@@ -28,6 +28,7 @@ PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
 LASTING = frozenset(  # errors that a further attempt does not mend
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 )
+ZIP = b"PK\x03\x04"  # the first bytes of what torch.save writes
 PIECE = 1 << 20  # bytes read at once: they are still in the core's cache when they are hashed
 BROKEN = "it is damaged: use an older one, or delete it"
 
@@ -84,7 +85,13 @@ def read_header(path: Path) -> tuple[FileMap, bytes]:
 def _header_and_table(descriptor: int) -> tuple[FileMap, bytes, str]:
     """The layout, the hash table, and the hash that the table must have, hexadecimal."""
     size = files.call("size", os.fstat, descriptor).st_size
-    length = int.from_bytes(files.read_at(descriptor, 8, 0), "little")
+    first = files.read_at(descriptor, 8, 0)
+    if first.startswith(ZIP):
+        raise CheckpointMismatch(
+            "it is an archive, as torch.save writes it, and no checkpoint of hpc_train",
+            fileformat.GIVE_CHECKPOINT,
+        )
+    length = int.from_bytes(first, "little")
     if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.FILE_ALIGNMENT):
         raise CheckpointError("it was never completed")
     layout, table_hash = fileformat.parse_header(files.read_at(descriptor, length, 8), size)

@@ -1,6 +1,7 @@
 """Models of tables for users of scikit-learn: `Classifier` and `Regressor`.
 
-estimators.py  the two estimators: their parameters, and what scikit-learn asks of them
+estimators.py  the two estimators: their parameters, targets and predictions
+base.py        what they share: the arguments of `fit`, and what scikit-learn asks of them
 columns.py     reads the columns of arrays and pandas DataFrames
 held_out.py    chooses the rows that early stopping is decided by
 settings.py    makes a configuration of an estimator's parameters

@@ -4,204 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import check_array, column_or_1d, compute_sample_weight
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import (
-    _check_sample_weight,
-    check_consistent_length,
-    check_is_fitted,
-    validate_data,
-)
+from sklearn.base import ClassifierMixin, RegressorMixin
+from sklearn.utils import check_array, column_or_1d, compute_class_weight
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
 
 from hpc_train.data.tables.features import TargetValues
-from hpc_train.data.tables.fit import fit_features
-from hpc_train.data.tables.schema import ColumnKind
-from hpc_train.mpi.runtime import Runtime
-from hpc_train.tabular.columns import is_frame, read_columns
-from hpc_train.tabular.fitted import FittedTable
-from hpc_train.tabular.fitting import TableRows, fit_table
-from hpc_train.tabular.held_out import choose_held_out
-from hpc_train.tabular.session import checking, fitting_runtime
-from hpc_train.tabular.settings import FitSettings, TableModel
-
-PARAMETERS = tuple(FitSettings.__dataclass_fields__)
-
-
-class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
-    """What `Classifier` and `Regressor` share."""
-
-    patience: int
-    validation_fraction: float
-    seed: int
-    run_dir: str | Path | None
-    n_features_in_: int
-    feature_names_in_: np.ndarray
-    history_: list[dict[str, float]]
-    _kinds: dict[str, ColumnKind]
-    _fitted: FittedTable
-
-    def fit(
-        self,
-        X: Any,
-        y: Any,
-        sample_weight: Any = None,
-        eval_set: Any = None,
-        *,
-        runtime: Runtime | None = None,
-    ) -> Self:
-        """Train a model. Collective: all ranks of a job call it with the same arguments.
-
-        Args:
-            X: a DataFrame or an array of shape (N, columns). Texts, dates and missing values are
-                taken as they are; see `hpc_train.tabular.columns.read_columns`.
-            y: classes or values, of shape (N,).
-            sample_weight: weights of the rows, from 0, of shape (N,); None: all rows weigh 1.
-            eval_set: other rows whose loss decides when training ends: (X, y), or with weights
-                (X, y, sample_weight). By default validation_fraction of the rows are held out.
-            runtime: the runtime that `hpc_train.run` has passed to the program. By default that of
-                this process, which its first fit starts.
-
-        Returns:
-            The estimator.
-
-        Raises:
-            ValueError, TypeError: an argument or a parameter has no possible value. Under a
-                launcher all ranks raise a UserError with the same text.
-            ConfigError: `config` has a wrong key or value, or the batch does not fit the ranks.
-            UserError: the ranks have different data, or do not all fit.
-            Stopped: a signal or the time limit stopped the training, with a checkpoint in run_dir.
-                Without `runtime` it is a SystemExit with the code 75.
-        """
-        files = self.run_dir is not None
-        with fitting_runtime(runtime, files=files) as job:
-            with checking(job.world):
-                settings = FitSettings(**{name: getattr(self, name) for name in PARAMETERS})
-                training, held_out, target = self._rows(X, y, sample_weight, eval_set)
-                features = fit_features(training.columns, self._kinds, target)
-            result = fit_table(settings, features, training, held_out, job)
-        self._fitted, self.history_ = result.model, result.history
-        return self
-
-    def _rows(
-        self, X: Any, y: Any, sample_weight: Any, eval_set: Any
-    ) -> tuple[TableRows, TableRows | None, TargetValues]:
-        """Check the arguments of `fit`, and choose the rows that are held out."""
-        self._check_parameters(eval_set)
-        columns, self._kinds = self._columns(X, fitting=True)
-        y = self._checked_target(y, fitting=True)
-        check_consistent_length(X, y)
-        weight = self._weights(sample_weight, X, y)
-        used = weight > 0  # a row without weight is as good as none
-        if not used.any():
-            raise ValueError("all values of sample_weight are 0: give some rows a weight")
-        rows = TableRows(columns=columns, target=y, weight=weight)
-        rows = _chosen(rows, used) if not used.all() else rows
-        held_out = None
-        if eval_set is not None:
-            held_out = self._evaluated(eval_set)
-        elif self.patience:
-            classes = rows.target if rows.target.dtype == np.int64 else None
-            mask = choose_held_out(len(rows), self.validation_fraction, self.seed, classes)
-            if mask.any():
-                held_out, rows = _chosen(rows, mask), _chosen(rows, ~mask)
-        target = self._target_values(rows)
-        mean = float(rows.weight.mean())
-        rows = self._scaled(rows, target, mean)
-        return rows, None if held_out is None else self._scaled(held_out, target, mean), target
-
-    def _check_parameters(self, eval_set: Any) -> None:
-        if eval_set is not None and not self.patience:
-            raise ValueError("eval_set is given, but patience is 0, so nothing is evaluated")
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(
-                f"validation_fraction is {self.validation_fraction!r}: give a number above 0 and "
-                "below 1; patience 0 holds nothing out"
-            )
-
-    def _columns(
-        self, X: Any, *, fitting: bool
-    ) -> tuple[dict[str, np.ndarray], dict[str, ColumnKind]]:
-        """Read the columns of X. A DataFrame's are found by their names."""
-        if isinstance(X, (list, tuple)):
-            X = np.asarray(X, object)  # so that numbers beside texts stay numbers
-        if is_frame(X):
-            if not fitting:
-                X = self._in_order(X)
-            validate_data(self, X, reset=fitting, skip_check_array=True)
-            for least, count in zip((1, 1), X.shape, strict=True):
-                if count < least:
-                    raise ValueError(f"Found array with 0 sample(s) or feature(s), shape {X.shape}")
-        else:
-            X = validate_data(self, X, dtype=None, ensure_all_finite=False, reset=fitting)
-        named = getattr(self, "feature_names_in_", None)
-        names = [f"x{n}" for n in range(X.shape[1])] if named is None else named.tolist()
-        if len(set(names)) < len(names):
-            raise ValueError("two columns of X have the same name: rename one of them")
-        return read_columns(X, names, None if fitting else self._kinds)
-
-    def _in_order(self, X: Any) -> Any:
-        """A DataFrame with its columns in the order that they had in `fit`."""
-        names = getattr(self, "feature_names_in_", None)
-        if names is None or {*X.columns} != {*names} or len(X.columns) != len(names):
-            return X  # scikit-learn's checks say what is wrong
-        return X[names.tolist()]
-
-    def _weights(self, sample_weight: Any, X: Any, y: np.ndarray) -> np.ndarray:
-        """The weight of each row, float64."""
-        weights: np.ndarray = _check_sample_weight(
-            sample_weight, y, dtype=np.float64, ensure_non_negative=True, copy=True
-        )
-        return weights
-
-    def _evaluated(self, eval_set: Any) -> TableRows:
-        """The rows of eval_set."""
-        if isinstance(eval_set, list) and len(eval_set) == 1:
-            eval_set = eval_set[0]
-        if not isinstance(eval_set, tuple) or len(eval_set) not in (2, 3):
-            raise ValueError("eval_set is no tuple of (X, y) or (X, y, sample_weight)")
-        X, y, *weight = eval_set
-        columns, _ = self._columns(X, fitting=False)
-        target = self._checked_target(y, fitting=False)
-        check_consistent_length(X, target)
-        weights = self._weights(weight[0] if weight else None, X, target)
-        return TableRows(columns=columns, target=target, weight=weights)
-
-    def _checked_target(self, y: Any, *, fitting: bool) -> np.ndarray:
-        raise NotImplementedError
-
-    def _target_values(self, rows: TableRows) -> TargetValues:
-        raise NotImplementedError
-
-    def _scaled(self, rows: TableRows, target: TargetValues, mean_weight: float) -> TableRows:
-        """The rows with the target that a model learns, and weights of mean 1 in training."""
-        values = rows.target
-        if target.task == "regression":
-            values = (values - target.center) / target.scale
-        return TableRows(columns=rows.columns, target=values, weight=rows.weight / mean_weight)
-
-    def _predictions(self, X: Any) -> np.ndarray:
-        check_is_fitted(self)
-        columns, _ = self._columns(X, fitting=False)
-        return self._fitted.predictions(columns)
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = True
-        tags.input_tags.categorical = True
-        # Texts are taken, too. The tag `string` would also promise that objects of any type are.
-        return tags
+from hpc_train.tabular.base import TableEstimator
+from hpc_train.tabular.fitting import TableRows
+from hpc_train.tabular.settings import TableModel
 
 
 class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
-    """A neural network that classifies the rows of a table.
+    """A neural network that classifies the rows of a table, or finds several labels for each.
 
     `fit` trains on all ranks of the job, and `predict` computes on each rank alone. In a program
     without a launcher there is one rank. A process gets the same model with any number of ranks,
-    but for the order of additions.
+    but for the order of additions. With y of shape (N, labels), whose values are 0 and 1, each row
+    has any number of the labels.
 
     Args:
         model: "mlp" is an ensemble of MLPs, "resnet" a residual network, and "transformer" a
@@ -221,7 +43,8 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
             given an eval_set. Of fewer than 20 rows none is held out.
         seed: seed of the initial weights, the rows held out, the order of rows and the dropout.
         class_weight: "balanced" multiplies the weight of each row by the inverse of its class's
-            frequency; a dict has a factor for each class; None: there are no factors.
+            frequency; a dict has a factor for each class; None: there are no factors. Labels have
+            none.
         run_dir: folder in which checkpoints and metrics are written. A fit that was stopped or
             killed continues there when it is called again with the same arguments. One that has
             ended is read from there. By default nothing is written, and the fit cannot continue.
@@ -230,13 +53,18 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         verbose: whether to print the losses.
 
     Attributes:
-        classes_: the classes, rising.
+        classes_: the classes, rising; or the numbers of the labels, from 0.
         n_features_in_: number of columns of X.
         feature_names_in_: names of the columns, if X was a DataFrame with texts as names.
-        history_: a dict for each recorded step: step, loss, and validation_loss after a validation.
+        history_: a dict for each recorded step: step and loss, and after a validation
+            validation_loss and the scores of the rows that are held out: validation_accuracy,
+            validation_balanced_accuracy, validation_auc, validation_log_loss and
+            validation_calibration_error. Of labels each score is the mean over them. Class weights
+            count in losses and not in scores.
     """
 
     classes_: np.ndarray
+    _has_labels: bool
 
     def __init__(
         self,
@@ -268,18 +96,31 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.verbose = verbose
 
     def predict(self, X: Any) -> np.ndarray:
-        """The class with the largest probability for each row of X, of shape (N,)."""
+        """The class with the largest probability for each row of X, of shape (N,).
+
+        Of labels: 1 for each whose probability is above 0.5, else 0; int64 (N, labels).
+        """
         probabilities = self._predictions(X)
+        if self._has_labels:
+            return (probabilities > 0.5).astype(np.int64)
         found: np.ndarray = self.classes_[probabilities.argmax(1)]
         return found
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """The probability of each of `classes_` for each row of X: float64 (N, classes)."""
+        """The probability of each of `classes_` for each row of X: float64 (N, classes).
+
+        The probabilities of classes have the sum 1. Those of labels are independent of each other.
+        """
         return self._predictions(X)
 
     def _checked_target(self, y: Any, *, fitting: bool) -> np.ndarray:
-        """The number of each row's class."""
-        y = column_or_1d(_of_target(y), warn=True)
+        """The number of each row's class, int64 (N,), or its labels, float64 (N, labels)."""
+        y = _of_target(y)
+        if fitting:
+            self._has_labels = type_of_target(y, input_name="y") == "multilabel-indicator"
+        if self._has_labels:
+            return self._checked_labels(y, fitting=fitting)
+        y = column_or_1d(y, warn=True)
         check_classification_targets(y)
         if fitting:
             self.classes_ = np.unique(y)
@@ -293,13 +134,34 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         numbers: np.ndarray = np.searchsorted(self.classes_, y).astype(np.int64)
         return numbers
 
-    def _weights(self, sample_weight: Any, X: Any, y: np.ndarray) -> np.ndarray:
-        weights = super()._weights(sample_weight, X, y)
-        if self.class_weight is not None:
-            weights *= compute_sample_weight(self.class_weight, self.classes_[y])
-        return weights
+    def _checked_labels(self, y: np.ndarray, *, fitting: bool) -> np.ndarray:
+        """The labels of each row, float64 (N, labels)."""
+        if not np.isin(y, (0, 1)).all():
+            raise ValueError("y has labels, and a value that is neither 0 nor 1")
+        if fitting:
+            self.classes_ = np.arange(y.shape[1])
+        if y.shape[1:] != self.classes_.shape:
+            raise ValueError(
+                f"eval_set has labels of shape {y.shape}, but y has {len(self.classes_)} columns"
+            )
+        labels: np.ndarray = y.astype(np.float64)
+        return labels
+
+    def _class_factors(self, y: np.ndarray) -> np.ndarray | None:
+        if self.class_weight is None:
+            return None
+        if self._has_labels:
+            raise ValueError("class_weight is given, but y has labels: give sample_weight")
+        factors: np.ndarray = compute_class_weight(
+            self.class_weight, classes=self.classes_, y=self.classes_[y]
+        )
+        return factors
 
     def _target_values(self, rows: TableRows) -> TargetValues:
+        if self._has_labels:
+            shares = tuple(rows.target.mean(0).tolist())
+            names = tuple(f"y{number}" for number in range(len(shares)))
+            return TargetValues(task="multilabel", names=names, shares=shares)
         counts = np.bincount(rows.target, minlength=len(self.classes_))
         return TargetValues(
             task="classification",
@@ -308,18 +170,31 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
             shares=tuple((counts / len(rows)).tolist()),
         )
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_label = True
+        return tags
+
 
 class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     """A neural network that predicts a number for the rows of a table.
 
     `fit` trains on all ranks of the job, and `predict` computes on each rank alone; see
-    `Classifier`, which has the same arguments but class_weight.
+    `Classifier`, which has the same arguments but quantiles, and class_weight besides.
+
+    Args:
+        quantiles: the quantiles of the target to learn, such as (0.1, 0.5, 0.9), in place of its
+            mean; 0.5 is among them. By default the mean is learned.
 
     Attributes:
         n_features_in_: number of columns of X.
         feature_names_in_: names of the columns, if X was a DataFrame with texts as names.
-        history_: a dict for each recorded step: step, loss, and validation_loss after a validation.
-            Losses are squared errors in units of the target's variance.
+        history_: a dict for each recorded step: step and loss, and after a validation
+            validation_loss and the scores of the rows that are held out: validation_rmse,
+            validation_r2 and validation_mae, in the unit of the target. Losses are squared errors
+            in units of the target's variance. With quantiles the scores are those of the median,
+            validation_pinball, and validation_pinball_0.1 and so on; losses are pinball losses in
+            units of the target's standard deviation.
     """
 
     def __init__(
@@ -333,6 +208,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         patience: int = 16,
         validation_fraction: float = 0.1,
         seed: int = 0,
+        quantiles: tuple[float, ...] = (),
         run_dir: str | Path | None = None,
         config: Mapping[str, Any] | None = None,
         verbose: bool = False,
@@ -345,13 +221,41 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self.patience = patience
         self.validation_fraction = validation_fraction
         self.seed = seed
+        self.quantiles = quantiles
         self.run_dir = run_dir
         self.config = config
         self.verbose = verbose
 
     def predict(self, X: Any) -> np.ndarray:
-        """The mean of the target for each row of X: float64 (N,)."""
-        return self._predictions(X)
+        """The mean of the target for each row of X, or with quantiles its median: float64 (N,)."""
+        found = self._predictions(X)
+        return found[:, self._levels.index(0.5)] if self._levels else found
+
+    def predict_quantiles(self, X: Any) -> np.ndarray:
+        """The quantiles of the target for each row of X: float64 (N, quantiles), in their order.
+
+        A higher quantile is never below a lower one.
+
+        Raises:
+            ValueError: the estimator was fitted without quantiles.
+        """
+        found = self._predictions(X)
+        if not self._levels:
+            raise ValueError("fit was called without quantiles: give the parameter quantiles")
+        return found
+
+    @property
+    def _levels(self) -> tuple[float, ...]:
+        """The quantiles of the last fit."""
+        return self._fitted.loss.quantiles
+
+    def _check_parameters(self, eval_set: Any) -> None:
+        super()._check_parameters(eval_set)
+        levels = [*self.quantiles]
+        if any(not 0 < level < 1 for level in levels) or len({*levels}) < len(levels):
+            raise ValueError(f"quantiles is {levels}: give different numbers above 0 and below 1")
+        if levels and 0.5 not in levels:
+            raise ValueError(f"quantiles is {levels}: add 0.5, the median, which predict returns")
 
     def _checked_target(self, y: Any, *, fitting: bool) -> np.ndarray:
         """The values of the target."""
@@ -371,8 +275,3 @@ def _of_target(y: Any) -> np.ndarray:
     if values.dtype == object and any(value is None for value in values.flat):
         raise ValueError("Input y contains None, a missing value: leave such rows out")
     return values
-
-
-def _chosen(rows: TableRows, mask: np.ndarray) -> TableRows:
-    columns = {name: values[mask] for name, values in rows.columns.items()}
-    return TableRows(columns=columns, target=rows.target[mask], weight=rows.weight[mask])

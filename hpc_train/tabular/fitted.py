@@ -45,7 +45,7 @@ class FittedTable:
             columns: the columns that the features are made of, N rows.
 
         Returns:
-            float64 (N,), or (N, classes).
+            float64 (N,), (N, classes), (N, labels) or (N, quantiles).
         """
         numeric, categorical = self.features.encode(columns)
         device = choose_device()

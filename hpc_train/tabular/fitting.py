@@ -30,6 +30,7 @@ from hpc_train.tabular.fitted import FittedTable
 from hpc_train.tabular.session import checking
 from hpc_train.tabular.settings import FitSettings
 from hpc_train.training.in_memory import InMemoryTrainer
+from hpc_train.training.scoring import HeldOutScores
 from hpc_train.training.table_losses import TableLoss
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 PASSES = 3  # operations of a step, as a multiple of those of its forward pass
 WORTH_A_THREAD = 5e8  # operations of a step for which one more thread saves time
-_SHOWN = ("step", "loss", "validation_loss")  # what the history has of a record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,8 @@ class TableRows:
 
     Args:
         columns: the columns that the features are made of, N rows.
-        target: int64 (N,) numbers of classes, or float64 (N,) scaled values.
+        target: int64 (N,) numbers of classes, float64 (N,) scaled values, or float64 (N, labels) of
+            0 and 1.
         weight: float64 (N,).
     """
 
@@ -65,7 +66,8 @@ class FitResult:
 
     Args:
         model: the trained model.
-        history: of each step that was recorded, its number, loss and validation loss.
+        history: of each step that was recorded, its number and loss, and after a validation the
+            loss and the scores of the rows that are held out.
     """
 
     model: FittedTable
@@ -77,9 +79,19 @@ def fit_table(
     features: TableFeatures,
     training: TableRows,
     held_out: TableRows | None,
+    class_factors: np.ndarray | None,
     runtime: Runtime,
 ) -> FitResult:
     """Train a model. Collective; all ranks pass the same.
+
+    Args:
+        settings: the parameters of the estimator.
+        features: the features of the training rows.
+        training: the rows to train on.
+        held_out: the rows to validate with; None: there are none.
+        class_factors: what the loss of a row is multiplied by for its class, besides its weight,
+            float64 (C,); None: there are no factors. Scores do not count them.
+        runtime: the runtime of the job.
 
     Raises:
         ConfigError: a parameter has no possible value, or does not fit the ranks.
@@ -96,23 +108,32 @@ def fit_table(
         dtype = getattr(torch, config.precision.parameters)
         data = _arrays(features, training, dtype)
         validation = None if held_out is None else _arrays(features, held_out, dtype)
-        digest = _digest(features, data, validation)
+        digest = _digest(features, data, validation, class_factors)
     same(group, "the table that fit was given", digest, "give all ranks the same table")
     same(group, "the parameters of the estimator", config.to_yaml(), "give all ranks the same")
-    loss = TableLoss(features.target)
+    loss = TableLoss(features.target, quantiles=config.model.quantiles)
+    loss.factors = None if class_factors is None else torch.from_numpy(class_factors)
     task = TrainingTask(
         shape.build,
         data,
         loss,
         validation,
-        identity={"the table": digest, "model.kind": config.model.kind, **shape.identity},
+        scores=HeldOutScores(loss.measure, loss.scores),
+        identity={
+            "the table": digest,
+            "model.kind": config.model.kind,
+            "model.quantiles": config.model.quantiles,
+            **shape.identity,
+        },
         about={
             "kind": config.model.kind,
             "shape": asdict(shape),
             "dtype": config.precision.parameters,
+            "quantiles": config.model.quantiles,
             "features": features.to_tree(),
         },
         private_parameters=True,
+        shape=shape,
     )
     with _shown(group, verbose=settings.verbose):
         if settings.run_dir is None:
@@ -120,8 +141,18 @@ def fit_table(
         else:
             weights, history = _with_files(config, task, runtime, shape, settings.verbose)
     found = {name: one.numpy() for name, one in weights.items()}
-    shown = [{key: one[key] for key in _SHOWN if key in one} for one in history]
-    return FitResult(model=FittedTable(shape, found, features, loss), history=shown)
+    loss.factors = None  # predictions need none
+    model = FittedTable(shape, found, features, loss)
+    return FitResult(model=model, history=[_shown_of(one) for one in history])
+
+
+def _shown_of(record: dict[str, float]) -> dict[str, float]:
+    """What the history has of a record."""
+    return {
+        key: one
+        for key, one in record.items()
+        if key in ("step", "loss") or key.startswith("validation_")
+    }
 
 
 def _arrays(features: TableFeatures, rows: TableRows, dtype: torch.dtype) -> TableArrays:
@@ -135,10 +166,16 @@ def _arrays(features: TableFeatures, rows: TableRows, dtype: torch.dtype) -> Tab
     )
 
 
-def _digest(features: TableFeatures, *tables: TableArrays | None) -> str:
-    """A hash of features and rows."""
+def _digest(
+    features: TableFeatures,
+    training: TableArrays,
+    held_out: TableArrays | None,
+    class_factors: np.ndarray | None,
+) -> str:
+    """A hash of features, rows and class factors."""
     found = xxhash.xxh3_128(json.dumps(features.to_tree()).encode())
-    for table in tables:
+    found.update(b"" if class_factors is None else class_factors.tobytes())
+    for table in (training, held_out):
         for tensor in () if table is None else table.tensors:
             found.update(str(tuple(tensor.shape)).encode())
             found.update(tensor.contiguous().numpy().tobytes())

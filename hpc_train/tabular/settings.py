@@ -16,7 +16,7 @@ TableModel = Literal["mlp", "resnet", "transformer"]
 KIND_OF_MODEL = {"mlp": "tabular_mlp", "resnet": "tabular_resnet", "transformer": "tabular"}
 OWN = {
     "model.kind": "model",
-    "model.quantiles": "",
+    "model.quantiles": "quantiles of a Regressor",
     "model.pretraining": "",
     "model.corrupted": "",
     "model.together": "",
@@ -64,6 +64,7 @@ class FitSettings:
     run_dir: Any
     config: Mapping[str, Any] | None
     verbose: bool
+    quantiles: tuple[float, ...] = ()
 
     def configuration(self, rows: int, *, held_out: bool) -> RunConfig:
         """The configuration of a training.
@@ -94,6 +95,7 @@ class FitSettings:
             **ESTIMATOR_DEFAULTS,
             **(MLP_DEFAULTS if self.model == "mlp" else {}),
             "model.kind": KIND_OF_MODEL[self.model],
+            "model.quantiles": [*self.quantiles],
             "run.seed": self.seed,
             "run.steps": steps,
             "run.patience": self.patience if held_out else 0,

@@ -33,8 +33,9 @@ class RunCosts(ExtraState):
     Args:
         runtime: the job's runtime.
         nodes: the number of nodes.
-        saved: whether checkpoints hold the costs. With `run.deterministic` they do not, as their
-            bytes would differ from one run to another; then only the files remember them.
+        saved: whether checkpoints hold the costs. With `run.deterministic`, and in a loop of the
+            user's own, they do not, as their bytes would differ from one run to another; then only
+            the files remember them.
     """
 
     def __init__(self, runtime: Runtime, nodes: int, *, saved: bool) -> None:
@@ -49,6 +50,7 @@ class RunCosts(ExtraState):
         self._counting = False
         self._checkpoint = self._files = SpentCosts()
         self._since = 0.0
+        self._told = 0.0  # joules up to the last record
 
     @contextmanager
     def counting(self, directory: Path, found: FoundEnergy | None = None) -> Iterator[None]:
@@ -115,6 +117,28 @@ class RunCosts(ExtraState):
         mine[2] = round(1e3 * self._meter.seconds * self._share)
         wall, joules, metered = self.world.totals(mine)
         self.total = self._before + SpentCosts(wall / _HOUR, joules / 1e3, metered / _HOUR)
+
+    def at_start(self) -> dict[str, Any]:
+        """What the event "start" says about costs. Collective."""
+        self.unify()
+        self._told = self.total.joules
+        return {"energy": self.reader, **self.total.known()}
+
+    def of_record(self, samples: int, tokens_per_sample: float = 0) -> dict[str, float]:
+        """The costs as parts of a record, and the work by the energy of it. Collective.
+
+        Args:
+            samples: number of samples since the last record.
+            tokens_per_sample: number of tokens of a sample; 0 if samples have no tokens.
+        """
+        self.unify()
+        found = self.total.known()
+        joules, self._told = self.total.joules - self._told, self.total.joules
+        if joules > 0:
+            found["samples_per_joule"] = samples / joules
+            if tokens_per_sample:
+                found["tokens_per_joule"] = samples * tokens_per_sample / joules
+        return found
 
     def _own_seconds(self) -> float:
         return time.monotonic() - self._since

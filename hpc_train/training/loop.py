@@ -34,6 +34,7 @@ from hpc_train.parallel import batch_norm as batch_norms
 from hpc_train.parallel.recompute import recompute
 from hpc_train.parallel.stages import gates_of
 from hpc_train.training.averaging import options_of, whole_training_state
+from hpc_train.training.costs import RunCosts
 from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
@@ -233,11 +234,15 @@ class Loop(Stepping):
             with agreed(self.group):
                 loader = load(order, parts, first_step=done + 1, last_step=last)
             directory = self.checkpoints.directory
+            nodes = self.group.total(self._runtime.node.rank == 0)
+            # As `mean`, a record uses the communicator of the program's calls.
+            costs = RunCosts(replace(self._runtime, world=self._calls), nodes, saved=False)
+            ending.enter_context(costs.counting(directory))
             report = ending.enter_context(
-                reporting(self.group, directory, done, last, claim, shown=False)
+                reporting(self.group, directory, done, last, claim, shown=False, spent=costs.now)
             )
             device = next(self.checkpoints.state.model.parameters()).device
-            records = LoopRecords(self._runtime, self.optimizer, device, report, order)
+            records = LoopRecords(self._runtime, self.optimizer, device, report, order, costs)
             self._records = records
             self._requests = stop
             stop.enough, self._enough = self._enough, False
@@ -355,9 +360,10 @@ class Loop(Stepping):
     def record(self, **values: torch.Tensor | float) -> dict[str, float]:
         """Write a record of this step to metrics.jsonl in the loop's directory. Collective.
 
-        It has the step and its epoch, the mean of each value over the ranks, the learning rate, and
-        what was measured since the last record: samples per second, seconds per step and those of
-        them that were waits, and memory. `hpc-train report` and trackers read it. Call it inside of
+        It has the step and its epoch, the mean of each value over the ranks, the learning rate,
+        what was measured since the last record, and what the run has cost: samples per second,
+        seconds per step and those of them that were waits, memory, node-hours, and joules if they
+        can be read. `hpc-train report` and trackers read it. Call it inside of
         the loop, once per step or more seldom: `if loop.step_number % 10 == 0`.
 
         Args:

@@ -21,11 +21,15 @@ from hpc_train.mpi.phases import WAIT
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
+from hpc_train.training.costs import RunCosts
 from hpc_train.training.step_records import most_memory, start_event
 
 SEEN = ("data", WAIT, "save", "evaluation")
 """The phases that a loop of others has; what else its steps do, only their program knows."""
-OWN_KEYS = frozenset(SECONDS_OF.values()) | {"step", "epoch", "lr", "time", "memory_gb"}
+OWN_KEYS = frozenset(SECONDS_OF.values()) | {
+    *("step", "epoch", "lr", "time", "memory_gb"),
+    *("node_hours", "joules", "metered_node_hours", "samples_per_joule"),
+}
 
 
 class LoopRecords:
@@ -37,6 +41,7 @@ class LoopRecords:
         device: the device of the model.
         report: the reports of the run.
         order: the order of the samples.
+        costs: what the run costs. Its ranks communicate as those of `write` do.
     """
 
     def __init__(
@@ -46,19 +51,20 @@ class LoopRecords:
         device: torch.device,
         report: RunReport,
         order: SampleOrder,
+        costs: RunCosts,
     ) -> None:
         self.group, self.optimizer, self.report = runtime.world, optimizer, report
-        self.device, self.order = device, order
+        self.device, self.order, self.costs = device, order, costs
         self.meter = Meter(order.batch, self.group.waiting, phases=SEEN)
         self.memory = PeakMemory()
         topology = discover(runtime.world, runtime.node)
         placement = place(topology, None, 1, 1)
         after = report.last_step
         started = start_event(runtime, placement, device, after)
-        report.event("start", after, **started, **report.begun)
+        report.event("start", after, **started, **report.begun, **costs.at_start())
         self.hosts = [topology.hosts[node] for node in topology.node]
         self._slow = SlowRanks(runtime, self.hosts, [0] * self.group.size)
-        self._recorded = 0
+        self._recorded, self._after = 0, after  # the step of the last record of this start
 
     def begin_step(self) -> None:
         """Count one more step, and name a slow rank if there is one. Collective."""
@@ -95,6 +101,8 @@ class LoopRecords:
         record = {"step": step, "epoch": self.order.epoch(step) + 1, **means}
         record |= {"lr": self.optimizer.param_groups[0]["lr"], **self.meter.take()}
         record["memory_gb"] = calls.largest(most_memory(self.device, self.memory)) / 1e9
+        since = max(self._recorded, self._after)
+        record |= self.costs.of_record((step - since) * self.order.batch)
         if self._slow.named is not None:
             named = self._slow.named
             record |= {"slow_rank": named.rank, "slow_seconds": named.seconds}

@@ -39,7 +39,7 @@ class StepCosts:
         """Operations of a sample's forward and backward pass; 0: not known."""
         self.uncounted = False
         """Whether they are counted in the next step."""
-        self._steps, self._joules = 0, 0.0  # since and up to the last record
+        self._steps = 0  # since the last record
 
     def count_step(self) -> None:
         """Count one more step."""
@@ -99,25 +99,15 @@ class StepCosts:
 
     def at_start(self) -> dict[str, Any]:
         """What the event "start" says about costs. Collective."""
-        costs = self.made.costs
-        costs.unify()
-        self._joules = costs.total.joules
         peak = {"peak_flops": self.peak / self.group.size} if self.peak else {}
-        return {**peak, "energy": costs.reader, **costs.total.known()}
+        return {**peak, **self.made.costs.at_start()}
 
     def take(self, samples_per_second: float) -> dict[str, float]:
         """Speed and costs since the last record, as parts of a record. Collective."""
-        costs, found = self.made.costs, {}
-        costs.unify()
+        found = {}
         if self.flops:
             found["tflops"] = samples_per_second * self.flops / 1e12
             if self.peak:
                 found["mfu"] = samples_per_second * self.flops / self.peak
-        found |= costs.total.known()
-        samples, joules = self._steps * self.config.data.batch, costs.total.joules - self._joules
-        if joules > 0:
-            found["samples_per_joule"] = samples / joules
-            if self.tokens:
-                found["tokens_per_joule"] = samples * self.tokens / joules
-        self._steps, self._joules = 0, costs.total.joules
-        return found
+        steps, self._steps = self._steps, 0
+        return found | self.made.costs.of_record(steps * self.config.data.batch, self.tokens)

@@ -132,7 +132,8 @@ class TableLoss:
 
         Returns:
             The probabilities of the classes (B, C) or of the labels (B, labels), or values in the
-            target's unit, (B,), with quantiles (B, number of quantiles).
+            target's unit, (B,), with quantiles (B, number of quantiles). A higher quantile is never
+            below a lower one.
         """
         outputs = outputs.double()
         if self.target.task == "classification":
@@ -140,7 +141,12 @@ class TableLoss:
         if self.target.task == "multilabel":
             return outputs.sigmoid().mean(1)
         values = outputs.mean(1) * self.target.scale + self.target.center
-        return values if self.quantiles else values[:, 0]
+        if not self.quantiles:
+            return values[:, 0]
+        # Sorted values are never worse: Chernozhukov, Fernandez-Val and Galichon, "Quantile and
+        # probability curves without crossing", Econometrica 2010.
+        places = torch.tensor(self.quantiles).argsort().argsort().to(values.device)
+        return values.sort(1).values[:, places]
 
     def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a batch, and what the scores need of its samples; see `Scoring`."""

@@ -64,7 +64,7 @@ def test_verify_all_goes_on_behind_a_file_of_somebody_else(trained, tmp_path):
     shutil.copytree(trained.root / "run" / "checkpoints", folder)
     save_file({"x": torch.ones(3)}, folder / "step-000000099.safetensors")
     found = checkpoint("verify", tmp_path / "run", "--all", code=1)
-    assert "it is not of hpc_train" in found
+    assert "it has tensors alone, and is no checkpoint of hpc_train" in found
     assert found.count("sound") == 3
 
 

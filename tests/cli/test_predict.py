@@ -11,6 +11,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from hpc_train.checkpoint.catalogue import newest
+from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.cli.predict import predict_together
 from hpc_train.config.file import load
@@ -21,6 +23,7 @@ from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
 from hpc_train.models.lora import LoraAdapters
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.tabular import Regressor
 from hpc_train.training.predict import PredictOptions, features_read_by
 from hpc_train.training.tables import train_table
 from hpc_train.training.trained import load_model
@@ -312,6 +315,26 @@ def test_mistakes_end_with_one_line(trained, tmp_path):
     done = run(*hpc_train("generate", str(trained)))
     assert done.returncode == 2
     assert "does not hold a GPT: model.kind is tabular_mlp" in only_line(done.stderr)
+
+
+def test_the_run_directory_of_an_estimator_is_a_run(tmp_path):
+    columns = made_columns(60)
+    known = pd.DataFrame({name: columns[name] for name in ("size", "color")})
+    how = {"steps": 3, "patience": 0, "quantiles": (0.1, 0.5), "run_dir": tmp_path / "run"}
+    made = Regressor(**how).fit(known, columns["height"])
+    source = write_csv(tmp_path / "t.csv", columns)
+    predicted(tmp_path / "run", [source], tmp_path / "p.csv")
+    found = pd.read_csv(tmp_path / "p.csv")[["quantile_0.1", "quantile_0.5"]]
+    np.testing.assert_allclose(found, made.predict_quantiles(known), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["alone.safetensors", "alone.pt"])
+def test_exported_weights_are_told_from_a_checkpoint(trained, tmp_path, name):
+    export_model(newest(trained), tmp_path / name)
+    with pytest.raises(CheckpointMismatch) as caught:
+        predicted(tmp_path / name, ["t.csv"], tmp_path / "p.csv")
+    assert "no checkpoint of hpc_train" in caught.value.cause
+    assert "give the checkpoint that `hpc-train checkpoint export` made it of" in str(caught.value)
 
 
 def test_options_that_do_not_fit_are_refused(trained, tmp_path):

@@ -153,7 +153,7 @@ def test_a_vocabulary_that_the_data_exceeds(program, own_data):
 def test_a_foreign_safetensors_file(tmp_path):
     safetensors.torch.save_file({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
     line = refused(run(*command("generate", str(tmp_path / "a.safetensors"))))
-    assert "it is not of hpc_train" in line
+    assert "is no checkpoint of hpc_train" in line
     assert "delete" not in line
 
 

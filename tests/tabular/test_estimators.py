@@ -8,6 +8,7 @@ import joblib
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn import metrics
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
@@ -98,6 +99,43 @@ def test_weights_decide_between_rows_that_contradict_each_other():
     np.testing.assert_allclose(same.predict_proba(X), heavy.predict_proba(X))
 
 
+def test_labels_are_predicted_each_for_itself():
+    X = np.random.default_rng(0).normal(size=(300, 2))
+    y = np.stack([X[:, 0] > 0, X[:, 1] > 0.5, X[:, 0] < 9], 1).astype(int)  # the last one always is
+    made = Classifier(**QUICK).fit(X[:200], y[:200], eval_set=(X[200:], y[200:]))
+    assert made.classes_.tolist() == [0, 1, 2]
+    chances = made.predict_proba(X[200:])
+    np.testing.assert_array_equal(made.predict(X[200:]), chances > 0.5)
+    assert (made.predict(X[200:]) == y[200:]).mean(0) == pytest.approx(1, abs=0.1)
+    every = [metrics.log_loss(y[200:, n], chances[:, n], labels=[0, 1]) for n in range(3)]
+    best = min(made.history_, key=lambda one: one.get("validation_loss", np.inf))
+    assert best["validation_log_loss"] == pytest.approx(np.mean(every))
+    for wrong, told in (
+        ({"y": y * 2}, "neither 0 nor 1"),
+        ({"y": y, "eval_set": (X, y[:, :2])}, r"labels of shape \(300, 2\), but y has 3 columns"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Classifier().fit(X, **wrong)
+    with pytest.raises(ValueError, match="class_weight is given, but y has labels"):
+        Classifier(class_weight="balanced").fit(X, y)
+
+
+def test_quantiles_hold_their_shares_of_the_rows_and_do_not_cross():
+    X, y = curve(600)
+    y = y + np.random.default_rng(1).exponential(1.0, 600)
+    made = Regressor(steps=300, lr=0.01, config=SMALL, quantiles=(0.5, 0.9, 0.1)).fit(X, y)
+    found = made.predict_quantiles(X)
+    assert (y[:, None] < found).mean(0) == pytest.approx([0.5, 0.9, 0.1], abs=0.07)
+    assert (np.diff(found[:, [2, 0, 1]]) >= 0).all()
+    np.testing.assert_array_equal(made.predict(X), found[:, 0])
+    assert {"validation_pinball_0.9", "validation_r2"} <= made.history_[-1].keys()
+    for wrong in ((0.1, 0.9), (0.5, 0.5), (0.5, 1.0)):
+        with pytest.raises(ValueError, match="quantiles is"):
+            Regressor(quantiles=wrong).fit(X, y)
+    with pytest.raises(ValueError, match="fit was called without quantiles"):
+        Regressor(steps=1).fit(X, y).predict_quantiles(X)
+
+
 def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
     X = np.array([["red", 1.0], [None, np.nan], ["blue", 3]] * 30, object)
     y = np.tile([0, 1, 2], 30)
@@ -114,6 +152,7 @@ def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
         ({"config": {"run.seed": 3}}, ConfigError, "config has run.seed.*the parameter seed"),
         ({"config": {"checkpoint.every": 3}}, ConfigError, "without run_dir nothing is written"),
         ({"config": {"checkpoint.weights": "x"}}, ConfigError, "does not take: leave it out"),
+        ({"config": {"model.quantiles": [0.5]}}, ConfigError, "quantiles of a Regressor"),
         ({"config": {"data.sampling": "balanced"}}, ConfigError, "does not take: leave it out"),
         ({"config": {"data.class_weights": "balanced"}}, ConfigError, "the parameter class_weight"),
         (

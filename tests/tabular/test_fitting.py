@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from sklearn import metrics
 
 from hpc_train.errors import CheckpointMismatch, ConfigError, UserError
 from hpc_train.mpi.group import Group
@@ -11,7 +14,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.tabular import Classifier, Regressor
 from tests.tabular.tables import EXACT, SMALL, curve, customers
 
-HOW = {"steps": 60, "batch": 16, "lr": 0.01, "patience": 4}
+HOW = {"steps": 100, "batch": 16, "lr": 0.01, "patience": 4}
 LAYOUTS = {
     "dp": {},
     "zero": {"memory.zero": 1},
@@ -39,6 +42,7 @@ def expected():
 
 def check_same(made, X, expected):
     history, predicted = expected
+    assert len(history) == 100
     assert [one["step"] for one in made.history_] == [one["step"] for one in history]
     for mine, its in zip(made.history_, history, strict=True):
         assert mine == pytest.approx(its, rel=1e-10)
@@ -60,6 +64,9 @@ def test_a_run_directory_changes_nothing(group, expected, together):
     X, y = customers()
     made = Classifier(**HOW, run_dir=together / "run", config=EXACT)
     check_same(made.fit(X, y, runtime=runtime(group)), X, expected)
+    record = json.loads((together / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["tflops"] > 0
+    assert record["node_hours"] > 0
     # Called again, it has nothing left to do.
     again = made.fit(X, y, runtime=runtime(group))
     check_same(again, X, expected)
@@ -113,11 +120,37 @@ def test_the_model_is_that_of_the_lowest_validation_loss():
     X, y = curve(60)
     how = {"steps": 400, "batch": 16, "lr": 0.03, "config": ONE}
     made = Regressor(**how, patience=3).fit(X[:40], y[:40], eval_set=(X[40:], y[40:]))
-    losses = {one["step"]: one["validation_loss"] for one in made.history_ if len(one) == 3}
+    losses = {
+        one["step"]: one["validation_loss"] for one in made.history_ if "validation_loss" in one
+    }
     best = min(losses, key=losses.__getitem__)
     assert max(losses) - best == 3 * 25
     error = error_of(made, X[40:], y[40:], y[:40].var())
     assert error == pytest.approx(losses[best], rel=1e-9)
+
+
+def test_the_history_has_the_scores_of_the_rows_held_out():
+    how = {"steps": 50, "batch": 16, "lr": 0.01, "config": EXACT}
+    X, y = customers(150)
+    weight = np.random.default_rng(0).uniform(0.5, 2, 150)
+    given = {"sample_weight": weight[:100], "eval_set": (X[100:], y[100:], weight[100:])}
+    made = Classifier(**how, class_weight={"left": 3.0}).fit(X[:100], y[:100], **given)
+    chances, predicted = made.predict_proba(X[100:]), made.predict(X[100:])
+    assert [one["step"] for one in made.history_ if "validation_auc" in one] == [25, 50]
+    best = min(made.history_, key=lambda one: one.get("validation_loss", np.inf))
+    told = {key.removeprefix("validation_"): one for key, one in best.items()}
+    how = {"sample_weight": weight[100:]}
+    assert told["accuracy"] == pytest.approx(metrics.accuracy_score(y[100:], predicted, **how))
+    assert told["log_loss"] == pytest.approx(metrics.log_loss(y[100:], chances, **how))
+    right = y[100:] == "stays"
+    assert told["auc"] == pytest.approx(metrics.roc_auc_score(right, chances[:, 1], **how))
+
+    X, y = curve(150)
+    made = Regressor(steps=50, batch=16, config=EXACT).fit(X[:99], y[:99], eval_set=(X, y))
+    told, predicted = made.history_[-1], made.predict(X)
+    assert told["validation_r2"] == pytest.approx(metrics.r2_score(y, predicted))
+    rmse = metrics.root_mean_squared_error(y, predicted)
+    assert told["validation_rmse"] == pytest.approx(rmse)
 
 
 def test_without_patience_the_model_is_that_of_the_last_step():

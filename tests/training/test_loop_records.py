@@ -12,8 +12,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpc_train.errors import Stopped, UserError
+from hpc_train.monitoring.energy_sources import FoundEnergy
+from hpc_train.training import costs
 from hpc_train.training.loop import Loop
 from hpc_train.training.options import LoopOptions
+from tests.training.test_costs import rising
 
 BATCH = 12
 
@@ -85,6 +88,26 @@ def test_a_resumed_loop_adds_the_records_that_are_left(job, together):
     starts = lines(together / "events.jsonl")[::2]
     told = [(one.get("reached"), one.get("reached_time")) for one in starts]
     assert told == [(None, None), (5, 5.5)]
+
+
+@pytest.mark.mpi
+def test_a_resumed_loop_counts_its_costs_on(job, together, monkeypatch):
+    monkeypatch.setattr(costs, "find_energy", lambda: FoundEnergy([rising("rapl", "p", 5)]))
+    for last in (3, None):
+        for loop, loss in steps(job, together, last=last, every=2):
+            loop.record(loss=loss)
+    job.world.barrier()
+    told = [lines(together / name) for name in ("events.jsonl", "metrics.jsonl")]
+    (start, end, again, finished), records = told
+    for key in ("node_hours", "joules", "metered_node_hours"):
+        spent = [one.get(key, 0) for one in (start, *records[:1], end, again, *records[1:])]
+        assert spent == sorted(spent)
+        assert end[key] < again[key] < finished[key]
+    assert (start["energy"], records[0]["joules"], records[0]["samples_per_joule"]) == (
+        *("rapl", 10),
+        pytest.approx(2 * BATCH / 5),
+    )
+    assert records[1]["samples_per_joule"] == pytest.approx(BATCH / 5)  # since step 3
 
 
 @pytest.mark.mpi

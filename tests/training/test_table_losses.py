@@ -67,6 +67,12 @@ def test_the_loss_of_quantiles_is_least_at_the_quantiles():
             assert at(moved) > at(best)
 
 
+def test_quantiles_do_not_cross():
+    outputs = torch.tensor([[[1.0, 3.0, 2.0]], [[0.0, 1.0, 3.0]]])
+    found = TableLoss(VALUE, quantiles=(0.5, 0.9, 0.1)).predictions(outputs)
+    torch.testing.assert_close(found, torch.tensor([[120.0, 130, 110], [110, 130, 100]]).double())
+
+
 def test_balanced_classes_weigh_the_same_and_one_on_average():
     counts = torch.tensor([20, 12, 8])
     target = torch.arange(3).repeat_interleave(counts)
@@ -104,7 +110,7 @@ def test_predictions_are_means_over_the_members():
     found = TableLoss(VALUE).predictions(outputs[..., :1])
     torch.testing.assert_close(found, 100 + 10 * outputs[..., 0].double().mean(1))
     found = TableLoss(VALUE, quantiles=(0.1, 0.5, 0.9)).predictions(outputs)
-    torch.testing.assert_close(found, 100 + 10 * outputs.double().mean(1))
+    torch.testing.assert_close(found, 100 + 10 * outputs.double().mean(1).sort(1).values)
 
 
 def test_the_loss_of_held_out_samples_is_that_of_the_predictions():
@@ -176,7 +182,7 @@ def test_scores_of_values_are_in_the_unit_of_the_target():
 def test_scores_of_quantiles(levels):
     outputs, target = drawn(0, SAMPLES, MEMBERS, 2), drawn(1, SAMPLES)
     found = scored(TableLoss(VALUE, quantiles=levels), outputs, target)
-    unit, predicted = 100 + 10 * target, 100 + 10 * outputs.mean(1)
+    unit, predicted = 100 + 10 * target, 100 + 10 * outputs.mean(1).sort(1).values
     for place, level in enumerate(levels):
         expected = metrics.mean_pinball_loss(unit, predicted[:, place], alpha=level)
         assert found[f"pinball_{level}"] == pytest.approx(expected)

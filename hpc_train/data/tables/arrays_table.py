@@ -15,7 +15,8 @@ class TableArrays:
     Args:
         numeric: scaled numeric features, float (N, n); NaN where a value is missing.
         categorical: codes of the categorical features, int64 (N, c).
-        target: int64 (N,) numbers of classes, or float (N,) scaled values.
+        target: int64 (N,) numbers of classes, float (N,) scaled values, or float (N, labels) of 0
+            and 1.
         weight: weights of the rows, float (N,); their mean over the training rows is 1.
     """
 
