@@ -116,7 +116,8 @@ class LoopRecords:
         found = {}
         for name, value in values.items():
             try:
-                tensor = torch.as_tensor(value).detach()
+                kept = torch.float64 if isinstance(value, float) else None  # else it takes float32
+                tensor = torch.as_tensor(value, dtype=kept).detach()
             except (TypeError, ValueError, RuntimeError, OverflowError):
                 kind = type(value).__name__
                 raise UserError(
