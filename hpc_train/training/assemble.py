@@ -15,9 +15,10 @@ from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.state import Together
 from hpc_train.collectives import Collectives, connect
 from hpc_train.config import DataSection, RunConfig
-from hpc_train.data.by_length import PartsByLength, lengths_of
+from hpc_train.data.by_length import PartsByLength
+from hpc_train.data.lengths import lengths_of
 from hpc_train.data.loader import Part, cut
-from hpc_train.data.mixture import Mixture
+from hpc_train.data.mixture import datasets_in
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.packing import PackedDataset
 from hpc_train.data.shard_files import ShardFiles
@@ -304,7 +305,7 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    every = task.dataset.datasets if isinstance(task.dataset, Mixture) else [task.dataset]
+    every = datasets_in(task.dataset)
     if data.cache is not None and not all(map(_is_cached, every)):
         raise ConfigError(
             "data.cache is given, but the data set was made without a cache",
@@ -319,7 +320,7 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
     if data.micro_tokens is not None and not all(hasattr(one, "lengths") for one in given):
         raise ConfigError(
             "data.micro_tokens is given, but the data set has no method lengths",
-            "give it one, or use data.micro_batch; a Mixture takes data.micro_batch",
+            "give it one, and each data set of a mixture, or use data.micro_batch",
         )
     if data.validation_every and task.validation is None:
         raise ConfigError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_train.data.by_length import PartsByLength, lengths_of
+from hpc_train.data.by_length import PartsByLength
+from hpc_train.data.lengths import lengths_of
 from hpc_train.data.loader import Part, Step
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import ConfigError, DataError, UserError
