@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, plural
 
 
 def lengths_of(dataset: Any, indices: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -19,7 +19,8 @@ def lengths_of(dataset: Any, indices: Sequence[int] | np.ndarray) -> np.ndarray:
     found = np.asarray(dataset.lengths(indices))
     if found.shape != (len(indices),) or found.dtype.kind not in "iu" or (found < 0).any():
         raise UserError(
-            f"`lengths` of the data set returned {found!r:.60} for {len(indices)} samples",
+            f"`lengths` of the data set returned {found!r:.60} for "
+            f"{plural(len(indices), 'sample')}",
             "let it return one whole number for each sample, 0 or more",
         )
     return found.astype(np.int64)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hpc_train.data.lengths import lengths_of
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.substitutes import Substituted, Substitutes
-from hpc_train.errors import ConfigError, UserError
+from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.seeds import mix
 
 PERIOD_POSITIONS = 1 << 16  # positions that the table deals; the smallest share is one of them
@@ -51,6 +51,9 @@ class Mixture:
             too small for a share of 1 / 65536.
         UserError: some data sets have `fetch` and others do not, or one has no samples by number.
     """
+
+    shares_told = True
+    """Whether records of training have the share of each data set."""
 
     def __init__(
         self, parts: Sequence[tuple[Any, float]], *, padding: Sequence[float] | None = None
@@ -177,8 +180,8 @@ class Mixture:
         padding: Sequence[float | None] = self.padding or [None] * len(flat[0])
         if len(padding) != len(flat[0]):
             raise UserError(
-                f"a mixture was given {len(padding)} numbers as padding, and a batch has "
-                f"{len(flat[0])} tensors",
+                f"a mixture was given {plural(len(padding), 'number')} as padding, and a batch has "
+                f"{plural(len(flat[0]), 'tensor')}",
                 "give one number for each",
             )
         joined = [
@@ -210,6 +213,7 @@ class MixedOrder(SampleOrder):
         ]
         self.at_once *= len(self.orders)  # each of them computes its own part
         self.weights, self.ends = mixture.weights, mixture.ends
+        self.shares_told = mixture.shares_told
         self.quotas = np.array(mixture.quotas, np.int64)
         self.dealt, self.before = deal(mixture.quotas)
 
@@ -227,6 +231,15 @@ class MixedOrder(SampleOrder):
             "samples of each data set": [order.samples for order in self.orders],
             **({"order of each data set": own} if any(own) else {}),
         }
+
+    def drawn(self, step: int) -> list[int]:
+        """The samples that each data set has given up to a step, unless nobody is to be told."""
+        if not self.shares_told:
+            return []
+        periods, rest = divmod(step * self.batch, PERIOD_POSITIONS)
+        begun = np.bincount(self.dealt[:rest], minlength=len(self.quotas))
+        found: list[int] = (periods * self.quotas + begun).tolist()
+        return found
 
     def at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """The samples at some positions of an epoch, unsorted: int64, of the same shape."""
@@ -250,6 +263,30 @@ class MixedOrder(SampleOrder):
         ordered = np.empty_like(found)
         np.put_along_axis(ordered, places, np.sort(found, axis=1), axis=1)
         return ordered
+
+
+def shares_drawn(order: SampleOrder, step: int) -> dict[str, float]:
+    """The share of each data set of a mixture in all samples up to a step, for a record of it."""
+    drawn = order.drawn(step)
+    return {
+        f"mixture_share_{number}": count / (step * order.batch)
+        for number, count in enumerate(drawn, 1)
+    }
+
+
+def describe_drawn(order: MixedOrder, step: int, names: Sequence[str]) -> str:
+    """What each data set of a mixture has given up to a step, in a line.
+
+    Args:
+        order: the order of the samples.
+        step: the number of the step.
+        names: the names of the data sets.
+    """
+    return ", ".join(
+        f"{name} {count / (step * order.batch):.2%} ({plural(count, 'sample')}, "
+        f"{count / own.samples:.2f} of its epochs)"
+        for name, count, own in zip(names, order.drawn(step), order.orders, strict=True)
+    )
 
 
 def quotas(weights: Sequence[float]) -> list[int]:

@@ -229,6 +229,7 @@ class Loop(Stepping):
             with agreed(self.group):
                 loader = load(order, parts, first_step=done + 1, last_step=last)
                 loader.counted = self.options.counted
+                loader.pinned = self._device_type == "cuda"
             directory = self.checkpoints.directory
             report = ending.enter_context(
                 reporting(self.group, directory, done, last, claim, shown=False)

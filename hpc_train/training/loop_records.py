@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hpc_train.data.mixture import shares_drawn
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import UserError
 from hpc_train.host.memory import PeakMemory
@@ -49,6 +50,7 @@ class LoopRecords:
     ) -> None:
         self.group, self.optimizer, self.report = runtime.world, optimizer, report
         self.device, self.order = device, order
+        report.order = order
         self.meter = Meter(order.batch, self.group.waiting, phases=SEEN)
         self.memory = PeakMemory()
         topology = discover(runtime.world, runtime.node)
@@ -94,6 +96,7 @@ class LoopRecords:
         }
         record = {"step": step, "epoch": self.order.epoch(step) + 1, **means}
         record |= {"lr": self.optimizer.param_groups[0]["lr"], **self.meter.take()}
+        record |= shares_drawn(self.order, step)
         record["memory_gb"] = largest_memory(calls, self.device, self.memory)
         if self._slow.named is not None:
             named = self._slow.named
@@ -108,7 +111,8 @@ class LoopRecords:
             raise UserError(
                 f"loop.record was called twice in step {step}", "call it at most once in a step"
             )
-        if taken := sorted(OWN_KEYS & values.keys()):
+        own = OWN_KEYS | shares_drawn(self.order, step).keys()
+        if taken := sorted(own & values.keys()):
             raise UserError(
                 f"loop.record was given {taken[0]}, which each record has by itself",
                 "give it another name",

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
+from hpc_train.data.mixture import MixedOrder, describe_drawn
 from hpc_train.data.reader import Reader
 from hpc_train.gradients.scaling import clip_gradients
 from hpc_train.job.deadline import of_job
@@ -173,12 +174,21 @@ class Trainer:
                         after, stop.enough = step.number, self.patience.over
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
+                if isinstance(order := self.plan.order, MixedOrder) and order.drawn(after):
+                    told = describe_drawn(order, after, self._names(len(order.orders)))
+                    logger.info("samples of the mixture: %s", told)
                 if self.held_out:
                     logger.info("held-out samples at the end: %s", describe_scores(self.held_out))
                 if test:
                     test.finish(self.runtime, directory)
                 self._finish()
         return after
+
+    def _names(self, count: int) -> list[str]:
+        """The names of the data sets of a mixture."""
+        folders = [*self.config.data.folders]
+        numbered = [f"data set {number}" for number in range(1, count + 1)]
+        return folders if len(folders) == count else numbered
 
     def _finish(self) -> None:
         if self.task.finish is not None:
@@ -400,7 +410,7 @@ class Trainer:
             prefetch=self.config.data.prefetch,
             workers=self.config.data.workers,
         )
-        loader.counted = self.counted
+        loader.counted, loader.pinned = self.counted, self.device.type == "cuda"
         return loader
 
     def _profiler(self, directory: Path, after: int, report: RunReport) -> Profiler:

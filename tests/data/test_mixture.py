@@ -16,7 +16,7 @@ from hpc_train.data import Mixture
 from hpc_train.data.by_length import PartsByLength
 from hpc_train.data.loader import Loader, cut
 from hpc_train.data.manifest import HASHED_BYTES, Manifest
-from hpc_train.data.mixture import PERIOD_POSITIONS, deal, quotas
+from hpc_train.data.mixture import PERIOD_POSITIONS, deal, quotas, shares_drawn
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
 from hpc_train.data.shards import TokenDataset
@@ -144,6 +144,17 @@ def test_each_rank_has_all_data_sets_and_few_blocks_of_each():
                 assert (np.diff(part) >= 0).all()
             needed[rank] |= {*(mine // block).tolist()}
     assert max(map(len, needed)) < 3 * len(mixture) / block / ranks  # all of them without sorting
+
+
+@pytest.mark.parametrize("step", [1, 7, 3276, 3277, 4000])  # 65536 positions are one period
+def test_what_each_data_set_has_given_is_what_the_steps_have(step):
+    mixture = Mixture([(Rows(0, 30_000), 5), (Rows(1, 20_000), 2), (Rows(2, 7000), 0.01)])
+    order = SampleOrder.of(mixture, 20, shuffle=False)
+    positions = np.arange(step * order.batch)
+    numbers = np.searchsorted(mixture.ends, order.at(0, positions), side="right")
+    assert order.drawn(step) == np.bincount(numbers, minlength=3).tolist()
+    assert [*shares_drawn(order, step).values()] == [n / len(positions) for n in order.drawn(step)]
+    assert SampleOrder(10, 2).drawn(3) == []
 
 
 def test_a_mixture_may_be_in_a_mixture():
