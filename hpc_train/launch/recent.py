@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from hpc_train.errors import plural
+
 LAST_BYTES = 1 << 17  # of metrics.jsonl, in which its last records lie
 LEAST_POINTS = 3  # least number of records for a curve
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -90,9 +92,9 @@ class RecentRecords:
         if not isinstance(step, int) or not end or not seconds > 0:
             return ""
         if step >= end:
-            return f"all of its {end} steps are done"
+            return f"all of its {plural(end, 'step is', 'steps are')} done"
         about = f", about {span_in_words((end - step) * seconds)}" if runs else ""
-        return f"left: {end - step} of {end} steps{about}"
+        return f"left: {end - step} of {plural(end, 'step')}{about}"
 
     def _waiting(self) -> str:
         seconds = self.typical("step_seconds")

@@ -23,7 +23,7 @@ from hpc_train.data.order import SampleOrder
 from hpc_train.data.packing import PackedDataset
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.tables.balanced import RowsOfClass
-from hpc_train.errors import ConfigError, UserError
+from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.gradients import GradientAverager, LossScaler
 from hpc_train.models.deferred import deferred, recipes_of
 from hpc_train.mpi.agreement import agreed, same
@@ -273,8 +273,8 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
             micro_batches = len(parts)
             if parts[0].count % task.together:
                 raise ConfigError(
-                    f"a micro-batch has {parts[0].count} samples, which is no multiple of the "
-                    f"{task.together} that are computed together",
+                    f"a micro-batch has {plural(parts[0].count, 'sample')}, which is no multiple "
+                    f"of the {task.together} that are computed together",
                     f"give data.micro_batch a multiple of {task.together}",
                 )
         else:
@@ -291,9 +291,9 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
     same(group, what, given, "give all ranks the same data")
     if micro_batches < grid.pp and group.rank == 0:
         logger.warning(
-            "a step has %d micro-batches, fewer than the %d stages of the pipeline, so ranks are "
-            "idle most of the time; a smaller data.micro_batch gives more micro-batches",
-            micro_batches,
+            "a step has %s, fewer than the %d stages of the pipeline, so ranks are idle most of "
+            "the time; a smaller data.micro_batch gives more micro-batches",
+            plural(micro_batches, "micro-batch"),
             grid.pp,
         )
     return StepPlan(parts, order, last)

@@ -295,7 +295,7 @@ def test_samples_of_data_sets_that_pad_have_lengths_and_are_padded_to_the_longes
     assert sorted(n for part in cuts if part.counted for n in part.places) == [*range(7)]
     with pytest.raises(UserError, match=r"give the mixture `padding`"):
         Mixture([(Padded(5, convert), 1), (inner, 1)]).fetch(indices)
-    with pytest.raises(UserError, match=r"given 1 numbers as padding, and a batch has 2 tensors"):
+    with pytest.raises(UserError, match=r"given 1 number as padding, and a batch has 2 tensors"):
         Mixture([(Padded(5, convert), 1), (inner, 1)], padding=[0]).fetch(indices)
 
 
