@@ -4,6 +4,7 @@
     ├── UserError               exit code 2: something the user can mend
     │   ├── ConfigError         a key, a value, or values that do not fit together
     │   ├── DataError           shards, manifests, input files
+    │   │   └── StorageError    a file system that is full, or fails, or forbids
     │   ├── CheckpointMismatch  a sound checkpoint that belongs to another model or run
     │   ├── ClaimError          a run directory that another job writes to
     │   ├── NotFiniteError      a training whose loss, gradients or state became infinite or NaN
@@ -26,6 +27,18 @@ EXIT_FAILURE = 1
 EXIT_USER = 2
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75
 FINAL_CODES = (0, EXIT_USER, EXIT_STOPPED)  # a job that ends with one of these is not restarted
+
+
+def plural(count: int, one: str, several: str = "") -> str:
+    """A count with its noun, for a message: "1 row", "2 rows".
+
+    Args:
+        count: the count.
+        one: the noun for one thing.
+        several: the noun for several things; by default with an s, or es.
+    """
+    regular = f"{one}es" if one.endswith("ch") else f"{one}s"
+    return f"{count} {one if count == 1 else several or regular}"
 
 
 class HpcTrainError(Exception):
@@ -64,6 +77,10 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """Input files, shards or manifests are missing, damaged or do not match."""
+
+
+class StorageError(DataError):
+    """A file system is full, or fails, or forbids it: the same command may work later."""
 
 
 class CheckpointMismatch(UserError):

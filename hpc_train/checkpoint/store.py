@@ -38,6 +38,7 @@ from hpc_train.errors import (
     CheckpointUnreadable,
     DivergenceError,
     NotFiniteError,
+    plural,
 )
 from hpc_train.mpi.agreement import from_first
 
@@ -321,7 +322,11 @@ class Checkpoints:
                 step = self._restore(path)
                 if number:
                     lost = step_of(found[0]) - step
-                    logger.warning("%d steps are lost, up to step %d", lost, step_of(found[0]))
+                    logger.warning(
+                        "%s lost, up to step %d",
+                        plural(lost, "step is", "steps are"),
+                        step_of(found[0]),
+                    )
                 return step
             except CheckpointUnreadable:
                 raise  # it need not be damaged: going back would lose work, and overwrite it

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import Parser
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +168,9 @@ def verify_data(
         )
     if not as_json:
         what = "rows" if isinstance(manifest, TableManifest) else "tokens"
-        runtime.print(f"{folder}: sound, {len(every)} shards, {nbytes / 2**20:.1f} MiB of {what}")
+        runtime.print(
+            f"{folder}: sound, {plural(len(every), 'shard')}, {nbytes / 2**20:.1f} MiB of {what}"
+        )
 
 
 class _Progress:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.cli.verb import COUNT, Parser
+from hpc_train.errors import plural
 from hpc_train.times import time_text
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def measure_collectives(
     cores, one_machine = cores_of_ranks(runtime), find_shared_cores(runtime.world)
     library = library_version(import_mpi())
     title = (
-        f"{world.size} ranks on {levels.nodes} node{'s' * (levels.nodes > 1)}, {library}, "
+        f"{plural(world.size, 'rank')} on {plural(levels.nodes, 'node')}, {library}, "
         f"float32 tensors on {'processors' if chosen.type == 'cpu' else 'GPUs'}"
     )
     runtime.print(f"{title}; this takes about {wanted.seconds:.0f} s")
@@ -288,7 +289,7 @@ def show_figures(figures: Sequence[CollectiveFigure]) -> None:
     console = Console(highlight=False, width=TABLE_WIDTH)
     for scope, operation in dict.fromkeys((f.scope, f.operation) for f in figures):
         mine = [f for f in figures if (f.scope, f.operation) == (scope, operation)]
-        console.print(f"\n{operation}, {SCOPES[scope]} ({mine[0].ranks} ranks)")
+        console.print(f"\n{operation}, {SCOPES[scope]} ({plural(mine[0].ranks, 'rank')})")
         console.print(_table(*_columns(mine)))
     console.print("\nat a glance")
     heads = ("", "", "latency, bare MPI", "size", "fastest", "GB/s", "bare MPI's time / its time")

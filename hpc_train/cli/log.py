@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import Parser
-from hpc_train.errors import ConfigError, HpcTrainError
+from hpc_train.errors import ConfigError, HpcTrainError, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,4 +99,7 @@ def export_run(run: TrackedRun, to: str) -> None:
             f"the export of {run.path} to {to} failed ({type(error).__name__}: {why})",
             "correct that, and call it again: it adds what is missing",
         ) from error
-    print(f"{run.path}: {count} records written to {to} in {run.folder}, up to step {feed.step}")
+    print(
+        f"{run.path}: {plural(count, 'record')} written to {to} in {run.folder}, up to step "
+        f"{feed.step}"
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from hpc_train.cli.verb import COUNT, Parser, WithExamples, show_help, wants_help
+from hpc_train.errors import plural
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -180,8 +181,9 @@ def show_schedules(made: Plan, *, as_json: bool) -> None:
     from hpc_train.parallel.schedule import Name
 
     print(
-        f"dp {made.dp} x tp {made.tp} x pp {made.pp}; {made.micro_batches} micro-batches per step, "
-        f"samples in each: {made.micro_batch}; {made.sizes}"
+        f"dp {made.dp} x tp {made.tp} x pp {made.pp}; "
+        f"{plural(made.micro_batches, 'micro-batch')} per step, samples in each: "
+        f"{made.micro_batch}; {made.sizes}"
     )
     _print(_schedules(made))
     layers = {entry.virtual_stages: entry.layers for entry in made.schedules}
@@ -284,8 +286,7 @@ def _some_left_out(left_out: Sequence[LeftOut]) -> list[str]:
         kinds.setdefault(re.sub(r"[\d.]+ ?([KMGT]iB)?", "N", one.why), []).append(one)
     ordered = sorted(kinds.values(), key=len, reverse=True)
     lines = [
-        f"{len(alike)} size{'s' * (len(alike) > 1)}, such as {one.dp} x {one.tp} x {one.pp}: "
-        f"{one.why}"
+        f"{plural(len(alike), 'size')}, such as {one.dp} x {one.tp} x {one.pp}: {one.why}"
         for alike in ordered[:REASONS]
         for one in alike[:1]
     ]
@@ -306,8 +307,8 @@ def _how_to_measure(made: Choice) -> str:
     nodes = min(2, made.nodes)
     return (
         f"There is no {MACHINE}: these figures were measured on {socket.gethostname()}, by one "
-        f"process, or assumed.\nTo measure all of them, run this in a job of {nodes} "
-        f"node{'s' * (nodes > 1)}:\n"
+        f"process, or assumed.\nTo measure all of them, run this in a job of "
+        f"{plural(nodes, 'node')}:\n"
         f"  mpirun -np {nodes * made.ranks_per_node} hpc-train plan CONFIG.yaml --measure"
     )
 

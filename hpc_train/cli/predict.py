@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.cli.shared_portions import run_on_files, share_portions
 from hpc_train.cli.verb import Parser, positive
+from hpc_train.errors import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,8 +101,9 @@ def _run(arguments: Sequence[str], runtime: Runtime) -> None:
     )
     made = predict_together(runtime, given.checkpoint, wanted)
     runtime.print(
-        f"{given.out}: {made.rows} rows predicted, {made.wrong} wrong rows left out, "
-        f"{made.unknown} cells with unknown categories"
+        f"{given.out}: {plural(made.rows, 'row')} predicted, "
+        f"{plural(made.wrong, 'wrong row')} left out, "
+        f"{plural(made.unknown, 'cell')} with unknown categories"
     )
     if made.scores is not None:
         runtime.print(json.dumps(made.scores))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hpc_train.cli.prepare_table import add_table, run_table
 from hpc_train.cli.shared_portions import run_on_files, share_portions
 from hpc_train.cli.verb import Parser, positive
+from hpc_train.errors import plural
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -120,8 +121,9 @@ def _run(arguments: Sequence[str], runtime: Runtime) -> None:
         return
     manifest = prepare_together(runtime.world, lambda: _request(given))
     runtime.print(
-        f"{given.out}: {manifest.documents} texts, vocabulary of {manifest.vocab}, "
-        f"{manifest.tokens('train')} tokens to train on, {manifest.tokens('validation')} held out"
+        f"{given.out}: {plural(manifest.documents, 'text')}, vocabulary of {manifest.vocab}, "
+        f"{plural(manifest.tokens('train'), 'token')} to train on, "
+        f"{manifest.tokens('validation')} held out"
     )
 
 

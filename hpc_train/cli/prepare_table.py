@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.cli.shared_portions import share_portions
 from hpc_train.cli.verb import positive
+from hpc_train.errors import plural
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -123,7 +124,8 @@ def run_table(given: Namespace, runtime: Runtime) -> None:
         schema = from_first(runtime.world, lambda: _write_schema(given))
         kinds = [column.kind for column in schema.columns]
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-        runtime.print(f"{given.write_schema}: {len(kinds)} columns ({counts}), task {schema.task}")
+        columns = plural(len(kinds), "column")
+        runtime.print(f"{given.write_schema}: {columns} ({counts}), task {schema.task}")
         return
     manifest = prepare_table_together(runtime.world, lambda: _request(given))
     runtime.print(f"{given.out}: {_told(manifest)}")
@@ -136,9 +138,10 @@ def _told(manifest: TableManifest) -> str:
         if of.classes:
             target = f"target {of.names[0]} of {len(of.classes)} classes"
     return (
-        f"{manifest.rows('train')} rows to train on, {manifest.rows('validation')} held out, "
-        f"{len(features.numeric)} numeric and {len(features.categorical)} categorical features, "
-        f"{target}, {manifest.wrong} wrong rows and {manifest.left_out} others left out"
+        f"{plural(manifest.rows('train'), 'row')} to train on, {manifest.rows('validation')} held "
+        f"out, {len(features.numeric)} numeric and "
+        f"{plural(len(features.categorical), 'categorical feature')}, {target}, "
+        f"{plural(manifest.wrong, 'wrong row')} and {plural(manifest.left_out, 'other')} left out"
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import COUNT, Parser, join_values, not_negative, show_help, wants_help
+from hpc_train.errors import plural
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -130,7 +131,7 @@ def run(arguments: Sequence[str]) -> int:
     given, study, request = read_study(arguments)
     if given.dry_run:
         for one in study.runs():
-            print(f"{one.nodes} nodes: {' '.join(one.options)}")
+            print(f"{plural(one.nodes, 'node')}: {' '.join(one.options)}")
         return 0
     study.claim()
     left = [one for one in study.runs() if study.result(one) is None]

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from hpc_train.data.lengths import lengths_of
 from hpc_train.data.loader import Part
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import UserError
 
 STEPS_KEPT = 64  # the steps whose micro-batches are known: those that are read ahead, and more
-
-
-def lengths_of(dataset: Any, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The lengths that a data set's `lengths` gives for some samples, int64.
-
-    Raises:
-        UserError: they are not one whole number for each sample, 0 or more.
-    """
-    found = np.asarray(dataset.lengths(indices))
-    if found.shape != (len(indices),) or found.dtype.kind not in "iu" or (found < 0).any():
-        raise UserError(
-            f"`lengths` of the data set returned {found!r:.60} for {len(indices)} samples",
-            "let it return one whole number for each sample, 0 or more",
-        )
-    return found.astype(np.int64)
 
 
 def cut_by_length(lengths: np.ndarray, ranks: int, most: int) -> list[list[Part]]:

@@ -14,9 +14,10 @@ import numpy as np
 
 from hpc_train.data.fork_server import why_no_processes
 from hpc_train.data.order import SampleOrder
+from hpc_train.data.pinned import pinned
 from hpc_train.data.reader import Reader
 from hpc_train.data.workers import Processes, Task, Threads
-from hpc_train.errors import ConfigError, HpcTrainError, RankError, UserError
+from hpc_train.errors import ConfigError, HpcTrainError, RankError, UserError, plural
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,8 @@ class Loader:
 
     The attribute `give_up` is a function. The loader calls it before it reads a micro-batch and
     while it waits for a step. If it returns True, iterating raises `GivenUp`. The attribute
-    `counted` may be a function of a batch, which gives the number of `items` of a micro-batch.
+    `counted` may be a function of a batch, which gives the number of `items` of a micro-batch. With
+    `pinned` the tensors of batches lie in pinned memory, for a GPU.
     """
 
     def __init__(
@@ -173,6 +175,7 @@ class Loader:
         self.ahead = 0  # number of micro-batches that are read ahead
         self.give_up: Callable[[], bool] = lambda: False
         self.counted: Callable[[Any], int] | None = None
+        self.pinned = False
         self._stop = threading.Event()
         self._queue: queue.Queue[Step | int | BaseException] = queue.Queue(max(1, prefetch))
         self._thread: threading.Thread | None = None
@@ -220,7 +223,9 @@ class Loader:
             self._start(self._take, self._processes)
         else:
             logger.info(
-                "samples are read by %d threads, and not by worker processes: %s", self.workers, why
+                "samples are read by %s, and not by worker processes: %s",
+                plural(self.workers, "thread"),
+                why,
             )
 
     def close(self) -> None:
@@ -302,7 +307,9 @@ class Loader:
 
     def _step(self, number: int, data: Iterable[Any]) -> Step:
         micro_batches = [
-            MicroBatch(part, batch, part.items(batch, self.counted))
+            MicroBatch(
+                part, pinned(batch) if self.pinned else batch, part.items(batch, self.counted)
+            )
             for part, batch in zip(self.parts_of(number), data, strict=True)
         ]
         return Step(number, self.order.epoch(number), micro_batches)

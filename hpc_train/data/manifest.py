@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hpc_train.data.tokenizer import describe_tokenizer
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, plural
 
 FILE_NAME = "manifest.json"
 FORMAT = "hpc_train.tokens/4"
@@ -239,8 +239,8 @@ def read_manifests(directories: Sequence[Path]) -> list[Manifest]:
     for manifest, directory, text in zip(found, directories, texts, strict=True):
         if manifest.vocab != found[0].vocab:
             raise DataError(
-                f"{directory} has a vocabulary of {manifest.vocab} tokens, and {directories[0]} "
-                f"has one of {found[0].vocab}",
+                f"{directory} has a vocabulary of {plural(manifest.vocab, 'token')}, and "
+                f"{directories[0]} has one of {found[0].vocab}",
                 remedy,
             )
         if text != texts[0]:

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hpc_train.data.lengths import lengths_of
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.substitutes import Substituted, Substitutes
-from hpc_train.errors import ConfigError, UserError
+from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.seeds import mix
 
 PERIOD_POSITIONS = 1 << 16  # positions that the table deals; the smallest share is one of them
@@ -41,6 +42,9 @@ class Mixture:
             sum of all. The data sets are map-style, or all of them have `fetch`; their batches are
             then tensors or NumPy arrays with the samples along the first axis, or tuples, lists and
             dicts of those.
+        padding: for data sets with `fetch` that pad their batches to the longest sample, the number
+            that each tensor or array of a batch is padded with, in their order in the batch. So
+            batches of two data sets get one width. None: all batches have the same shape.
 
     Raises:
         ConfigError: there are no data sets, one has no samples, or a weight is not above 0, or is
@@ -48,11 +52,17 @@ class Mixture:
         UserError: some data sets have `fetch` and others do not, or one has no samples by number.
     """
 
-    def __init__(self, parts: Sequence[tuple[Any, float]]) -> None:
+    shares_told = True
+    """Whether records of training have the share of each data set."""
+
+    def __init__(
+        self, parts: Sequence[tuple[Any, float]], *, padding: Sequence[float] | None = None
+    ) -> None:
         if not parts:
             raise ConfigError("a mixture has no data sets", "give pairs of a data set and a weight")
         self.datasets = [dataset for dataset, _ in parts]
         self.weights = [float(weight) for _, weight in parts]
+        self.padding = padding
         self.quotas = quotas(self.weights)
         self._batched = {hasattr(dataset, "fetch") for dataset in self.datasets} == {True}
         for number, dataset in enumerate(self.datasets, 1):
@@ -116,6 +126,21 @@ class Mixture:
             self.datasets[number].ahead(within[numbers == number])
 
     @property
+    def lengths(self) -> Callable[[Sequence[int] | np.ndarray], np.ndarray]:
+        """Gives the lengths of samples, int64, by their numbers. Only if all data sets do."""
+        if not all(hasattr(dataset, "lengths") for dataset in self.datasets):
+            raise AttributeError("not all data sets of this mixture have a method lengths")
+        return self._lengths
+
+    def _lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        numbers, within = self._located(np.asarray(indices, np.int64))
+        found = np.empty(len(numbers), np.int64)
+        for number in np.unique(numbers):
+            mine = numbers == number
+            found[mine] = lengths_of(self.datasets[number], within[mine])
+        return found
+
+    @property
     def substitutes(self) -> Substitutes | None:
         """The first data set's, which tells of damage, if all of them substitute samples."""
         own = [getattr(dataset, "substitutes", None) for dataset in self.datasets]
@@ -152,7 +177,17 @@ class Mixture:
         flat, structures = zip(*map(tree_flatten, batches), strict=True)
         if any(structure != structures[0] for structure in structures):
             raise _different(f"{batches[0]!r:.60} and {batches[1]!r:.60}")
-        joined = [_joined(leaves, counts, places) for leaves in zip(*flat, strict=True)]
+        padding: Sequence[float | None] = self.padding or [None] * len(flat[0])
+        if len(padding) != len(flat[0]):
+            raise UserError(
+                f"a mixture was given {plural(len(padding), 'number')} as padding, and a batch has "
+                f"{plural(len(flat[0]), 'tensor')}",
+                "give one number for each",
+            )
+        joined = [
+            _joined(leaves, counts, places, fill)
+            for *leaves, fill in zip(*flat, padding, strict=True)
+        ]
         return tree_unflatten(joined, structures[0])
 
 
@@ -178,6 +213,7 @@ class MixedOrder(SampleOrder):
         ]
         self.at_once *= len(self.orders)  # each of them computes its own part
         self.weights, self.ends = mixture.weights, mixture.ends
+        self.shares_told = mixture.shares_told
         self.quotas = np.array(mixture.quotas, np.int64)
         self.dealt, self.before = deal(mixture.quotas)
 
@@ -195,6 +231,15 @@ class MixedOrder(SampleOrder):
             "samples of each data set": [order.samples for order in self.orders],
             **({"order of each data set": own} if any(own) else {}),
         }
+
+    def drawn(self, step: int) -> list[int]:
+        """The samples that each data set has given up to a step, unless nobody is to be told."""
+        if not self.shares_told:
+            return []
+        periods, rest = divmod(step * self.batch, PERIOD_POSITIONS)
+        begun = np.bincount(self.dealt[:rest], minlength=len(self.quotas))
+        found: list[int] = (periods * self.quotas + begun).tolist()
+        return found
 
     def at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """The samples at some positions of an epoch, unsorted: int64, of the same shape."""
@@ -218,6 +263,30 @@ class MixedOrder(SampleOrder):
         ordered = np.empty_like(found)
         np.put_along_axis(ordered, places, np.sort(found, axis=1), axis=1)
         return ordered
+
+
+def shares_drawn(order: SampleOrder, step: int) -> dict[str, float]:
+    """The share of each data set of a mixture in all samples up to a step, for a record of it."""
+    drawn = order.drawn(step)
+    return {
+        f"mixture_share_{number}": count / (step * order.batch)
+        for number, count in enumerate(drawn, 1)
+    }
+
+
+def describe_drawn(order: MixedOrder, step: int, names: Sequence[str]) -> str:
+    """What each data set of a mixture has given up to a step, in a line.
+
+    Args:
+        order: the order of the samples.
+        step: the number of the step.
+        names: the names of the data sets.
+    """
+    return ", ".join(
+        f"{name} {count / (step * order.batch):.2%} ({plural(count, 'sample')}, "
+        f"{count / own.samples:.2f} of its epochs)"
+        for name, count, own in zip(names, order.drawn(step), order.orders, strict=True)
+    )
 
 
 def quotas(weights: Sequence[float]) -> list[int]:
@@ -277,8 +346,19 @@ def deal(quotas: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return dealt[:, 0], dealt[:, 1]
 
 
-def _joined(leaves: Sequence[Any], counts: Sequence[int], places: np.ndarray) -> Any:
+def datasets_in(dataset: Any) -> list[Any]:
+    """The data sets that a data set draws its samples from: itself, or those of a mixture."""
+    if not isinstance(dataset, Mixture):
+        return [dataset]
+    return [found for one in dataset.datasets for found in datasets_in(one)]
+
+
+def _joined(
+    leaves: Sequence[Any], counts: Sequence[int], places: np.ndarray, fill: float | None
+) -> Any:
     """Tensors or arrays of samples as one, in which sample `places[n]` of all comes n-th."""
+    if fill is not None:
+        leaves = _of_one_width(leaves, fill)
     for kind in (torch.Tensor, np.ndarray):
         if all(isinstance(leaf, kind) for leaf in leaves):
             shapes = {(leaf.dtype, *leaf.shape[1:]) for leaf in leaves}
@@ -291,8 +371,27 @@ def _joined(leaves: Sequence[Any], counts: Sequence[int], places: np.ndarray) ->
     raise _different(" and ".join(type(leaf).__name__ for leaf in leaves))
 
 
+def _of_one_width(leaves: Sequence[Any], fill: float) -> Sequence[Any]:
+    """Tensors or arrays, padded at the end to the largest size of each dimension but the first."""
+    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+    if len({len(shape) for shape in shapes}) > 1 or len({shape[1:] for shape in shapes}) == 1:
+        return leaves
+    width = tuple(map(max, zip(*(shape[1:] for shape in shapes), strict=True)))
+    padded = []
+    for leaf, shape in zip(leaves, shapes, strict=True):
+        whole: Any = (
+            leaf.new_full((shape[0], *width), fill)
+            if isinstance(leaf, torch.Tensor)
+            else np.full((shape[0], *width), fill, leaf.dtype)
+        )
+        whole[tuple(map(slice, shape))] = leaf
+        padded.append(whole)
+    return padded
+
+
 def _different(what: str) -> UserError:
     return UserError(
         f"the batches of a mixture's data sets cannot be put together: {what}",
-        "let `fetch` return tensors or arrays of the same type and shape, one row for each sample",
+        "let `fetch` return tensors or arrays of the same type and shape, one row for each sample, "
+        "or give the mixture `padding`",
     )

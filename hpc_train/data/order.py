@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, plural
 from hpc_train.seeds import mix, scramble
 
 FEISTEL_ROUNDS = 8
@@ -101,7 +101,7 @@ class SampleOrder:
     ) -> None:
         if samples < batch:
             raise ConfigError(
-                f"a batch has {batch} samples, and the data set has {samples}",
+                f"a batch has {plural(batch, 'sample')}, and the data set has {samples}",
                 "use a smaller batch or more data",
             )
         self.samples = samples
@@ -158,6 +158,10 @@ class SampleOrder:
     def epoch(self, step: int) -> int:
         """The epoch that a step belongs to, from 0."""
         return (step - 1) // self.steps_per_epoch
+
+    def drawn(self, step: int) -> list[int]:
+        """The samples that each data set of a mixture has given up to a step. Else it is empty."""
+        return []
 
     def indices(self, step: int, first: int, count: int) -> np.ndarray:
         """Indices in the data set, int64 (count,), of the samples from `first` on of a batch."""

@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from hpc_train.data.generators import Generator, of_gpu, of_process, own
-from hpc_train.data.mixture import Mixture
+from hpc_train.data.mixture import datasets_in
 from hpc_train.errors import UserError
 from hpc_train.seeds import mix
 
@@ -63,7 +63,7 @@ class Reader:
         self.place = "a batch"
         self.drawn: set[str] = set()
         self._shared = of_process()
-        self._own = [found for one in _mixed(dataset) for found in own(one)]
+        self._own = [found for one in datasets_in(dataset) for found in own(one)]
 
     def read(self, indices: Indices, seed_of: Callable[[int], int]) -> Any:
         """Read a batch. No other thread may draw random numbers meanwhile.
@@ -180,10 +180,3 @@ class Reader:
             return (self.collate_fn or default_collate)(samples)
         except (SystemExit, GeneratorExit) as error:
             raise RuntimeError(f"collate_fn raised {error!r}") from error
-
-
-def _mixed(dataset: Any) -> list[Any]:
-    """The data sets that a data set draws its samples from: itself, or those of a mixture."""
-    if not isinstance(dataset, Mixture):
-        return [dataset]
-    return [found for one in dataset.datasets for found in _mixed(one)]

@@ -18,7 +18,7 @@ from hpc_train.data.block_cache import BlockCache
 from hpc_train.data.manifest import HASHED_BYTES, Manifest
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.substitutes import Substitutes
-from hpc_train.errors import ConfigError, DataError
+from hpc_train.errors import ConfigError, DataError, plural
 
 TOGETHER_BYTES = 1 << 18  # bytes of the samples that are shuffled as one block
 ALIGNED = 64  # bytes
@@ -75,8 +75,8 @@ class TokenDataset:
         self._renew()
         if len(self) == 0:
             raise DataError(
-                f"split {split} of {directory} has {manifest.tokens(split)} tokens in "
-                f"{len(counts)} shards: not one sample of {sequence} + 1",
+                f"split {split} of {directory} has {plural(manifest.tokens(split), 'token')} in "
+                f"{plural(len(counts), 'shard')}: not one sample of {sequence} + 1",
                 "prepare more text, or use a smaller model.sequence",
             )
         if damaged not in ("raise", "substitute"):

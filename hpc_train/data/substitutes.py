@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc_train.data.check import check_shard
 from hpc_train.data.manifest import Manifest, Shard
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, plural
 from hpc_train.seeds import mix
 
 MOST_DRAWS = 64  # most samples that are looked at in place of one
@@ -157,8 +157,8 @@ def check_unfit_share(directory: Path, manifest: Manifest, unfit: Mapping[str, s
         lost = sum(shard.tokens for shard in shards if shard.name in unfit)
         if lost > MOST_SUBSTITUTED * manifest.tokens(split):
             raise DataError(
-                f"{lost} of {manifest.tokens(split)} tokens of split {split} of {directory} are in "
-                f"{len(causes)} shards that cannot be used ({causes[0]}), and samples are "
-                f"substituted for {MOST_SUBSTITUTED:.0%} at most",
+                f"{lost} of {plural(manifest.tokens(split), 'token')} of split {split} of "
+                f"{directory} are in {plural(len(causes), 'shard')} that cannot be used "
+                f"({causes[0]}), and samples are substituted for {MOST_SUBSTITUTED:.0%} at most",
                 COPY_AGAIN,
             )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from hpc_train.errors import plural
 from hpc_train.host.numa import LOCAL, read_numa
 from hpc_train.mpi.gpus import Gpus
 from hpc_train.mpi.nearest import nearest
@@ -80,7 +81,7 @@ def judged_devices(ranks: Sequence[RankDevice]) -> tuple[str, bool]:
     ]
     if wrong:
         left = len(wrong) - HOSTS_SHOWN
-        more = [f"and {left} hosts more"] if left > 0 else []
+        more = [f"and {plural(left, 'host')} more"] if left > 0 else []
         return "; ".join([*wrong[:HOSTS_SHOWN], *more]), False
     computing = [rank for rank in ranks if rank.kind != "cpu"]
     vendors = {rank.gpus.vendor.name for rank in computing if rank.gpus.count}

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hpc_train import files
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, plural
 from hpc_train.host.memory import free_bytes
 from hpc_train.job.devices import used_devices
 from hpc_train.mpi.agreement import agreed, same
@@ -94,7 +94,8 @@ def preflight(
 def table(world: Group, found: Sequence[PreflightFinding], seconds: float) -> str:
     """The findings as text. Collective."""
     hosts = len(set(world.gathered(world.host)))
-    title = f"preflight of {world.size} ranks on {hosts} host{'s' * (hosts > 1)}, {seconds:.1f} s"
+    where = f"{plural(world.size, 'rank')} on {plural(hosts, 'host')}"
+    title = f"preflight of {where}, {seconds:.1f} s"
     lines = [f"  {' ' if one.fine else '!'} {one.what:<14} {one.found}" for one in found]
     return "\n".join([title, *lines])
 

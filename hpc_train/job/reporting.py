@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.claim import Claim
+from hpc_train.data.order import SampleOrder
 from hpc_train.errors import HpcTrainError, Stopped
 from hpc_train.job.heartbeat import history
 from hpc_train.job.run_directory import writable
@@ -55,6 +56,8 @@ class RunReport:
     """Functions that are called with each record on rank 0."""
     last_step: int = 0
     """The step of the last record, on rank 0."""
+    order: SampleOrder | None = None
+    """The order of the samples; the last event says what each data set of a mixture has given."""
     ending: tuple[str, str] = ("finished", "")
     """The reason for the end, and what more there is to say, unless an error says it."""
 
@@ -158,6 +161,9 @@ def _end(
     report: RunReport, spent: Callable[[], SpentCosts] | None, step: int, **reason: str
 ) -> None:
     costs = None if spent is None else spent()
-    report.event("end", step, **reason, **({} if costs is None else costs.known()))
+    more: dict[str, Any] = {} if costs is None else costs.known()
+    if report.order is not None and (drawn := report.order.drawn(step)):
+        more["mixture_samples"] = drawn
+    report.event("end", step, **reason, **more)
     if costs is not None:
         logger.info("this run has cost %s", costs.describe())

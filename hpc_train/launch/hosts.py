@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, plural
 from hpc_train.host.programs import output
 
 FLUX_SECONDS = 30.0  # seconds to wait for Flux's answer
@@ -214,7 +214,7 @@ def take_hosts(hosts: Iterable[Host], ranks: int) -> list[Host]:
     if left > 0:
         total = ranks - left
         raise UserError(
-            f"-np {ranks} is more than the {total} slots of {len(used)} hosts",
+            f"-np {ranks} is more than the {plural(total, 'slot')} of {plural(len(used), 'host')}",
             f"give -np {total}, or more hosts or slots",
         )
     return used

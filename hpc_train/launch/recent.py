@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from hpc_train.errors import plural
 from hpc_train.times import time_text
 
 LAST_BYTES = 1 << 17  # of metrics.jsonl, in which its last records lie
@@ -91,9 +92,9 @@ class RecentRecords:
         if not isinstance(step, int) or not end or not seconds > 0:
             return ""
         if step >= end:
-            return f"all of its {end} steps are done"
+            return f"all of its {plural(end, 'step is', 'steps are')} done"
         about = f", about {time_text((end - step) * seconds)}" if runs else ""
-        return f"left: {end - step} of {end} steps{about}"
+        return f"left: {end - step} of {plural(end, 'step')}{about}"
 
     def _waiting(self) -> str:
         seconds = self.typical("step_seconds")

@@ -50,7 +50,8 @@ class Queue:
     def __str__(self) -> str:
         most = f" to {self.max_nodes}" if self.max_nodes else " or more"
         nodes = f"{self.min_nodes}{most if self.max_nodes != self.min_nodes else ''}"
-        return f"{self.name} ({nodes} nodes{f', {self.hours:g} h' if self.hours else ''})"
+        nodes += " node" if nodes == "1" else " nodes"
+        return f"{self.name} ({nodes}{f', {self.hours:g} h' if self.hours else ''})"
 
 
 @dataclass(frozen=True)

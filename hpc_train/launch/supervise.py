@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_train.errors import EXIT_STOPPED, FINAL_CODES, HpcTrainError
+from hpc_train.errors import EXIT_STOPPED, FINAL_CODES, HpcTrainError, plural
 from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
 from hpc_train.launch.contact import Contact
@@ -102,8 +102,8 @@ class Supervisor:
             self._check(restart, futile, cause)
             job = self._next(cause, outcome)
             self.say(
-                f"{cause}; restart {restart + 1} of {self.restarts} with {job.ranks} ranks"
-                + (f" on {job.listed()}" if job.hosts else "")
+                f"{cause}; restart {restart + 1} of {self.restarts} with "
+                f"{plural(job.ranks, 'rank')}" + (f" on {job.listed()}" if job.hosts else "")
             )
         raise AssertionError("the last attempt returns or raises")
 
@@ -158,7 +158,8 @@ class Supervisor:
             ranks, options = self.shrink(slots)
         if not ranks:
             raise HpcTrainError(
-                f"{cause}; {slots} slots on {len(alive)} hosts are left, which are too few",
+                f"{cause}; {plural(slots, 'slot is', 'slots are')} left on "
+                f"{plural(len(alive), 'host')}, too few",
                 "run the same command when there are more; it resumes from the last checkpoint",
             )
         command, hosts = [*self.job.command, *options], take_hosts(alive, ranks)

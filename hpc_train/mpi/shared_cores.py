@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from hpc_train.errors import plural
 from hpc_train.host.cores import physical_cores
 from hpc_train.mpi.group import Group
 
@@ -46,7 +47,7 @@ def shared_cores(ranks: Sequence[RankCores]) -> str:
             return f"hosts share cores: {', '.join(names[:_SHOWN])}{more} are one machine"
         cores = len(frozenset().union(*(rank.cores for rank in several)))
         if len(several) > cores:
-            few = f"{cores} core{'s' * (cores > 1)}"
+            few = plural(cores, "core")
             return f"ranks share cores: {names[0]} has {len(several)} ranks and {few}"
     return ""
 

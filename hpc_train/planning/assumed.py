@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hpc_train.errors import plural
 from hpc_train.planning.layouts import GIB
 from hpc_train.planning.machine import Compute, Link, Machine
 
@@ -129,7 +130,7 @@ def _own(here: Here, dtype: str, ranks_per_node: int) -> Iterator[Figure]:
     if speeds is None:
         speeds = Speeds("cpu", core * cores, core * used, LAYER_SECONDS, CORE_BANDWIDTH, here.free)
     on_gpu = speeds.device != "cpu"
-    on = "its GPU" if on_gpu else f"{cores} core{'s' * (cores > 1)}"
+    on = "its GPU" if on_gpu else plural(cores, "core")
     compute = f"compute.{dtype}"
     yield Figure(f"{compute}.rank", speeds.rank, known, f"flop/s of a rank on {on}")
     if speeds.node is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hpc_train.config import RunConfig
 from hpc_train.config.spread import Recompute
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, plural
 from hpc_train.models.shape import Shape
 from hpc_train.parallel.schedule import Name
 from hpc_train.planning.assumed import Figure
@@ -233,7 +233,7 @@ def nothing_fits(ranks: int, left_out: Sequence[LeftOut]) -> UserError:
     near = min(reasons, key=lambda one: (not one.memory_bytes, one.memory_bytes))
     remedy = "take more nodes, fewer ranks on each, or a smaller data.micro_batch"
     return UserError(
-        f"none of {len(reasons)} layouts of {ranks} ranks fits: "
+        f"none of {plural(len(reasons), 'layout')} of {plural(ranks, 'rank')} fits: "
         f"dp {near.dp} x tp {near.tp} x pp {near.pp}: {near.why}",
         remedy if near.memory_bytes else "",
     )

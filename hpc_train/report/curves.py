@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hpc_train.errors import plural
 from hpc_train.report.decimation import Floats
 from hpc_train.report.metrics import AMOUNTS
 from hpc_train.report.phases import PHASES, divided
@@ -137,7 +138,7 @@ def _marks(source: RunSource, begin: float) -> list[dict[str, Any]]:
         if start.after is None:
             continue
         cause = before.cause or "no end was recorded"
-        lost = f"; {before.lost} steps lost" if before.lost else ""
+        lost = f"; {plural(before.lost, 'step')} lost" if before.lost else ""
         marks.append(
             {
                 "step": start.after,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpc_train.errors import plural
 from hpc_train.scaling.summary import Figures, ScaleRow
 
 SHARED = (
@@ -42,9 +43,9 @@ def paragraph(figures: Figures, name: str, steps: int, warmup: int, total_steps:
 def _what(figures: Figures, name: str, counted: int, warmup: int) -> str:
     rows = figures.measured
     sizes = enumerated([str(row.nodes) for row in rows])
-    plural = "nodes" if rows[-1].nodes > 1 else "node"
+    noun = "nodes" if rows[-1].nodes > 1 else "node"
     per_node = rows[0].ranks // rows[0].nodes
-    ranks = f"{per_node} rank{'s' * (per_node > 1)} on each node"
+    ranks = f"{plural(per_node, 'rank')} on each node"
     times = enumerated(sorted({str(row.runs) for row in rows}, key=int), "or")
     how = f"{times} time{'s' * (times != '1')}"
     batch = f"{rows[0].batch} samples per step"
@@ -54,7 +55,7 @@ def _what(figures: Figures, name: str, counted: int, warmup: int) -> str:
         else f"strong scaling: {batch} on any number of nodes"
     )
     return (
-        f"The training {name} was run on {sizes} {plural} with {ranks} ({batch}), {how} on each "
+        f"The training {name} was run on {sizes} {noun} with {ranks} ({batch}), {how} on each "
         f"number of nodes. {counted} steps of each run count, after {warmup} to warm up."
     )
 
@@ -146,7 +147,7 @@ def worthwhile(figures: Figures) -> str:
 
 def in_nodes(count: int) -> str:
     """A number of nodes with its noun."""
-    return f"{count} node{'s' * (count != 1)}"
+    return plural(count, "node")
 
 
 def percent(share: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from hpc_train.errors import EXIT_STOPPED, HpcTrainError, UserError
+from hpc_train.errors import EXIT_STOPPED, HpcTrainError, UserError, plural
 from hpc_train.launch.hosts import allocated
 from hpc_train.launch.launchers import cores_here
 from hpc_train.launch.queued import read_events, still_queued
@@ -130,7 +130,7 @@ def run_here(
     most = max((run.nodes for run in runs), default=0)
     if allocation and most > len(names):
         raise UserError(
-            f"--nodes has {most}, and this job has {len(names)} nodes",
+            f"--nodes has {most}, and this job has {plural(len(names), 'node')}",
             "give fewer --nodes, or run it in a larger job",
         )
     environ = dict(os.environ)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.errors import HpcTrainError, UserError, plural
 from hpc_train.mpi.agreement import all_arrive, from_first, settle
 from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import Runtime
@@ -99,7 +99,8 @@ def stage(runtime: Runtime, request: StageRequest) -> None:
             _tell_what_is_missing(request, found)
     copied = bring(levels, found, folder)
     if runtime.world.rank == 0:
-        size = f"{len(found.items)} files and folders, {copy.amount(found.nbytes)}"
+        size = f"{plural(len(found.items), 'file or folder', 'files and folders')}, "
+        size += copy.amount(found.nbytes)
         did = f"copied in {time.monotonic() - begin:.1f} s" if copied else "there already"
         print(f"{folder}: {size}, {did}, on {_nodes(levels.nodes)}")
         for name in found.folders:

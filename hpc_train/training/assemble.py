@@ -15,14 +15,15 @@ from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.state import Together
 from hpc_train.collectives import Collectives, connect
 from hpc_train.config import DataSection, RunConfig
-from hpc_train.data.by_length import PartsByLength, lengths_of
+from hpc_train.data.by_length import PartsByLength
+from hpc_train.data.lengths import lengths_of
 from hpc_train.data.loader import Part, cut
-from hpc_train.data.mixture import Mixture
+from hpc_train.data.mixture import datasets_in
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.packing import PackedDataset
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.tables.balanced import RowsOfClass
-from hpc_train.errors import ConfigError, UserError
+from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.gradients import GradientAverager, LossScaler
 from hpc_train.models.deferred import deferred, recipes_of
 from hpc_train.mpi.agreement import agreed, same
@@ -272,8 +273,8 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
             micro_batches = len(parts)
             if parts[0].count % task.together:
                 raise ConfigError(
-                    f"a micro-batch has {parts[0].count} samples, which is no multiple of the "
-                    f"{task.together} that are computed together",
+                    f"a micro-batch has {plural(parts[0].count, 'sample')}, which is no multiple "
+                    f"of the {task.together} that are computed together",
                     f"give data.micro_batch a multiple of {task.together}",
                 )
         else:
@@ -290,9 +291,9 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
     same(group, what, given, "give all ranks the same data")
     if micro_batches < grid.pp and group.rank == 0:
         logger.warning(
-            "a step has %d micro-batches, fewer than the %d stages of the pipeline, so ranks are "
-            "idle most of the time; a smaller data.micro_batch gives more micro-batches",
-            micro_batches,
+            "a step has %s, fewer than the %d stages of the pipeline, so ranks are idle most of "
+            "the time; a smaller data.micro_batch gives more micro-batches",
+            plural(micro_batches, "micro-batch"),
             grid.pp,
         )
     return StepPlan(parts, order, last)
@@ -304,7 +305,7 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    every = task.dataset.datasets if isinstance(task.dataset, Mixture) else [task.dataset]
+    every = datasets_in(task.dataset)
     if data.cache is not None and not all(map(_is_cached, every)):
         raise ConfigError(
             "data.cache is given, but the data set was made without a cache",
@@ -319,7 +320,7 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
     if data.micro_tokens is not None and not all(hasattr(one, "lengths") for one in given):
         raise ConfigError(
             "data.micro_tokens is given, but the data set has no method lengths",
-            "give it one, or use data.micro_batch; a Mixture takes data.micro_batch",
+            "give it one, and each data set of a mixture, or use data.micro_batch",
         )
     if data.validation_every and task.validation is None:
         raise ConfigError(

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -16,11 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.generators import seed_beside_torch
-from hpc_train.data.loader import Loader, Part
+from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import ConfigError, Stopped, UserError
+from hpc_train.errors import Stopped, UserError
 from hpc_train.gradients import GradientAverager
-from hpc_train.gradients.ownership import is_wrapped
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
 from hpc_train.job.preemption import StopRequests
@@ -34,56 +32,12 @@ from hpc_train.mpi.watchdog import Watchdog
 from hpc_train.seeds import mix
 from hpc_train.training.loop_records import LoopRecords
 from hpc_train.training.options import LoopOptions
+from hpc_train.training.parts import loss_weights
 from hpc_train.training.registered import Registered
 from hpc_train.training.saving import Saving
 from hpc_train.training.steps import guarded_steps
 
 logger = logging.getLogger(__name__)
-
-
-def micro_batches(batch: int, ranks: int, rank: int, accumulate: int) -> list[Part]:
-    """This rank's parts of a step's batch, one for each backward pass.
-
-    The first parts of all ranks together are the first micro-batch of a single process, and so on.
-    So what depends on the samples of a pass, as BatchNorm does, is the same on any number of ranks.
-
-    Args:
-        batch: samples per step over the whole job.
-        ranks: number of ranks.
-        rank: this rank's number.
-        accumulate: backward passes per step.
-
-    Raises:
-        ConfigError: the batch cannot be cut evenly.
-    """
-    if accumulate < 1:
-        raise ConfigError(f"accumulate is {accumulate}", "give 1 or more")
-    unit = ranks * accumulate
-    if batch % unit:
-        what = f"{ranks} ranks" + (f" x accumulate {accumulate}" if accumulate > 1 else "")
-        near = [n for n in (batch // unit * unit, (batch // unit + 1) * unit) if n]
-        raise ConfigError(
-            f"batch {batch} is not divisible by {what}",
-            f"nearest that are: {', '.join(map(str, near))}",
-        )
-    size = batch // unit
-    firsts = [(number * ranks + rank) * size for number in range(accumulate)]
-    return [Part(range(first, first + size)) for first in firsts]
-
-
-def check_passes(optimizer: Any, accumulate: int) -> None:
-    """Check that an optimizer of Horovod was wrapped for enough backward passes per step.
-
-    Raises:
-        UserError: it was wrapped for fewer than `accumulate`.
-    """
-    passes = getattr(optimizer, "backward_passes_per_step", accumulate)
-    if is_wrapped(optimizer) and passes < accumulate:
-        raise UserError(
-            f"accumulate is {accumulate}, and the optimizer was wrapped with "
-            f"backward_passes_per_step={passes}",
-            f"wrap it with backward_passes_per_step={accumulate}",
-        )
 
 
 def _raise_at_end(error: Exception, failed: bool) -> None:
@@ -118,7 +72,12 @@ class Delivery:
         self._computing = False  # a batch was given, and the ranks have not met since then
         self._in_step = self._is_left = self._failed = self._looked = self._closed = False
         self.accumulate = 1
-        """The number of micro-batches, and so of backward passes, in a step."""
+        """The number of micro-batches, and so of backward passes, in the step."""
+        self._weight = 1.0  # of the loss of the micro-batch that was given last
+        self._asked, self._weighed = (
+            False,
+            0,
+        )  # whether it was asked for, and of how many in the step
         self.step_due = True
         """Whether the step is to be taken now: the batch that was given last is the step's last."""
         self.options = options
@@ -138,7 +97,7 @@ class Delivery:
                 self.saving.last(self.checkpoints, self._taken)
                 return
             left = order.steps_per_epoch - done % order.steps_per_epoch
-            yield order.epoch(done + 1) + 1, islice(batches, left * self.accumulate)
+            yield order.epoch(done + 1) + 1, self._up_to(done + left, batches)
             if stop.ended:
                 return
             done += left
@@ -160,6 +119,13 @@ class Delivery:
                 raise error
         # The last step is over. This lets `guarded_steps` continue and write the checkpoint.
         next(batches, None)
+
+    def _up_to(self, last: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of all steps up to step `last`."""
+        for batch in batches:
+            yield batch
+            if self._given == last and self.step_due:
+                return
 
     def _batches(
         self, loader: Loader, stop: StopRequests, seed: int, records: LoopRecords
@@ -204,7 +170,12 @@ class Delivery:
             together=records.begin_step,
         ):
             self._scales = self.registered.scales
+            weights = loss_weights(
+                step, loader.order.batch, self.group, counted=self.options.counted is not None
+            )
+            self.accumulate, self._weighed = len(weights), 0
             for number, micro_batch in enumerate(step.micro_batches):
+                self._weight, self._asked = weights[number], False
                 of_step = mix(seed, step.number, self.group.rank, *([number] if number else []))
                 torch.manual_seed(of_step)
                 seed_beside_torch(of_step)
@@ -228,12 +199,31 @@ class Delivery:
         if self._scales != self.registered.scales:
             self._taken, self._scales = self._given, self.registered.scales
 
+    @property
+    def loss_weight(self) -> float:
+        """The factor for the loss of the micro-batch that was given last.
+
+        The losses of all micro-batches and ranks times their factors, divided by the number of
+        ranks, add up to the loss of the step. `backward` multiplies by it. So use it where you call
+        torch's `backward`, or to know the loss of a step:
+        `total += loss.detach() * loop.loss_weight`, and then `loop.mean(total)`.
+        """
+        if not self._asked:
+            self._asked = True
+            self._weighed += 1
+        return self._weight
+
     def _check_due(self, what: str) -> None:
-        """Refuse a call, named by `what`, before the step's last micro-batch."""
+        """Refuse a call, named by `what`, before the step's gradients are complete and weighted."""
         if not self.step_due:
             raise UserError(
                 f"{what} was called before the last of the step's {self.accumulate} micro-batches",
                 "call it `if loop.step_due:`, or leave accumulate out",
+            )
+        if self.options.uneven and self._weighed < self.accumulate:
+            raise UserError(
+                f"{what} was called, but the losses of this step were not weighted",
+                "call loop.backward(loss) in place of loss.backward()",
             )
 
     def _begin_step(self, *_: Any) -> None:
@@ -260,6 +250,7 @@ class Delivery:
             yield
         finally:
             self._requests, self.step_due, self.accumulate = None, True, 1
+            self._weight, self._asked, self._weighed = 1.0, False, 0
             if self._at_end in self._runtime.at_end:
                 self._runtime.at_end.remove(self._at_end)
 

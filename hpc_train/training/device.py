@@ -8,9 +8,9 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpc_train.data.generators import seed_beside_torch
+from hpc_train.data.pinned import each_tensor
 from hpc_train.errors import ConfigError
 from hpc_train.host.memory import free_bytes
 from hpc_train.host.processor import Matmul
@@ -152,10 +152,4 @@ def free_memory_of(device: torch.device) -> int:
 
 def moved(data: Any, device: torch.device) -> Any:
     """A batch on a device: all of its tensors, also those inside lists, tuples and dicts."""
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {key: moved(value, device) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return type(data)(moved(value, device) for value in data)
-    return data
+    return each_tensor(data, lambda tensor: tensor.to(device, non_blocking=True))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpc_train.data.generators import of_gpu, of_process, seed_beside_torch
 from hpc_train.data.reader import Reader
-from hpc_train.errors import ConfigError, UserError
+from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.seeds import mix
@@ -40,7 +40,7 @@ def evaluate(
         samples = len(reader.dataset)
         if samples < 1 or batch < 1:
             raise ConfigError(
-                f"loop.evaluate was given {samples} samples and a batch of {batch}",
+                f"loop.evaluate was given {plural(samples, 'sample')} and a batch of {batch}",
                 "give at least one sample, and a batch of at least 1",
             )
     same(
@@ -96,7 +96,9 @@ def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[
             raise UserError(f"{what}a {type(values).__name__}", remedy)
         if values.shape != (len(indices),):
             raise UserError(
-                f"{what}a tensor of shape {list(values.shape)} for {len(indices)} samples", remedy
+                f"{what}a tensor of shape {list(values.shape)} for "
+                f"{plural(len(indices), 'sample')}",
+                remedy,
             )
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hpc_train.config import FinetuneSection
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, plural
 from hpc_train.models.lora import LoraAdapters, is_adapter, linear_layers
 from hpc_train.parallel.tensor import matching
 
@@ -119,7 +119,12 @@ def _tell(model: nn.Module, adapters: LoraAdapters | None) -> None:
     count = sum(named[name].numel() for name in trained)
     total = sum(parameter.numel() for parameter in named.values())
     others = [name for name in trained if not is_adapter(name)]
-    told = [f"{len(adapters.layers)} adapters of rank {adapters.rank}"] if adapters else []
+    told = (
+        [f"{plural(len(adapters.layers), 'adapter')} of rank {adapters.rank}"] if adapters else []
+    )
     if others:
-        told.append(f"{len(others)} tensors, {', '.join(others[:3])}" + ", ..." * (len(others) > 3))
+        told.append(
+            f"{plural(len(others), 'tensor')}, {', '.join(others[:3])}"
+            + ", ..." * (len(others) > 3)
+        )
     logger.info("%d of %d parameters are trained: %s", count, total, " and ".join(told))

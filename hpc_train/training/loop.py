@@ -35,11 +35,11 @@ from hpc_train.parallel.recompute import recompute
 from hpc_train.parallel.stages import gates_of
 from hpc_train.training.averaging import options_of, whole_training_state
 from hpc_train.training.costs import RunCosts
-from hpc_train.training.delivery import check_passes, micro_batches
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
 from hpc_train.training.loop_records import LoopRecords
 from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_integer
+from hpc_train.training.parts import MANY_PASSES, parts_of_loop
 from hpc_train.training.registered import Registered, Registrable
 from hpc_train.training.saving import finishing_saves
 from hpc_train.training.stepping import Stepping
@@ -72,9 +72,10 @@ class Loop(Stepping):
         with agreed(group):
             options.check()
             checks.check_savable(TrainingState(model, optimizer))  # before anything is sent
-        alike = replace(options, time_limit=None, prefetch=0, workers=0)  # these may differ
+        # These may differ, and functions cannot be compared.
+        alike = replace(options, time_limit=None, prefetch=0, workers=0, counted=None)
         what = "what the loop was given (LoopOptions)"
-        same(group, what, repr(alike), "give all ranks the same")
+        same(group, what, f"{alike!r} {options.counted is None}", "give all ranks the same")
         self._begun = self._enough = False
         self._records: LoopRecords | None = None
         self._reading = threading.RLock()  # both data sets may be parts of one
@@ -159,7 +160,7 @@ class Loop(Stepping):
             dataset: map-style, as torch's DataLoader takes it, or with `fetch` (see `Loader`); the
                 same on all ranks.
             batch: samples per step over the whole job. It must be divisible by the number of ranks
-                times `accumulate`.
+                times `accumulate`, unless the loop has the option `micro_tokens`.
             epochs: number of passes over the data set. Each has one step per whole batch.
             seed: seed of the sample order, which does not depend on the number of ranks.
             shuffle: whether each epoch has a new order; otherwise all have the data set's own. For
@@ -201,9 +202,11 @@ class Loop(Stepping):
         with agreed(self.group):
             check_integer("batch", batch, least=1)
             check_integer("epochs", epochs, least=0)
-            parts = micro_batches(batch, self.group.size, self.group.rank, accumulate)
-            check_passes(self.optimizer, accumulate)
             order = SampleOrder.of(dataset, batch, seed=seed, shuffle=shuffle)
+            most = self.options.micro_tokens
+            parts, lengths = parts_of_loop(
+                *(dataset, order, self.group, self.optimizer), accumulate=accumulate, most=most
+            )
             last = epochs * order.steps_per_epoch
             self.options.profile.check(self.group.size, last)
         self.checkpoints.identity |= {
@@ -214,11 +217,12 @@ class Loop(Stepping):
             **order.identity,
         }
         what = "what the loop was given (data set, batch, epochs, seed ...)"
-        given = repr((order.samples, order.identity, batch, epochs, seed, shuffle, accumulate))
+        given = repr(
+            (order.samples, order.identity, batch, epochs, seed, shuffle, accumulate, lengths)
+        )
         same(self.group, what, given, "give all ranks the same")
         check_not_ended(self.group, self.checkpoints.directory)
-        self.accumulate = accumulate
-        self.averager.expect(accumulate)
+        self.averager.expect(accumulate if most is None else MANY_PASSES)
         with (
             claimed_by_job(
                 self.group, self.checkpoints.directory, self.options.hang_timeout
@@ -233,6 +237,8 @@ class Loop(Stepping):
             done = self._given = self._taken = self.checkpoints.resume()
             with agreed(self.group):
                 loader = load(order, parts, first_step=done + 1, last_step=last)
+                loader.counted = self.options.counted
+                loader.pinned = self._device_type == "cuda"
             directory = self.checkpoints.directory
             nodes = self.group.total(self._runtime.node.rank == 0)
             # As `mean`, a record uses the communicator of the program's calls.
@@ -387,7 +393,7 @@ class Loop(Stepping):
 
     def mean(self, value: torch.Tensor | float) -> float:
         """The mean of a number over the ranks. Collective."""
-        number = float(torch.as_tensor(value).detach())
+        number = float(value.detach() if isinstance(value, torch.Tensor) else value)
         with self._watched():
             self._settle()
             group = self.group if self._closed else self._calls

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hpc_train.data.mixture import shares_drawn
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import UserError
 from hpc_train.host.memory import PeakMemory
@@ -55,6 +56,7 @@ class LoopRecords:
     ) -> None:
         self.group, self.optimizer, self.report = runtime.world, optimizer, report
         self.device, self.order, self.costs = device, order, costs
+        report.order = order
         self.meter = Meter(order.batch, self.group.waiting, phases=SEEN)
         self.memory = PeakMemory()
         topology = discover(runtime.world, runtime.node)
@@ -100,6 +102,7 @@ class LoopRecords:
         }
         record = {"step": step, "epoch": self.order.epoch(step) + 1, **means}
         record |= {"lr": self.optimizer.param_groups[0]["lr"], **self.meter.take()}
+        record |= shares_drawn(self.order, step)
         record["memory_gb"] = calls.largest(most_memory(self.device, self.memory)) / 1e9
         since = max(self._recorded, self._after)
         record |= self.costs.of_record((step - since) * self.order.batch)
@@ -116,7 +119,8 @@ class LoopRecords:
             raise UserError(
                 f"loop.record was called twice in step {step}", "call it at most once in a step"
             )
-        if taken := sorted(OWN_KEYS & values.keys()):
+        own = OWN_KEYS | shares_drawn(self.order, step).keys()
+        if taken := sorted(own & values.keys()):
             raise UserError(
                 f"loop.record was given {taken[0]}, which each record has by itself",
                 "give it another name",
@@ -124,7 +128,8 @@ class LoopRecords:
         found = {}
         for name, value in values.items():
             try:
-                tensor = torch.as_tensor(value).detach()
+                kept = torch.float64 if isinstance(value, float) else None  # else it takes float32
+                tensor = torch.as_tensor(value, dtype=kept).detach()
             except (TypeError, ValueError, RuntimeError, OverflowError):
                 kind = type(value).__name__
                 raise UserError(

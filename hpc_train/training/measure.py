@@ -24,7 +24,7 @@ import torch
 from hpc_train import files
 from hpc_train.collectives.coroutines import Coroutine, drive
 from hpc_train.config import RunConfig
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, plural
 from hpc_train.host.cores import physical_cores
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import meet
@@ -341,7 +341,7 @@ def write(made: Machine, path: Path, ranks: int) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    header = f"# Measured by `hpc-train plan --measure` on {ranks} ranks.\n"
+    header = f"# Measured by `hpc-train plan --measure` on {plural(ranks, 'rank')}.\n"
     try:
         files.write_text(path, header + made.to_yaml())
     except OSError as error:

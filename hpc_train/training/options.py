@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
 from hpc_train.config import (
+    DataSection,
     GradientsSection,
     MemorySection,
     OptimizerSection,
@@ -69,6 +71,12 @@ class LoopOptions:
         workers: number of workers that read ahead for each rank. They are processes if
             `hpc_train.start_workers` was called before MPI started, otherwise threads. The batches
             are the same as without workers.
+        micro_tokens: largest number of padded tokens in a micro-batch, for a data set with a method
+            `lengths`. Each step is then cut into micro-batches by the lengths of its samples. None
+            cuts by numbers of samples.
+        counted: a function of a batch, which returns how many of its tokens, or of other items, its
+            loss is a mean over. The loss of a step is then the mean over all items of the step, and
+            a batch in which nothing counts has no part in it. None: the items are the samples.
     """
 
     gradients: GradientsSection = field(default_factory=GradientsSection)
@@ -89,11 +97,18 @@ class LoopOptions:
     prefetch: int = 0
     workers: int = 0
     profile: ProfileSection = field(default_factory=ProfileSection)
+    micro_tokens: int | None = None
+    counted: Callable[[Any], int] | None = None
 
     @property
     def policy(self) -> SavePolicy:
         """The policy by which checkpoints are saved."""
         return SavePolicy(self.keep, background=self.background, nonfinite=self.nonfinite)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the micro-batches of a step may weigh differently."""
+        return self.micro_tokens is not None or self.counted is not None
 
     @property
     def divided(self) -> bool:
@@ -124,7 +139,12 @@ class LoopOptions:
         check_private(self.memory, "LoopOptions", private=self.private_parameters)
         for name in ("every", "keep", "prefetch", "workers"):
             check_integer(name, getattr(self, name), least=0)
+        if self.micro_tokens is not None:
+            check_integer("micro_tokens", self.micro_tokens, least=1)
         RunConfig(
+            data=DataSection(
+                micro_tokens=self.micro_tokens, loss="sample" if self.counted is None else "token"
+            ),
             gradients=self.gradients,
             memory=self.memory,
             optimizer=OptimizerSection(clip_norm=self.clip_norm),

@@ -15,6 +15,7 @@ import torch
 
 from hpc_train import files
 from hpc_train.config import RunConfig
+from hpc_train.errors import plural
 from hpc_train.job.reporting import RunReport
 from hpc_train.job.run_directory import writable
 from hpc_train.monitoring.performance import PERFORMANCE, usual_warmup
@@ -144,7 +145,7 @@ def describe_test(result: dict[str, Any]) -> str:
     low, high = result["step_seconds_quartiles"]
     sizes = " x ".join(f"{axis} {layout[axis]}" for axis in ("dp", "tp", "pp"))
     parts = [
-        f"performance test on {result['ranks']} ranks ({sizes}): median step of the last "
+        f"performance test on {plural(result['ranks'], 'rank')} ({sizes}): median step of the last "
         f"{steps - result['warmup']} of {steps}: {time_text(result['step_seconds'])} (quartiles "
         f"{time_text(low)} and {time_text(high)})",
         f"{result['samples_per_second']:.4g} samples/s",

@@ -17,7 +17,7 @@ from hpc_train.data.mixture import Mixture
 from hpc_train.data.packing import DocumentWindows, PackedDataset
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.shards import TokenDataset
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, plural
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
@@ -156,9 +156,9 @@ def open_samples(
         if group.rank == 0:
             share = 1 - packed.targets / (len(packed) * sequence)
             logger.info(
-                "%s: %d samples of whole documents, %.1f %% of them padding",
+                "%s: %s of whole documents, %.1f %% of them padding",
                 split,
-                len(packed),
+                plural(len(packed), "sample"),
                 100 * share,
             )
         return packed

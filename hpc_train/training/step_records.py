@@ -14,6 +14,7 @@ import torch
 
 import hpc_train
 from hpc_train.config import RunConfig
+from hpc_train.data.mixture import shares_drawn
 from hpc_train.errors import Stopped
 from hpc_train.host.commit import commit_of
 from hpc_train.host.memory import PeakMemory
@@ -87,6 +88,7 @@ class StepRecords:
         """
         self._report = report
         made = self.made
+        report.order = made.plan.order
         started = start_event(self.runtime, made.grid.placement, made.device, after)
         more = report.begun | self.links | self.costs.at_start()
         report.event("start", after, **started, **more)
@@ -127,6 +129,7 @@ class StepRecords:
             record |= self.costs.take(record["samples_per_second"])
             record |= self._slow_rank(step)
         record |= self.made.substituted.record()
+        record |= shares_drawn(self.made.plan.order, step)
         if self.made.scaler is not None:
             record["skipped_steps"] = self.made.scaler.skipped_steps
         return record

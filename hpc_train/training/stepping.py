@@ -34,13 +34,14 @@ class Stepping(Delivery):
         return torch.autocast(self._device_type, self.scaler.dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a loss, times the loss scale and divided by `accumulate`.
+        """Compute the gradients of a loss, times the loss scale and `loss_weight`.
 
         Args:
-            loss: a scalar, the mean over the micro-batch's samples.
+            loss: a scalar, the mean over the micro-batch's samples, or over what the option
+                `counted` counts.
         """
-        if self.accumulate > 1:
-            loss = loss / self.accumulate
+        if (weight := self.loss_weight) != 1:
+            loss = loss * weight
         if self.scaler is not None:
             loss = self.scaler.scaled(loss)
             self._is_scaled = True
@@ -150,6 +151,14 @@ class Stepping(Delivery):
         Multiply the loss by it if its items are not the samples, but tokens that count, or pixels
         under a mask. Then the mean over the ranks is the mean over all items. A rank without items
         gets 0, and may leave the backward pass out. With `accumulate` the factor is for one
-        micro-batch.
+        micro-batch. The option `counted` does this for the whole step, and excludes this method.
+
+        Raises:
+            UserError: the loop has the option `micro_tokens` or `counted`.
         """
+        if self.options.uneven:
+            raise UserError(
+                "loop.weight was called, but loop.backward knows what each micro-batch weighs",
+                "leave it out; the option `counted` says what a loss is a mean over",
+            )
         return self.averager.weight(items)

@@ -20,7 +20,7 @@ from hpc_train.data.substitutes import (
     check_unfit_share,
     unfit_shards,
 )
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, plural
 from hpc_train.mpi.agreement import agreed, settle
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.runtime import Runtime
@@ -126,7 +126,8 @@ class SubstitutedSamples(ExtraState):
         allowed = max(self.samples, self._step * self.batch)
         if new and self._total > MOST_SUBSTITUTED * allowed:
             error = DataError(
-                f"{self._total} samples were substituted up to step {self._step}, and at most "
+                f"{plural(self._total, 'sample was', 'samples were')} substituted up to step "
+                f"{self._step}, and at most "
                 f"{MOST_SUBSTITUTED:.0%} of {allowed} may be",
                 COPY_AGAIN,
             )

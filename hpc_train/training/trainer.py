@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
+from hpc_train.data.mixture import MixedOrder, describe_drawn
 from hpc_train.data.reader import Reader
-from hpc_train.errors import DataError
 from hpc_train.gradients.scaling import clip_gradients
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Heartbeat, Pace
@@ -45,6 +45,7 @@ from hpc_train.training.micro_batch import (
     same_buffers_after,
     sizes_to_try,
 )
+from hpc_train.training.parts import MANY_PASSES, loss_weights
 from hpc_train.training.performance import without_extras
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.step_records import StepRecords
@@ -175,12 +176,21 @@ class Trainer:
                         after, stop.enough = step.number, self.patience.over
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
+                if isinstance(order := self.plan.order, MixedOrder) and order.drawn(after):
+                    told = describe_drawn(order, after, self._names(len(order.orders)))
+                    logger.info("samples of the mixture: %s", told)
                 if self.held_out:
                     logger.info("held-out samples at the end: %s", describe_scores(self.held_out))
                 if test:
                     test.finish(self.runtime, directory)
                 self._finish()
         return after
+
+    def _names(self, count: int) -> list[str]:
+        """The names of the data sets of a mixture."""
+        folders = [*self.config.data.folders]
+        numbered = [f"data set {number}" for number in range(1, count + 1)]
+        return folders if len(folders) == count else numbered
 
     def _finish(self) -> None:
         if self.task.finish is not None:
@@ -242,7 +252,7 @@ class Trainer:
 
     def _passes(self) -> int:
         """The number of backward passes of a step. It is a hint, if lengths decide it."""
-        return len(self.plan.parts) if isinstance(self.plan.parts, list) else 2
+        return len(self.plan.parts) if isinstance(self.plan.parts, list) else MANY_PASSES
 
     def validate(self) -> float:
         """The mean loss over the held-out data set. Collective."""
@@ -318,28 +328,11 @@ class Trainer:
 
         forms = [micro_batch.part.form for micro_batch in micro_batches]
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        weights = self._weights(step)
+        counted = self.counted is not None
+        weights = loss_weights(step, self.config.data.batch, self.grid.data, counted=counted)
         with self.step_records.computing():
             losses = self.layout.pipeline.train(forward, forms, [scale * one for one in weights])
         return [one * weight for one, weight in zip(losses, weights, strict=False) if weight]
-
-    def _weights(self, step: Step) -> list[float]:
-        """The weights of the micro-batches' losses in this replica's share of the mean. Collective.
-
-        Raises:
-            DataError: nothing in the whole step counts; on all ranks.
-        """
-        items = [micro_batch.items for micro_batch in step.micro_batches]
-        total = self.config.data.batch
-        if self.counted is not None:
-            total = self.grid.data.total(sum(items))
-        if not total:
-            error = DataError(
-                f"no token of step {step.number} counts", "use a larger data.batch, or other data"
-            )
-            error.agreed = True
-            raise error
-        return [count * self.grid.dp / total for count in items]
 
     def _loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
@@ -419,7 +412,7 @@ class Trainer:
             prefetch=self.config.data.prefetch,
             workers=self.config.data.workers,
         )
-        loader.counted = self.counted
+        loader.counted, loader.pinned = self.counted, self.device.type == "cuda"
         return loader
 
     def _profiler(self, directory: Path, after: int, report: RunReport) -> Profiler:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hpc_train.config import RunConfig
-from hpc_train.data.by_length import cut_by_length, lengths_of
+from hpc_train.data.by_length import cut_by_length
+from hpc_train.data.lengths import lengths_of
 from hpc_train.data.loader import Part
 from hpc_train.data.order import evenly
 from hpc_train.data.reader import Reader

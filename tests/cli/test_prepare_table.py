@@ -81,7 +81,7 @@ def test_a_schema_is_written_edited_and_used(tmp_path):
     made = read_table_manifest(tmp_path / "out")
     assert done.stdout.splitlines()[-1] == (
         f"out: {made.rows('train')} rows to train on, {made.rows('validation')} held out, "
-        f"{len(made.features.numeric)} numeric and 1 categorical features, target label of 3 "
+        f"{len(made.features.numeric)} numeric and 1 categorical feature, target label of 3 "
         "classes, 0 wrong rows and 0 others left out"
     )
     both = run(
@@ -105,7 +105,7 @@ def test_mistakes_end_with_one_line(tmp_path):
         assert done.returncode == 2, done.stderr
         assert message in only_line(done.stderr)
     done = run(*hpc_train(*words, "--target", "label", "--wrong_rows", "count"), cwd=tmp_path)
-    assert "1 wrong rows" in done.stdout
+    assert "1 wrong row and" in done.stdout
     trained = run(*hpc_train("train", "--data.path", "out", "--run.dir", "run"), cwd=tmp_path)
     assert trained.returncode == 2
     assert "rows of a table, not tokens of texts" in only_line(trained.stderr)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.data.by_length import PartsByLength, cut_by_length, lengths_of
+from hpc_train.data.by_length import PartsByLength, cut_by_length
+from hpc_train.data.lengths import lengths_of
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import UserError

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.data.loader import Loader, Part, cut
 from hpc_train.data.order import SampleOrder
+from hpc_train.data.substitutes import Substituted
 from hpc_train.errors import ConfigError
 
 
@@ -116,3 +117,38 @@ def test_a_data_set_is_told_of_its_samples_some_steps_before(prefetch, workers):
     assert at[5] >= prefetch + 2  # 8 samples are two steps
     if not prefetch:
         assert [at[step] for step in range(5, 12)] == [2, 3, 4, 5, 6, 6, 6]
+
+
+class Pairs:
+    """Sample i is the number i, in a batch with a substitute for the first sample."""
+
+    def __len__(self):
+        return 20
+
+    def fetch(self, indices):
+        batch = (torch.tensor(indices), {"twice": [2 * torch.tensor(indices)]}, "a text")
+        return Substituted.of(batch, [(int(indices[0]), 1)], ["damage"])
+
+
+def test_batches_for_a_gpu_are_pinned_where_they_are_read_and_stay_what_they_are(monkeypatch):
+    threads = []
+
+    def pin_memory(tensor):
+        threads.append(threading.current_thread().name)
+        return tensor + 100  # so that the test can tell
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    order = SampleOrder(20, 4, shuffle=False)
+    for pinned in (False, True):
+        loader = Loader(Pairs(), order, cut(4, 1, 0), first_step=1, last_step=5)
+        loader.pinned = pinned
+        data = [step.micro_batches[0].data for step in loader]
+        loader.close()
+        more = 100 * pinned
+        for number, (numbers, rest, text) in enumerate(data):
+            own = [4 * number + place for place in range(4)]
+            assert numbers.tolist() == [n + more for n in own]
+            assert rest["twice"][0].tolist() == [2 * n + more for n in own]
+            assert (text, data[number].pairs) == ("a text", ((own[0], 1),))
+        assert len(threads) == 10 * pinned
+    assert "loader" in threads

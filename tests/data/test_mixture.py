@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from hpc_train.data import Mixture
+from hpc_train.data.by_length import PartsByLength
 from hpc_train.data.loader import Loader, cut
 from hpc_train.data.manifest import HASHED_BYTES, Manifest
-from hpc_train.data.mixture import PERIOD_POSITIONS, deal, quotas
+from hpc_train.data.mixture import PERIOD_POSITIONS, deal, quotas, shares_drawn
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
 from hpc_train.data.shards import TokenDataset
@@ -145,6 +146,17 @@ def test_each_rank_has_all_data_sets_and_few_blocks_of_each():
     assert max(map(len, needed)) < 3 * len(mixture) / block / ranks  # all of them without sorting
 
 
+@pytest.mark.parametrize("step", [1, 7, 3276, 3277, 4000])  # 65536 positions are one period
+def test_what_each_data_set_has_given_is_what_the_steps_have(step):
+    mixture = Mixture([(Rows(0, 30_000), 5), (Rows(1, 20_000), 2), (Rows(2, 7000), 0.01)])
+    order = SampleOrder.of(mixture, 20, shuffle=False)
+    positions = np.arange(step * order.batch)
+    numbers = np.searchsorted(mixture.ends, order.at(0, positions), side="right")
+    assert order.drawn(step) == np.bincount(numbers, minlength=3).tolist()
+    assert [*shares_drawn(order, step).values()] == [n / len(positions) for n in order.drawn(step)]
+    assert SampleOrder(10, 2).drawn(3) == []
+
+
 def test_a_mixture_may_be_in_a_mixture():
     inner = Mixture([(Rows(1, 10), 1), (Rows(2, 10), 1)])
     seen = drawn(SampleOrder.of(Mixture([(Rows(0, 20), 1), (inner, 1)]), 20), range(1, 3))
@@ -247,6 +259,48 @@ def test_batches_that_do_not_fit_together_are_refused(convert, message):
     with pytest.raises(UserError) as caught:
         mixture.fetch([1, 6])
     assert message in str(caught.value)
+
+
+class Padded:
+    """Samples of the lengths 1 to `longest`, padded to the longest of a batch."""
+
+    def __init__(self, longest, convert):
+        self.longest, self.convert = longest, convert
+
+    def __len__(self):
+        return self.longest
+
+    def lengths(self, indices):
+        return np.asarray(indices) + 1
+
+    def fetch(self, indices):
+        lengths = self.lengths(indices)
+        there = np.arange(lengths.max()) < lengths[:, None]
+        return self.convert(there.astype(np.int64)), self.convert(np.where(there, 2.0, -100))
+
+
+@pytest.mark.parametrize("convert", [torch.from_numpy, np.asarray])
+def test_samples_of_data_sets_that_pad_have_lengths_and_are_padded_to_the_longest(convert):
+    inner = Mixture([(Padded(9, convert), 1)])
+    mixture = Mixture([(Padded(5, convert), 1), (inner, 1)], padding=(0, -100))
+    indices = [4, 11, 0, 6]
+    assert mixture.lengths(indices).tolist() == [5, 7, 1, 2]
+    here, values = mixture.fetch(indices)
+    assert here.tolist() == [[1] * n + [0] * (7 - n) for n in (5, 7, 1, 2)]
+    assert values.tolist() == [[2.0] * n + [-100.0] * (7 - n) for n in (5, 7, 1, 2)]
+    order = SampleOrder.of(mixture, 7, seed=1)
+    parts = [PartsByLength(mixture, order, 12, ranks=2, rank=rank) for rank in range(2)]
+    cuts = [part for own in parts for part in own(1)]
+    assert all(part.longest * part.count <= 12 or part.count == 1 for part in cuts)
+    assert sorted(n for part in cuts if part.counted for n in part.places) == [*range(7)]
+    with pytest.raises(UserError, match=r"give the mixture `padding`"):
+        Mixture([(Padded(5, convert), 1), (inner, 1)]).fetch(indices)
+    with pytest.raises(UserError, match=r"given 1 number as padding, and a batch has 2 tensors"):
+        Mixture([(Padded(5, convert), 1), (inner, 1)], padding=[0]).fetch(indices)
+
+
+def test_a_mixture_has_no_lengths_if_one_of_its_data_sets_has_none():
+    assert not hasattr(Mixture([(Padded(5, np.asarray), 1), (Rows(0, 9), 1)]), "lengths")
 
 
 def test_too_few_samples_for_a_batch_are_an_error():

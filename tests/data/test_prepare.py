@@ -354,6 +354,7 @@ def test_a_bad_json_line_is_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*sound, line, *sound]))
     with pytest.raises(DataError, match=re.escape(f"{tmp_path}/a.jsonl, {message}")):
         prepare_text([tmp_path / "a.jsonl"], tmp_path / "out", shard_mb=0.001, validation=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]  # no start could go on there
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
@@ -374,7 +375,7 @@ def test_what_turns_out_not_to_be_text_is_left_out(texts, tmp_path, caplog):
     with caplog.at_level("INFO"):
         made = prepare_text([texts], tmp_path / "out", validation=0)
     assert made.documents == 20
-    assert f"left out what is not UTF-8 text in 1 files, such as {texts}/begins well" in caplog.text
+    assert f"left out what is not UTF-8 text in 1 file, such as {texts}/begins well" in caplog.text
 
 
 def failing(monkeypatch, count: int) -> None:

@@ -228,7 +228,7 @@ def test_the_share_of_shards_that_cannot_be_used_is_limited(copied, monkeypatch)
     (folder / "train-2.h5").unlink()
     unfit = substitutes.unfit_shards(folder, manifest, manifest.splits["train"])
     assert [*unfit] == ["train-2.h5"]
-    with pytest.raises(DataError, match=r"in 1 shards .*train-2.h5 is missing.* 10% at most"):
+    with pytest.raises(DataError, match=r"in 1 shard .*train-2.h5 is missing.* 10% at most"):
         substitutes.check_unfit_share(folder, manifest, unfit)
     monkeypatch.setattr(substitutes, "MOST_SUBSTITUTED", 0.34)
     substitutes.check_unfit_share(folder, manifest, unfit)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, plural
 from hpc_train.job import preflight as checks
 from hpc_train.job.preflight import exchange, preflight, rounds
 from hpc_train.mpi.gpus import NVIDIA, Gpus
@@ -46,7 +46,7 @@ def messages(job, caplog):
 @pytest.mark.mpi(min_size=2)
 def test_a_sound_job_has_a_table_without_a_warning(job, messages, together):
     text = messages(together)
-    assert f"preflight of {job.world.size} ranks on 1 host" in text
+    assert f"preflight of {plural(job.world.size, 'rank')} on 1 host" in text
     for what in (
         "versions",
         "torch",

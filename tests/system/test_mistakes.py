@@ -77,7 +77,7 @@ def test_more_damage_than_samples_may_be_substituted_for(program, own_data):
     options += ["--data.damaged", "substitute"]
     (copy / "train-00001.h5").unlink()
     line = refused(program.train("run", *options, **RANKS))
-    assert "are in 1 shards that cannot be used" in line
+    assert "are in 1 shard that cannot be used" in line
     assert "train-00001.h5 is missing" in line
     text = (copy / "manifest.json").read_text()
     (copy / "manifest.json").write_text(text.replace('"vocab": 256', '"vocab": 255'))

@@ -32,12 +32,14 @@ def mixed(text_data, digits, weight):
 def test_a_mixture_is_the_same_on_every_layout_and_after_a_resume(program, text_data, digits):
     steady = [*mixed(text_data, digits, 3), "--model.vocab", "264"]  # which two ranks can share
     steady += ["--optimizer.schedule", "constant", "--data.validation_every", "5"]
-    assert_succeeded(program.train("whole", *steady))
+    whole = program.train("whole", *steady)
+    assert_succeeded(whole)
+    assert f"{text_data} 25.00% (48 samples, " in whole.stdout + whole.stderr
     grid = ["--parallel.tp", "2", "--run.steps", "5"]  # and dp 2
     assert_succeeded(program.train("bent", *steady, *grid, launcher="mpirun", ranks=4))
     stages = ["--parallel.pp", "2"]
     assert_succeeded(program.train("bent", *steady, *stages, launcher="mpirun", ranks=2))
-    for key, count in (("loss", 12), ("validation_loss", 3)):
+    for key, count in (("loss", 12), ("validation_loss", 3), ("mixture_share_2", 12)):
         both = [
             [record[key] for record in program.metrics(name) if key in record]
             for name in ("whole", "bent")

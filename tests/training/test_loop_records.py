@@ -55,8 +55,9 @@ def lines(path):
 def test_records_have_means_over_the_ranks_and_measured_times(job, together):
     rank, size = job.world.rank, job.world.size
     for loop, loss in steps(job, together, every=2):
-        found = loop.record(loss=loss, rank=rank)
-        assert found["rank"] == (size - 1) / 2
+        found = loop.record(loss=loss, rank=rank, third=1 / 3)
+        assert (found["rank"], found["third"]) == ((size - 1) / 2, pytest.approx(1 / 3, rel=1e-15))
+        assert loop.mean(1 / 3) == pytest.approx(1 / 3, rel=1e-15)
         assert found["loss"] == pytest.approx(loop.mean(loss), rel=1e-12)
     job.world.barrier()
     records = lines(together / "metrics.jsonl")

@@ -136,7 +136,7 @@ def test_nodes_check_shards_and_their_manifest_under_either_policy(job, together
     manifest = read_manifest(folder)
     with pytest.raises(DataError, match=r"train-1.h5 is missing"):
         check_on_nodes(job, folder, manifest, "raise")
-    with pytest.raises(DataError, match=r"in 1 shards that cannot be used .*train-1.h5 is missing"):
+    with pytest.raises(DataError, match=r"in 1 shard that cannot be used .*train-1.h5 is missing"):
         check_on_nodes(job, folder, manifest, "substitute")
     monkeypatch.setattr("hpc_train.data.substitutes.MOST_SUBSTITUTED", 0.5)
     check_on_nodes(job, folder, manifest, "substitute")

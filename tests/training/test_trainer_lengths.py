@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpc_train.data import Mixture
 from hpc_train.errors import ConfigError
 from hpc_train.models.gpt.module import counted_targets
 from hpc_train.mpi.group import Group
@@ -82,6 +83,20 @@ def test_losses_are_those_of_whole_batches_on_one_rank(job, together, over, batc
         assert len(set().union(*job.world.gathered(shapes))) > 3, name
         if job.world.rank == 0:
             check_equal(together / name, together / "one")
+
+
+def test_a_mixture_is_cut_by_length_and_has_the_losses_of_whole_batches(tmp_path):
+    def trained(name, *options):
+        training = Mixture([(Sentences(60, 1), 2), (Sentences(40, 3), 1)], padding=(0, -100))
+        settings = config(tmp_path / name, "--data.loss", "token", "--data.batch", "20", *options)
+        task = TrainingTask(gpt(), training, validation=Sentences(20, 2), counted=counted_targets)
+        with Trainer(settings, task, alone()) as trainer:
+            trainer.train()
+        return set().union(*(one.shapes for one in training.datasets))
+
+    trained("whole")
+    assert all(rows * width <= 20 for rows, width in trained("cut", "--data.micro_tokens", "20"))
+    check_equal(tmp_path / "cut", tmp_path / "whole")
 
 
 def test_no_micro_batch_has_more_tokens_unless_one_sample_has(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_train.cli.doctor.findings import ERROR, OK, WARNING, Finding
 from hpc_train.cli.doctor.probe import chosen_launcher
-from hpc_train.errors import HpcTrainError
+from hpc_train.errors import HpcTrainError, plural
 from hpc_train.host.programs import output
 from hpc_train.mpi import environment, runtime
 
@@ -167,7 +167,8 @@ def binding(ranks: list[dict[str, Any]]) -> Finding:
     """Check that the ranks of a node have cores of their own."""
     of_first_host = [rank for rank in ranks if rank["host"] == ranks[0]["host"]]
     cores = {core for rank in of_first_host for core in rank["cores"]}
-    text = f"{len(of_first_host)} ranks on {len(cores)} cores of {ranks[0]['host']}"
+    text = f"{plural(len(of_first_host), 'rank')} on {plural(len(cores), 'core')}"
+    text += f" of {ranks[0]['host']}"
     if len(cores) < len(of_first_host):
         free = os.cpu_count() or 0
         remedy = "bind each rank to its own core"

@@ -22,7 +22,7 @@ from hpc_train.data.prepare.inputs import (
     opened_input,
     reading_from,
 )
-from hpc_train.errors import DataError, SetupError
+from hpc_train.errors import DataError, SetupError, plural
 
 # The header of a Megatron index: magic, version, code of the tokens' type, and two numbers, of
 # sequences and of entries in the list of documents. Then follow the sequences' lengths (int32) and
@@ -103,7 +103,8 @@ def list_token_files(paths: Sequence[str | Path], layout: TokenLayout) -> list[I
                     )
                 if size % np.dtype(layout.stored).itemsize:
                     raise DataError(
-                        f"{given} has {size} bytes, which is no number of {layout.stored} tokens",
+                        f"{given} has {plural(size, 'byte')}, which is no number of "
+                        f"{layout.stored} tokens",
                         "give the type of its tokens by --stored",
                     )
                 found.append(_listed(given, "raw", size, layout.stored))

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from hpc_train.data.tokenizer import BYTES
-from hpc_train.errors import DataError, SetupError
+from hpc_train.errors import DataError, SetupError, StorageError
 
 COMPRESSED = (".gz", ".zst")
 RAW_BYTES = 1 << 16  # compressed bytes that are read at once
@@ -125,14 +125,15 @@ def reading_from(path: str) -> Iterator[None]:
     """Turn errors of reading a file into one that names it.
 
     Raises:
-        DataError: the file cannot be read, or its compressed content is damaged.
+        DataError: its compressed content is damaged.
+        StorageError: the file cannot be read.
     """
     try:
         yield
     except (gzip.BadGzipFile, zlib.error, EOFError, _Damaged) as error:
         raise DataError(f"{path} is damaged ({error})", "copy it again, or leave it out") from None
     except OSError as error:
-        raise DataError(
+        raise StorageError(
             f"{path} cannot be read ({error.strerror or error})",
             "make it readable, or leave it out",
         ) from None

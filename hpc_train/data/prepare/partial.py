@@ -33,7 +33,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hpc_train import files
 from hpc_train.data.manifest import FILE_NAME
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -112,12 +112,12 @@ def writing_to(target: Path) -> Iterator[None]:
     """Turn errors of writing into one that names the data folder.
 
     Raises:
-        DataError: it cannot be written.
+        StorageError: it cannot be written.
     """
     try:
         yield
     except OSError as error:
-        raise DataError(
+        raise StorageError(
             f"cannot write {target}: {error.strerror or error}",
             "free some space, or get permission to write there; the same command then continues",
         ) from error
@@ -159,8 +159,9 @@ def locked_partial(target: Path) -> Iterator[Path]:
 def held_partial(target: Path, key: str) -> Iterator[Path]:
     """Hold the partial folder of a data folder for a preparation. Only rank 0 calls.
 
-    What preparations with other keys have left there is removed. If the block fails and no portion
-    is finished, the partial folder is removed.
+    What preparations with other keys have left there is removed. The partial folder is removed if
+    the block fails and no portion is finished, or if the input is wrong: once that is mended, the
+    key is another one.
 
     Yields:
         The folder `.NAME.partial/KEY`, which may not exist.
@@ -174,8 +175,9 @@ def held_partial(target: Path, key: str) -> Iterator[Path]:
             check_target(target)
             _remove_others(root, key)
             yield folder
-        except Exception:
-            if not any(folder.rglob("*-*.json")):  # no portion is finished
+        except Exception as error:
+            wrong = isinstance(error, DataError) and not isinstance(error, StorageError)
+            if wrong or not any(folder.rglob("*-*.json")):  # no portion is finished
                 shutil.rmtree(root, ignore_errors=True)
             raise
 

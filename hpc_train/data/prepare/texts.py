@@ -31,7 +31,7 @@ from hpc_train.data.prepare.inputs import (
     reading_from,
 )
 from hpc_train.data.tokenizer import Tokenizer
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, plural
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,12 @@ def only_texts(listed: Sequence[InputFile]) -> list[InputFile]:
         texts = [file for file in threads.map(_sniffed, listed) if file is not None]
     if not texts:
         raise DataError(
-            f"no text in the {len(listed)} files that were given",
+            f"no text in the {plural(len(listed), 'file that was', 'files that were')} given",
             "give files or folders of UTF-8 text",
         )
     if len(texts) < len(listed):
-        logger.info("skipped %d files that are not UTF-8 text", len(listed) - len(texts))
+        skipped = plural(len(listed) - len(texts), "file that is", "files that are")
+        logger.info("skipped %s not UTF-8 text", skipped)
     return texts
 
 

@@ -41,7 +41,7 @@ from hpc_train.data.prepare.request import PrepareRequest, text_request
 from hpc_train.data.prepare.texts import is_text_part
 from hpc_train.data.tokenizer import BYTES, Tokenizer, loads
 from hpc_train.data.write import write_shard
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, plural
 
 logger = logging.getLogger(__name__)
 
@@ -283,8 +283,8 @@ def finish(preparation: Preparation[TokenRecipe]) -> Manifest:
         left_out = sorted({path for entry in entries for path in entry["left_out"]})
         if left_out:
             logger.warning(
-                "left out what is not UTF-8 text in %d files, such as %s",
-                len(left_out),
+                "left out what is not UTF-8 text in %s, such as %s",
+                plural(len(left_out), "file"),
                 ", ".join(left_out[:NAMES_LOGGED]),
             )
         manifest = _manifest(preparation.recipe, entries)

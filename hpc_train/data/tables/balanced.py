@@ -128,6 +128,8 @@ class BalancedClasses(Mixture):
         ConfigError: fewer than two classes have rows.
     """
 
+    shares_told = False  # there may be many classes, and all have the same share
+
     def __init__(self, dataset: Any, numbers: np.ndarray, classes: int) -> None:
         index = ClassIndex(numbers, classes)
         every = [RowsOfClass(dataset, index, number) for number in range(classes)]

@@ -25,7 +25,7 @@ from hpc_train.data.tables.table_files import (
     TablePortion,
     WrongPolicy,
 )
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, plural
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,10 @@ def list_tables(paths: Sequence[str | Path]) -> list[TableFile]:
     if not found:
         raise DataError("no file of a table was found", f"give files with {', '.join(FORMATS)}")
     if skipped:
-        logger.info("skipped %d files that are no tables by their names", skipped)
+        told = plural(
+            skipped, "file that is no table by its name", "files that are no tables by their names"
+        )
+        logger.info("skipped %s", told)
     return [_listed(path, form) for path, form in found.items()]
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
+from hpc_train.errors import plural
 from hpc_train.job.communication.figures import (
     BARE,
     HALVING,
@@ -82,7 +83,7 @@ def svg(figures: Sequence[CollectiveFigure], title: str, lines: Sequence[str]) -
     for number, (scope, operation) in enumerate(rows):
         mine = [f for f in drawn if (f.scope, f.operation) == (scope, operation)]
         y = begin + ROW_HEIGHT * number
-        head = f"{operation}, {SCOPES[scope]} ({mine[0].ranks} ranks)"
+        head = f"{operation}, {SCOPES[scope]} ({plural(mine[0].ranks, 'rank')})"
         parts.append(f'<text class="head" x="{LEFT - 40}" y="{y + 16}">{escape(head)}</text>')
         parts += _plot(mine, LEFT, y + 44, "time", lambda f: f.seconds, time_text)
         x = LEFT + PLOT_WIDTH + BETWEEN

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hpc_train.errors import plural
 from hpc_train.host.cores import physical_cores
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import machine, socket_of
@@ -48,7 +49,7 @@ def binding_advice(ranks: Sequence[BoundCores]) -> list[str]:
         cores = frozenset().union(*(rank.cores for rank in on))
         host = on[0].host
         if len(cores) < len(on):
-            few.append(f"{host} ({len(on)} ranks, {len(cores)} cores)")
+            few.append(f"{host} ({len(on)} ranks, {plural(len(cores), 'core')})")
         elif sum(len(rank.cores) for rank in on) > len(cores):
             bound.append(host)
         elif any(rank.spread for rank in on):
@@ -75,4 +76,6 @@ def binding_advice(ranks: Sequence[BoundCores]) -> list[str]:
 
 def _named(hosts: Sequence[str]) -> str:
     more = len(hosts) - HOSTS_NAMED
-    return ", ".join(hosts[:HOSTS_NAMED]) + (f" and {more} hosts more" if more > 0 else "")
+    return ", ".join(hosts[:HOSTS_NAMED]) + (
+        f" and {plural(more, 'host')} more" if more > 0 else ""
+    )
