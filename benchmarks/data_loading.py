@@ -1,6 +1,6 @@
 """Speed of reading samples of tokens, beside plain reads and peers.
 
-    python -m benchmarks.data_loading [--gib 2] [--rounds 5] [--folder DIR]
+    python -m benchmarks.data_loading [--gib 2] [--rounds 5] [--folder DIR] [--candidates NAME ...]
 
 All candidates deliver the same samples: 1025 random tokens of a 50257-word vocabulary in uint16, of
 which 1024 are new. A batch is a pair, inputs and targets, as int64 unless the name says otherwise.
@@ -227,12 +227,14 @@ def run(name: str, folder: Path, words: list[str]) -> dict[str, float]:
     return found
 
 
-def make(folder: Path, plan: Plan) -> list[str]:
-    """Write the data. Returns the candidates whose packages are installed."""
+def make(folder: Path, plan: Plan, wanted: list[str]) -> list[str]:
+    """Write the data. Returns those of the wanted candidates whose packages are installed."""
     begin = time.perf_counter()
     make_shards(folder, plan.samples)
     present = []
     for name, kind in CANDIDATES.items():
+        if name not in {RAW, WIDE, *wanted}:
+            continue
         if find_spec(kind.package):
             kind.make(folder, plan.samples, plan.sequential)
             present.append(name)
@@ -270,6 +272,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20000, help="samples of a random pass")
     parser.add_argument("--touched", type=int, default=1024, help="samples of a first touch")
     parser.add_argument("--folder", type=Path, help="where the data is made; on a disk, not tmpfs")
+    parser.add_argument(
+        "--candidates",
+        nargs="+",
+        metavar="NAME",
+        choices=CANDIDATES,
+        default=[*CANDIDATES],
+        help=f"candidates besides {RAW!r} and {WIDE!r}; by default all",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -281,7 +291,7 @@ def main() -> None:
     words = [word for name in sizes for word in (f"--{name}", str(getattr(options, name)))]
     cases: dict[str, harness.Samples] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        present = make(Path(folder), plan)
+        present = make(Path(folder), plan, options.candidates)
         for _ in range(options.rounds):
             for name in present:
                 for case, value in run(name, Path(folder), words).items():

@@ -1,6 +1,6 @@
 """How long a step waits for its samples, and how long a run takes to find a step's samples.
 
-    python -m benchmarks.data_waiting [--rounds 3] [--steps 200]
+    python -m benchmarks.data_waiting [--rounds 3] [--steps 200] [--jobs NAME ...]
 
 - waiting: `data_seconds` / `step_seconds` of metrics.jsonl, on rank 0 of two ranks, without the
   first record, which has step 1 alone. The jobs are the main one (a GPT of 11 million parameters, 1
@@ -80,6 +80,9 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200, help="of each job")
+    parser.add_argument(
+        "--jobs", nargs="+", metavar="NAME", choices=(MAIN, ARRAYS), default=[MAIN, ARRAYS]
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -95,12 +98,12 @@ def main() -> None:
         def share(job: str) -> float:
             return waiting(jobs[job], folder, folder / f"run-{next(numbers)}")
 
-        candidates = {job: lambda job=job: share(job) for job in jobs}
+        candidates = {job: lambda job=job: share(job) for job in jobs if job in options.jobs}
         waits = harness.in_turn(candidates, options.rounds, warmup=0)
     found = harness.in_turn(
         {name: lambda block=block: finding(block) for name, block in BLOCKS.items()}, 5
     )
-    harness.show("waiting for samples", "of a step", waits, MAIN)
+    harness.show("waiting for samples", "of a step", waits, next(iter(waits)))
     harness.show(f"a step of {SAMPLES:.0e} samples", "ms", found, "full shuffle")
     middles = {f"waiting, {job}": value for job, value in harness.medians(waits).items()}
     middles |= {f"resume, {name}, ms": value for name, value in harness.medians(found).items()}

@@ -78,15 +78,15 @@ class _Asking(ShardFiles[StoredShard]):
             return
         first, last = self._blocks_of(numbers, begins, self.nbytes, self.names[0])
         new = (self.seen[first] & self.seen[last]) == 0
-        shards = self._shards_of(numbers[new])
+        self._open_all(numbers[new].tolist())
         blocks = every_block(first, last, new)
         blocks = blocks[self.seen[blocks] | self.asked[blocks] | self.verified[blocks] == 0]
-        blocks = self._without_copies(shards, blocks)
+        blocks = self._without_copies(blocks)
         # The system reads all of them at once. Threads would read a few at a time.
         groups = self._groups(blocks)
         for number, group in groups:
             dataset, _, offset, nbytes = self._extent(number, group)
-            descriptor, advice = shards[number].descriptors[dataset], os.POSIX_FADV_WILLNEED
+            descriptor, advice = self._descriptors[dataset][number], os.POSIX_FADV_WILLNEED
             with suppress(OSError):  # some file systems take no advice
                 os.posix_fadvise(descriptor, offset, nbytes, advice)
 
@@ -95,7 +95,7 @@ class _Asking(ShardFiles[StoredShard]):
             if not (self.asked[group] | self.seen[group]).any():  # else it is being read
                 self.asked[group] = UNDER_WAY
                 try:
-                    self._verify_group(shards[number], number, group)
+                    self._verify_group(number, group)
                 finally:
                     self.asked[group] = TAKEN
 

@@ -177,7 +177,11 @@ class Loader:
         self.counted: Callable[[Any], int] | None = None
         self.pinned = False
         self._stop = threading.Event()
-        self._queue: queue.Queue[Step | int | BaseException] = queue.Queue(max(1, prefetch))
+        # Two queues in C, of which one counts free places. A queue.Queue of limited size is slower.
+        self._queue: queue.SimpleQueue[Step | int | BaseException] = queue.SimpleQueue()
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(max(1, prefetch)):
+            self._places.put(None)
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
         self._looked = threading.Event()
@@ -239,17 +243,18 @@ class Loader:
             logger.warning("the data set is still reading a sample; the loader closes without it")
 
     def _next(self, number: int) -> Step:
-        item = None
-        while item is None:
+        while True:
             alive = self._thread is not None and self._thread.is_alive()
             try:
                 item = self._queue.get(timeout=LOADER_POLL_SECONDS)
+                break
             except queue.Empty:
                 self._check_workers(number)
                 if not alive:
                     raise RuntimeError("the thread that reads ahead has died") from None
                 if self.give_up():
                     raise GivenUp from None
+        self._places.put(None)
         if isinstance(item, BaseException):
             if not isinstance(item, HpcTrainError):  # such as a connection that has broken
                 self._check_workers(number, DATA_SET_PATIENCE)
@@ -332,17 +337,18 @@ class Loader:
     def _read_ahead(self, numbers: range, read: list[Callable[[Task], Any]]) -> None:
         try:
             threads = Threads(read, self._stop) if len(read) > 1 else None
+            looks = self.reader.may_draw
             while numbers and not self._stop.is_set():
+                since = numbers.start - self.steps.start
                 # A data set that drew nothing in the first step may draw later. In this thread that
                 # could not be told from what the model draws. So the main thread reads some steps
                 # itself: those 1, 2, 4, 8 ... after the first.
-                if (numbers.start - self.steps.start).bit_count() == 1:
+                if looks and since.bit_count() == 1:
                     self._put(numbers.start)
                     self._wait()
                     numbers = numbers[1:]
                     continue
-                since = numbers.start - self.steps.start
-                run = numbers[: (1 << since.bit_length()) - since]
+                run = numbers[: (1 << since.bit_length()) - since] if looks else numbers
                 tasks = self._tasks(run)
                 self._put_steps(
                     run, threads.read(tasks, self.ahead) if threads else map(read[0], tasks)
@@ -384,7 +390,8 @@ class Loader:
     def _put(self, item: Step | int | BaseException) -> None:
         while not self._stop.is_set():
             try:
-                self._queue.put(item, timeout=LOADER_POLL_SECONDS)
-            except queue.Full:
+                self._places.get(timeout=LOADER_POLL_SECONDS)
+            except queue.Empty:
                 continue
+            self._queue.put(item)
             return

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -207,6 +207,8 @@ class PackedDataset:
 
     The attributes `samples_per_block` and `samples_together` are for `SampleOrder`.
     """
+
+    draws_random_numbers: ClassVar[bool] = False  # see `Reader.may_draw`
 
     def __init__(self, windows: DocumentWindows, counts: np.ndarray) -> None:
         self.windows, self.files = windows, windows.files

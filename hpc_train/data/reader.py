@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from hpc_train.data.generators import Generator, of_gpu, of_process, own
-from hpc_train.data.mixture import datasets_in
+from hpc_train.data.mixture import Mixture, datasets_in
 from hpc_train.errors import UserError
 from hpc_train.seeds import mix
 
@@ -139,6 +139,11 @@ class Reader:
         """The generators that the data set draws from, for a message."""
         return ", ".join(sorted(self.drawn))
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether the data set may draw random numbers; False only if its class says that."""
+        return self.collate_fn is not None or _may_draw(self.dataset)
+
     def _generators(self) -> list[Generator]:
         return self._shared + self._own + of_gpu()
 
@@ -180,3 +185,10 @@ class Reader:
             return (self.collate_fn or default_collate)(samples)
         except (SystemExit, GeneratorExit) as error:
             raise RuntimeError(f"collate_fn raised {error!r}") from error
+
+
+def _may_draw(dataset: Any) -> bool:
+    if type(dataset) is Mixture:
+        return any(map(_may_draw, dataset.datasets))
+    # What a class says does not hold for the classes that others derive from it.
+    return bool(vars(type(dataset)).get("draws_random_numbers", True))

@@ -9,7 +9,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic
 
@@ -73,6 +73,9 @@ class ShardFiles(Generic[S]):
         self._ends = blocks.sum(1).cumsum()
         first = (self._ends - blocks.sum(1))[:, None] + blocks.cumsum(1) - blocks
         self._first_block = dict(zip(self.names, first.T, strict=True))
+        self._first_byte = {
+            name: blocks << BLOCK_BITS for name, blocks in self._first_block.items()
+        }
         self._offset = {
             name: np.array([one[name][0] for one in extents], np.int64) for name in self.names
         }
@@ -80,23 +83,31 @@ class ShardFiles(Generic[S]):
 
     def _renew(self) -> None:
         self._files: dict[int, OpenedShard] = {}  # those opened first come first
+        # For each dataset the descriptors of these shards, and under ~number those of their copies.
+        self._descriptors: dict[str, dict[int, int]] = {name: {} for name in self.names}
         self.verified = np.zeros(self._ends[-1] if len(self._ends) else 0, np.uint8)
         self.asked = np.zeros_like(self.verified)  # UNDER_WAY or TAKEN
         self._seen: dict[int, Identity] = {}  # the files whose blocks were verified
-        self._checked: dict[int, OpenedShard] = {}  # the shards that were looked at since `_since`
+        self._checked: set[int] = set()  # the shards that were looked at since `_since`
         self._since = 0.0
         self._reading = threading.Lock()  # opening a shard may close one that is being read
         self._reads, self._blocks = ReadThreads(self.readers), ReadThreads(self.readers, SLOW_BLOCK)
+        self._last_seconds = 0.0  # that a read without threads took
         self._most = most_open_files() // (1 if self.cache is None else 2)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy in a worker, which opens the shards itself."""
-        fresh = ("_files", "verified", "asked", "_seen", "_checked", "_reading")
+        fresh = ("_files", "_descriptors", "verified", "asked", "_seen", "_checked", "_reading")
         return {key: value for key, value in vars(self).items() if key not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._renew()
+
+    @property
+    def are_slow(self) -> bool:
+        """Whether the last reads took longer than reads from memory."""
+        return self._reads.are_slow
 
     def read(
         self,
@@ -126,6 +137,34 @@ class ShardFiles(Generic[S]):
                 self._read(numbers[part], begins[part], sizes, memories[part], dataset)
                 self._keep_open(self._most)
 
+    def read_one(
+        self, number: int, begin: int, memory: memoryview, dataset: str = "tokens"
+    ) -> None:
+        """Make one read, as `read` does, but make no arrays: they would cost as much as the read.
+
+        Args:
+            number: the shard.
+            begin: the first byte in the dataset.
+            memory: is filled; it has at least one byte.
+            dataset: the dataset to read from.
+
+        Raises:
+            DataError: as `read` raises it.
+        """
+        with self._reading:
+            self._open_all((number,))
+            first = begin + int(self._first_byte[dataset][number])
+            last = first + len(memory) - 1
+            blocks = self.verified[first >> BLOCK_BITS : (last >> BLOCK_BITS) + 1]
+            where = int(np.bitwise_and.reduce(blocks))
+            key = ~number if where & COPY else number
+            place = begin + int(self._offset[dataset][number])
+            counts = self._counts(dataset, [key], [place], [[memory]]) if where else []
+            if counts != [len(memory)]:
+                arrays = np.array([number]), np.array([begin])
+                self._read(*arrays, len(memory), [[memory]], dataset)
+            self._keep_open(self._most)
+
     def _read(
         self,
         numbers: np.ndarray,
@@ -134,25 +173,22 @@ class ShardFiles(Generic[S]):
         memories: Sequence[list[memoryview]],
         dataset: str,
     ) -> None:
-        shards = self._shards_of(numbers)
-        sizes = [nbytes] * len(numbers) if isinstance(nbytes, int) else nbytes.tolist()
+        keys = numbers.tolist()
+        self._open_all(keys)
+        sizes = [nbytes] * len(keys) if isinstance(nbytes, int) else nbytes.tolist()
         first, last = self._blocks_of(numbers, begins, nbytes, dataset)
-        verified = self._verified_reads(shards, first, last, max(sizes))
-        places = (begins + self._offset[dataset][numbers]).tolist()
-        descriptors = {number: one.descriptors[dataset] for number, one in shards.items()}
+        verified = self._where(first, last, sizes)
+        if np.count_nonzero(verified) < len(keys):
+            verified = self._verified_reads(first, last, sizes)
         if self.cache is not None:
-            descriptors |= {~number: shard.copy for number, shard in shards.items()}
             keys = np.where(verified & COPY, ~numbers, numbers).tolist()
-        else:
-            keys = numbers.tolist()
-        if not self._reads.are_slow:
-            # A loop in C, because one in Python takes as long as reading a sample from memory.
-            begin, of_reads = time.perf_counter(), map(descriptors.__getitem__, keys)
-            try:
-                counts = list(map(os.preadv, of_reads, memories, places))
-            except OSError:
-                counts = []  # the next call says which file it is
-            self._reads.seconds = (time.perf_counter() - begin) / len(keys)
+        places = (begins + self._offset[dataset][numbers]).tolist()
+        if not self.are_slow:
+            begin = time.perf_counter()
+            counts = self._counts(dataset, keys, places, memories)
+            seconds = (time.perf_counter() - begin) / len(keys)
+            # Reads that are slow only once were interrupted by another program.
+            self._reads.seconds, self._last_seconds = min(seconds, self._last_seconds), seconds
             if counts == sizes:
                 return
         lost = list[OSError]()
@@ -160,8 +196,8 @@ class ShardFiles(Generic[S]):
         def fill(item: int) -> None:
             key, memory = keys[item], memories[item][0]
             if key >= 0:
-                shards[key].fill(dataset, memory, places[item])
-            elif error := why_unread(descriptors[key], memory, places[item]):
+                self._files[key].fill(dataset, memory, places[item])
+            elif error := why_unread(self._descriptors[dataset][key], memory, places[item]):
                 lost.append(error)
 
         self._reads.each(fill, len(keys))
@@ -169,64 +205,78 @@ class ShardFiles(Generic[S]):
             self._leave_cache(lost[0])
             self._read(numbers, begins, nbytes, memories, dataset)
 
-    def _shards_of(self, numbers: np.ndarray) -> dict[int, OpenedShard]:
+    def _counts(
+        self,
+        dataset: str,
+        keys: list[int],
+        places: list[int],
+        memories: Sequence[list[memoryview]],
+    ) -> list[int]:
+        """Fill memories. Returns the bytes of each read; an empty list if a read fails."""
+        descriptors = map(self._descriptors[dataset].__getitem__, keys)
+        try:
+            # A loop in C, because one in Python takes as long as reading a sample from memory.
+            return [*map(os.preadv, descriptors, memories, places)]
+        except OSError:
+            return []  # the caller's next call says which file it is
+
+    def _open_all(self, numbers: Iterable[int]) -> None:
+        """Open shards, and look at times whether those that are open have changed."""
         if (now := time.monotonic()) > self._since + CHECKED_SECONDS:
-            self._checked, self._since = {}, now
-        checked = self._checked
-        return {number: checked.get(number) or self._open(number) for number in {*numbers.tolist()}}
+            self._checked.clear()
+            self._since = now
+        for number in {*numbers} - self._checked:
+            self._open(number)
 
     def _blocks_of(
         self, numbers: np.ndarray, begins: np.ndarray, nbytes: int | np.ndarray, dataset: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """The first and the last block of each read."""
-        of_shard = self._first_block[dataset][numbers]
-        first = of_shard + (begins >> BLOCK_BITS)
-        return first, of_shard + ((begins + (nbytes - 1)) >> BLOCK_BITS)
+        starts = begins + self._first_byte[dataset][numbers]
+        return starts >> BLOCK_BITS, (starts + (nbytes - 1)) >> BLOCK_BITS
 
-    def _verified_reads(
-        self, shards: dict[int, OpenedShard], first: np.ndarray, last: np.ndarray, longest: int
-    ) -> np.ndarray:
+    def _verified_reads(self, first: np.ndarray, last: np.ndarray, sizes: list[int]) -> np.ndarray:
         """Verify the blocks of reads. Returns where all blocks of each read are verified, uint8."""
-        verified = self._where(first, last, longest)
+        verified = self._where(first, last, sizes)
         # A read is from one file. So blocks that only the copy has are needed from the shard, too,
         # where their neighbours are not in the copy.
         for wanted in (SOURCE | COPY, SOURCE):
             if verified.all():
                 break
             blocks = every_block(first, last, verified == 0)
-            self._verify(shards, blocks[self.verified[blocks] & wanted == 0], wanted)
-            verified = self._where(first, last, longest)
+            self._verify(blocks[self.verified[blocks] & wanted == 0], wanted)
+            verified = self._where(first, last, sizes)
         return verified
 
-    def _where(self, first: np.ndarray, last: np.ndarray, longest: int) -> np.ndarray:
-        if longest <= HASHED_BYTES:
+    def _where(self, first: np.ndarray, last: np.ndarray, sizes: list[int]) -> np.ndarray:
+        if max(sizes) <= HASHED_BYTES:
             both: np.ndarray = self.verified[first] & self.verified[last]
             return both
         # There may be blocks between the first and the last.
         pairs = zip(first.tolist(), (last + 1).tolist(), strict=True)
         return np.array([np.bitwise_and.reduce(self.verified[slice(*pair)]) for pair in pairs])
 
-    def _verify(self, shards: dict[int, OpenedShard], fresh: np.ndarray, where: int) -> None:
+    def _verify(self, fresh: np.ndarray, where: int) -> None:
         """Verify blocks, int64 (N,) and rising, in one of the places that the bits allow."""
         if where & COPY and self.cache is not None:
-            fresh = self._without_copies(shards, fresh)
+            fresh = self._without_copies(fresh)
             under_way = self.asked[fresh] == UNDER_WAY
             late, fresh = fresh[under_way], fresh[~under_way]
-            self._verify_shards(shards, fresh)
+            self._verify_shards(fresh)
             until = time.monotonic() + MOST_WAIT
             while (self.asked[late] == UNDER_WAY).any() and time.monotonic() < until:
                 time.sleep(BLOCK_POLL_SECONDS)
-            fresh = self._without_copies(shards, late)
-        self._verify_shards(shards, fresh)
+            fresh = self._without_copies(late)
+        self._verify_shards(fresh)
 
-    def _verify_shards(self, shards: dict[int, OpenedShard], fresh: np.ndarray) -> None:
+    def _verify_shards(self, fresh: np.ndarray) -> None:
         """Verify blocks in the shards."""
         self.asked[fresh] = TAKEN
         groups = self._groups(fresh)
 
         def verify(item: int) -> None:
             number, blocks = groups[item]
-            self._verify_group(shards[number], number, blocks)
+            self._verify_group(number, blocks)
 
         if groups:
             self._blocks.each(verify, len(groups))
@@ -257,10 +307,10 @@ class ShardFiles(Generic[S]):
         left = nbytes - first * HASHED_BYTES
         return dataset, first, offset + first * HASHED_BYTES, min(len(blocks) * HASHED_BYTES, left)
 
-    def _without_copies(self, shards: dict[int, OpenedShard], blocks: np.ndarray) -> np.ndarray:
+    def _without_copies(self, blocks: np.ndarray) -> np.ndarray:
         """Note which blocks the cache has, by their hashes. Returns the others."""
         for number, group in self._groups(blocks):
-            shard = shards[number]
+            shard = self._files[number]
             dataset, _, offset, nbytes = self._extent(number, group)
             if (copy := shard.copy_of(dataset)) < 0:
                 continue
@@ -281,8 +331,9 @@ class ShardFiles(Generic[S]):
         self.cache = None
         self.verified &= SOURCE
 
-    def _verify_group(self, shard: OpenedShard, number: int, blocks: list[int]) -> None:
+    def _verify_group(self, number: int, blocks: list[int]) -> None:
         """Read and verify neighbouring blocks of one dataset of a shard."""
+        shard = self._files[number]
         begin = int(self._first_block[self.names[0]][number])
         dataset, first, offset, nbytes = self._extent(number, blocks)
         array = np.empty(nbytes, np.uint8)
@@ -310,8 +361,8 @@ class ShardFiles(Generic[S]):
         if self.cache is not None and copy >= 0 and self.cache.keep(copy, memory, offset):
             self.verified[blocks] |= COPY
 
-    def _open(self, number: int) -> OpenedShard:
-        """The open shard, with nothing verified if its file has changed."""
+    def _open(self, number: int) -> None:
+        """Have a shard open, with nothing verified if its file has changed."""
         shard = self._files.get(number)
         if shard is not None and shard.has_changed():
             self._close(number)
@@ -325,15 +376,17 @@ class ShardFiles(Generic[S]):
                     int(self._first_block[self.names[0]][number]) : self._ends[number]
                 ] = 0
             self._files[number] = shard
-        self._checked[number] = shard
-        return shard
+            for name, descriptors in self._descriptors.items():
+                descriptors[number] = shard.descriptors[name]
+                descriptors[~number] = shard.copy_of(name)
+        self._checked.add(number)
 
     def _keep_open(self, most: int) -> None:
         while len(self._files) > most:
             self._close(next(iter(self._files)))
 
     def _close(self, number: int) -> None:
-        self._checked.pop(number, None)
+        self._checked.discard(number)
         shard = self._files.pop(number)
         shard.close()
         if shard.copy >= 0:

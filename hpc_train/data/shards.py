@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from sys import getrefcount
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from hpc_train.data.ahead import AHEAD_BYTES, Ahead
@@ -25,6 +27,22 @@ ALIGNED = 64  # bytes
 MOST_KEPT = 8  # most batches whose memory is used again
 _one = [np.empty(0)]
 ALONE = getrefcount(_one[0])  # of an array to which a list alone refers; versions of Python differ
+
+
+@dataclass(frozen=True, eq=False)
+class _Memory:
+    """Memory of a batch: its tokens, int64, and views of them, the inputs and the targets."""
+
+    tokens: np.ndarray
+    parts: list[np.ndarray]
+
+    def is_free(self) -> bool:
+        """Whether no tensor refers to it. Tensors that are made of a part refer to the part."""
+        return getrefcount(self.parts[0]) == ALONE == getrefcount(self.parts[1])
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """The inputs and the targets."""
+        return torch.from_numpy(self.parts[0]), torch.from_numpy(self.parts[1])
 
 
 class TokenDataset:
@@ -50,6 +68,8 @@ class TokenDataset:
     The attribute `samples_per_block` says how many neighbours are worth reading one after another,
     and `samples_ahead` how many samples in advance `ahead` is to be called.
     """
+
+    draws_random_numbers: ClassVar[bool] = False  # see `Reader.may_draw`
 
     def __init__(
         self,
@@ -86,13 +106,14 @@ class TokenDataset:
     def _renew(self) -> None:
         self._fetching = threading.Lock()
         self._memory = np.empty(0, np.uint8)  # the places for samples of a batch
+        self._stored = np.empty((0, self.sequence + 1), self.files.dtype)  # the same, as tokens
         self._places: list[list[memoryview]] = []
-        self._given: list[np.ndarray] = []  # memory of batches that were given away
+        self._given: list[_Memory] = []  # memory of batches that were given away
         self._ahead: Ahead | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy in a worker."""
-        fresh = ("_fetching", "_memory", "_places", "_given", "_ahead")
+        fresh = ("_fetching", "_memory", "_stored", "_places", "_given", "_ahead")
         return {key: value for key, value in vars(self).items() if key not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -122,32 +143,31 @@ class TokenDataset:
     def _read(self, wanted: np.ndarray) -> tuple[Tensor, Tensor]:
         """Read samples, int64 (N,), and raise an error if one is damaged."""
         order = None
-        least = _least_step(wanted)
-        if least < 0:
+        if self.files.are_slow and (wanted[1:] < wanted[:-1]).any():
             # In the order of the files a disk's head and read-ahead have the least to do.
             order = wanted.argsort(kind="stable")
             wanted = wanted[order]
-            least = _least_step(wanted)
-        if least == 1 and wanted[-1] - wanted[0] == len(wanted) - 1:
-            numbers, begins = self._places_of(wanted[[0, -1]])
-            if order is None and numbers[0] == numbers[1]:
-                return self._read_run(numbers[:1], begins[:1], len(wanted))
+        apart = wanted[1:] - wanted[:-1] != 1  # from the sample before
+        lasts = apart.nonzero()[0]
+        if order is None and not len(lasts) and len(wanted):
+            number, begin = self._places_of(wanted[:1])
+            if wanted[-1] < self.ends[number[0]]:
+                return self._read_run(int(number[0]), int(begin[0]), len(wanted))
         numbers, begins = self._places_of(wanted)
         with self._fetching:
-            self._reserve(max(1, len(wanted)))
-            rows = self._new(len(wanted) * (self.sequence + 1)).reshape(-1, self.sequence + 1)
-            if least <= 1:
+            self._reserve(len(wanted))
+            memory = self._new(len(wanted), self.sequence + 1)
+            if len(lasts) < len(apart):
                 # The first sample of a shard is no neighbour of the last one of the shard before.
-                apart = (wanted[1:] - wanted[:-1] != 1) | (begins[1:] == 0)
-                self._read_runs(numbers, begins, np.flatnonzero(apart).tolist(), rows, order)
+                lasts = (apart | (begins[1:] == 0)).nonzero()[0]
+                self._read_runs(numbers, begins, lasts.tolist(), memory.tokens, order)
             else:
                 places = self._places[: len(wanted)]
                 if order is not None:
                     places = [self._places[place] for place in order.tolist()]
                 self.files.read(numbers, begins, self.nbytes, places)
-                stored = self._memory.view(self.files.dtype).reshape(len(self._places), -1)
-                np.copyto(rows, stored[: len(rows), : self.sequence + 1])
-        return torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
+                np.copyto(memory.tokens, self._stored[: len(wanted)])
+            return memory.tensors()
 
     def ahead(self, indices: Sequence[int] | np.ndarray) -> None:
         """Bring samples that will be fetched later to the cache, if there is one.
@@ -165,19 +185,15 @@ class TokenDataset:
         numbers = self.ends.searchsorted(wanted, "right")
         return numbers, wanted * self.stride - self.skipped[numbers]
 
-    def _read_run(
-        self, numbers: np.ndarray, begins: np.ndarray, count: int
-    ) -> tuple[Tensor, Tensor]:
+    def _read_run(self, number: int, begin: int, count: int) -> tuple[Tensor, Tensor]:
         """Read neighbours of one shard, and nothing else."""
-        size = count * self.sequence + 1
         with self._fetching:
             self._reserve(count)
-            stored = self._memory[: size * self.files.dtype.itemsize]
-            self.files.read(numbers, begins, stored.nbytes, [[stored.data]])
-            tokens = self._new(size)
-            np.copyto(tokens, stored.view(self.files.dtype))
-        inputs, targets = (part.reshape(count, self.sequence) for part in (tokens[:-1], tokens[1:]))
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+            stored = self._memory[: count * self.stride + self.files.dtype.itemsize]
+            self.files.read_one(number, begin, stored.data)
+            memory = self._new(count, self.sequence)
+            np.copyto(memory.tokens, stored.view(self.files.dtype))
+            return memory.tensors()
 
     def _read_runs(
         self,
@@ -203,23 +219,33 @@ class TokenDataset:
 
     def _reserve(self, samples: int) -> None:
         """Have places for some samples."""
-        if samples > len(self._places):
+        if samples > len(self._places) or not self._places:
+            samples = max(samples, 1)
             memory = np.empty(samples * self.apart + ALIGNED, np.uint8)
             begin = -memory.ctypes.data % ALIGNED
             self._memory = memory[begin : begin + samples * self.apart]
             rows = self._memory.reshape(samples, -1)[:, : self.nbytes]
+            self._stored = rows.view(self.files.dtype)
             self._places = [[row.data] for row in rows]
 
-    def _new(self, size: int) -> np.ndarray:
-        """Memory for the numbers of a batch: that of an earlier one, if nothing refers to it.
+    def _new(self, count: int, apart: int) -> _Memory:
+        """Memory for a batch: that of an earlier one, if nothing refers to it.
 
         The system has to clear new memory, which takes longer than filling it.
+
+        Args:
+            count: number of samples.
+            apart: tokens from the beginning of a sample to that of the next one: T, and the tokens
+                are of shape (count * T + 1,); or more, and they are of shape (count, apart).
         """
-        for place in range(len(self._given)):
-            # Tensors refer to it through NumPy's arrays.
-            if self._given[place].size == size and getrefcount(self._given[place]) == ALONE:
-                return self._given[place]
-        self._given = [*self._given[1 - MOST_KEPT :], np.empty(size, np.int64)]
+        shape = (count * apart + 1,) if apart == self.sequence else (count, apart)
+        for memory in self._given:
+            if memory.tokens.shape == shape and memory.is_free():
+                return memory
+        tokens = np.empty(shape, np.int64)
+        strides, begins = (8 * apart, 8), (tokens.reshape(-1), tokens.reshape(-1)[1:])
+        parts = [as_strided(one, (count, self.sequence), strides) for one in begins]
+        self._given = [*self._given[1 - MOST_KEPT :], _Memory(tokens, parts)]
         return self._given[-1]
 
     def close(self) -> None:
@@ -228,8 +254,3 @@ class TokenDataset:
             self._ahead.close()
             self._ahead = None
         self.files.close()
-
-
-def _least_step(numbers: np.ndarray) -> int:
-    """The smallest difference between a number and the next one; 2 if there is none."""
-    return int(np.minimum.reduce(numbers[1:] - numbers[:-1])) if len(numbers) > 1 else 2

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from hpc_train.data.loader import Loader, Part, cut
+from hpc_train.data.mixture import Mixture
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.substitutes import Substituted
 from hpc_train.errors import ConfigError
@@ -68,6 +69,47 @@ def test_a_reading_error_comes_where_the_step_is_asked_for(prefetch):
     with pytest.raises(OSError, match="disk gone"):
         next(steps)
     loader.close()
+
+
+class ReadBy(Numbers):
+    """It notes which threads read a step. Its class says that it draws no random numbers."""
+
+    draws_random_numbers = False
+
+    def __init__(self):
+        super().__init__()
+        self.threads = []
+
+    def fetch(self, indices):
+        self.threads.append(threading.current_thread())
+        return super().fetch(indices)
+
+
+class Derived(ReadBy):
+    """It may draw, as its own class does not say that it does not."""
+
+
+@pytest.mark.parametrize(
+    ("dataset", "looked_at"),
+    [
+        (ReadBy(), [0]),
+        (Derived(), [0, 1, 2, 4, 8]),
+        (Mixture([(ReadBy(), 1), (ReadBy(), 1)]), [0]),
+        (Mixture([(ReadBy(), 1), (Derived(), 1)]), [0, 1, 2, 4, 8]),
+    ],
+)
+def test_the_main_thread_reads_steps_of_data_sets_that_may_draw(dataset, looked_at):
+    order = SampleOrder(100, 10, shuffle=False)
+    loader = Loader(dataset, order, cut(10, 1, 0), first_step=1, last_step=10)
+    steps = [*loader]
+    loader.close()
+    assert [step.number for step in steps] == [*range(1, 11)]
+    noted = dataset if isinstance(dataset, ReadBy) else dataset.datasets[0]
+    here = threading.current_thread()
+    if noted is dataset:
+        assert [n for n, thread in enumerate(noted.threads) if thread is here] == looked_at
+    else:
+        assert noted.threads.count(here) == len(looked_at)
 
 
 def test_closing_ends_the_thread_though_nobody_took_its_steps():

@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -78,6 +79,42 @@ def test_any_samples_in_any_order(stored, data, sequence):
         assert (inputs.numpy() == expected[wanted][:, :-1]).all()
         assert (targets.numpy() == expected[wanted][:, 1:]).all()
     dataset.close()
+
+
+def test_what_was_given_stays_as_it_is(stored):
+    """Memory of batches is used again, but not while a tensor or array of a batch is left."""
+    folder, manifest, tokens = stored
+    dataset, expected = TokenDataset(folder, manifest, "train", 100), rows_of(tokens, 100)
+    few = [[*range(8)], [5, 900, 3, 70, 8, 2, 1, 6], [7, 8, 9, 300, 301, 20, 21, 40]]
+    wanted = [[one + shift for one in some] for shift in range(20) for some in few]
+    batches = [dataset.fetch(some) for some in wanted]
+    kept = [(batch[n % 2][3:], n % 2) for n, batch in enumerate(batches)]
+    arrays = [targets.numpy() for _, targets in batches[::5]]
+    del batches
+    for some in wanted:
+        dataset.fetch(some)
+    for (part, shift), some in zip(kept, wanted, strict=True):
+        assert (part.numpy() == expected[some][3:, shift : shift + 100]).all()
+    for array, some in zip(arrays, wanted[::5], strict=True):
+        assert (array == expected[some][:, 1:]).all()
+    memory = dataset.fetch(few[0])[0].data_ptr()
+    assert dataset.fetch(few[0])[0].data_ptr() == memory
+
+
+def test_several_threads_fetch_at_once(stored):
+    folder, manifest, tokens = stored
+    dataset, expected = TokenDataset(folder, manifest, "train", 100), rows_of(tokens, 100)
+    few = [np.random.default_rng(n).permutation(len(expected))[:8] for n in range(100)]
+    few += [np.arange(n, n + 8) for n in range(100)]
+
+    def same(some):
+        inputs, targets = dataset.fetch(some)
+        return (inputs.numpy() == expected[some][:, :-1]).all() and (
+            targets.numpy() == expected[some][:, 1:]
+        ).all()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(same, few * 3))
 
 
 def test_threads_read_the_same_where_storage_is_slow(stored, monkeypatch):

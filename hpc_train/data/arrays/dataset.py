@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -106,6 +106,8 @@ class Arrays:
         DataError: a file or variable cannot be read, or they do not fit together.
         UserError: an argument is wrong; or MPI runs, and nothing has prepared the look-up.
     """
+
+    draws_random_numbers: ClassVar[bool] = False  # see `Reader.may_draw`
 
     def __init__(
         self,

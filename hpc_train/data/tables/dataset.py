@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ class TableDataset:
     The attribute `features` has what the rows are made of, and `samples_per_block` says how many
     neighbours are worth reading one after another.
     """
+
+    draws_random_numbers: ClassVar[bool] = False  # see `Reader.may_draw`
 
     def __init__(
         self,
