@@ -25,6 +25,8 @@ test-mpi test test-quick test-long: export OMP_NUM_THREADS := 1
 # A laptop may have fewer cores than there are ranks. Open MPI 4 and 5 allow that only if told so.
 test-mpi test test-quick test-long: export OMPI_MCA_rmaps_base_oversubscribe := 1
 test-mpi test test-quick test-long: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+# Most of the programs that the tests start would otherwise compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 ifdef COLD
 export HPC_TRAIN_WARM := off
 endif
