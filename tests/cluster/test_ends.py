@@ -24,7 +24,6 @@ PartitionName=grace Nodes=ALL PriorityTier=1 GraceTime=8
 PartitionName=high Nodes=ALL PriorityTier=9
 """
 MODES = ["requeue", "submit"]
-SUBMIT_LATER = ["requeue", pytest.param("submit", marks=pytest.mark.long)]
 SETTLED = 12  # seconds; a requeued job waits 5 to 7 for its next start
 
 
@@ -138,8 +137,8 @@ def test_usr1_queues_a_job_again_once(up, tmp_path):
         job.cancel()
 
 
-@pytest.mark.slow("SLURM's grace time, twice")
-@pytest.mark.parametrize("partition", [pytest.param("batch", marks=pytest.mark.long), "grace"])
+@pytest.mark.long
+@pytest.mark.parametrize("partition", ["batch", "grace"])
 def test_a_preempted_job_comes_back_once(up, tmp_path, partition):
     job = submitted(up, tmp_path / f"preempted-{partition}", "submit", "--partition", partition)
     other = tmp_path / "other.sh"
@@ -152,8 +151,8 @@ def test_a_preempted_job_comes_back_once(up, tmp_path, partition):
     job.cancel()
 
 
-@pytest.mark.slow("SLURM looks at time limits twice a minute")
-@pytest.mark.parametrize("mode", SUBMIT_LATER)
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
 def test_sigterm_at_the_time_limit_queues_a_job_again_once(up, tmp_path, mode):
     job = submitted(up, tmp_path / f"limited-{mode}", mode)
     up.end_in(job.number, 2)

@@ -112,6 +112,7 @@ def test_tasks_have_their_own_hosts_temporary_files(up, tmp_path):
     assert (first, sorted(others)) == (folders[0], folders)
 
 
+@pytest.mark.long
 def test_a_requeued_job_starts_again_soon(up, tmp_path):
     text = "date +%s; [ $SLURM_RESTART_COUNT ] || { scontrol requeue $SLURM_JOB_ID; sleep 1000; }"
     job = up.submit(script(tmp_path, text))

@@ -47,11 +47,16 @@ def test_a_script_for_horovod_takes_at_most_eight_changed_lines():
     assert sum(line.startswith("- ") for line in changes) <= 8
 
 
-@pytest.mark.slow("two scripts train on two ranks, one of them twice")
+@pytest.mark.long
 @pytest.mark.skipif(not horovod_built(), reason="Horovod is not built")
-def test_a_script_for_horovod_goes_on_where_it_was_stopped(tmp_path):
+def test_a_script_for_horovod_learns(tmp_path):
     text = example("horovod_script.py", tmp_path, ranks=2)
     assert float(text.split("accuracy on held-out digits: ")[1]) > 0.85
+
+
+@pytest.mark.slow("a script trains on two ranks, twice")
+@pytest.mark.skipif(not horovod_built(), reason="Horovod is not built")
+def test_a_script_for_horovod_goes_on_where_it_was_stopped(tmp_path):
     whole = example("horovod_script_resumable.py", tmp_path, ranks=2)
     accuracy = float(whole.split("accuracy on held-out digits: ")[1])
     assert accuracy > 0.85
