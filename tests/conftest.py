@@ -13,6 +13,7 @@ import re
 import signal
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,14 +74,16 @@ def pytest_configure(config):
         config.pluginmanager.unregister(name="terminalreporter")
 
 
-MPI_MARKS = re.compile(r"\bmark\.(mpi|ranks)\b")
+@cache
+def names_mpi(path: Path) -> bool:
+    """Whether a module names a marker of tests of several ranks."""
+    return re.search(r"\bmark\.(mpi|ranks)\b", path.read_text()) is not None
 
 
 def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
     """Under `--only-mpi`, leave out modules without such a test: each rank would import all."""
-    if config.getoption("only_mpi") and collection_path.match("test_*.py"):
-        return not MPI_MARKS.search(collection_path.read_text()) or None
-    return None
+    module = config.getoption("only_mpi") and collection_path.match("test_*.py")
+    return True if module and not names_mpi(collection_path) else None
 
 
 STARTERS = ("run", "ENVIRON", "hosts")  # names of what starts programs and hosts
@@ -95,6 +98,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "mpi" in item.keywords and item.get_closest_marker("mpi") is None:
             raise pytest.UsageError(f"{item.nodeid}: no folder or parameter may be named mpi")
+        if "mpi" in item.keywords and not names_mpi(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: its own module has to name the marker mpi")
         for slow in item.iter_markers("slow"):
             if not slow.args:
                 raise pytest.UsageError(f"{item.nodeid}: the marker slow needs a reason")
