@@ -197,7 +197,7 @@ def test_a_pbs_job_submits_itself_again_until_it_is_done(pbs, program, scheduler
     steps = program.root / "steps"
     steps.write_text("1234567")
     script = run_dir / "job.sh"
-    changed = made.stdout.replace("walltime=3600", "walltime=30")
+    changed = made.stdout.replace("walltime=3600", "walltime=35")
     script.write_text(changed.replace(" 1234567", f' "$(cat {steps})"'))
 
     def printed() -> str:
@@ -205,7 +205,7 @@ def test_a_pbs_job_submits_itself_again_until_it_is_done(pbs, program, scheduler
 
     done = pbs.run(["qsub", str(script)], cwd=program.root, environ=LAUNCHED)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: "stopped by time_limit (the end of the job)" in printed(), 60)
+    wait_until(lambda: "stopped by time_limit (the end of the job)" in printed(), 100)
     last = len(program.losses("run")) + 20
     steps.write_text(str(last))
     wait_until(lambda: len(program.losses("run")) == last, 120)
