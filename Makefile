@@ -3,7 +3,7 @@
 #   make demo    train a GPT on Python's own sources, stop it, resume it, read what it writes
 #   make test    run all tests except the long ones
 #   make test-quick    run the tests of one process, in less than a minute
-#   make test-long    run the long tests, which take minutes each; with COLD=1 no rank is forked
+#   make test-long    run the tests that `make test` leaves out; with COLD=1 no rank is forked
 #   make test-mpich, make test-openmpi5    run the tests of several ranks with another MPI
 #   make lint    check formatting, types, import rules, and the names and sizes of modules
 #   make docs    build the documentation as HTML in docs/_build
@@ -12,8 +12,9 @@
 PYTHON ?= python3
 RANKS ?= 4
 PYTEST_OPTIONS ?=
-# The number of tests of one process that run at the same time.
-WORKERS ?= 2
+# The number of tests of one process that run at the same time. Many of them wait most of the time for
+# timeouts and schedulers, so there is one more than the two cores of a small machine.
+WORKERS ?= 3
 # A folder to write the durations of all tests to.
 DURATIONS ?=
 # The MPI: mpich, openmpi5, or "" for the site's MPI (Open MPI 4 from a wheel if there is none).
@@ -25,6 +26,8 @@ test-mpi test test-quick test-long: export OMP_NUM_THREADS := 1
 # A laptop may have fewer cores than there are ranks. Open MPI 4 and 5 allow that only if told so.
 test-mpi test test-quick test-long: export OMPI_MCA_rmaps_base_oversubscribe := 1
 test-mpi test test-quick test-long: export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+# Most of the programs that the tests start would otherwise compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 ifdef COLD
 export HPC_TRAIN_WARM := off
 endif

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,18 @@ def pytest_configure(config):
         config.pluginmanager.unregister(name="terminalreporter")
 
 
+@cache
+def names_mpi(path: Path) -> bool:
+    """Whether a module names a marker of tests of several ranks."""
+    return re.search(r"\bmark\.(mpi|ranks)\b", path.read_text()) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
+    """Under `--only-mpi`, leave out modules without such a test: each rank would import all."""
+    module = config.getoption("only_mpi") and collection_path.match("test_*.py")
+    return True if module and not names_mpi(collection_path) else None
+
+
 STARTERS = ("run", "ENVIRON", "hosts")  # names of what starts programs and hosts
 
 
@@ -84,6 +98,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "mpi" in item.keywords and item.get_closest_marker("mpi") is None:
             raise pytest.UsageError(f"{item.nodeid}: no folder or parameter may be named mpi")
+        if "mpi" in item.keywords and not names_mpi(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: its own module has to name the marker mpi")
         for slow in item.iter_markers("slow"):
             if not slow.args:
                 raise pytest.UsageError(f"{item.nodeid}: the marker slow needs a reason")
@@ -192,14 +208,14 @@ def together(mpi_tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory) -> Path:
-    """Byte tokens of a part of the standard library, with a validation split."""
+    """Byte tokens of a part of the standard library, with some 60 samples for validation."""
     return small_text(tmp_path_factory.mktemp("data") / "text")
 
 
 def small_text(out: Path) -> Path:
     """Prepare the text there."""
     library = Path(sysconfig.get_path("stdlib"))
-    prepare_text([library / "json", library / "email"], out, shard_mb=0.1, validation=0.1)
+    prepare_text([library / "json", library / "email"], out, shard_mb=0.1, validation=0.005)
     return out
 
 

@@ -57,11 +57,14 @@ ENVIRON = (
 def own_server(name: str) -> dict[str, str]:
     """Variables for a server that no other test uses, for tests that need their ranks to be warm.
 
-    A server has the key of its first rank. Ranks under mpirun have another key than programs
-    without a launcher, because mpirun adds to LD_LIBRARY_PATH. With one server for both, some start
-    cold.
+    A server has the key of its first rank, and ranks with another key start cold.
     """
     return {NAME: f"{WARM[NAME]}-{name}"}
+
+
+# `hpc-train launch` starts mpirun by its path. Such an mpirun adds to LD_LIBRARY_PATH, so its ranks
+# have another key than all others.
+LAUNCHED = own_server("launched")
 
 
 LAUNCHERS = {

@@ -25,10 +25,16 @@ def topics(done):
     return tree, {finding["topic"]: finding for finding in tree["findings"]}
 
 
-def test_alone_it_looks_at_everything_and_says_that_the_main_job_runs():
+@pytest.fixture(scope="module")
+def alone():
+    """What it says of this machine, without a launcher."""
     done = run(*hpc_train("doctor", "--json"))
     assert done.returncode == 0
-    tree, found = topics(done)
+    return topics(done)
+
+
+def test_alone_it_looks_at_everything_and_says_that_the_main_job_runs(alone):
+    tree, found = alone
     assert tree["ok"]
     assert found.keys() >= TOPICS
     assert "MPI_THREAD_MULTIPLE" in found["MPI"]["text"]
@@ -38,8 +44,8 @@ def test_alone_it_looks_at_everything_and_says_that_the_main_job_runs():
 
 
 @pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
-def test_it_says_what_horovod_is_built_against_and_that_it_shares_libmpi():
-    _, found = topics(run(*hpc_train("doctor", "--json")))
+def test_it_says_what_horovod_is_built_against_and_that_it_shares_libmpi(alone):
+    _, found = alone
     assert found["Horovod"]["status"] == "ok"
     assert "for torch" in found["Horovod"]["text"]
     assert "for mpi4py and Horovod" in found["libmpi"]["text"]
@@ -56,8 +62,8 @@ def test_under_a_launcher_rank_0_reports_for_all():
     assert text.count("the main job runs here") == 1
 
 
-def test_it_knows_which_mpi_io_will_write_the_checkpoints():
-    warned = topics(run(*hpc_train("doctor", "--json")))[1]["MPI-IO"]
+def test_it_knows_which_mpi_io_will_write_the_checkpoints(alone):
+    warned = alone[1]["MPI-IO"]
     if "OMPIO" in warned["text"]:
         assert warned["status"] == "warning"
         assert "export OMPI_MCA_io=^ompio" in warned["remedy"]

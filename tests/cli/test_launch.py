@@ -14,7 +14,7 @@ import pytest
 
 from hpc_train.launch.launchers import cores_here
 from tests.conftest import small_program
-from tests.programs import ENVIRON, hpc_train, only_line, ranks_of, run
+from tests.programs import ENVIRON, LAUNCHED, hpc_train, only_line, ranks_of, run
 
 OPTIONS = ("--run.steps", "80", "--checkpoint.every", "20", "--gradients.engine", "mpi")
 
@@ -29,7 +29,7 @@ def launched(*words, cwd=None, on_hangup=signal.SIG_DFL):
 
     with subprocess.Popen(
         hpc_train("launch", *words),
-        env=ENVIRON,
+        env=ENVIRON | LAUNCHED,
         cwd=cwd,
         preexec_fn=hear,
         stdout=subprocess.PIPE,
@@ -115,7 +115,9 @@ def test_a_killed_launcher_takes_its_ranks_with_it_and_the_job_goes_on(program):
     assert process.returncode == 0, text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long), signal.SIGINT]
+)
 def test_told_to_stop_it_saves_and_ends_with_75(program, number):
     endless = ("--run.steps", "1000000", "--checkpoint.every", "0")
     with launched("-np", "2", "--max_restarts", "9", "--", *training(program, *endless)) as process:
@@ -142,7 +144,7 @@ def test_a_job_that_always_fails_ends_early_with_the_cause(tmp_path):
 
 def test_a_mistake_is_not_tried_again(program):
     words = ["-np", "2", "--max_restarts", "5", "--", *training(program, "--data.path", "/none")]
-    done = run(*hpc_train("launch", *words))
+    done = run(*hpc_train("launch", *words), environ=LAUNCHED)
     assert done.returncode == 2
     assert "restart" not in done.stderr
 

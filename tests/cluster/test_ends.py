@@ -24,7 +24,6 @@ PartitionName=grace Nodes=ALL PriorityTier=1 GraceTime=8
 PartitionName=high Nodes=ALL PriorityTier=9
 """
 MODES = ["requeue", "submit"]
-SUBMIT_LATER = ["requeue", pytest.param("submit", marks=pytest.mark.long)]
 SETTLED = 12  # seconds; a requeued job waits 5 to 7 for its next start
 
 
@@ -99,43 +98,47 @@ def submitted(up: Slurm, run_dir: Path, mode: str, *options: str, seconds: float
     return job
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_cancelled_job_does_not_come_back(up, tmp_path, mode):
-    job = submitted(up, tmp_path / f"cancelled-{mode}", mode)
-    job.call("scancel")
-    assert up.wait(job.number) == "CANCELLED"
+def in_each_mode(up: Slurm, folder: Path, *call: str) -> dict[str, Job]:
+    """A job of each mode to which the same has happened, side by side, as each has to wait."""
+    jobs = {mode: submitted(up, folder / f"{call[-1].strip('-')}-{mode}", mode) for mode in MODES}
+    for job in jobs.values():
+        job.call(*call)
+    return jobs
+
+
+def test_a_cancelled_job_does_not_come_back(up, tmp_path):
+    jobs = in_each_mode(up, tmp_path, "scancel").values()
+    assert [up.wait(job.number) for job in jobs] == ["CANCELLED"] * 2
     time.sleep(SETTLED)
-    assert not job.queued
-    assert up.job(job.number)["Restarts"] == "0"
-    assert "saved" in job.output
-    assert job.records[-1]["why"] == "the job was cancelled"
-    assert job.records[-1]["continue"] in job.output
+    for job in jobs:
+        assert not job.queued
+        assert up.job(job.number)["Restarts"] == "0"
+        assert "saved" in job.output
+        assert job.records[-1]["why"] == "the job was cancelled"
+        assert job.records[-1]["continue"] in job.output
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_requeued_job_is_one_job(up, tmp_path, mode):
-    job = submitted(up, tmp_path / f"requeued-{mode}", mode)
-    job.call("scontrol", "requeue")
-    wait_until(lambda: job.started(2), 30)
-    assert job.queued == [f"{job.number} RUNNING None"]
-    assert up.job(job.number)["Restarts"] == "1"
-    assert job.records[-1]["why"] == "SLURM has queued the job again"
-    job.cancel()
+def test_a_requeued_job_is_one_job(up, tmp_path):
+    for job in in_each_mode(up, tmp_path, "scontrol", "requeue").values():
+        wait_until(lambda job=job: job.started(2), 30)
+        assert job.queued == [f"{job.number} RUNNING None"]
+        assert up.job(job.number)["Restarts"] == "1"
+        assert job.records[-1]["why"] == "SLURM has queued the job again"
+        job.cancel()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_usr1_queues_a_job_again_once(up, tmp_path, mode):
-    job = submitted(up, tmp_path / f"signalled-{mode}", mode)
-    job.call("scancel", "--batch", "--signal=USR1")
-    wait_until(lambda: job.started(2), 30)
-    assert len(job.queued) == 1
-    assert job.records[0]["next"] == job.queued[0].split()[0]
-    assert up.state(job.number) == {"requeue": "RUNNING", "submit": "COMPLETED"}[mode]
-    job.cancel()
+def test_usr1_queues_a_job_again_once(up, tmp_path):
+    jobs = in_each_mode(up, tmp_path, "scancel", "--batch", "--signal=USR1")
+    for mode, job in jobs.items():
+        wait_until(lambda job=job: job.started(2), 30)
+        assert len(job.queued) == 1
+        assert job.records[0]["next"] == job.queued[0].split()[0]
+        assert up.state(job.number) == {"requeue": "RUNNING", "submit": "COMPLETED"}[mode]
+        job.cancel()
 
 
-@pytest.mark.slow("SLURM's grace time, twice")
-@pytest.mark.parametrize("partition", [pytest.param("batch", marks=pytest.mark.long), "grace"])
+@pytest.mark.long
+@pytest.mark.parametrize("partition", ["batch", "grace"])
 def test_a_preempted_job_comes_back_once(up, tmp_path, partition):
     job = submitted(up, tmp_path / f"preempted-{partition}", "submit", "--partition", partition)
     other = tmp_path / "other.sh"
@@ -148,8 +151,8 @@ def test_a_preempted_job_comes_back_once(up, tmp_path, partition):
     job.cancel()
 
 
-@pytest.mark.slow("SLURM looks at time limits twice a minute")
-@pytest.mark.parametrize("mode", SUBMIT_LATER)
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
 def test_sigterm_at_the_time_limit_queues_a_job_again_once(up, tmp_path, mode):
     job = submitted(up, tmp_path / f"limited-{mode}", mode)
     up.end_in(job.number, 2)

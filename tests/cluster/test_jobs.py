@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.hosts import hosts, write_script
 from tests.cluster.slurm import Slurm, slurm, wait_until, why_not
 from tests.conftest import small_program
-from tests.programs import ENVIRON, Program, hpc_train, run
+from tests.programs import ENVIRON, LAUNCHED, Program, hpc_train, run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +40,7 @@ def submit(up: Slurm, program: Program, name: str, *words: str, **environ: str) 
     size = ["--scheduler", "slurm", "--nodes", "4", "--ranks_per_node", "2"]
     run_dir = ["--run.dir", str(program.root / name)]
     command = hpc_train("submit", str(program.config), *size, *run_dir, *words)
-    done = up.run(command, cwd=program.root, environ=environ)
+    done = up.run(command, cwd=program.root, environ={**LAUNCHED, **environ})
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
@@ -53,33 +53,6 @@ def output(program: Program, name: str) -> str:
 def uninterrupted(up: Slurm, program: Program, *options: str) -> int:
     """Train the run `whole` by mpirun over the same hosts; returns mpirun's exit code."""
     return up.cluster.run(program.command("whole", *options), 8).returncode
-
-
-@pytest.mark.slow("SLURM's shortest time limit is a minute")
-@pytest.mark.timeout(600)
-def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program):
-    options = ["--checkpoint.every", "0", "--optimizer.schedule", "constant"]
-    options += ["--run.deterministic", "true"]  # not whichever way of averaging is faster now
-    # Half of the first minute passes before the training starts, so that less has to be repeated.
-    late = ["--setup", 'test "$SLURM_RESTART_COUNT" || sleep 30']
-    chain = ["--time", "00:01:00", *late, *options, "--run.steps", "1000000"]
-    job = submit(up, program, "chain", *chain)
-    stopped = "stopped by time_limit (the end of the job)"
-    wait_until(lambda: stopped in output(program, "chain"), 100)
-    before = len(program.losses("chain"))
-    wait_until(lambda: len(program.losses("chain")) > before + 20, 100)
-    done = up.run(hpc_train("cancel", str(program.root / "chain")))
-    assert done.returncode == 0, done.stderr
-    assert up.wait(job, 60) == "FAILED", "by its exit code, 75"
-    assert up.job(job)["Restarts"] == "1"
-    assert output(program, "chain").count(stopped) == 1
-    steps = len(program.losses("chain"))
-    assert uninterrupted(up, program, *options, "--run.steps", str(steps)) == 0
-    assert program.losses("chain") == program.losses("whole")
-    ends = [str(program.checkpoint(name, steps)) for name in ("chain", "whole")]
-    differences = run(*hpc_train("checkpoint", "diff", *ends)).stdout.splitlines()
-    assert len(differences) == 1, differences  # the other bits are the same
-    assert differences[0].startswith("score:"), "only the run that ended has been validated"
 
 
 def test_cancel_ends_a_job_for_good(up, program):
@@ -123,6 +96,40 @@ def submit_fails(up: Slurm, program: Program) -> str:
     done = up.run(hpc_train("submit", str(program.config), *run_dir), cwd=program.root)
     assert done.returncode == 2
     return done.stderr
+
+
+# What ends the first job: SLURM's shortest time limit, or a job that is told of an earlier end.
+ENDS = {
+    "told": 'test "$SLURM_RESTART_COUNT" || export HPC_TRAIN_DEADLINE=$(($(date +%s) + 40))',
+    # Half of the minute passes before the training starts, so that less has to be repeated.
+    "limit": 'test "$SLURM_RESTART_COUNT" || sleep 30',
+}
+
+
+@pytest.mark.slow("jobs over four hosts, one after the other")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("end", ["told", pytest.param("limit", marks=pytest.mark.long)])
+def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program, end):
+    options = ["--checkpoint.every", "0", "--optimizer.schedule", "constant"]
+    options += ["--run.deterministic", "true"]  # not whichever way of averaging is faster now
+    chain = ["--time", "00:01:00", "--setup", ENDS[end], *options, "--run.steps", "1000000"]
+    job = submit(up, program, "chain", *chain)
+    stopped = "stopped by time_limit (the end of the job)"
+    wait_until(lambda: stopped in output(program, "chain"), 100)
+    before = len(program.losses("chain"))
+    wait_until(lambda: len(program.losses("chain")) > before + 20, 100)
+    done = up.run(hpc_train("cancel", str(program.root / "chain")))
+    assert done.returncode == 0, done.stderr
+    assert up.wait(job, 60) == "FAILED", "by its exit code, 75"
+    assert up.job(job)["Restarts"] == "1"
+    assert output(program, "chain").count(stopped) == 1
+    steps = len(program.losses("chain"))
+    assert uninterrupted(up, program, *options, "--run.steps", str(steps)) == 0
+    assert program.losses("chain") == program.losses("whole")
+    ends = [str(program.checkpoint(name, steps)) for name in ("chain", "whole")]
+    differences = run(*hpc_train("checkpoint", "diff", *ends)).stdout.splitlines()
+    assert len(differences) == 1, differences  # the other bits are the same
+    assert differences[0].startswith("score:"), "only the run that ended has been validated"
 
 
 @pytest.mark.slow("jobs over four hosts, and one that dies")
@@ -184,21 +191,21 @@ def test_a_pbs_job_submits_itself_again_until_it_is_done(pbs, program, scheduler
     run_dir = program.root / "run"
     options = ["--run.dir", str(run_dir), "--checkpoint.every", "0", "--run.steps", "1234567"]
     words = hpc_train("submit", str(program.config), *size, *options, "--dry_run")
-    made = pbs.run(words, cwd=program.root)
+    made = pbs.run(words, cwd=program.root, environ=LAUNCHED)
     assert made.returncode == 0, made.stderr
     run_dir.mkdir()
     steps = program.root / "steps"
     steps.write_text("1234567")
     script = run_dir / "job.sh"
-    changed = made.stdout.replace("walltime=3600", "walltime=25")
+    changed = made.stdout.replace("walltime=3600", "walltime=35")
     script.write_text(changed.replace(" 1234567", f' "$(cat {steps})"'))
 
     def printed() -> str:
         return "".join(path.read_text() for path in program.root.rglob("*.o*"))
 
-    done = pbs.run(["qsub", str(script)], cwd=program.root)
+    done = pbs.run(["qsub", str(script)], cwd=program.root, environ=LAUNCHED)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: "stopped by time_limit (the end of the job)" in printed(), 60)
+    wait_until(lambda: "stopped by time_limit (the end of the job)" in printed(), 100)
     last = len(program.losses("run")) + 20
     steps.write_text(str(last))
     wait_until(lambda: len(program.losses("run")) == last, 120)
@@ -247,7 +254,10 @@ def line(launcher: str, per_host: int) -> list[str]:
 @pytest.mark.slow("up to 32 ranks")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("per_host", [2, pytest.param(8, marks=pytest.mark.long)])
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "srun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [*(pytest.param(name, marks=pytest.mark.long) for name in ("mpirun", "horovodrun")), "srun"],
+)
 def test_four_hosts_by_every_launcher(wide, program, launcher, per_host):
     ranks = 4 * per_host
     options = ["--run.steps", "4", "--data.batch", "32", "--data.micro_batch", "1"]

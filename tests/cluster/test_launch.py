@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.hosts import hosts, why_not
 from tests.cluster.slurm import wait_until
 from tests.conftest import small_program
-from tests.programs import hpc_train
+from tests.programs import LAUNCHED, hpc_train
 
 HOSTS = "node1:2,node2:2,node3:2"
 
@@ -33,7 +33,7 @@ def test_a_spare_host_takes_the_place_of_one_that_dies(tmp_path: Path, text_data
     with hosts(3, 2) as cluster:
         whole = cluster.run(program.command("whole", *options), 4)
         assert whole.returncode == 0, whole.stderr
-        agent = {"OMPI_MCA_plm_rsh_agent": str(cluster.folder / "enter")}
+        agent = LAUNCHED | {"OMPI_MCA_plm_rsh_agent": str(cluster.folder / "enter")}
         start = ["launch", "-np", "4", "-H", HOSTS, "--max_restarts", "2", "--"]
         words = hpc_train(*start, *train, "--run.dir", str(tmp_path / "run"))
         done = []

@@ -112,6 +112,7 @@ def test_tasks_have_their_own_hosts_temporary_files(up, tmp_path):
     assert (first, sorted(others)) == (folders[0], folders)
 
 
+@pytest.mark.long
 def test_a_requeued_job_starts_again_soon(up, tmp_path):
     text = "date +%s; [ $SLURM_RESTART_COUNT ] || { scontrol requeue $SLURM_JOB_ID; sleep 1000; }"
     job = up.submit(script(tmp_path, text))
@@ -140,6 +141,7 @@ def sleeping(up: Slurm, before: set[int]) -> int:
     return sum(name.exists() and name.read_text() == "sleep\n" for name in names)
 
 
+@pytest.mark.long
 @pytest.mark.slow("SLURM has to notice that a daemon is gone")
 def test_a_job_goes_on_elsewhere_when_a_slurmd_is_killed(up, tmp_path):
     job = hang(up, tmp_path, 2)
@@ -153,6 +155,7 @@ def test_a_job_goes_on_elsewhere_when_a_slurmd_is_killed(up, tmp_path):
     seconds_until(lambda: up.nodes()["node2"] == "idle", 30, "slurmd started: idle")
 
 
+@pytest.mark.long
 @pytest.mark.slow("SLURM has to notice that a host is gone, and that it is back")
 def test_a_job_waits_for_a_host_that_was_powered_off(up, tmp_path):
     job = hang(up, tmp_path, 4)

@@ -7,7 +7,6 @@ formula below says.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +21,7 @@ from hpc_train.mpi.topology import Topology
 from hpc_train.parallel.divide import divide
 from tests.cluster import traffic
 from tests.cluster.hosts import hosts, why_not
-from tests.programs import hpc_train
+from tests.programs import hpc_train, python
 
 NODES, SLOTS = 4, 2
 RANKS = NODES * SLOTS
@@ -36,9 +35,9 @@ FLOAT64 = 8  # bytes
 LAYOUTS = [
     "dp=8",
     "dp=4 tp=2",
-    "dp=2 tp=2 pp=2",
+    pytest.param("dp=2 tp=2 pp=2", marks=pytest.mark.long),
     "dp=2 tp=2 pp=2 sequence_parallel=true",
-    "tp=2 pp=4",
+    pytest.param("tp=2 pp=4", marks=pytest.mark.long),
     "tp=2 pp=4 schedule=interleaved",
 ]
 
@@ -159,9 +158,11 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measured(cluster, runs):
-    """For each layout, the bytes that each host sends to others in a step."""
-    program = [sys.executable, "-m", "tests.cluster.traffic", str(runs), *LAYOUTS]
+def measured(request, cluster, runs):
+    """For each layout of the tests that run, the bytes that each host sends to others in a step."""
+    tests = [test for test in request.session.items if "measured" in test.fixturenames]
+    layouts = dict.fromkeys(test.callspec.params["layout"] for test in tests)
+    program = python("-m", "tests.cluster.traffic", str(runs), *layouts)
     done = cluster.run(program, RANKS, "node", environ=RING, timeout=280)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout)

@@ -31,6 +31,17 @@ REQUEUED = COMPLETING.replace("Restarts=0", "Restarts=1")
 PREEMPTED = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-24T02:42:40")
 
 
+def with_schedulers(*hows: str) -> pytest.MarkDecorator:
+    """SLURM's commands behave in all these ways, those of the others each in one or two."""
+    every = [(i, j) for i in range(len(SCHEDULERS)) for j in range(len(hows))]
+    later = [pytest.mark.long]
+    cases = [
+        pytest.param(SCHEDULERS[i], hows[j], marks=later if i and (i + j) % 3 else [])
+        for i, j in every
+    ]
+    return pytest.mark.parametrize(("shell", "how"), cases, indirect=["shell"])
+
+
 @pytest.fixture(params=SCHEDULERS)
 def shell(request, tmp_path):
     return Shell(tmp_path, request.param)
@@ -98,7 +109,7 @@ def test_a_job_in_the_grace_time_of_a_preemption_stays_until_slurm_ends_it(slurm
     slurm.answer(PREEMPTED)
     process = slurm.start(f"echo ready; exit {code}", requeue_by=mode)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(2)
+        process.wait(1)
     assert end(process) == ""
     assert process.returncode == code
     assert not slurm.calls
@@ -204,7 +215,7 @@ def test_sigterm_from_elsewhere_does_not_queue_again(slurm):
     assert slurm.records[-1]["continue"]
 
 
-@pytest.mark.parametrize("how", ["absent", "failing", "hanging", "late"])
+@with_schedulers("absent", "failing", "hanging", "late")
 def test_without_an_answer_a_job_that_got_sigterm_does_not_come_back(shell, how):
     fields = {"requeue_by": "requeue"} if shell.scheduler == "slurm" else {}
     if shell.scheduler == "lsf":
@@ -226,18 +237,18 @@ def test_without_an_answer_a_job_that_got_sigterm_does_not_come_back(shell, how)
     assert not asked.exists() or len(asked.read_text().splitlines()) == 1, "once"
 
 
-def test_the_scheduler_has_five_seconds(shell):
-    process = shell.start(SAVES_SOON)
-    shell.how("late")  # 3 seconds
-    shell.answer(CANCELLED[shell.scheduler])
+def test_the_scheduler_has_five_seconds(slurm):
+    process = slurm.start(SAVES_SOON)
+    slurm.how("late")  # 3 seconds
+    slurm.answer(CANCELLED["slurm"])
     begin = time.monotonic()
     text = end(process)
     assert time.monotonic() - begin < 5
     assert "does not say why" not in text
-    assert "timeout -s KILL 5 " in (shell.folder / "job.sh").read_text()
+    assert "timeout -s KILL 5 " in (slurm.folder / "job.sh").read_text()
 
 
-@pytest.mark.parametrize("how", ["well", "late", "failing", "hanging"])
+@with_schedulers("well", "late", "failing", "hanging")
 def test_usr1_queues_again_whether_or_not_the_scheduler_says_why(shell, how):
     mode = default_mode(shell)
     process = shell.start(SAVES_SOON, patience="1", requeue_by=mode)

@@ -94,7 +94,7 @@ def test_a_stopped_rank_is_noticed_by_what_steps_usually_take(program):
 CUBE = ("--parallel.tp", "2", "--parallel.pp", "2", "--model.vocab", "264")
 
 
-@pytest.mark.slow("eight ranks, and a timeout that has to pass")
+@pytest.mark.long
 def test_a_stopped_rank_of_2_x_2_x_2_is_named_too(program):
     with start(program, *ENDLESS, *CUBE, "--run.hang_timeout", "8", ranks=8) as process:
         wait_for_step(process, 3)
@@ -110,7 +110,7 @@ def test_a_stopped_rank_of_2_x_2_x_2_is_named_too(program):
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(program):
     # As many steps as take some seconds: the rank has to be found before it ends.
     # Checkpoints are left out, as other tests keep the disk busy.
-    how = ("--run.steps", "400", "--checkpoint.every", "1000", "--run.hang_timeout", "12")
+    how = ("--run.steps", "150", "--checkpoint.every", "1000", "--run.hang_timeout", "12")
     with start(program, *how) as process:
         text = wait_for_step(process, 3)
         stopped = rank_process(program, 1)
@@ -119,7 +119,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(progra
         stopped.send_signal(signal.SIGCONT)
         text += process.communicate(timeout=120)[0]
     assert process.returncode == 0, text
-    assert program.metrics("run")[-1]["step"] == 400
+    assert program.metrics("run")[-1]["step"] == 150
     assert "error" not in text
 
 
@@ -182,7 +182,7 @@ def test_a_rank_that_stays_away_in_the_users_code_is_named(tmp_path, engine):
 @pytest.mark.parametrize(
     ("call", "operation"),
     [
-        ("loop.mean(1.0)", "ranks 0-1 (HOST) for loop.mean"),
+        pytest.param("loop.mean(1.0)", "ranks 0-1 (HOST) for loop.mean", marks=pytest.mark.long),
         pytest.param(
             "loop.register('it', torch.optim.swa_utils.AveragedModel(model))",
             "ranks 0-1 (HOST) for ",

@@ -28,7 +28,9 @@ def refused(done) -> str:
     return only_line(done.stdout + done.stderr)
 
 
-@pytest.mark.parametrize("launcher", ["alone", "mpirun", "horovodrun"])
+@pytest.mark.parametrize(
+    "launcher", ["alone", "mpirun", pytest.param("horovodrun", marks=pytest.mark.long)]
+)
 def test_a_misspelt_key(program, launcher):
     ranks = 1 if launcher == "alone" else 2
     line = refused(program.train("run", "--run.stepps", "3", launcher=launcher, ranks=ranks))

@@ -94,7 +94,9 @@ def ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("start", ["script", "relative", "module"])
+@pytest.mark.parametrize(
+    "start", ["script", pytest.param("relative", marks=pytest.mark.long), "module"]
+)
 def test_a_program_sees_what_it_would_see_if_started_cold(tmp_path, start):
     path = script(tmp_path, TELL)
     (tmp_path / "below").mkdir()

@@ -66,8 +66,11 @@ def result(done):
     return json.loads(line.removeprefix("RESULT"))
 
 
-@pytest.mark.slow("three or five programs")
-@pytest.mark.parametrize(("ranks", "ends"), [(1, ("killed", "stopped")), (2, ("killed",))])
+@pytest.mark.slow("three programs")
+@pytest.mark.parametrize(
+    ("ranks", "ends"),
+    [(1, ("stopped",)), (2, ("killed",)), pytest.param(1, ("killed",), marks=pytest.mark.long)],
+)
 def test_a_fit_that_was_killed_or_stopped_makes_the_same_model_bit_for_bit(tmp_path, ranks, ends):
     script = program(tmp_path, FIT)
     whole = result(start(script, tmp_path / "whole", 0, 0, ranks=ranks))

@@ -289,7 +289,7 @@ def test_peft_opens_the_adapters_beside_the_base_model(program):
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 def test_adapters_are_trained_in_16_bits(job, together, kind):
     given = [*LORA, "--checkpoint.weights", str(together / "weights")]
     if job.world.rank == 0:

@@ -108,12 +108,16 @@ def test_a_process_alone_measures_itself(monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_process_measures_what_ranks_of_its_node_would(monkeypatch, dtype, ranks):
-    monkeypatch.setattr(measure, "SECONDS", 0.01)
+    def seconds(once):  # of a machine on which nobody slows others down
+        once()
+        return 0.01
+
+    monkeypatch.setattr(measure, "pass_seconds", seconds)
     monkeypatch.setattr(measure, "STREAM", 1 << 16)
     made = measure.measure_alone(load(None, [*MODEL, f"--precision.dtype={dtype}"]), ranks)
     assert 0 < made.rank < 1e15
-    assert 0.2 < made.node / made.rank <= ranks * 1.001
-    assert made.memory_bandwidth > 1e7
+    assert 0.999 <= made.node / made.rank <= ranks * 1.001
+    assert made.memory_bandwidth > 1e3
     assert made.free > 1e7
 
 

@@ -166,7 +166,11 @@ def train(directory, kind, pretraining, options, started):
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("kind", "pretraining"),
-    [("tabular", "contrast"), ("tabular_mlp", "contrast"), ("tabular_mlp", "masked_cells")],
+    [
+        ("tabular", "contrast"),
+        pytest.param("tabular_mlp", "contrast", marks=pytest.mark.long),
+        ("tabular_mlp", "masked_cells"),
+    ],
 )
 def test_losses_of_pretraining_are_those_of_one_rank(job, together, kind, pretraining):
     if job.world.rank == 0:

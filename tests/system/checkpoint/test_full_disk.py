@@ -25,7 +25,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("component", ["ompio", "romio321"])
+@pytest.mark.parametrize("component", ["ompio", pytest.param("romio321", marks=pytest.mark.long)])
 def test_a_full_disk_ends_the_run_and_loses_nothing(program, small_disk, component):
     there = Program(program.config, small_disk)
     environ = {"OMPI_MCA_io": component}

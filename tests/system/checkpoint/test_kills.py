@@ -13,7 +13,7 @@ RANKS, SAMPLE = 3, 1
 
 @pytest.mark.slow("one job for each kill, and one to count the calls")
 @pytest.mark.usefixtures("small_extents")
-@pytest.mark.parametrize("how", ["mpiio", "background"])
+@pytest.mark.parametrize("how", [pytest.param("mpiio", marks=pytest.mark.long), "background"])
 def test_a_job_that_dies_while_it_saves_leaves_one_that_is_complete(tmp_path, how):
     every = cases(RANKS, tmp_path / "counted", how)
     random = Random(0)
