@@ -30,7 +30,6 @@ from hpc_train.tabular.fitted import FittedTable
 from hpc_train.tabular.session import checking
 from hpc_train.tabular.settings import FitSettings
 from hpc_train.training.in_memory import InMemoryTrainer
-from hpc_train.training.scoring import HeldOutScores
 from hpc_train.training.table_losses import TableLoss
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
@@ -118,7 +117,7 @@ def fit_table(
         data,
         loss,
         validation,
-        scores=HeldOutScores(loss.measure, loss.scores),
+        scores=loss,
         identity={
             "the table": digest,
             "model.kind": config.model.kind,

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint import Checkpoints, checks
@@ -123,7 +122,10 @@ class Loop(Stepping):
         )
         owned = not options.divided or group.rank == 0
         copied = options.background
-        self.registered = Registered(group, optimizer, model, copied=copied, owned=owned)
+        own = bool(options.memory.stage) or options.gradients.average_every > 1
+        self.registered = Registered(
+            group, optimizer, model, copied=copied, owned=owned, own_gradients=own
+        )
         state = replace(state, extra=Together([state.extra, self.registered]))
         try:
             self.checkpoints = Checkpoints(Path(directory), self.collectives, state, options.policy)
@@ -345,23 +347,12 @@ class Loop(Stepping):
         self._check_open()
         with self._watched():
             with agreed(self.group):
-                self._check_registrable(name, thing)
+                if self._begun:
+                    raise UserError(
+                        f"loop.register({name!r}, ...) was called after loop.epochs",
+                        "register it before: loop.epochs restores what is registered",
+                    )
             self.registered.add(name, thing)
-
-    def _check_registrable(self, name: str, thing: Registrable) -> None:
-        """Check that the loop can restore an object, and that its options allow it."""
-        if self._begun:
-            raise UserError(
-                f"loop.register({name!r}, ...) was called after loop.epochs",
-                "register it before: loop.epochs restores what is registered",
-            )
-        own = self.options.memory.stage or self.options.gradients.average_every > 1
-        if isinstance(thing, GradScaler) and own:
-            raise UserError(
-                "torch's GradScaler looks at each rank's own gradients, which differ between "
-                "ranks with zero and with average_every",
-                'give the loop precision="float16", whose scale all ranks agree on',
-            )
 
     def record(self, **values: torch.Tensor | float) -> dict[str, float]:
         """Write a record of this step to metrics.jsonl in the loop's directory. Collective.

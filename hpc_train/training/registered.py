@@ -54,13 +54,21 @@ class Registered(ExtraState):
         model: the loop's model.
         copied: whether to copy tensors for a save in the background, because they may change.
         owned: whether this rank writes the tensors. If ranks hold the model together, one does.
+        own_gradients: whether the gradients of ranks differ after a backward pass.
     """
 
     def __init__(
-        self, group: Group, optimizer: Optimizer, model: Module, *, copied: bool, owned: bool
+        self,
+        group: Group,
+        optimizer: Optimizer,
+        model: Module,
+        *,
+        copied: bool,
+        owned: bool,
+        own_gradients: bool,
     ) -> None:
         self.group, self.optimizer, self.model = group, optimizer, model
-        self.copied, self.owned = copied, owned
+        self.copied, self.owned, self.own_gradients = copied, owned, own_gradients
         self.things: dict[str, Registrable] = {}
         self._trees: dict[str, Any] = {}
         self._tensors: dict[str, Tensor] = {}
@@ -99,6 +107,13 @@ class Registered(ExtraState):
                     f"{what} was given a {type(thing).__name__}, which has no {method}",
                     "give it both state_dict and load_state_dict",
                 )
+
+        if isinstance(thing, GradScaler) and self.own_gradients:
+            raise UserError(
+                "torch's GradScaler looks at each rank's own gradients, which differ between "
+                "ranks with zero and with average_every",
+                'give the loop precision="float16", whose scale all ranks agree on',
+            )
 
     @property
     def scales(self) -> list[float]:
