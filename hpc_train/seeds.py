@@ -36,12 +36,15 @@ def mix_each(numbers: Sequence[int], last: Sequence[int]) -> list[int]:
 
 
 def scramble(x: Words) -> Words:
-    """SplitMix64's finalizer of each of some integers of 64 bits."""
+    """SplitMix64's finalizer of each of some integers of 64 bits, in place."""
     import numpy as np
 
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST_FACTOR)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND_FACTOR)
-    return x ^ (x >> np.uint64(31))
+    shifted = np.empty_like(x)
+    for shift, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
+        x ^= np.right_shift(x, np.uint64(shift), out=shifted)
+        x *= np.uint64(factor)
+    x ^= np.right_shift(x, np.uint64(31), out=shifted)
+    return x
 
 
 def _state(numbers: Sequence[int]) -> int:

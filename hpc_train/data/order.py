@@ -22,7 +22,7 @@ FEISTEL_ROUNDS = 8
 SHUFFLED_TOGETHER = (
     1 << 20
 )  # number of samples that are shuffled together where blocks are shuffled
-POSITIONS_AT_ONCE = 512  # number of positions that are permuted together
+POSITIONS_AT_ONCE = 4096  # number of positions that are permuted together
 Words = npt.NDArray[np.uint64]
 
 

@@ -142,6 +142,22 @@ def test_masks_of_many_samples_are_those_of_each():
         assert torch.equal(dropout(x[:1])[0], whole[number])
 
 
+def test_masks_are_those_of_any_number_of_threads():
+    x, before = (
+        torch.ones(9, 70, 1001),
+        torch.get_num_threads(),
+    )  # more hashes than are made at once
+    dropout = SampleDropout(0.5, place=1)
+    dropout.seeds = range(9)
+    try:
+        torch.set_num_threads(1)
+        alone = dropout(x)
+        torch.set_num_threads(2)
+        assert torch.equal(dropout(x), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_forgotten_seeds_are_an_error():
     with pytest.raises(ValueError, match="call seed_samples"):
         gpt(dropout=0.1)(tokens())

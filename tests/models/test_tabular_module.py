@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.kinds import SHAPES
+from hpc_train.models.tabular.members import MemberScale
 from hpc_train.models.tabular.module import TabularMlp
 from hpc_train.models.tabular.sizes import TableSizes
 
@@ -92,6 +94,22 @@ def test_a_member_is_an_mlp_of_its_own():
 
 def scaled(scale, x, member):
     return (x * scale.weight[member] + scale.bias[member]).relu()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_gradients_of_a_members_layer_are_those_of_its_steps(share):
+    torch.manual_seed(0)
+    scale, dropout = MemberScale(3, 5).double(), SampleDropout(share, place=1)
+    dropout.seeds = range(7)
+    for parameter in scale.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(7, 3, 5, dtype=torch.float64, requires_grad=True)
+    inputs, towards = [x, *scale.parameters()], torch.randn(7, 3, 5, dtype=torch.float64)
+    found, wanted = scale(x, dropout), dropout((x * scale.weight + scale.bias).relu())
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, inputs, towards), torch.autograd.grad(wanted, inputs, towards)
+    )
 
 
 def test_members_differ_from_the_beginning():

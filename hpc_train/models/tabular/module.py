@@ -192,10 +192,9 @@ class MlpLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform x of shape (B, K, C); returns the same shape."""
-        # Nobody else needs what `scale` returns, but recomputing may need the product.
-        result = x.relu() if self.scale is None else self.scale(x).relu_()
-        dropped: Tensor = self.dropout(result)
-        return dropped
+        made: Tensor
+        made = self.dropout(x.relu()) if self.scale is None else self.scale(x, self.dropout)
+        return made
 
 
 class MlpEmbedding(nn.Module):

@@ -168,8 +168,8 @@ class TabularMlpShape(OfRows):
     NOTE: ClassVar[str] = """\
 numbers that a rank keeps per row of a micro-batch: each of the two
 layers of a block keeps members x hidden for its result, as much for the
-product if there are several members, and twice as much with dropout.
-tp divides those of the first layer"""
+product if there are several members. With one member, dropout keeps
+twice as much besides. tp divides those of the first layer"""
 
     members: int = 1
 
@@ -197,8 +197,11 @@ tp divides those of the first layer"""
 
     @property
     def _layer(self) -> int:
-        """Numbers that a layer keeps: its product to be scaled, its result, mask and input."""
-        return self.members * self.hidden * ((self.members > 1) + 1 + 2 * self._masks)
+        """Numbers that a layer keeps: its product and its result if there are several members.
+
+        One member keeps the result, and for dropout its mask and its input.
+        """
+        return self.members * self.hidden * (2 if self.members > 1 else 1 + 2 * self._masks)
 
     def _embedding(self) -> PartCost:
         return self._rows(self.members, self._layer)
