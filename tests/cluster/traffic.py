@@ -32,6 +32,7 @@ SHAPE = ("layers", "hidden", "heads", "vocab", "sequence", "dropout", "tie_embed
 FIXED = {
     "run.log_every": 1,
     "run.hang_timeout": 120,
+    "run.preflight": "false",  # it sends as many messages as fit a time
     "model.vocab": 512,
     "model.sequence": 64,
     "model.layers": 6,
