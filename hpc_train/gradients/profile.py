@@ -42,7 +42,7 @@ class Profile:
             return ""
         line = (
             f"averaged {self.nbytes / 2**30:.2f} GiB of gradients in {self.buckets} buckets: "
-            f"{self.wait:.1f} s of waiting until all ranks had them, {self.wire:.1f} s of "
-            f"communication ({self.bandwidth / 2**30:.2f} GiB/s)"
+            f"{self.wait:.1f} s until all ranks had them, then {self.wire:.1f} s until their means "
+            f"were there ({self.bandwidth / 2**30:.2f} GiB/s)"
         )
         return line + (f", {self.sent / 2**30:.2f} GiB sent to other nodes" if self.sent else "")

@@ -32,13 +32,15 @@ class ProfileRequest:
         ranks: on which torch.profiler runs, as `run.profile.ranks` has it.
 
     Raises:
-        UserError: no job runs there, another request waits, there are no such ranks, or these are
-            too many steps for torch.profiler.
+        UserError: there is no such folder, no job runs there, another request waits, there are no
+            such ranks, or these are too many steps for torch.profiler.
     """
 
     def __init__(self, run: Path, steps: int, ranks: str) -> None:
         check_ranks("--ranks", ranks)
         check_steps("--steps", steps, ranks)
+        if not run.is_dir():
+            raise UserError(f"{run} is not a run directory", "give the run.dir of a job")
         self.run, self.folder = run, run / PROFILES
         self.note = ""
         """What the profile lacks, and why; empty if there is nothing, or it is not written."""

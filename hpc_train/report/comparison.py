@@ -53,13 +53,13 @@ def _differ(values: Sequence[Any]) -> bool:
     return len({value for value in values if value is not None}) > 1
 
 
-def _numbers(words: Sequence[str]) -> list[float] | None:
-    """The words as numbers; None if one is no number."""
+def _numbers(words: Sequence[str]) -> list[float | None] | None:
+    """The words as numbers, and None where a run has no such option; None if one is no number."""
     try:
-        found = [float(word) for word in words]
+        found = [float(word) if word else None for word in words]
     except ValueError:
         return None
-    return found if all(map(math.isfinite, found)) else None
+    return found if all(value is None or math.isfinite(value) for value in found) else None
 
 
 def compare(sources: Sequence[RunSource]) -> Compared | None:

@@ -11,6 +11,7 @@ from markupsafe import Markup, escape
 from hpc_train.mpi.phases import STEP_PHASES
 from hpc_train.scaling.paragraph import percent
 from hpc_train.scaling.summary import Figures, ScaleRow
+from hpc_train.times import time_text
 
 WIDTH, HEIGHT = 640, 320
 LEFT, RIGHT, TOP, BOTTOM = 84, 16, 16, 44  # margins
@@ -177,13 +178,13 @@ def phase_chart(figures: Figures) -> Markup:
     width = (WIDTH - LEFT - RIGHT) / len(rows)
     tall = HEIGHT - TOP - BOTTOM
     parts = []
-    for tick in (0.25, 0.5, 0.75, 1.0):
-        y = HEIGHT - BOTTOM - tall * tick
+    for tick in _round_ticks(highest):
+        y = HEIGHT - BOTTOM - tall * tick / highest
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
         parts.append(
-            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{highest * tick:.3g} s</text>'
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{time_text(tick)}</text>'
         )
     for place, row in enumerate(rows):
         x, y = LEFT + width * (place + 0.2), float(HEIGHT - BOTTOM)
@@ -205,6 +206,13 @@ def phase_chart(figures: Figures) -> Markup:
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">nodes</text>')
     return _svg("Seconds of a step by phase", parts)
+
+
+def _round_ticks(highest: float) -> list[float]:
+    """Two to five multiples of 1, 2 or 5 times a power of ten, up to a length above 0."""
+    power = 10.0 ** math.floor(math.log10(highest))
+    step = next(part * power for part in (0.2, 0.5, 1.0, 2.0) if highest <= 5 * part * power)
+    return [step * count for count in range(1, math.floor(highest / step + 1e-9) + 1)]
 
 
 def _svg(title: str, parts: Iterable[str]) -> Markup:

@@ -38,6 +38,7 @@ def page(figures: Figures, name: str, text: str, version: str) -> str:
         has_tokens=any(row.tokens_per_second for row in figures.rows),
         has_joules=any(row.joules is not None for row in figures.rows),
         has_flops=any(row.tflops is not None for row in figures.rows),
+        has_peak=any(row.mfu is not None for row in figures.rows),
         charts=[
             ("Speed-up", speedup_chart(figures)),
             ("Parallel efficiency", efficiency_chart(figures)),

@@ -69,7 +69,7 @@ def _measured(figures: Figures, first: ScaleRow, last: ScaleRow) -> list[str]:
         f"{in_digits(last.speedup)}, which is a parallel efficiency of {percent(last.efficiency)}.",
     ]
     share = figures.serial_share
-    if share is not None and share <= 1:
+    if share is not None:
         law = (
             "By Gustafson's law the serial share of the work"
             if figures.weak

@@ -107,13 +107,18 @@ class Figures:
 
     @property
     def serial_share(self) -> float | None:
-        """Amdahl's share, or in weak scaling Gustafson's on most nodes; None if not known."""
+        """Amdahl's share, or in weak scaling Gustafson's on most nodes.
+
+        None: it is not known, or it is above 1, as more nodes are slower than one.
+        """
         if self.model is None:
             return None
-        if not self.weak:
-            return self.model.serial_share
         first, last = self.measured[0], self.measured[-1]
-        return max(0.0, gustafson_share(last.nodes // first.nodes, last.speedup))
+        if self.weak:
+            share = max(0.0, gustafson_share(last.nodes // first.nodes, last.speedup))
+        else:
+            share = self.model.serial_share
+        return share if share <= 1 else None
 
 
 def time_points(runs: Sequence[MeasuredRun]) -> list[TimePoint]:

@@ -20,6 +20,7 @@ from hpc_train.trackers.tensorboard import TensorBoardFiles
 EXPORTS = ("tensorboard", "mlflow", "wandb", "csv")
 INSTALLS = {"mlflow": "mlflow-skinny sqlalchemy alembic", "wandb": "wandb"}
 """What pip installs for the exports that need a library."""
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")  # in which MLflow keeps runs
 
 
 class _OwnTracker(MarkFile):
@@ -81,7 +82,10 @@ def make_sink(run: TrackedRun, name: str, *, exports: bool = False) -> Sink:
     if name == "mlflow" and (store := local_store(run)) is not None:
         return MLflowFiles(run, store)
     assert exports
-    _need(name)
+    in_database = os.environ.get("MLFLOW_TRACKING_URI", "").startswith(DATABASES)
+    more = ["sqlalchemy", "alembic"] if name == "mlflow" and in_database else []
+    for package in (name, *more):
+        _need(package, name)
     if name == "mlflow":
         from hpc_train.trackers.mlflow_server import MLflowServer
 
@@ -91,11 +95,11 @@ def make_sink(run: TrackedRun, name: str, *, exports: bool = False) -> Sink:
     return WandbRuns(run)
 
 
-def _need(package: str) -> None:
+def _need(package: str, tracker: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise SetupError(
-            f"the export to {package} needs the Python package {package}, which is not here",
-            f"pip install {INSTALLS[package]}",
+            f"the export to {tracker} needs the Python package {package}, which is not here",
+            f"pip install {INSTALLS[tracker]}",
         )
 
 

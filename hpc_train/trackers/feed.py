@@ -97,7 +97,7 @@ class Feed:
         A line that is not complete yet is left for the next call.
 
         Raises:
-            DataError: the step of a record is no number.
+            DataError: a record has no integer as its step, or no number as its time.
         """
         assert self._file is not None
         count = 0
@@ -107,6 +107,8 @@ class Feed:
                 self._line += 1
                 record = parse_line(line)
                 if record is not None and self._step_of(record) > self.step:
+                    if not isinstance(record.get("time"), int | float):
+                        raise self._wrong(record, "time", "a number of seconds since 1970")
                     self.sink.log(record)
                     self.step = record["step"]
                     count += 1
@@ -116,12 +118,14 @@ class Feed:
     def _step_of(self, record: dict[str, Any]) -> int:
         step = record.get("step", 0)
         if not isinstance(step, int):
-            where = f"{self._path}, line {self._line}"
-            raise DataError(
-                f"{where}: the step of the record is {step!r}",
-                "give the step as an integer there, or remove the line",
-            )
+            raise self._wrong(record, "step", "an integer")
         return step
+
+    def _wrong(self, record: dict[str, Any], key: str, kind: str) -> DataError:
+        return DataError(
+            f"{self._path}, line {self._line}: the {key} of the record is {record.get(key)!r}",
+            f"give the {key} as {kind} there, or remove the line",
+        )
 
     def close(self) -> None:
         """Close the sink and the files."""

@@ -8,6 +8,8 @@ from typing import Any
 
 # Otherwise the package asks a server of its makers when it is used.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+# With its own 7 it says only after four minutes that no server answers.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient

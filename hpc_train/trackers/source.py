@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from hpc_train.errors import DataError
+
 _GROUPS = {"epoch": "train", "loss": "train", "lr": "train", "grad_norm": "train"}
 _ENDINGS = {"_seconds": "time", "_per_second": "speed", "flops": "speed", "mfu": "speed"}
 
@@ -42,8 +44,20 @@ class TrackedRun:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration, by section and key."""
-        return yaml.safe_load(self.config_text) or {}
+        """The configuration, by section and key.
+
+        Raises:
+            DataError: it is no YAML, or has no keys.
+        """
+        try:
+            found = yaml.safe_load(self.config_text) or {}
+        except yaml.YAMLError:
+            found = None
+        if not isinstance(found, dict):
+            raise DataError(
+                f"{self.path / 'config.yaml'} is not a configuration", "correct or remove it"
+            )
+        return found
 
     def values(self) -> dict[str, str]:
         """The values of all keys of the configuration as text, and what the last start says."""

@@ -32,8 +32,9 @@ importlib.util.find_spec = lambda name, *rest: None if name == "wandb" else find
 """
 
 
-def export(made: MadeRun, *words: str, path=""):
-    return run(*hpc_train("log", "export", str(made.path), *words), environ={"PYTHONPATH": path})
+def export(made: MadeRun, *words: str, path="", **environ: str):
+    environ["PYTHONPATH"] = path
+    return run(*hpc_train("log", "export", str(made.path), *words), environ=environ)
 
 
 @pytest.fixture
@@ -117,3 +118,35 @@ def test_a_record_whose_step_is_no_integer_is_named_by_file_and_line(made, step)
     done = export(made, "--to", "csv")
     assert done.returncode == 2
     assert f"metrics.jsonl, line 7: the step of the record is {step!r}" in only_line(done.stderr)
+
+
+def test_a_record_without_time_is_named_by_file_and_line(made):
+    made.job(0, 5)
+    with (made.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 6, "loss": 1.0}) + "\n")
+    done = export(made, "--to", "tensorboard")
+    assert done.returncode == 2
+    assert "metrics.jsonl, line 6: the time of the record is None" in only_line(done.stderr)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "\x01"])
+def test_a_damaged_configuration_is_one_line(made, text):
+    made.job(0, 1)
+    (made.path / "config.yaml").write_text(text)
+    done = export(made, "--to", "tensorboard")
+    assert done.returncode == 2
+    assert "config.yaml is not a configuration: correct or remove it" in only_line(done.stderr)
+
+
+def test_a_database_of_mlflow_needs_a_library_that_is_named(made, tmp_path):
+    pytest.importorskip("mlflow", reason="the package mlflow-skinny is not installed")
+    made.job(0, 1)
+    (tmp_path / "without").mkdir()
+    hidden = WITHOUT.replace("wandb", "sqlalchemy")
+    (tmp_path / "without" / "sitecustomize.py").write_text(hidden)
+    path = ":".join([str(tmp_path / "without"), *sys.path])
+    database = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db"}
+    done = export(made, "--to", "mlflow", path=path, **database)
+    assert done.returncode == 2
+    line = only_line(done.stderr)
+    assert "the export to mlflow needs the Python package sqlalchemy, which is not here" in line

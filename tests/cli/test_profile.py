@@ -73,10 +73,13 @@ def claimed(directory):
 def test_a_job_that_does_not_run_or_does_not_answer_is_told(tmp_path):
     free = claimed(tmp_path / "free")
     (free / ".claim/000001.free").touch()
-    for directory in (tmp_path / "none", free):
+    for directory, message in (
+        (tmp_path / "none", "is not a run directory: give the run.dir of a job"),
+        (free, "no job runs in"),
+    ):
         done = profile(directory)
         assert done.returncode == 2
-        assert "no job runs in" in only_line(done.stderr)
+        assert message in only_line(done.stderr)
     silent = claimed(tmp_path / "silent")
     done = profile(silent, "--timeout", "1")
     assert done.returncode == 2

@@ -267,6 +267,16 @@ def test_a_sweep_is_compared_by_its_options_the_best_first(tmp_path):
     assert "last step" not in axes, "it is the same for all"
 
 
+def test_a_run_without_an_option_has_no_place_on_its_axis_of_numbers(tmp_path):
+    for number in range(4):
+        write_lines(tmp_path / f"{number}/metrics.jsonl", [record(1)])
+    for number in range(3):
+        (tmp_path / f"{number}/config.yaml").write_text(f"optimizer: {{lr: {number + 1}}}")
+    found = Page(report_of([tmp_path / str(number) for number in range(4)])).data["parallel"]
+    axes = {axis["label"]: axis["values"] for axis in found["axes"]}
+    assert axes["optimizer.lr"] == [1, 2, 3, None]
+
+
 def test_a_live_report_follows_a_run(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [record(1)])
     report = LiveReport([tmp_path])

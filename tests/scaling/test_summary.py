@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from hpc_train.scaling.charts import phase_chart
 from hpc_train.scaling.page import page
 from hpc_train.scaling.paragraph import paragraph
 from hpc_train.scaling.summary import as_csv, figures_of, time_points
@@ -157,3 +158,27 @@ def test_the_page_is_whole_and_needs_no_other_file():
     assert "prefers-color-scheme: dark" in text
     assert text.count("<svg") == 3
     assert "NaN" not in text
+
+
+def test_more_nodes_that_are_slower_have_no_serial_share():
+    for weak in (False, True):
+        runs = [measured(n, float(n * n), batch=16 * n if weak else 16) for n in (1, 2)]
+        figures = figures_of(runs, weak=weak, **LIMITS)
+        assert figures.serial_share is None
+        text = page(figures, "gpt", paragraph(figures, "gpt", 4, 1, None), "1.0")
+        assert "serial share" not in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ticks"),
+    [
+        (0.125, ["50 ms", "100 ms"]),
+        (0.01, ["2 ms", "4 ms", "6 ms", "8 ms", "10 ms"]),
+        (4.99, ["1 s", "2 s", "3 s", "4 s"]),
+        (90.0, ["20 s", "40 s", "1 min", "1 min 20 s"]),
+    ],
+)
+def test_the_axis_of_the_phases_has_round_times(seconds, ticks):
+    figures = figures_of([measured(1, seconds)], weak=False, **LIMITS)
+    labels = re.findall(r'text-anchor="end">([^<]*)</text>', str(phase_chart(figures)))
+    assert labels == ticks
