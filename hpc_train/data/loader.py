@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.data.fork_server import why_no_processes
-from hpc_train.data.order import SampleOrder
+from hpc_train.data.order import SampleOrder, samples_said
 from hpc_train.data.pinned import pinned
 from hpc_train.data.reader import Reader
 from hpc_train.data.workers import Processes, Task, Threads
@@ -288,7 +288,8 @@ class Loader:
         ahead = getattr(self.reader.dataset, "ahead", None)
         if ahead is not None:
             samples = sum(part.count for part in self.parts_of(number))
-            steps = self.prefetch + max(1, self.reader.dataset.samples_ahead // samples)
+            distance = samples_said(self.reader.dataset, "samples_ahead")
+            steps = self.prefetch + max(1, distance // samples)
             for later in range(self._told + 1, min(number + steps + 1, self.steps.stop)):
                 self._indices[later] = compute(later)
                 ahead(np.concatenate(self._indices[later]))

@@ -64,6 +64,18 @@ def evenly(samples: int, most: int) -> range:
     return every[:: samples // most][:most] if 0 < most < samples else every
 
 
+def samples_said(dataset: Any, name: str) -> int:
+    """The number of samples that a data set says in an attribute.
+
+    Raises:
+        ConfigError: it is no number above 0.
+    """
+    found = getattr(dataset, name, None)
+    if not isinstance(found, int) or found < 1:
+        raise ConfigError(f"{name} of the data set is {found!r}", "make it a number of samples")
+    return found
+
+
 class SampleOrder:
     """Says which samples each step's batch has.
 
@@ -126,17 +138,16 @@ class SampleOrder:
         The method takes what this one takes, but for the data set.
 
         Raises:
-            ConfigError: as `SampleOrder` raises it, or that attribute is no number of samples.
+            ConfigError: as `SampleOrder` raises it, or an attribute is no number of samples.
         """
         if hasattr(dataset, "sample_order"):
             made: SampleOrder = dataset.sample_order(batch, seed=seed, shuffle=shuffle)
             return made
-        block = 1 if shuffle == "full" else getattr(dataset, "samples_per_block", 1)
-        if not isinstance(block, int) or block < 1:
-            raise ConfigError(
-                f"samples_per_block of the data set is {block!r}", "make it a number of samples"
-            )
-        together = getattr(dataset, "samples_together", None)
+        block, together = 1, None
+        if shuffle != "full" and hasattr(dataset, "samples_per_block"):
+            block = samples_said(dataset, "samples_per_block")
+            if getattr(dataset, "samples_together", None) is not None:
+                together = samples_said(dataset, "samples_together")
         every = bool(shuffle)
         return cls(len(dataset), batch, seed=seed, shuffle=every, block=block, together=together)
 

@@ -127,8 +127,9 @@ class TokenDataset:
         """Read samples.
 
         Returns:
-            Tokens and targets, int64 of shape (len(indices), T) each. If some samples stand in for
-            damaged ones, the tuple is a `Substituted`.
+            Tokens and targets, int64 of shape (len(indices), T) each. They share memory: copy them
+            before you change one. If some samples stand in for damaged ones, the tuple is a
+            `Substituted`.
 
         Raises:
             DataError: a shard cannot be read, ends early or is damaged, or a token is not in the

@@ -161,6 +161,16 @@ def test_a_data_set_is_told_of_its_samples_some_steps_before(prefetch, workers):
         assert [at[step] for step in range(5, 12)] == [2, 3, 4, 5, 6, 6, 6]
 
 
+@pytest.mark.parametrize("samples", [None, "8", -8])
+def test_a_data_set_that_does_not_say_how_far_ahead_it_is_told_is_refused(samples):
+    dataset = Told()
+    dataset.samples_ahead = samples
+    loader = Loader(dataset, SampleOrder(100, 4), cut(4, 1, 0), first_step=1, last_step=2)
+    with pytest.raises(ConfigError, match="samples_ahead"):
+        next(iter(loader))
+    loader.close()
+
+
 class Pairs:
     """Sample i is the number i, in a batch with a substitute for the first sample."""
 

@@ -93,6 +93,15 @@ def test_a_data_set_whose_blocks_are_no_number_is_refused(block):
     assert SampleOrder.of(Blocks(range(9)), 3, shuffle="full").block == 1
 
 
+@pytest.mark.parametrize("together", [0, -1, "z"])
+def test_a_data_set_whose_windows_are_no_number_is_refused(together):
+    class Blocks(list):
+        samples_per_block, samples_together = 3, together
+
+    with pytest.raises(ConfigError, match="samples_together"):
+        SampleOrder.of(Blocks(range(9)), 3)
+
+
 def test_a_data_set_may_say_how_many_samples_are_shuffled_together():
     class Blocks(list):
         samples_per_block, samples_together = 10, 40

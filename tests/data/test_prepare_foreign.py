@@ -117,6 +117,13 @@ def test_a_file_whose_header_would_become_tokens_is_refused(tmp_path):
         prepared([tmp_path / "a.npy"], tmp_path / "out", vocab=1 << 16)
 
 
+def test_a_file_to_train_on_that_is_held_out_too_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "val.bin").write_bytes(bytes(4))
+    with pytest.raises(DataError, match=r"val.bin is given to train on, and by --held_out"):
+        prepared([tmp_path / "val.bin"], tmp_path / "out", vocab=10, held_out=["val.bin"])
+
+
 @pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
 def test_a_size_of_shards_that_is_none_is_refused(tmp_path, size):
     (tmp_path / "a.bin").write_bytes(bytes(4))

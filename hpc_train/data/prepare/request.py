@@ -135,7 +135,8 @@ def tokens_request(
         layout: how the files have their tokens.
 
     Raises:
-        DataError: a file is none of these, `out` exists already, or a value is not allowed.
+        DataError: a file is none of these, or is in both splits; `out` exists already, or a value
+            is not allowed.
         SetupError: a library is needed and missing.
     """
     target = Path(out)
@@ -149,6 +150,12 @@ def tokens_request(
         "train": list_token_files(paths, layout),
         "validation": list_token_files(held_out, layout),
     }
+    trained = {Path(one.path).resolve() for one in splits["train"]}
+    for one in splits["validation"]:
+        if Path(one.path).resolve() in trained:
+            raise DataError(
+                f"{one.path} is given to train on, and by --held_out, too", "give it once"
+            )
     given = [*splits["train"], *splits["validation"]]
     kind, why = ("", "") if layout.copy else one_type(given, size)
     if why:
