@@ -120,6 +120,11 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
             self._has_labels = type_of_target(y, input_name="y") == "multilabel-indicator"
         if self._has_labels:
             return self._checked_labels(y, fitting=fitting)
+        if y.ndim > 1 and y.shape[1] > 1 and fitting:
+            raise ValueError(
+                f"y should be a 1d array, got an array of shape {y.shape} instead: if its columns "
+                "are labels, give them the values 0 and 1"
+            )
         y = column_or_1d(y, warn=True)
         check_classification_targets(y)
         if fitting:
@@ -251,6 +256,10 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def _check_parameters(self, eval_set: Any) -> None:
         super()._check_parameters(eval_set)
+        if np.ndim(self.quantiles) != 1 or np.asarray(self.quantiles).dtype.kind not in "iuf":
+            raise ValueError(
+                f"quantiles is {self.quantiles!r}: give a tuple, as in (0.1, 0.5, 0.9)"
+            )
         levels = [*self.quantiles]
         if any(not 0 < level < 1 for level in levels) or len({*levels}) < len(levels):
             raise ValueError(f"quantiles is {levels}: give different numbers above 0 and below 1")
@@ -263,7 +272,10 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return values
 
     def _target_values(self, rows: TableRows) -> TargetValues:
-        center, scale = float(rows.target.mean()), float(rows.target.std())
+        with np.errstate(over="ignore"):
+            center, scale = float(rows.target.mean()), float(rows.target.std())
+        if not np.isfinite(scale):
+            raise ValueError("y has values whose squares exceed float64: scale y down")
         return TargetValues(task="regression", names=("y",), center=center, scale=scale or 1.0)
 
 

@@ -21,6 +21,7 @@ from hpc_train.checkpoint.weights import start_from
 from hpc_train.config import RunConfig
 from hpc_train.data.tables.arrays_table import TableArrays
 from hpc_train.data.tables.features import RawColumns, TableFeatures
+from hpc_train.errors import NotFiniteError
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, from_first, same
 from hpc_train.mpi.group import Group
@@ -110,7 +111,7 @@ def fit_table(
         validation = None if held_out is None else _arrays(features, held_out, dtype)
         digest = _digest(features, data, validation, class_factors)
     same(group, "the table that fit was given", digest, "give all ranks the same table")
-    same(group, "the parameters of the estimator", config.to_yaml(), "give all ranks the same")
+    same(group, "the configuration of the estimator", config.to_yaml(), "give all ranks the same")
     loss = TableLoss(features.target, quantiles=config.model.quantiles)
     loss.factors = None if class_factors is None else torch.from_numpy(class_factors)
     task = TrainingTask(
@@ -196,7 +197,11 @@ def _limit_threads(trainer: Trainer, shape: Shape) -> None:
 def _in_memory(config: RunConfig, task: TrainingTask, runtime: Runtime, shape: Shape) -> Trained:
     with InMemoryTrainer(config, task, runtime) as trainer:
         _limit_threads(trainer, shape)
-        trainer.train()
+        try:
+            trainer.train()
+        except NotFiniteError as error:  # there are no checkpoints to resume from
+            error.remedy = "set a smaller lr, or optimizer.clip_norm in config"
+            raise
         return trainer.weights, trainer.records
 
 

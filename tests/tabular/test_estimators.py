@@ -14,7 +14,7 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, NotFiniteError
 from hpc_train.tabular import Classifier, Regressor
 from tests.tabular.tables import SMALL, curve, customers
 
@@ -163,11 +163,27 @@ def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
         ({"config": {"model.hiden": 3}}, ConfigError, "model.hiden.*model.hidden"),
         ({"config": {"model.hidden": "wide"}}, ConfigError, "model.hidden is 'wide'"),
         ({"lr": -1.0}, ConfigError, "optimizer.lr"),
+        (
+            {"lr": 1e30, "steps": 50},
+            NotFiniteError,
+            "loss of nan.*: set a smaller lr, [^:]*config$",
+        ),
+        ({"quantiles": 0.5}, ValueError, "quantiles is 0.5: give a tuple, as in"),
+        ({"quantiles": None}, ValueError, "quantiles is None: give a tuple"),
+        ({"quantiles": ("0.5",)}, ValueError, "quantiles is .*: give a tuple"),
     ],
 )
 def test_wrong_parameters_are_named(changes, error, told):
     with pytest.raises(error, match=told):
         Regressor(**changes).fit(*curve(30))
+
+
+def test_targets_that_cannot_be_learned_are_named():
+    X, y = curve(30)
+    with pytest.raises(ValueError, match="if its columns are labels, give them the values 0 and 1"):
+        Classifier().fit(X, np.tile([[0, 1], [1, 2], [2, 0]], (10, 1)))
+    with pytest.raises(ValueError, match="y has values whose squares exceed float64"):
+        Regressor().fit(X, y * 1e300)
 
 
 def test_wrong_rows_to_evaluate_with_are_named():
