@@ -260,4 +260,5 @@ def test_a_request_is_taken_once_and_a_broken_one_is_removed(
         "state": "written",
         "steps": profiled[0],
         "folder": "steps-{}-{}".format(*profiled[0]),
+        "note": "",
     }
