@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpc_train.data.ahead import AHEAD_BYTES, Ahead
 from hpc_train.data.block_cache import BlockCache
-from hpc_train.data.manifest import HASHED_BYTES, Manifest
+from hpc_train.data.manifest import HASHED_BYTES, Manifest, read_manifest
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.substitutes import Substitutes
 from hpc_train.errors import ConfigError, DataError, plural
@@ -102,6 +102,33 @@ class TokenDataset:
         if damaged not in ("raise", "substitute"):
             raise ConfigError(f"damaged is {damaged!r}", "give raise or substitute")
         self.substitutes = Substitutes(len(self)) if damaged == "substitute" else None
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | Path,
+        split: str = "train",
+        *,
+        sequence: int,
+        damaged: Literal["raise", "substitute"] = "raise",
+    ) -> TokenDataset:
+        """The data set of a folder that `hpc-train prepare text` or `tokens` has made.
+
+        Any rank may call it. A batch is a pair of int64 tensors of shape (samples, T): tokens, and
+        the token that follows each of them.
+
+        Args:
+            directory: the data folder.
+            split: "train" or "validation".
+            sequence: tokens per sample, T.
+            damaged: "raise" ends at a damaged sample, "substitute" takes another one.
+
+        Raises:
+            DataError: the folder is none of tokens, or the split has no whole sample.
+            ConfigError: `damaged` is neither "raise" nor "substitute".
+        """
+        folder = Path(directory).expanduser()
+        return cls(folder, read_manifest(folder), split, sequence, damaged=damaged)
 
     def _renew(self) -> None:
         self._fetching = threading.Lock()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.data.manifest import HASHED_BYTES, Manifest
-from hpc_train.data.shards import TokenDataset
+from hpc_train.data import TokenDataset
+from hpc_train.data.manifest import FILE_NAME, HASHED_BYTES, Manifest
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError
 
@@ -79,6 +79,17 @@ def test_any_samples_in_any_order(stored, data, sequence):
         assert (inputs.numpy() == expected[wanted][:, :-1]).all()
         assert (targets.numpy() == expected[wanted][:, 1:]).all()
     dataset.close()
+
+
+def test_a_folder_is_opened_by_its_path(copied, stored):
+    folder, manifest = copied
+    with pytest.raises(DataError, match="holds no prepared data"):
+        TokenDataset.open(folder, sequence=100)
+    (folder / FILE_NAME).write_text(manifest.to_json())
+    tokens, targets = TokenDataset.open(str(folder), sequence=100).fetch([7])
+    expected = rows_of(stored[2], 100)[7]
+    assert tokens[0].tolist() == expected[:-1].tolist()
+    assert targets[0].tolist() == expected[1:].tolist()
 
 
 def test_what_was_given_stays_as_it_is(stored):
