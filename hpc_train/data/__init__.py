@@ -1,7 +1,8 @@
 """HDF5 shards, sample order and the loader. The rank and their number are passed as integers.
 
 `TokenDataset` is a data set of prepared text, `Arrays` one of other people's HDF5 and NetCDF-4
-files, and `Mixture` draws from several data sets. Importing this package loads no torch; its names do so when they are first used.
+files, and `Mixture` draws from several data sets. Importing this package loads no torch; its names
+do so when they are first used.
 """
 
 from __future__ import annotations
