@@ -54,7 +54,7 @@ test-openmpi5:
 	$(MAKE) test-mpi WITH=openmpi5
 
 test-mpi: setup
-	timeout 900 mpirun -np $(RANKS) python -m pytest --only-mpi -m "mpi and not long" -p no:cacheprovider \
+	timeout 1500 mpirun -np $(RANKS) python -m pytest --only-mpi -m "mpi and not long" -p no:cacheprovider \
 		$(if $(DURATIONS),--durations_file=$(DURATIONS)/durations-mpi.tsv) $(PYTEST_OPTIONS)
 
 test: test-mpi
