@@ -18,7 +18,7 @@ import hpc_train
 from hpc_train.data import Arrays, Window
 
 # All keys of `hpc-train train --help` apply except data.path and those of section model. Options on
-# the command line override these.
+# the command line override these. --run.steps also needs --run.epochs null.
 DEFAULTS = [
     *("--run.dir", "runs/waves", "--run.epochs", "4"),
     *("--data.batch", "8", "--data.validation_every", "50"),

@@ -177,7 +177,7 @@ class Loader:
         self.counted: Callable[[Any], int] | None = None
         self.pinned = False
         self._stop = threading.Event()
-        # Two queues in C, of which one counts free places. A queue.Queue of limited size is slower.
+        # `_places` holds one item for each free place. A queue.Queue of limited size is slower.
         self._queue: queue.SimpleQueue[Step | int | BaseException] = queue.SimpleQueue()
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(max(1, prefetch)):

@@ -168,7 +168,7 @@ class Profiler:
         return self._recording is not None and step >= self._recording.plan.last
 
     def between(self, step: int) -> None:
-        """Between two steps, end a profile or begin one, if that is due. Collective.
+        """End or begin a profile if one is due. Collective, between two steps.
 
         Args:
             step: the last finished step.

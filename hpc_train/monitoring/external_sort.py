@@ -32,7 +32,7 @@ ComplexNumbers = NDArray[np.complex128]
 
 
 class ExternalSort:
-    """Columns of complex numbers, each of which is sorted by itself.
+    """Sorts columns of complex numbers, each column by itself.
 
     Complex numbers are ordered as NumPy orders them: by the real part, and then by the imaginary
     part. None may be NaN.

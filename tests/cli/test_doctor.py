@@ -27,7 +27,7 @@ def topics(done):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What it says of this machine, without a launcher."""
+    """The answer of `hpc-train doctor` without a launcher."""
     done = run(*hpc_train("doctor", "--json"))
     assert done.returncode == 0
     return topics(done)

@@ -237,15 +237,20 @@ def test_without_an_answer_a_job_that_got_sigterm_does_not_come_back(shell, how)
     assert not asked.exists() or len(asked.read_text().splitlines()) == 1, "once"
 
 
-def test_the_scheduler_has_five_seconds(slurm):
-    process = slurm.start(SAVES_SOON)
-    slurm.how("late")  # 3 seconds
-    slurm.answer(CANCELLED["slurm"])
+@pytest.mark.parametrize(
+    "shell",
+    [SCHEDULERS[0], *(pytest.param(one, marks=pytest.mark.long) for one in SCHEDULERS[1:])],
+    indirect=True,
+)
+def test_the_scheduler_has_five_seconds(shell):
+    process = shell.start(SAVES_SOON)
+    shell.how("late")  # 3 seconds
+    shell.answer(CANCELLED[shell.scheduler])
     begin = time.monotonic()
     text = end(process)
     assert time.monotonic() - begin < 5
     assert "does not say why" not in text
-    assert "timeout -s KILL 5 " in (slurm.folder / "job.sh").read_text()
+    assert "timeout -s KILL 5 " in (shell.folder / "job.sh").read_text()
 
 
 @with_schedulers("well", "late", "failing", "hanging")
