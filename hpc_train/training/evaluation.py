@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,9 @@ def evaluate(
 ) -> float | dict[str, float]:
     """The means over all samples, the same on all ranks; see `Loop.evaluate`. Collective.
 
-    If `alike`, all ranks call the function equally often, some for a sample that does not count.
+    If `alike`, all ranks call the function equally often, some for a sample that does not count,
+    because they gather parameters together in it. Then an error of one rank alone ends the program
+    on that rank: the others wait in a gather, where they could not hear of it.
     """
     with agreed(group):
         samples = len(reader.dataset)
@@ -50,7 +52,7 @@ def evaluate(
         "give all ranks the same",
     )
     totals: dict[str | None, Tensor] = {}  # the key None: a tensor without a name
-    with agreed(group), aside(models), torch.no_grad():
+    with nullcontext() if alike else agreed(group), aside(models), torch.no_grad():
         mine = np.arange(group.rank, samples, group.size)
         size = -(-batch // group.size)
         most = -(-samples // group.size) if alike else len(mine)

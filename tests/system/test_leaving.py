@@ -91,3 +91,50 @@ def test_a_rank_that_exits_alone_is_named(leave):
     assert (
         f"rank 1 ({HOST}) left the program by SystemExit(0), but other ranks did not" in done.stdout
     )
+
+
+GATHERED = """
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import hpc_train
+from hpc_train.mpi.levels import Levels
+
+Levels.of = lambda whole: Levels.join(whole, whole.split(whole.rank, 0), whole.split(0, whole.rank))
+
+
+class Blocks(nn.Sequential):
+    stages = ["0", "1", "2"]
+
+
+def main(runtime):
+    model = Blocks(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory = hpc_train.MemorySection(zero=3)
+    options = hpc_train.LoopOptions(memory=memory, private_parameters=True, hang_timeout=60)
+
+    def losses(batch):
+        if runtime.world.rank == 1:
+            raise KeyError("what the user did")
+        return model(batch[0]).square().sum(1)
+
+    with hpc_train.Loop(runtime, sys.argv[1], model, optimizer, options) as loop:
+        loop.evaluate(TensorDataset(torch.randn(8, 3)), losses)
+
+
+raise SystemExit(hpc_train.run(main))
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_in_an_evaluation_with_gathered_parameters_ends_the_job(tmp_path):
+    """Each rank counts as a node, so the other one waits in a gather."""
+    script = tmp_path / "script.py"
+    script.write_text(GATHERED)
+    done = run("mpirun", "-np", "2", *python(str(script), str(tmp_path / "run")), timeout=40)
+    assert done.returncode != 0
+    assert f"rank 1 ({HOST}) failed" in done.stdout
+    assert "KeyError: 'what the user did'" in done.stdout
