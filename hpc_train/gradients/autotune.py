@@ -229,7 +229,7 @@ def _sharded(
     sums = make(buckets, reaches)
     division = BucketParts(
         levels,
-        [*buckets, *(Bucket(some, by_rows=True) for some in still)],
+        [*buckets, *(Bucket(some, by_rows=True, summed=False) for some in still)],
         [*reaches, *[reach] * len(still)],
     )
 

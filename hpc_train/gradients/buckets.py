@@ -56,13 +56,17 @@ class Bucket:
         parameters: in the order in which they lie in the buffer, of one dtype and device.
         by_rows: whether gradients lie there row by row, as `Slab` needs it. Otherwise the gradient
             of a dense parameter has the parameter's strides.
+        summed: whether gradients are added up there. Otherwise the buffer holds the parameters
+            themselves, in their own dtype.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], *, by_rows: bool = False) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], *, by_rows: bool = False, summed: bool = True
+    ) -> None:
         self.parameters = tuple(parameters)
         self.by_rows = by_rows
         of_parameters, self.device = parameters[0].dtype, parameters[0].device
-        wide = torch.promote_types(of_parameters, torch.float32)
+        wide = torch.promote_types(of_parameters, torch.float32) if summed else of_parameters
         self.dtype = wide.to_real()
         """The dtype of the buffer."""
         units = 2 if of_parameters.is_complex else 1
@@ -132,9 +136,13 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def has_slabs(parameter: Parameter) -> bool:
-    """Whether a parameter can be cut into slabs: it is float32 or float64, and row-major."""
+    """Whether a parameter can be cut into slabs.
+
+    It is row-major and real. If it is trained, it has 32 bits or more, as the sums of gradients do.
+    """
     wide = parameter.dtype in (torch.float32, torch.float64)
-    return wide and parameter.is_contiguous()
+    fits = wide or (parameter.is_floating_point() and not parameter.requires_grad)
+    return fits and parameter.is_contiguous()
 
 
 def plan_buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:

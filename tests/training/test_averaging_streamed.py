@@ -177,11 +177,26 @@ def test_what_other_code_may_read_is_not_divided(job, together):
         average_gradients(model, optimizer, job.world, AveragingOptions(zero=3))
 
 
+class Short(nn.Module):
+    """A linear layer whose weight is frozen, and stays in bfloat16 whatever the model becomes."""
+
+    def __init__(self, size):
+        super().__init__()
+        weight = nn.init.orthogonal_(torch.empty(size, size)).bfloat16()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def _apply(self, *_, **__):
+        return self
+
+    def forward(self, inputs):
+        return inputs @ self.weight.to(inputs.dtype)
+
+
 class Blocks(nn.Sequential):
     stages = ("0", "1.*", "2")
 
     def __init__(self):
-        blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        blocks = (nn.Sequential(nn.Linear(8, 8), Short(8), nn.Tanh()) for _ in range(3))
         super().__init__(nn.Linear(5, 8), nn.Sequential(*blocks), nn.Linear(8, 3))
         self[1][0].requires_grad_(False)
 
@@ -199,6 +214,8 @@ def loop_losses(place, directory, epochs, options):
 
     seen = []
     with hpc_train.Loop(place, directory, model, optimizer, options) as loop:
+        if options.memory.zero == 3:
+            assert {*loop.averager.streamed} == {*model.parameters()}
         for _, batches in loop.epochs(data, batch=16, epochs=epochs, accumulate=2):
             for batch in batches:
                 loss = losses(batch).mean()
