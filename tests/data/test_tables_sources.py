@@ -247,7 +247,7 @@ def test_folders_are_searched_for_files_of_tables(tmp_path, caplog):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x\n")
     with caplog.at_level(logging.INFO, "hpc_train"):
-        found = list_tables([tmp_path / "c.csv", tmp_path])
+        found = list_tables([tmp_path / "c.csv", tmp_path], tell=True)
     names = [file.path.removeprefix(f"{tmp_path}/") for file in found]
     assert names == ["c.csv", "a.parquet", "b/a.tsv", "b/x.CSV.gz"]
     assert [file.delimiter for file in found] == [",", ",", "\t", ","]

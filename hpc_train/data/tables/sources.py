@@ -40,11 +40,15 @@ FORMATS: dict[str, TableFormat] = {
 }
 
 
-def list_tables(paths: Sequence[str | Path]) -> list[TableFile]:
+def list_tables(paths: Sequence[str | Path], *, tell: bool = False) -> list[TableFile]:
     """The files of a table among files and in folders, in the order of their paths.
 
     In folders, files with other endings than those of tables are left out, and so is what has a
     name with a dot at its beginning. One rank calls it.
+
+    Args:
+        paths: files and folders.
+        tell: whether to log how many files were left out.
 
     Raises:
         DataError: a path does not exist or is no table, or there is no file.
@@ -70,7 +74,7 @@ def list_tables(paths: Sequence[str | Path]) -> list[TableFile]:
             found[given] = form
     if not found:
         raise DataError("no file of a table was found", f"give files with {', '.join(FORMATS)}")
-    if skipped:
+    if skipped and tell:
         told = plural(
             skipped, "file that is no table by its name", "files that are no tables by their names"
         )
