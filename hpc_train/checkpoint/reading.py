@@ -91,10 +91,6 @@ def _header_and_table(descriptor: int) -> tuple[FileMap, bytes, str]:
             "it is an archive, as torch.save writes it, and no checkpoint of hpc_train",
             fileformat.GIVE_CHECKPOINT,
         )
-    if first.isascii() and b"\0" not in first and len(first) == 8:  # as a length it is enormous
-        raise CheckpointMismatch(
-            "it is a text, and no checkpoint", "give a checkpoint, or a run directory"
-        )
     length = int.from_bytes(first, "little")
     if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.FILE_ALIGNMENT):
         raise CheckpointError("it was never completed")

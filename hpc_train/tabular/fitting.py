@@ -22,7 +22,7 @@ from hpc_train.checkpoint.weights import start_from
 from hpc_train.config import RunConfig
 from hpc_train.data.tables.arrays_table import TableArrays
 from hpc_train.data.tables.features import RawColumns, TableFeatures
-from hpc_train.errors import CheckpointError, CheckpointMismatch, NotFiniteError
+from hpc_train.errors import CheckpointError, CheckpointMismatch, NotFiniteError, UserError
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, from_first, same
 from hpc_train.mpi.group import Group
@@ -292,7 +292,13 @@ def _best(directory: Path) -> Path:
 
 
 def _records(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}, which has the history of the fit, cannot be read ({error})",
+            "give another run_dir, or remove this one to fit anew",
+        ) from None
 
 
 @contextmanager

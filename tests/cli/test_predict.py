@@ -365,7 +365,7 @@ def test_options_that_do_not_fit_are_refused(trained, tmp_path):
 
 def test_other_checkpoints_are_refused(tmp_path):
     source = write_csv(tmp_path / "t.csv", made_columns(10))
-    with pytest.raises(CheckpointMismatch, match=r"t.csv: it is a text, and no checkpoint"):
+    with pytest.raises(CheckpointMismatch, match=r"t.csv is a text, and no checkpoint"):
         predicted(source, [source], tmp_path / "p.csv")
     state = json.dumps({"about": {"kind": "gpt"}, "identity": {}}).encode()
     gpt = tmp_path / "step-000000001.safetensors"

@@ -180,6 +180,9 @@ def test_another_fit_in_the_same_run_directory_is_refused(tmp_path):
     ):
         with pytest.raises(CheckpointMismatch, match=f"run_dir .* has a fit with {told}"):
             Regressor(**how | changes).fit(X, y)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="which has the history of the fit, cannot be read"):
+        Regressor(**how).fit(X, y)
     Regressor(**how | {"steps": 21, "lr": 0.1, "config": SMALL | {"model.dropout": 0.5}}).fit(X, y)
 
 
