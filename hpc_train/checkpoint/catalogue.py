@@ -61,9 +61,11 @@ def newest(path: Path) -> Path:
     The file LATEST names that one. Files of later steps may be damaged ones that a run passed over.
 
     Raises:
-        CheckpointMismatch: the path does not exist, or is a run directory without checkpoints.
+        CheckpointMismatch: the path does not exist, or is a text, or a run directory without
+            checkpoints.
     """
     if path.is_file():
+        _check_no_text(path)
         return path
     if not path.is_dir():
         raise CheckpointMismatch(f"no such checkpoint: {path}", "give a file or a run directory")
@@ -80,6 +82,17 @@ def newest(path: Path) -> Path:
             )
             return named
     return found[0]
+
+
+def _check_no_text(path: Path) -> None:
+    """Check that a file does not begin like a text. A checkpoint begins with a small number."""
+    first = b""
+    with suppress(OSError), path.open("rb") as file:  # who reads it tells what is wrong
+        first = file.read(8)
+    if first and first.isascii() and b"\0" not in first:
+        raise CheckpointMismatch(
+            f"{path} is a text, and no checkpoint", "give a checkpoint, or a run directory"
+        )
 
 
 def start_candidates(directory: Path, source: str) -> list[Path]:

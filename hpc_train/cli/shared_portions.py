@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,14 +33,21 @@ def run_on_files(
     """
     if {"-h", "--help"} & set(arguments):
         options().parse_args(arguments)
-    from hpc_train.data.prepare.foreign import HDF5_SUFFIXES
     from hpc_train.job.program import run as run_program
 
-    if any(word.lower().endswith(HDF5_SUFFIXES) for word in arguments):
+    if any(map(holds_hdf5, arguments)):
         from hpc_train.data.fork_server import start_workers
 
         start_workers()  # one of them looks into the files, as ranks never open HDF5
     return run_program(lambda runtime: action(arguments, runtime), ask_scheduler=False)
+
+
+def holds_hdf5(path: str) -> bool:
+    """Whether a path is that of an HDF5 file by its name, or a folder that has one."""
+    from hpc_train.data.prepare.foreign import HDF5_SUFFIXES
+
+    inside = (name for _, _, names in os.walk(path) for name in names)
+    return any(name.lower().endswith(HDF5_SUFFIXES) for name in chain([path], inside))
 
 
 def share_portions(

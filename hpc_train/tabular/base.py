@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,11 +19,11 @@ from hpc_train.data.tables.features import TargetValues
 from hpc_train.data.tables.fit import fit_features
 from hpc_train.data.tables.schema import ColumnKind
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.tabular.columns import is_frame, read_columns
+from hpc_train.tabular.columns import check_even, is_frame, read_columns
 from hpc_train.tabular.fitted import FittedTable
 from hpc_train.tabular.fitting import TableRows, fit_table
 from hpc_train.tabular.held_out import choose_held_out
-from hpc_train.tabular.session import checking, fitting_runtime
+from hpc_train.tabular.session import checking, fitting_runtime, heed_errors
 from hpc_train.tabular.settings import FitSettings
 
 PARAMETERS = tuple(FitSettings.__dataclass_fields__)
@@ -78,6 +79,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         with fitting_runtime(runtime, files=files) as job:
             with checking(job.world):
                 settings = FitSettings(**{name: getattr(self, name) for name in PARAMETERS})
+                settings.check()
                 training, held_out, factors = self._rows(X, y, sample_weight, eval_set)
                 target = self._target_values(training)
                 mean = float(training.weight.mean())
@@ -104,7 +106,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         factors = self._class_factors(y)
         used = (weight if factors is None else weight * factors[y]) > 0
         if not used.any():
-            raise ValueError("all values of sample_weight are 0: give some rows a weight")
+            raise ValueError("no row has a weight above 0: change class_weight or sample_weight")
         rows = TableRows(columns=columns, target=y, weight=weight)
         if not used.all():
             rows = _chosen(rows, used)  # a row without weight is as good as none
@@ -123,7 +125,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
     def _check_parameters(self, eval_set: Any) -> None:
         if eval_set is not None and not self.patience:
             raise ValueError("eval_set is given, but patience is 0, so nothing is evaluated")
-        if not 0 < self.validation_fraction < 1:
+        share = self.validation_fraction
+        if not isinstance(share, Real) or not 0 < share < 1:
             raise ValueError(
                 f"validation_fraction is {self.validation_fraction!r}: give a number above 0 and "
                 "below 1; patience 0 holds nothing out"
@@ -133,9 +136,13 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         self, X: Any, *, fitting: bool
     ) -> tuple[dict[str, np.ndarray], dict[str, ColumnKind]]:
         """Read the columns of X. A DataFrame's are found by their names."""
+        check_even(X, "X")
         if isinstance(X, (list, tuple)):
             X = np.asarray(X, object)  # so that numbers beside texts stay numbers
         if is_frame(X):
+            if not X.columns.is_unique:
+                name = X.columns[X.columns.duplicated()][0]
+                raise ValueError(f"two columns of X have the name {name!r}: rename one of them")
             if not fitting:
                 X = self._in_order(X)
             validate_data(self, X, reset=fitting, skip_check_array=True)
@@ -146,8 +153,6 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
             X = validate_data(self, X, dtype=None, ensure_all_finite=False, reset=fitting)
         named = getattr(self, "feature_names_in_", None)
         names = [f"x{n}" for n in range(X.shape[1])] if named is None else named.tolist()
-        if len(set(names)) < len(names):
-            raise ValueError("two columns of X have the same name: rename one of them")
         return read_columns(X, names, None if fitting else self._kinds)
 
     def _in_order(self, X: Any) -> Any:
@@ -168,10 +173,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         if not isinstance(eval_set, tuple) or len(eval_set) not in (2, 3):
             raise ValueError("eval_set is no tuple of (X, y) or (X, y, sample_weight)")
         X, y, *weight = eval_set
-        columns, _ = self._columns(X, fitting=False)
-        target = self._checked_target(y, fitting=False)
-        check_consistent_length(X, target)
-        weights = _weights(weight[0] if weight else None, target)
+        try:
+            columns, _ = self._columns(X, fitting=False)
+            target = self._checked_target(y, fitting=False)
+            check_consistent_length(X, target)
+            weights = _weights(weight[0] if weight else None, target)
+        except (ValueError, TypeError) as error:
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            raise kind(f"eval_set: {error}") from error
         return TableRows(columns=columns, target=target, weight=weights)
 
     def _checked_target(self, y: Any, *, fitting: bool) -> np.ndarray:
@@ -181,6 +190,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         raise NotImplementedError
 
     def _predictions(self, X: Any) -> np.ndarray:
+        heed_errors()
         check_is_fitted(self)
         columns, _ = self._columns(X, fitting=False)
         return self._fitted.predictions(columns)
@@ -195,9 +205,15 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
 
 def _weights(sample_weight: Any, y: np.ndarray) -> np.ndarray:
     """The weight of each row, float64."""
+    try:
+        np.asarray([] if sample_weight is None else sample_weight, np.float64)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"sample_weight has a value that is no number: {error}") from error
     weights: np.ndarray = _check_sample_weight(
         sample_weight, y, dtype=np.float64, ensure_non_negative=True, copy=True
     )
+    if not weights.any():
+        raise ValueError("all values of sample_weight are 0: give some rows a weight")
     return weights
 
 

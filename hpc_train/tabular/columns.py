@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -25,6 +26,24 @@ Kinds = dict[str, ColumnKind]
 def is_frame(table: Any) -> bool:
     """Whether an object is a pandas DataFrame, or behaves as one."""
     return hasattr(table, "iloc") and hasattr(table, "columns")
+
+
+def check_even(rows: Any, name: str) -> None:
+    """Check that the rows of an argument, if they are lists, have one length.
+
+    Raises:
+        ValueError: they have not.
+    """
+    if not isinstance(rows, (list, tuple)):
+        flat = getattr(getattr(rows, "dtype", None), "char", "") == "O" and rows.ndim == 1
+        rows = rows.tolist() if flat else ()
+    nested = (list, tuple, set, np.ndarray)
+    lengths = {len(row) if isinstance(row, nested) else -1 for row in rows}
+    if len(lengths) > 1 or any(isinstance(row, set) for row in rows):
+        raise ValueError(
+            f"{name} has rows of different lengths, or sets: give all rows as many values; lists "
+            "of labels become columns of 0 and 1 by scikit-learn's MultiLabelBinarizer"
+        )
 
 
 def read_columns(
@@ -62,8 +81,10 @@ def _column(one: Any, name: str, wanted: ColumnKind | None) -> tuple[np.ndarray,
     if wanted is None or wanted == kind:
         return values, kind
     if wanted == "categorical" and kind == "numeric":
-        texts = [None if np.isnan(value) else _text(value) for value in values.tolist()]
-        return _objects(texts), wanted
+        known = [value for value in np.asarray(one, object).tolist() if not stands_for_none(value)]
+        truth = all(isinstance(value, (bool, np.bool_)) for value in known)
+        text = (lambda value: str(bool(value))) if truth else _text
+        return _mapped(values, text, None, object), wanted
     if kind == "numeric" and np.isnan(values).all():  # nothing is known, so any kind will do
         return values, wanted
     if kind == "categorical" and all(value is None for value in values.tolist()):
@@ -91,7 +112,10 @@ def _read(one: Any, name: str) -> tuple[np.ndarray, ColumnKind]:
     if letter == "M":
         if getattr(one.dtype, "tz", None) is not None:
             one = one.dt.tz_convert(None)
-        return _seconds(np.asarray(one) - np.datetime64(0, "s")), "date"
+        moments = np.asarray(one)
+        if moments.dtype == object:  # pandas' dates of pyarrow
+            return _read_objects(moments, name)
+        return _seconds(moments - np.datetime64(0, "s")), "date"
     if letter == "m":
         return _seconds(np.asarray(one)), "numeric"
     return _read_objects(np.asarray(one, object), name)
@@ -104,12 +128,15 @@ def _seconds(spans: np.ndarray) -> np.ndarray:
 
 def _read_objects(values: np.ndarray, name: str) -> tuple[np.ndarray, ColumnKind]:
     """Read a column of Python's objects by their types."""
-    known = [value for value in values.tolist() if not _is_missing(value)]
+    known = [value for value in values.tolist() if not stands_for_none(value)]
     if any(isinstance(value, (complex, np.complexfloating)) for value in known):
         raise ValueError(f"Complex data not supported: column {name!r} has complex numbers")
-    number = (Real, np.bool_)  # numpy's other numbers are of the type Real
+    number = (Real, Decimal, np.bool_)  # numpy's other numbers are of the type Real
     if all(isinstance(value, number) for value in known):
-        return _mapped(values, float, np.nan, np.float64), "numeric"
+        try:
+            return _mapped(values, float, np.nan, np.float64), "numeric"
+        except OverflowError:
+            raise ValueError(f"column {name!r} has a number that exceeds float64") from None
     if all(isinstance(value, _DATES) for value in known):
         return _mapped(values, _since_1970, np.nan, np.float64), "date"
     for value in known:
@@ -126,11 +153,12 @@ def _mapped(
 ) -> np.ndarray:
     found = np.empty(len(values), dtype)
     for place, value in enumerate(values.tolist()):
-        found[place] = missing if _is_missing(value) else function(value)
+        found[place] = missing if stands_for_none(value) else function(value)
     return found
 
 
-def _is_missing(value: Any) -> bool:
+def stands_for_none(value: Any) -> bool:
+    """Whether an object stands for a missing value."""
     if value is None or type(value).__name__ in _NO_VALUES:
         return True
     if isinstance(value, np.datetime64):

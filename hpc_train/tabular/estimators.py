@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 from sklearn.base import ClassifierMixin, RegressorMixin
-from sklearn.utils import check_array, column_or_1d, compute_class_weight
+from sklearn.utils import assert_all_finite, check_array, column_or_1d, compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 
 from hpc_train.data.tables.features import TargetValues
 from hpc_train.tabular.base import TableEstimator
+from hpc_train.tabular.columns import check_even, stands_for_none
 from hpc_train.tabular.fitting import TableRows
 from hpc_train.tabular.settings import TableModel
 
@@ -135,7 +136,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
                 )
         unknown = ~np.isin(y, self.classes_)
         if unknown.any():
-            raise ValueError(f"eval_set has the class {y[unknown].tolist()[0]!r}, which y has not")
+            raise ValueError(f"its y has the class {y[unknown].tolist()[0]!r}, which y has not")
         numbers: np.ndarray = np.searchsorted(self.classes_, y).astype(np.int64)
         return numbers
 
@@ -147,7 +148,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
             self.classes_ = np.arange(y.shape[1])
         if y.shape[1:] != self.classes_.shape:
             raise ValueError(
-                f"eval_set has labels of shape {y.shape}, but y has {len(self.classes_)} columns"
+                f"its y has the shape {y.shape}, but y has {len(self.classes_)} columns of labels"
             )
         labels: np.ndarray = y.astype(np.float64)
         return labels
@@ -160,6 +161,8 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         factors: np.ndarray = compute_class_weight(
             self.class_weight, classes=self.classes_, y=self.classes_[y]
         )
+        if not (factors >= 0).all():
+            raise ValueError(f"class_weight is {self.class_weight!r}: give numbers from 0")
         return factors
 
     def _target_values(self, rows: TableRows) -> TargetValues:
@@ -268,7 +271,13 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def _checked_target(self, y: Any, *, fitting: bool) -> np.ndarray:
         """The values of the target."""
-        values: np.ndarray = column_or_1d(_of_target(y), warn=True, dtype=np.float64)
+        y = column_or_1d(_of_target(y), warn=True)
+        try:
+            values: np.ndarray = y.astype(np.float64)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"y has a value that is no number: {error}") from error
+        if not np.isfinite(values).all():
+            raise ValueError("Input y contains infinity: leave such rows out")
         return values
 
     def _target_values(self, rows: TableRows) -> TargetValues:
@@ -283,7 +292,12 @@ def _of_target(y: Any) -> np.ndarray:
     """The target as an array without missing values."""
     if y is None:
         raise ValueError("fit requires y to be passed, but the target y is None")
-    values: np.ndarray = check_array(y, ensure_2d=False, dtype=None, input_name="y")
-    if values.dtype == object and any(value is None for value in values.flat):
-        raise ValueError("Input y contains None, a missing value: leave such rows out")
+    check_even(y, "y")
+    values: np.ndarray = check_array(
+        y, ensure_2d=False, dtype=None, ensure_all_finite=False, input_name="y"
+    )
+    if values.dtype != object:
+        assert_all_finite(values, input_name="y")
+    elif any(map(stands_for_none, values.flat)):
+        raise ValueError("Input y contains NaN or None: leave rows without a target out")
     return values

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from hpc_train.checkpoint.weights import start_from
 from hpc_train.config import RunConfig
 from hpc_train.data.tables.arrays_table import TableArrays
 from hpc_train.data.tables.features import RawColumns, TableFeatures
-from hpc_train.errors import NotFiniteError
+from hpc_train.errors import CheckpointError, CheckpointMismatch, NotFiniteError, UserError
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, from_first, same
 from hpc_train.mpi.group import Group
@@ -29,7 +30,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.model import division_of, shape_of, table_sizes
 from hpc_train.tabular.fitted import FittedTable
 from hpc_train.tabular.session import checking
-from hpc_train.tabular.settings import FitSettings
+from hpc_train.tabular.settings import KIND_OF_MODEL, FitSettings
 from hpc_train.training.in_memory import InMemoryTrainer
 from hpc_train.training.table_losses import TableLoss
 from hpc_train.training.task import TrainingTask
@@ -37,6 +38,9 @@ from hpc_train.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+THE_TABLE = "the table"  # part of the identity of a checkpoint
+MODEL_OF_KIND = {kind: model for model, kind in KIND_OF_MODEL.items()}
+NO_CHOICES = ("sizes", "dropout")  # of a shape: the table's, and what may change between starts
 PASSES = 3  # operations of a step, as a multiple of those of its forward pass
 WORTH_A_THREAD = 7.5e8
 """Operations of a step for which one more thread saves time: benchmarks/table_threads.py."""
@@ -121,7 +125,7 @@ def fit_table(
         validation,
         scores=loss,
         identity={
-            "the table": digest,
+            THE_TABLE: digest,
             "model.kind": config.model.kind,
             "model.quantiles": config.model.quantiles,
             **shape.identity,
@@ -209,6 +213,7 @@ def _with_files(
     config: RunConfig, task: TrainingTask, runtime: Runtime, shape: Shape, shown: bool
 ) -> Trained:
     """Train in a run directory, and read the best checkpoint. Collective."""
+    from_first(runtime.world, lambda: _check_same_fit(config, task))
     with Trainer(config, task, runtime) as trainer:
         trainer.shown = shown
         _limit_threads(trainer, shape)
@@ -223,6 +228,59 @@ def _with_files(
     return {name: one.detach() for name, one in module.state_dict().items()}, history
 
 
+def _check_same_fit(config: RunConfig, task: TrainingTask) -> None:
+    """Check that the checkpoints of a run directory are of this fit. One rank calls it.
+
+    Resuming checks it as well, in the words of a configuration.
+
+    Raises:
+        CheckpointMismatch: they are of another one.
+    """
+    saved = _newest_state(Path(config.run.dir))
+    if saved is None:
+        return
+    mine = {"run.seed": config.run.seed, "data.batch": config.data.batch, **task.identity}
+    wanted = json.loads(json.dumps(_choices(mine, task.about or {})))
+    made = _choices(saved["identity"], saved["about"])
+    for name, value in wanted.items():
+        if made.get(name) == value:
+            continue
+        if name == THE_TABLE:
+            raise CheckpointMismatch(
+                f"run_dir {config.run.dir} has a fit to another table",
+                "give the same X, y, sample_weight, eval_set, class_weight and "
+                "validation_fraction, or another run_dir",
+            )
+        raise CheckpointMismatch(
+            f"run_dir {config.run.dir} has a fit with {name} {made.get(name)}, this one has "
+            f"{value}",
+            f"set {name} back, or give another run_dir",
+        )
+
+
+def _newest_state(directory: Path) -> dict[str, Any] | None:
+    """What the newest sound checkpoint has beside tensors; None if there is none."""
+    for path in find_checkpoints(directory / "checkpoints", "auto"):
+        with suppress(CheckpointError, CheckpointMismatch):  # resuming skips it, or names it
+            return restore.Tensors(path).state()
+    return None
+
+
+def _choices(identity: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides a fit, by the words of its user. The table's number of rows decides batch."""
+    shape = about.get("shape", {}).items()
+    sizes = {f"model.{key}": one for key, one in shape if key not in NO_CHOICES}
+    return {
+        "seed": identity.get("run.seed"),
+        "model": MODEL_OF_KIND.get(identity.get("model.kind", "")),
+        "quantiles": identity.get("model.quantiles"),
+        **sizes,
+        "precision.dtype": about.get("dtype"),
+        THE_TABLE: identity.get(THE_TABLE),
+        "batch": identity.get("data.batch"),
+    }
+
+
 def _best(directory: Path) -> Path:
     """The checkpoint with the lowest validation loss, or the newest one if none has any."""
 
@@ -234,7 +292,13 @@ def _best(directory: Path) -> Path:
 
 
 def _records(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}, which has the history of the fit, cannot be read ({error})",
+            "give another run_dir, or remove this one to fit anew",
+        ) from None
 
 
 @contextmanager

@@ -32,6 +32,6 @@ def choose_held_out(
     for stratum in np.unique(strata).tolist():
         members = np.flatnonzero(strata == stratum)
         count = min(round(fraction * len(members)), len(members) - 1)
-        order = Permutation(len(members), mix(seed, HELD_OUT_ROWS), stratum)
+        order = Permutation(len(members), mix(int(seed), HELD_OUT_ROWS), stratum)
         chosen[members[order(np.arange(count))]] = True
     return chosen

@@ -13,9 +13,12 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
+from typing import Any
 
 from torch import get_num_threads, set_num_threads
 
@@ -51,8 +54,6 @@ class Session:
         self._meetings = runtime.world.duplicate()
         self._left = False
         atexit.register(self._end)
-        if runtime.world.size > 1:
-            self._hook, sys.excepthook = sys.excepthook, self._failed
 
     def begin(self) -> None:
         """Meet the other ranks at the start of a fit. Collective.
@@ -90,30 +91,39 @@ class Session:
         self._meetings.close()
         self.runtime.close()
 
-    def _failed(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        """End the job, unless all ranks leave the program by an exception."""
+    def fail(self, error: BaseException, told: str, tell: Callable[[], None]) -> None:
+        """Tell the error by which this rank leaves the program, and end the job.
+
+        An error that all ranks have is told once. If some of them do not leave, the job is aborted.
+
+        Args:
+            error: the error.
+            told: all that would be told of it.
+            tell: tells it.
+        """
+        self._left = True
         world = self.runtime.world
         together = isinstance(error, HpcTrainError) and error.agreed
-        if not together:
-            self._hook(kind, error, trace)
-        elif world.rank == 0:
-            print_error(error)  # type: ignore[arg-type]  # it is of this package
-        self._left = True
-        if not all_arrive(world, ERROR_PATIENCE) and world.comm is not None:
-            code = error.exit_code if isinstance(error, HpcTrainError) else EXIT_FAILURE
+        if together and world.rank == 0:
+            tell()
+        if all_arrive(world, ERROR_PATIENCE):
+            texts = [""] if together else world.gathered(told)
+            if not together and (world.rank == 0 or told != texts[0]):
+                tell()
+        elif world.comm is not None:
             if not together:
+                tell()
                 print(
                     f"hpc-train: error: rank {world.rank} ({world.host}) left the program by "
-                    f"{kind.__name__}, and the others did not",
+                    f"{type(error).__name__}, and the others did not",
                     file=sys.stderr,
                     flush=True,
                 )
-            world.comm.Abort(code)
+            world.comm.Abort(error.exit_code if isinstance(error, HpcTrainError) else EXIT_FAILURE)
 
 
 _current: list[Session] = []  # the session of this process, from its first fit on
+_hooks: list[Callable[..., Any]] = []  # what told errors before `heed_errors`
 
 
 @contextmanager
@@ -168,6 +178,49 @@ def checking(world: Group) -> Iterator[None]:
             raise UserError(str(error)) from error
 
 
+def heed_errors() -> None:
+    """From now on, tell an error that ends the programs of all ranks once.
+
+    What an estimator says of its arguments is then one line. In a process alone nothing changes.
+    """
+    launch = None
+    with suppress(SetupError):
+        launch = read_launch(os.environ)
+    if not _hooks and launch is not None and launch.size != 1:
+        _hooks.append(sys.excepthook)
+        sys.excepthook = _failed
+
+
+def _failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Tell the error that ends the program."""
+    mistake = _mistake(error, trace)
+
+    def tell() -> None:
+        if mistake is None:
+            _hooks[0](kind, error, trace)
+        else:
+            print_error(mistake)
+
+    if _current:
+        told = "".join(traceback.format_exception(kind, error, trace))
+        _current[0].fail(error, str(mistake or told), tell)
+        return
+    launch = read_launch(os.environ)
+    if launch is not None and launch.rank > 0:
+        time.sleep(ERROR_PATIENCE)  # the launcher ends this rank if the first one has failed, too
+    tell()
+
+
+def _mistake(error: BaseException, trace: TracebackType | None) -> HpcTrainError | None:
+    """An error that is told in one line: the package's own, and what estimators refuse."""
+    if isinstance(error, HpcTrainError):
+        return error
+    called = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace))
+    kinds = [kind.__module__ for one in called for kind in type(one).__mro__]
+    refused = isinstance(error, (ValueError, TypeError))
+    return UserError(str(error)) if refused and f"{__package__}.base" in kinds else None
+
+
 def _started(*, files: bool) -> Session:
     launch = read_launch(os.environ)
     several = launch is not None and launch.size != 1
@@ -184,5 +237,6 @@ def _started(*, files: bool) -> Session:
             "call it in the main thread, with n_jobs=1" if several else "leave out run_dir",
         )
     if not _current:
+        heed_errors()
         _current.append(Session(start_runtime()))
     return _current[0]

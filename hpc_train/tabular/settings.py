@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from hpc_train.config import RunConfig
@@ -40,6 +41,7 @@ OWN = {
     "optimizer.lr": "lr",
 }
 """Keys that `config` does not take, with the parameter of the estimator that stands for each."""
+LEAST_VALUES = {"epochs": 1, "steps": 1, "batch": 1, "patience": 0, "seed": 0}
 LEAST_STEPS, LEAST_EPOCHS = 2000, 100  # of a training for which neither is given
 LEAST_BETWEEN = 25  # steps between two validations
 LEAST_BATCH, MOST_BATCH = 32, 256  # rows of a batch if none is given
@@ -66,6 +68,28 @@ class FitSettings:
     verbose: bool
     quantiles: tuple[float, ...] = ()
 
+    def check(self) -> None:
+        """Check the parameters that are no keys of the configuration.
+
+        Raises:
+            ValueError: a parameter has no possible value, or two exclude each other.
+            ConfigError: `config` has a key that it does not take.
+        """
+        if self.model not in KIND_OF_MODEL:
+            names = ", ".join(get_args(TableModel))
+            raise ValueError(f"model is {self.model!r}: give one of {names}")
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("epochs and steps are both given: give one of them")
+        for name, least in LEAST_VALUES.items():
+            value = getattr(self, name)
+            if value is None and name in ("epochs", "steps", "batch"):
+                continue
+            if not isinstance(value, Integral) or value < least:
+                raise ValueError(f"{name} is {value!r}: give a whole number, {least} or more")
+        if not isinstance(self.config or {}, Mapping):
+            raise ValueError(f"config is {self.config!r}: give a dict, as {{'model.hidden': 256}}")
+        self._check(dict(self.config or {}))
+
     def configuration(self, rows: int, *, held_out: bool) -> RunConfig:
         """The configuration of a training.
 
@@ -77,20 +101,16 @@ class FitSettings:
             ValueError: a parameter has no possible value, or two exclude each other.
             ConfigError: `config` has a key or value that cannot be taken.
         """
-        if self.model not in KIND_OF_MODEL:
-            names = ", ".join(get_args(TableModel))
-            raise ValueError(f"model is {self.model!r}: give one of {names}")
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError("epochs and steps are both given: give one of them")
         given = dict(self.config or {})
-        self._check(given)
         batch = self._batch_of(rows)
         per_epoch = rows // batch
         steps = self.steps if self.epochs is None else self.epochs * per_epoch
         if steps is None:
             steps = max(LEAST_STEPS, LEAST_EPOCHS * per_epoch)
-        every = int(given.get("data.validation_every", max(per_epoch, LEAST_BETWEEN)))
-        every = min(every, steps) if held_out else 0
+        every = given.get("data.validation_every", max(per_epoch, LEAST_BETWEEN))
+        if not isinstance(every, Integral):
+            raise ConfigError(f"data.validation_every is {every!r}", "give a whole number")
+        every = min(int(every), steps) if held_out else 0
         made: dict[str, Any] = {
             **ESTIMATOR_DEFAULTS,
             **(MLP_DEFAULTS if self.model == "mlp" else {}),
@@ -123,8 +143,14 @@ class FitSettings:
         return rows // unit * unit
 
     def _check(self, given: Mapping[str, Any]) -> None:
+        sections = [field.name for field in fields(RunConfig)]
         for key in given:
-            section = key.partition(".")[0]
+            section = str(key).partition(".")[0]
+            if section not in sections:
+                raise ConfigError(
+                    f"config has the unknown key {key!r}",
+                    "give keys as `hpc-train train --help` lists them, such as model.hidden",
+                )
             own = OWN.get(key, OWN.get(section))
             if own is not None:
                 remedy = f"give the parameter {own}" if own else "leave it out"

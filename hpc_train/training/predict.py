@@ -29,14 +29,12 @@ from hpc_train.data.tables.schema import Column, ColumnKind, TableSchema, parse_
 from hpc_train.data.tables.sources import list_tables, read_rows, table_columns
 from hpc_train.data.tables.stage_rows import right_rows
 from hpc_train.data.tables.stages import finish_portion, portion_of_row
-from hpc_train.data.tables.table_files import WrongPolicy
+from hpc_train.data.tables.table_files import RawRows, TablePortion, WrongPolicy, told_names
 from hpc_train.data.tables.table_request import TableOptions, TableRequest, table_request
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.training.predicted_rows import PREDICTION_SUFFIXES, PredictionColumns
 from hpc_train.training.table_losses import TableLoss
 from hpc_train.training.trained import TrainedModel
-
-SHOWN_COLUMNS = 20  # names of columns in a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +66,15 @@ class PredictOptions:
 
         Raises:
             ConfigError: a value is not allowed, or two of them exclude each other.
-            DataError: the file of the scores exists.
+            DataError: there is a folder at the place of the result, or the file of the scores
+                exists.
         """
         if self.out.suffix not in PREDICTION_SUFFIXES:
             raise ConfigError(
                 f"--out is {self.out}", f"give a file with {' or '.join(PREDICTION_SUFFIXES)}"
             )
+        if self.out.is_dir():
+            raise DataError(f"--out {self.out} is a folder", "give the name of a file")
         if self.scores is None:
             return
         if not self.score:
@@ -115,13 +116,12 @@ def plan_predictions(trained: TrainedModel, options: PredictOptions) -> Predicti
     features, loss = features_read_by(trained), loss_of_checkpoint(trained)
     first = list_tables(options.paths)[0]
     found = table_columns(first)
-    shown = ", ".join(found[:SHOWN_COLUMNS]) + ", ..." * (len(found) > SHOWN_COLUMNS)
     for names, why in ((features.columns, "which the model reads"), (options.columns, "to copy")):
         if missing := [name for name in names if name not in found]:
             others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
             raise DataError(
                 f"{first.path} has no column {missing[0]!r}{others}, {why}",
-                f"its columns are {shown}",
+                told_names(first, found),
             )
     schema = _schema(trained, features, found, options)
     if options.scores is not None and schema.task == "none":
@@ -206,7 +206,7 @@ class TablePredictor:
         rows = wrong = unknown = 0
         schema = self.columns.schema(part=True)
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as part:
-            for batch in read_rows(source, request.schema, request.options.wrong):
+            for batch in _read(source, request):
                 numbers, columns = right_rows(batch, request)
                 wrong += batch.wrong + len(batch.numbers) - len(numbers)
                 rows += len(numbers)
@@ -256,6 +256,18 @@ class TablePredictor:
             )
             found: np.ndarray = self.loss.predictions(outputs).cpu().numpy()
         return found
+
+
+def _read(source: TablePortion, request: TableRequest) -> Iterator[RawRows]:
+    """`read_rows`, whose errors tell no remedy that only a preparation has."""
+    try:
+        yield from read_rows(source, request.schema, request.options.wrong)
+    except DataError as error:
+        if "schema" not in error.remedy:
+            raise
+        others = ", or leave such rows out by --wrong_rows count" * ("--wrong" in error.remedy)
+        remedy = f"give values of the kind that the column had in training{others}"
+        raise DataError(error.cause, remedy) from None
 
 
 @contextmanager

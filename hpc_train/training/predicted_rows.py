@@ -208,6 +208,7 @@ def put_together(
         made = PredictionSummary(**totals, scores=found)
         if scores is not None:
             with writing_to(scores):
+                scores.parent.mkdir(parents=True, exist_ok=True)
                 files.write_text(scores, json.dumps(made.scores, indent=2) + "\n")
         files.sync(result)
         check_target(target)

@@ -280,6 +280,11 @@ def test_wrong_rows_end_it_or_are_left_out(trained, tmp_path):
     with pytest.raises(DataError, match=r"t\.csv, line 22: column 'size': 'large' is no number"):
         predicted(trained, [source], tmp_path / "p.parquet")
     assert not list(tmp_path.glob("*p.parquet*"))
+    numbered = write_csv(tmp_path / "n.csv", columns | {"day": [1] * 50})
+    with pytest.raises(
+        DataError, match="give values of the kind that .* had in training, or leave"
+    ):
+        predicted(trained, [numbered], tmp_path / "p.parquet")
     made = predicted(trained, [source], tmp_path / "p.parquet", wrong="count", score=False)
     assert (made.rows, made.wrong, made.scores) == (49, 1, None)
     rows = pd.read_parquet(tmp_path / "p.parquet")["row"].tolist()
@@ -342,10 +347,12 @@ def test_options_that_do_not_fit_are_refused(trained, tmp_path):
     known = {name: columns[name] for name in ("size", "day", "color")}
     source = write_csv(tmp_path / "t.csv", known | {"prediction": columns["id"]})
     (tmp_path / "there.csv").touch()
+    (tmp_path / "folder.csv").mkdir()
     out = tmp_path / "p.csv"
     for error, message, how in (
         (ConfigError, "--out is .*p.json", {"out": tmp_path / "p.json"}),
         (DataError, "there.csv exists already", {"out": tmp_path / "there.csv"}),
+        (DataError, "folder.csv is a folder", {"out": tmp_path / "folder.csv"}),
         (ConfigError, "--columns names 'prediction'", {"columns": ("prediction",)}),
         (DataError, "no column 'b', nor 1 others, to copy", {"columns": ("b", "c")}),
         (DataError, "no scores to write, as it has no column 'kind'", {"scores": tmp_path / "s"}),
@@ -357,6 +364,9 @@ def test_options_that_do_not_fit_are_refused(trained, tmp_path):
 
 
 def test_other_checkpoints_are_refused(tmp_path):
+    source = write_csv(tmp_path / "t.csv", made_columns(10))
+    with pytest.raises(CheckpointMismatch, match=r"t.csv is a text, and no checkpoint"):
+        predicted(source, [source], tmp_path / "p.csv")
     state = json.dumps({"about": {"kind": "gpt"}, "identity": {}}).encode()
     gpt = tmp_path / "step-000000001.safetensors"
     save_tensors(gpt, {"model.weight": LocalTensor.whole(torch.ones(3))}, state, Group())

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from hpc_train.cli.prepare_table import prepare_table_together
+from hpc_train.cli.shared_portions import holds_hdf5
 from hpc_train.data.tables.prepare_table import prepare_table
 from hpc_train.data.tables.table_manifest import read_table_manifest
 from hpc_train.data.tables.table_request import TableOptions
@@ -109,3 +110,11 @@ def test_mistakes_end_with_one_line(tmp_path):
     trained = run(*hpc_train("train", "--data.path", "out", "--run.dir", "run"), cwd=tmp_path)
     assert trained.returncode == 2
     assert "rows of a table, not tokens of texts" in only_line(trained.stderr)
+
+
+def test_hdf5_files_are_found_in_folders(tmp_path):
+    (tmp_path / "in" / "part").mkdir(parents=True)
+    (tmp_path / "in" / "part" / "a.H5").touch()
+    (tmp_path / "in" / "b.csv").touch()
+    for name, found in {"in": True, "in/b.csv": False, "none": False, "c.hdf5": True}.items():
+        assert holds_hdf5(str(tmp_path / name)) == found

@@ -231,6 +231,7 @@ def test_the_header_names_each_column_once(tmp_path):
         b"\xff,b\n": "not UTF-8",
         b'"a,b\n1,2\n': "does not name its columns",
         b"PAR1\0\n": "does not begin like",
+        "a,b\n".encode("utf-16"): "is in UTF-16: convert it to UTF-8",
         b"a,c\n1,2\n": "no column 'b'",
         b"a,b,c\n1,2,3\n": "the column 'c'",
     }.items():

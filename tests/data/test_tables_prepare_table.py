@@ -201,6 +201,16 @@ def test_a_schema_edited_by_hand_decides(tmp_path):
     assert not any(one.column == "day" for one in made.features.numeric)
 
 
+def test_names_in_a_schema_are_texts_and_each_is_there_once():
+    for columns, cause in {
+        "{x: numeric, y: date, x: ignored}": "has the column 'x' twice",
+        "{x: numeric, no: date}": "name YAML reads as False: write its name in quotes",
+    }.items():
+        with pytest.raises(DataError, match=cause):
+            parse_schema(f"{{columns: {columns}, task: none}}")
+    assert parse_schema("{columns: {1: numeric}, task: none}").kind("1") == "numeric"
+
+
 def test_the_most_frequent_categories_get_codes_and_the_others_are_unknown(tmp_path):
     columns = {
         "number": [0, 1] * 8,

@@ -235,15 +235,23 @@ def test_texts_of_hdf5_without_a_fixed_length_are_refused(tmp_path):
 
 
 def test_folders_are_searched_for_files_of_tables(tmp_path, caplog):
-    for name in ("b/x.CSV.gz", "b/a.tsv", "a.parquet", "_SUCCESS", "c.csv", "readme.txt.gz"):
+    for name in (
+        "b/x.CSV.gz",
+        "b/a.tsv",
+        "a.parquet",
+        "_SUCCESS",
+        "c.csv",
+        ".b/c.csv",
+        "b/._a.tsv",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x\n")
     with caplog.at_level(logging.INFO, "hpc_train"):
-        found = list_tables([tmp_path / "c.csv", tmp_path])
+        found = list_tables([tmp_path / "c.csv", tmp_path], tell=True)
     names = [file.path.removeprefix(f"{tmp_path}/") for file in found]
     assert names == ["c.csv", "a.parquet", "b/a.tsv", "b/x.CSV.gz"]
     assert [file.delimiter for file in found] == [",", ",", "\t", ","]
-    assert "skipped 2 files" in caplog.text
+    assert "skipped 3 files" in caplog.text
     for path, cause in {"none.csv": "does not exist", "_SUCCESS": "is not one of"}.items():
         with pytest.raises(DataError, match=cause):
             list_tables([tmp_path / path])

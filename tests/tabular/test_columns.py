@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -20,12 +21,19 @@ COLUMNS = {
     "boolean": (pd.array([True, None], "boolean"), "numeric", [1.0, NAN]),
     "objects": (np.array([2, None], object), "numeric", [2.0, NAN]),
     "timedelta": (pd.to_timedelta([1, None], "D"), "numeric", [DAY, NAN]),
+    "decimals": (np.array([Decimal("1.5"), None], object), "numeric", [1.5, NAN]),
     "text": (np.array(["a", None], object), "categorical", ["a", None]),
     "string": (pd.array(["a", None], "string"), "categorical", ["a", None]),
     "category": (pd.Categorical([2.0, None]), "categorical", ["2", None]),
     "mixed": (np.array(["a", 2.0], object), "categorical", ["a", "2"]),
     "naive": (pd.to_datetime(["1970-01-02", None]), "date", [DAY, NAN]),
     "zone": (pd.to_datetime(["1970-01-02 01:00+01:00", None]), "date", [DAY, NAN]),
+    "arrow zone": (
+        pd.array([dt.datetime(1970, 1, 2), None], "timestamp[us, UTC][pyarrow]"),
+        "date",
+        [DAY, NAN],
+    ),
+    "arrow date": (pd.array([dt.date(1970, 1, 2), None], "date32[pyarrow]"), "date", [DAY, NAN]),
     "date": (np.array([dt.date(1970, 1, 2), None], object), "date", [DAY, NAN]),
     "nothing": (np.array([None, pd.NA], object), "numeric", [NAN, NAN]),
 }
@@ -58,11 +66,18 @@ def test_what_a_column_held_before_is_kept():
     assert columns["code"].tolist() == ["1", None]
     np.testing.assert_array_equal(columns["size"], [2.5, NAN])
     assert columns["plan"].tolist() == [None, None]
+    truth = pd.DataFrame({"paid": np.array([True, None], object)})
+    assert read_columns(truth, ["paid"], {"paid": "categorical"})[0]["paid"].tolist() == [
+        "True",
+        None,
+    ]
     with pytest.raises(ValueError, match="'code' holds numbers, but it held dates in fit"):
         read_columns(table[["code"]], ["code"], {"code": "date"})
 
 
-@pytest.mark.parametrize(("value", "error"), [({}, TypeError), (1j, ValueError)])
+@pytest.mark.parametrize(
+    ("value", "error"), [({}, TypeError), (1j, ValueError), (10**400, ValueError)]
+)
 def test_other_values_are_refused(value, error):
     with pytest.raises(error, match="column 'x'"):
         read_columns(pd.DataFrame({"x": np.array([1.0, value], object)}), ["x"])

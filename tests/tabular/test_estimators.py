@@ -112,7 +112,9 @@ def test_labels_are_predicted_each_for_itself():
     assert best["validation_log_loss"] == pytest.approx(np.mean(every))
     for wrong, told in (
         ({"y": y * 2}, "neither 0 nor 1"),
-        ({"y": y, "eval_set": (X, y[:, :2])}, r"labels of shape \(300, 2\), but y has 3 columns"),
+        ({"y": y, "eval_set": (X, y[:, :2])}, r"shape \(300, 2\), but y has 3 columns of labels"),
+        ({"y": [[0, 1, 1]] * 299 + [[0, 1]]}, "y has rows of different lengths"),
+        ({"y": pd.Series([["a"], ["a", "b"]] * 150)}, "y has rows .*MultiLabelBinarizer"),
     ):
         with pytest.raises(ValueError, match=told):
             Classifier().fit(X, **wrong)
@@ -149,6 +151,13 @@ def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
         ({"model": "forest"}, ValueError, "model is 'forest': give one of mlp, resnet"),
         ({"epochs": 1, "steps": 2}, ValueError, "epochs and steps are both given"),
         ({"validation_fraction": 1.0}, ValueError, "validation_fraction is 1.0"),
+        ({"validation_fraction": None}, ValueError, "validation_fraction is None"),
+        ({"batch": 0}, ValueError, "batch is 0: give a whole number, 1 or more"),
+        ({"steps": "9"}, ValueError, "steps is '9': give a whole number"),
+        ({"seed": None}, ValueError, "seed is None: give a whole number, 0 or more"),
+        ({"config": ["model.hidden"]}, ValueError, "config is .*: give a dict"),
+        ({"config": {"hidden": 3}}, ConfigError, "unknown key 'hidden': give keys as"),
+        ({"config": {"data.validation_every": "9"}}, ConfigError, "validation_every is '9'"),
         ({"config": {"run.seed": 3}}, ConfigError, "config has run.seed.*the parameter seed"),
         ({"config": {"checkpoint.every": 3}}, ConfigError, "without run_dir nothing is written"),
         ({"config": {"checkpoint.weights": "x"}}, ConfigError, "does not take: leave it out"),
@@ -180,17 +189,39 @@ def test_wrong_parameters_are_named(changes, error, told):
 
 def test_targets_that_cannot_be_learned_are_named():
     X, y = curve(30)
+    for wrong in pd.Series([1.5, None] * 15, dtype=object), pd.array(["a", None] * 15, "string"):
+        for made in Regressor(), Classifier():
+            with pytest.raises(ValueError, match="Input y contains NaN"):
+                made.fit(X, wrong)
+    with pytest.raises(ValueError, match="class_weight is {'a': -1}: give numbers from 0"):
+        Classifier(class_weight={"a": -1}).fit(X, ["a", "b"] * 15)
+    with pytest.raises(ValueError, match="sample_weight has a value that is no number"):
+        Regressor().fit(X, y, sample_weight=["a"] * 30)
+    with pytest.raises(ValueError, match="two columns of X have the name 'a'"):
+        Regressor().fit(pd.DataFrame(X, columns=[*"abca"]), y)
     with pytest.raises(ValueError, match="if its columns are labels, give them the values 0 and 1"):
         Classifier().fit(X, np.tile([[0, 1], [1, 2], [2, 0]], (10, 1)))
     with pytest.raises(ValueError, match="y has values whose squares exceed float64"):
         Regressor().fit(X, y * 1e300)
+    with pytest.raises(ValueError, match="y has a value that is no number: .*'tall'"):
+        Regressor().fit(X, ["tall"] * 30)
+    with pytest.raises(ValueError, match="X has rows of different lengths"):
+        Regressor().fit([[1, 2]] * 29 + [[1]], y)
 
 
 def test_wrong_rows_to_evaluate_with_are_named():
     X, y = customers(60)
     with pytest.raises(ValueError, match="patience is 0, so nothing is evaluated"):
         Classifier(patience=0).fit(X, y, eval_set=(X, y))
-    with pytest.raises(ValueError, match="eval_set has the class 'other', which y has not"):
-        Classifier().fit(X, y, eval_set=(X, np.full(60, "other")))
+    for wrong, told in (
+        ((X, np.full(60, "other")), "its y has the class 'other', which y has not"),
+        ((X.iloc[:, 1:], y), "The feature names should match.*\n- months"),
+        ((X.assign(months="few"), y), "column 'months' held numbers in fit"),
+        ((X, y[1:]), ".*inconsistent numbers of samples"),
+        ((X, np.stack([y, y], 1)), "y should be a 1d array"),
+        ((X, y, np.zeros(60)), "(?:all values of sample_weight are 0|Sample weights must)"),
+    ):
+        with pytest.raises(ValueError, match=rf"(?s)eval_set: {told}"):
+            Classifier().fit(X, y, eval_set=wrong)
     with pytest.raises(ValueError, match="eval_set is no tuple"):
         Classifier().fit(X, y, eval_set=X)

@@ -163,11 +163,27 @@ def test_without_patience_the_model_is_that_of_the_last_step():
     assert error_of(made, X, y, y.var()) == pytest.approx(longer.history_[-1]["loss"], rel=1e-9)
 
 
-def test_another_table_in_the_same_run_directory_is_refused(tmp_path):
+def test_another_fit_in_the_same_run_directory_is_refused(tmp_path):
     X, y = curve()
-    made = Regressor(steps=20, run_dir=tmp_path, config=SMALL).fit(X, y)
-    with pytest.raises(CheckpointMismatch, match=r"the table .*, this run has"):
-        made.fit(X, y + 1)
+    how = {"steps": 20, "run_dir": tmp_path, "batch": 16, "config": SMALL}
+    made = Regressor(**how).fit(X, y)
+    for few in (X, y + 1), (X[:60], y[:60]):
+        with pytest.raises(CheckpointMismatch, match="a fit to another table: give the same X"):
+            made.fit(*few)
+    for changes, told in (
+        ({"seed": 1}, "seed 0, this one has 1: set seed back, or give another run_dir"),
+        ({"batch": 8}, "batch 16, this one has 8"),
+        ({"model": "resnet", "config": {}}, "model mlp, this one has resnet"),
+        ({"quantiles": (0.5,)}, r"quantiles \[\], this one has \[0.5\]: set quantiles back"),
+        ({"config": SMALL | {"model.hidden": 8}}, "model.hidden 16, this one has 8"),
+        ({"config": EXACT}, "precision.dtype float32, this one has float64"),
+    ):
+        with pytest.raises(CheckpointMismatch, match=f"run_dir .* has a fit with {told}"):
+            Regressor(**how | changes).fit(X, y)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="which has the history of the fit, cannot be read"):
+        Regressor(**how).fit(X, y)
+    Regressor(**how | {"steps": 21, "lr": 0.1, "config": SMALL | {"model.dropout": 0.5}}).fit(X, y)
 
 
 def test_a_fit_leaves_the_random_generators_as_they_were():

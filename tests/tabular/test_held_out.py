@@ -14,7 +14,7 @@ def test_each_class_has_its_share_and_none_is_lost():
 
 
 def test_the_seed_alone_chooses():
-    chosen = [choose_held_out(500, 0.2, seed) for seed in (1, 1, 2)]
+    chosen = [choose_held_out(500, 0.2, seed) for seed in (1, np.int32(1), 2)]
     assert [one.sum() for one in chosen] == [100] * 3
     assert (chosen[0] == chosen[1]).all()
     assert (chosen[0] != chosen[2]).any()

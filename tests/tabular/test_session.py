@@ -85,6 +85,7 @@ def test_a_fit_that_was_killed_or_stopped_makes_the_same_model_bit_for_bit(tmp_p
         assert result(start(script, tmp_path / name, 0, 0, ranks=ranks)) == whole
 
 
+LONG = pytest.mark.long
 PLAIN = "made = Regressor(**how)\n"
 
 
@@ -118,6 +119,34 @@ def test_the_same_mistake_of_all_ranks_is_told_once(tmp_path):
     done = start(program(tmp_path, PLAIN + "made.fit(X, y[1:])\n"), ranks=2)
     assert done.returncode != 0
     assert done.stderr.count("inconsistent numbers of samples") == 1, done.stderr
+
+
+@pytest.mark.slow("starts two ranks cold")
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("made.fit(X, y).score(X, y[1:])", "inconsistent numbers of samples"),
+        pytest.param("made.fit(X, y).predict(X[:, 1:])", "X has 3 features", marks=LONG),
+        pytest.param("made.predict(X)", "instance is not fitted yet", marks=LONG),
+    ],
+    ids=["score", "predict", "unfitted"],
+)
+def test_a_mistake_of_all_ranks_in_predictions_is_one_line(tmp_path, text, told):
+    script = program(tmp_path, PLAIN.replace("90", "9") + text)
+    done = start(script, ranks=2)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert len(lines) == 1, done.stderr
+    assert told in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.slow("starts two ranks cold")
+def test_another_error_of_all_ranks_has_one_traceback(tmp_path):
+    text = PLAIN + "made.fit(X, y)\n{}['x']\n"
+    done = start(program(tmp_path, text), ranks=2)
+    assert done.stderr.count("Traceback") == 1, done.stderr
 
 
 def test_a_process_that_a_rank_has_started_cannot_fit(monkeypatch):

@@ -6,6 +6,7 @@ kind. A block with a value that does not is read again as texts, so that each wr
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 from collections.abc import Callable, Iterator
@@ -112,6 +113,8 @@ def csv_columns(file: TableFile) -> tuple[list[str], int]:
     header = begin[_blank(begin) : end if end >= 0 else len(begin)]
     if not header:
         raise DataError(f"{file.path} is empty", "leave it out")
+    if header.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{file.path} is in UTF-16", "convert it to UTF-8, as by `iconv -f UTF-16`")
     if b"\0" in header or (end < 0 and len(header) > RECORD_BYTES):
         raise DataError(f"{file.path} does not begin like a csv file", "leave it out")
     try:

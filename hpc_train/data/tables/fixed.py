@@ -28,6 +28,7 @@ from hpc_train.data.tables.statistics import (
     smallest,
     summary_of,
 )
+from hpc_train.data.tables.table_files import SHOWN_NAMES
 from hpc_train.data.tables.targets import class_order
 from hpc_train.errors import DataError
 
@@ -149,7 +150,8 @@ def fix_features(
             found[name] = _categorical(name, counts, missing, rows, options)
     dropped = [name for name, made in found.items() if made is None]
     if dropped:
-        logger.info("no features, as all training rows have the same value: %s", ", ".join(dropped))
+        shown = ", ".join(dropped[:SHOWN_NAMES]) + ", ..." * (len(dropped) > SHOWN_NAMES)
+        logger.info("no features, as all training rows have the same value: %s", shown)
     if len(dropped) == len(found):
         raise DataError(
             "all training rows have the same values", "give more rows, or other columns"

@@ -20,7 +20,7 @@ from hpc_train.data.tables.features import Categories
 from hpc_train.data.tables.parquet_source import sample_parquet
 from hpc_train.data.tables.schema import MISSING, Column, ColumnKind, TableSchema, TableTask
 from hpc_train.data.tables.sources import table_columns
-from hpc_train.data.tables.table_files import TableFile, check_names
+from hpc_train.data.tables.table_files import TableFile, check_names, told_names
 from hpc_train.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -89,10 +89,7 @@ def infer_schema(
     kinds = {name: _kind(column) for name, column in sampled.items()}
     for name in targets:
         if name not in names:
-            remedy = f"its columns are {', '.join(names)}"
-            if len(names) == 1 and files[0].format == "csv":
-                remedy += "; commas separate them, or tabs in a .tsv file"
-            raise DataError(f"the table has no column {name!r}", remedy)
+            raise DataError(f"the table has no column {name!r}", told_names(files[0], names))
     if task is None:
         task = _task(kinds, sampled, targets)
     _suit_roles(kinds, names, {"group": group, "time": time, "weight": weight})

@@ -132,7 +132,21 @@ def parse_schema(text: str) -> TableSchema:
         said = getattr(error, "problem", None) or str(error).splitlines()[0]
         place = f", line {mark.line + 1}" if mark else ""
         raise DataError(f"the schema is not YAML{place}: {said}", "mend the file") from None
+    _check_once(text)
     return schema_of_tree(tree)
+
+
+def _check_once(text: str) -> None:
+    """Check that the YAML text of a schema names no column twice: the last one would count."""
+    root = yaml.compose(text, yaml.SafeLoader)
+    parts = dict(root.value) if isinstance(root, yaml.MappingNode) else {}
+    for key, part in parts.items():
+        if key.value == "columns" and isinstance(part, yaml.MappingNode):
+            names = [name.value for name, _ in part.value]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise DataError(
+                    f"the schema has the column {twice[0]!r} twice", "remove one of them"
+                )
 
 
 def schema_of_tree(tree: Any) -> TableSchema:
@@ -154,6 +168,11 @@ def schema_of_tree(tree: Any) -> TableSchema:
         if kind not in COLUMN_KINDS:
             raise DataError(
                 f"column {name!r} has the kind {kind!r}", f"give one of {', '.join(COLUMN_KINDS)}"
+            )
+        if name is None or isinstance(name, (bool, float)):
+            raise DataError(
+                f"the schema has a column whose name YAML reads as {name}",
+                "write its name in quotes",
             )
         columns.append(Column(name=str(name), kind=kind))
     given: dict[str, Any] = {key: tree.get(key) for key in ("group", "time", "weight")}

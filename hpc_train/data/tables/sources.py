@@ -40,10 +40,15 @@ FORMATS: dict[str, TableFormat] = {
 }
 
 
-def list_tables(paths: Sequence[str | Path]) -> list[TableFile]:
+def list_tables(paths: Sequence[str | Path], *, tell: bool = False) -> list[TableFile]:
     """The files of a table among files and in folders, in the order of their paths.
 
-    In folders, files with other endings than those of tables are left out. One rank calls it.
+    In folders, files with other endings than those of tables are left out, and so is what has a
+    name with a dot at its beginning. One rank calls it.
+
+    Args:
+        paths: files and folders.
+        tell: whether to log how many files were left out.
 
     Raises:
         DataError: a path does not exist or is no table, or there is no file.
@@ -53,7 +58,8 @@ def list_tables(paths: Sequence[str | Path]) -> list[TableFile]:
     for given in map(Path, paths):
         if given.is_dir():
             for path in sorted(path for path in given.rglob("*") if path.is_file()):
-                form = _format(path)
+                hidden = any(part.startswith(".") for part in path.relative_to(given).parts)
+                form = None if hidden else _format(path)
                 skipped += form is None
                 if form is not None:
                     found[path] = form
@@ -68,7 +74,7 @@ def list_tables(paths: Sequence[str | Path]) -> list[TableFile]:
             found[given] = form
     if not found:
         raise DataError("no file of a table was found", f"give files with {', '.join(FORMATS)}")
-    if skipped:
+    if skipped and tell:
         told = plural(
             skipped, "file that is no table by its name", "files that are no tables by their names"
         )

@@ -20,6 +20,7 @@ TableFormat = Literal["csv", "parquet", "npz", "hdf5"]
 WrongPolicy = Literal["raise", "count"]
 BATCH_ROWS = 1 << 16  # the most rows of a batch
 SAMPLED_ROWS = 4096  # of a row group, or of arrays
+SHOWN_NAMES = 20  # in a message
 PORTION_BYTES = 8 << 20  # of a file; a portion is read by one rank
 
 
@@ -121,6 +122,15 @@ def opened_table(file: TableFile) -> Iterator[BinaryIO]:
     with reading_from(file.path), Path(file.path).open("rb") as opened:
         file.check(os.fstat(opened.fileno()))
         yield cast("BinaryIO", opened)
+
+
+def told_names(file: TableFile, names: list[str]) -> str:
+    """A remedy for a missing column: the names of those that a file has."""
+    shown = [name if name == name.strip() else repr(name) for name in names[:SHOWN_NAMES]]
+    told = f"its columns are {', '.join(shown)}" + ", ..." * (len(names) > SHOWN_NAMES)
+    if len(names) == 1 and file.format == "csv":
+        told += "; commas separate them, or tabs in a .tsv file"
+    return told
 
 
 def check_names(file: TableFile, found: list[str], expected: list[str]) -> None:

@@ -109,7 +109,7 @@ def table_request(
             value = getattr(given.features, name)
             raise DataError(f"--{name} is {value}", f"give a number of at least {least}")
     _check_roles(schema)
-    return TableRequest(target, schema, tuple(list_tables(paths)), given)
+    return TableRequest(target, schema, tuple(list_tables(paths, tell=True)), given)
 
 
 def _check_roles(schema: TableSchema) -> None:
