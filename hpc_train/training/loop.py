@@ -36,6 +36,7 @@ from hpc_train.training.averaging import options_of, whole_training_state
 from hpc_train.training.costs import RunCosts
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
+from hpc_train.training.keeping import keeping_divided
 from hpc_train.training.loop_records import LoopRecords
 from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_integer
 from hpc_train.training.parts import MANY_PASSES, parts_of_loop
@@ -121,10 +122,9 @@ class Loop(Stepping):
             self.averager, model, optimizer, self.collectives, self.scaler, divided=options.divided
         )
         owned = not options.divided or group.rank == 0
-        copied = options.background
         own = bool(options.memory.stage) or options.gradients.average_every > 1
         self.registered = Registered(
-            group, optimizer, model, copied=copied, owned=owned, own_gradients=own
+            group, optimizer, model, copied=options.background, owned=owned, own_gradients=own
         )
         state = replace(state, extra=Together([state.extra, self.registered]))
         try:
@@ -292,7 +292,7 @@ class Loop(Stepping):
     def close(self) -> None:
         """Release what the loop holds, after a last checkpoint if it was left early. Collective.
 
-        The model and the optimizer stay as they are. Another loop may be made with them.
+        The optimizer and the model stay, with all parameters if they fit. Another loop may be made.
 
         Raises:
             UserError: other ranks have not left the loop.
@@ -305,7 +305,8 @@ class Loop(Stepping):
             with self._watched():
                 self._end()
                 self.checkpoints.close()
-                self.averager.close()
+                with keeping_divided(self.averager, self._runtime, failed=self._failed):
+                    self.averager.close()
                 batch_norms.release(self.checkpoints.state.model, self.collectives)
                 self._calls.close()
         except BaseException:

@@ -21,7 +21,7 @@ from hpc_train.training.device import free_memory_of
 
 logger = logging.getLogger(__name__)
 
-USED = 0.9  # the share of the free memory that a step may use
+USED = 0.9  # the share of the free memory that a step, or what is kept after it, may use
 PER_STAGE = 4  # micro-batches that a step has for each stage of a pipeline, so that few ranks wait
 
 

@@ -41,7 +41,8 @@ class LoopOptions:
         private_parameters: whether the loop's own code reads no parameter, and only the modules
             that have a parameter do. Then gathers between nodes go on during the next forward pass,
             and memory.zero can be 3, which needs a model with `stages`. With 3 all ranks call the
-            model equally often. After `close` the divided parameters have no elements.
+            model, and go backward through it, equally often. After `close` every rank has all
+            parameters, if they fit in memory.
         clip_norm: largest global norm of the averaged gradients in each step; 0 disables clipping.
             With local steps (average_every) it limits the norm of each rank's own gradients.
         precision: the number format in which `autocast` computes; float16 has a loss scale. None:

@@ -39,6 +39,7 @@ from hpc_train.seeds import mix, mix_each
 from hpc_train.training.assemble import assemble
 from hpc_train.training.device import moved, seed
 from hpc_train.training.finite import check_finite
+from hpc_train.training.keeping import keeping_divided
 from hpc_train.training.learning_rate import learning_rate
 from hpc_train.training.micro_batch import (
     find_micro_batch,
@@ -105,12 +106,17 @@ class Trainer:
     def close(self) -> None:
         """Release hooks, threads, shared memory and communicators. Collective.
 
-        The model keeps this rank's part of the parameters. Another Trainer may be made.
+        The model keeps this rank's part of the parameters, also of those that were divided over
+        nodes, if they fit in memory. Another Trainer may be made.
         """
+        self._close(failed=False)
+
+    def _close(self, *, failed: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        self.assembly.close()
+        with keeping_divided(self.averager, self.runtime, failed=failed):
+            self.assembly.close()
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +125,7 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         if leave_together(self.group, error):
-            self.close()
+            self._close(failed=error is not None)
 
     def train(self) -> None:
         """Train until the last step, or until `run.patience` ends it. Collective.
