@@ -24,7 +24,10 @@ DESCRIPTION = (
 )
 
 SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(RunConfig)}
-PATH_KEYS = ("run.dir", "data.path", "data.cache", "checkpoint.resume", "checkpoint.weights")
+PATH_KEYS = (
+    "run.dir", "data.path", "data.cache", "memory.offload", "checkpoint.resume",
+    "checkpoint.weights",
+)  # fmt: skip
 """Keys whose values are paths: ~ and variables of the environment are expanded in them."""
 PARTS: dict[str, Any] = {"run.profile": ProfileSection}
 """Mappings inside of sections, which have keys of their own."""

@@ -159,7 +159,7 @@ class MemorySection:
                     f"memory.{key} is {getattr(self, key)!r}",
                     f"give one of {', '.join(map(str, values))}",
                 )
-        if self.offload != "none" and not self.offload.startswith("/"):
+        if self.offload != "none" and not self.offload.startswith(("/", "$")):
             raise ConfigError(
                 f"memory.offload is {self.offload!r}",
                 "give none, or the full path of a folder on the nodes' own disks",

@@ -172,6 +172,7 @@ def test_home_and_variables_are_expanded_in_paths(tmp_path, monkeypatch):
     assert made.run.dir == "/home/me/runs/x"
     assert (made.data.path, made.checkpoint.weights) == ("/scratch/me/data", "/scratch/me/w")
     assert load(None, ["--checkpoint.resume=~/other"]).checkpoint.resume == "/home/me/other"
+    assert load(None, ["--memory.offload=$TEXTS/disk"]).memory.offload == "/scratch/me/disk"
 
 
 @pytest.mark.parametrize(
@@ -193,6 +194,8 @@ def test_a_path_that_cannot_be_expanded_is_refused(value, message):
 def test_a_variable_of_the_job_may_be_unknown_where_it_is_submitted():
     options = ["--data.path", "$NO_SUCH/data"]
     assert load(None, options, later=("data.path",)).data.path == "$NO_SUCH/data"
+    disk = ["--memory.offload", "$NO_SUCH"]
+    assert load(None, disk, later=("memory.offload",)).memory.offload == "$NO_SUCH"
     with pytest.raises(ConfigError, match="data.path"):
         load(None, options)
 
