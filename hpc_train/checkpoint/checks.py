@@ -28,6 +28,7 @@ from hpc_train.checkpoint.fileformat import LocalTensor, format_dtypes, hash_of
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.state import TrainingState, module_extras, modules_with_extra
 from hpc_train.errors import DivergenceError, UserError
+from hpc_train.models.deferred import check_has_memory
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
@@ -44,6 +45,7 @@ def check_savable(trained: TrainingState) -> None:
     Raises:
         UserError: it cannot. The message names the first thing that it cannot hold.
     """
+    check_has_memory(trained.model)
     _check_parameters(trained)
     _check_model(trained)
     for name, value in _slots(trained.optimizer):

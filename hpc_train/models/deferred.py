@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -205,7 +206,7 @@ class Deferring(TorchFunctionMode):
 
     def _blank_of(self, thing: object) -> int:
         """The address of the memory of a tensor without values; 0 for all else."""
-        if not isinstance(thing, Tensor) or thing.layout is not torch.strided:
+        if not isinstance(thing, Tensor) or thing.layout is not torch.strided or is_lazy(thing):
             return 0
         at = thing.untyped_storage().data_ptr()
         return at if at in self.blanks else 0
@@ -251,8 +252,9 @@ class Deferring(TorchFunctionMode):
         Buffers and tensors elsewhere in the model get their values.
 
         Raises:
-            UserError: a parameter is never given values.
+            UserError: a parameter is never given values, or as `check_has_memory`.
         """
+        check_has_memory(model)
         for tensor in [*model.buffers(), *_beside(model)]:
             if at := self._blank_of(tensor):
                 self.because[at] = "an attribute of the model has them, too"
@@ -288,6 +290,26 @@ class Deferring(TorchFunctionMode):
             f"every rank built {mib:.1f} MiB of parameters whole, because "
             f"{self.because.get(at, made)} (the largest is {name})"
         )
+
+
+def check_has_memory(model: nn.Module) -> None:
+    """Check that a model's parameters and buffers have a shape, and memory.
+
+    Raises:
+        UserError: one has none. The message names it.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise UserError(
+                f"{name} of the model has no shape yet",
+                "call the model with a batch before you pass it on, or use no lazy modules",
+            )
+        if tensor.is_meta:
+            raise UserError(
+                f"{name} of the model is on the device meta, and has no values",
+                "build it without that device; a model that is given as a class or function takes "
+                "no memory before it is filled (docs/how-to/memory.md)",
+            )
 
 
 def _beside(model: nn.Module) -> Iterator[Tensor]:
@@ -335,7 +357,7 @@ def deferred(
         The model, and in words which parameters have values already, and why.
 
     Raises:
-        UserError: a parameter is never given values, or `build` returns something else.
+        UserError: as `Deferring.recipes`, or `build` returns something else.
     """
     usual, mode = torch.get_default_dtype(), Deferring(seed)
     torch.set_default_dtype(dtype)

@@ -25,7 +25,7 @@ from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.tables.balanced import RowsOfClass
 from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.gradients import GradientAverager, LossScaler
-from hpc_train.models.deferred import deferred, recipes_of
+from hpc_train.models.deferred import check_has_memory, deferred, recipes_of
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
@@ -229,12 +229,14 @@ def _built(config: RunConfig, task: TrainingTask, group: Group) -> nn.Module:
             if told and group.rank == 0 and group.size > 1:
                 logger.info("%s", told)
             recipes = "\n".join(f"{n} {r.describe()}" for n, r in recipes_of(model).items())
-        elif group.size > 1 and (nbytes := sum(p.nbytes for p in model.parameters())) > LARGE:
-            logger.info(
-                "every rank built the whole model (%s): give TrainingTask a function that builds "
-                "it, and each rank fills its own part only",
-                size(nbytes),
-            )
+        else:
+            check_has_memory(model)
+            if group.size > 1 and (nbytes := sum(p.nbytes for p in model.parameters())) > LARGE:
+                logger.info(
+                    "every rank built the whole model (%s): give TrainingTask a function that "
+                    "builds it, and each rank fills its own part only",
+                    size(nbytes),
+                )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError(
                 "no parameter of the model requires a gradient, so there is nothing to train",

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from hpc_train.checkpoint.checks import check_savable
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.errors import UserError
 from hpc_train.models.deferred import deferred, is_unfilled, recipes_of
 from hpc_train.models.initial import RecordedValues
@@ -171,6 +173,30 @@ def test_a_parameter_that_is_never_filled_is_named():
 
     with pytest.raises(UserError, match="parameter weight of the model is never given values"):
         built(Forgotten)
+
+
+class Blank(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = nn.LazyLinear(2) if kind == "lazy" else nn.Linear(2, 2)
+        if kind == "meta":
+            self.layer.bias = nn.Parameter(torch.zeros(2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("lazy", r"layer\.weight of the model has no shape yet: call the model with a batch"),
+        ("meta", r"layer\.bias of the model is on the device meta"),
+    ],
+)
+def test_what_has_no_values_is_named(kind, told):
+    with pytest.raises(UserError, match=told):
+        built(lambda: Blank(kind))
+    model = Blank(kind)
+    state = TrainingState(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(UserError, match=told):
+        check_savable(state)
 
 
 def test_a_function_that_builds_no_module_is_named():
