@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +39,7 @@ class Gate:
         self.module, self.name, self.original, self.before = module, name, original, before
         self.attendant: Attendant | None = None
         self.place = 0
-        self._output: Callable[[], Any] = lambda: None  # what the module has returned last
+        self._output: list[weakref.ref[Tensor]] = []  # the tensors that the module returned last
 
     def __call__(self, *args: Any, **how: Any) -> Any:
         """Compute the module, once its parameters are ready."""
@@ -48,12 +48,11 @@ class Gate:
         self._check_order(args)
         self.attendant.before_forward(self.place)
         output = self.original(*args, **how)
-        if isinstance(output, Tensor):
-            self._output = weakref.ref(output)
+        self._output = [weakref.ref(tensor) for tensor in _tensors(output)]
         if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._before_backward)
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._before_backward)
         return output
 
     def _check_order(self, args: Sequence[Any]) -> None:
@@ -61,7 +60,10 @@ class Gate:
 
         Parameters are taken away when the next module is reached. So no other one may be under way.
         """
-        if self.before is not None and not (args and args[0] is self.before._output()):
+        if self.before is None:
+            return
+        known = {id(tensor) for one in self.before._output if (tensor := one()) is not None}
+        if not any(id(tensor) in known for tensor in _tensors(args[:1])):
             raise UserError(
                 f"stage {self.name} does not take the result of stage {self.before.name}",
                 "memory.zero 3 needs a model whose `stages` are called in order, each with the "
@@ -75,6 +77,11 @@ class Gate:
     def _before_backward(self, _: Tensor) -> None:
         if self.attendant is not None:
             self.attendant.before_backward(self.place)
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    """The tensors in a tensor, list, tuple or dict."""
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def attend(gates: Sequence[Gate], attendant: Attendant | None) -> None:
