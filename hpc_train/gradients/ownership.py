@@ -39,15 +39,25 @@ def take_over(optimizer: Optimizer) -> None:
     An averager is closed if some of these parameters are its own optimizer's, as when a second loop
     trains the model of a first. The closed averager's optimizer refuses to step, because its
     gradients are no longer averaged.
+
+    Raises:
+        UserError: an averager has divided the parameters over nodes; on all ranks.
     """
     wanted = trained_by(optimizer)
     owners = {id(owner): owner for owner in (OWNERS.get(p) for p in wanted) if owner is not None}
     for owner in owners.values():
-        theirs = {id(p) for p in parameters_of(owner.optimizer)}
+        # With memory.zero the optimizer has parts of the parameters that are shared.
+        shared = getattr(owner, "shared", ())
+        theirs = {id(p) for p in (*parameters_of(owner.optimizer), *shared)}
         mine = [p for p in wanted if OWNERS.get(p) is owner]
         if not any(id(p) in theirs for p in mine):
             owner.release(mine)
             continue
+        if getattr(owner, "streamed", ()):
+            raise UserError(
+                "the model has parameters that another loop has divided over nodes",
+                "close that loop before you make this one",
+            )
         owner.close()
         if owner.optimizer is not optimizer:
             owner.optimizer.register_step_pre_hook(_refuse)

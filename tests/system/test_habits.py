@@ -596,7 +596,8 @@ def shared_bytes() -> int:
     return total
 
 
-def test_averagers_are_made_again_and_leave_nothing(job):
+@pytest.mark.parametrize("zero", [0, 1])
+def test_averagers_are_made_again_and_leave_nothing(job, zero):
     """In a notebook, or in a sweep, the next one is often made without closing the last."""
     group = job.world
     model = nn.Linear(500, 500).double()
@@ -604,7 +605,8 @@ def test_averagers_are_made_again_and_leave_nothing(job):
     sizes = []
     for _ in range(4):
         optimizers.append(torch.optim.SGD(model.parameters(), lr=1e-3))
-        averager = average_gradients(model, optimizers[-1], group)
+        options = AveragingOptions(engine="mpi", zero=zero)
+        averager = average_gradients(model, optimizers[-1], group, options)
         for _step in range(3):
             optimizers[-1].zero_grad()
             model(torch.full((1, 500), 1.0 + group.rank).double()).sum().backward()
