@@ -80,11 +80,13 @@ class Stepping(Delivery):
     def _check_scaled(self, scaler: LossScaler) -> None:
         """Refuse float16 gradients of a loss that was not scaled."""
         # A rank without samples leaves its backward pass out: it has no gradients to refuse.
-        groups = self.optimizer.param_groups
+        # With memory.zero the optimizer has parts of parameters, which get theirs later.
+        trained = [p for one in self.optimizer.param_groups for p in one["params"]]
+        trained += self.checkpoints.state.model.parameters()
         if (
             scaler.dynamic
             and not self._is_scaled
-            and any(p.grad is not None for one in groups for p in one["params"])
+            and any(parameter.grad is not None for parameter in trained)
         ):
             raise UserError(
                 "the loop has precision float16, and the loss of this step has no scale",
