@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.collectives.node import NodeMemory
+from hpc_train.errors import UserError
 from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.progress import Progress
@@ -98,6 +99,14 @@ class SharedParameters:
             for parameter, view in bucket.views(flat).items():
                 parameter.data = view
         self._places = {p: p.data_ptr() for p in self.home}
+
+    def __reduce__(self) -> str:
+        """Refuse that a model whose modules wait for these parameters is copied or pickled."""
+        raise UserError(
+            "a model was copied or pickled while parts of its parameters may be on other nodes "
+            "(memory.zero)",
+            "do it before the loop is made or after it is closed, or leave private_parameters out",
+        )
 
     def _touched(self) -> int:
         """Bytes of the shared memory that will be used at once."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,11 +112,13 @@ class StreamedParameters(SharedParameters):
     def attend(self, model: nn.Module) -> None:
         """Gather parameters from now on when a stage is about to compute."""
         attend(self.gates, self)
-        # Messages move only if somebody looks after them.
-        look = partial(_ignoring, self.progress.advance)
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)):
-                self._hooks.append(module.register_forward_pre_hook(look))
+                self._hooks.append(module.register_forward_pre_hook(self._advance))
+
+    def _advance(self, *_: Any) -> None:
+        """Let messages move on: a hook before a module's forward pass."""
+        self.progress.advance()
 
     def before_forward(self, place: int) -> None:
         """Bring the parameters of a stage, and begin to bring those of the next one."""
@@ -205,7 +206,3 @@ class StreamedParameters(SharedParameters):
         for parameter in self.divided:
             parameter.data = parameter.data.new_empty(0)
         super().release()
-
-
-def _ignoring(call: Any, *_: Any) -> None:
-    call()

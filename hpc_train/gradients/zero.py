@@ -37,7 +37,8 @@ def check_divisible(optimizer: Optimizer) -> None:
     if optimizer.state:
         raise UserError(
             "the optimizer has a state already, which memory.zero would have to divide",
-            "set up averaging first, then restore the state",
+            "set up averaging first, then restore the state; leave zero out for an optimizer that "
+            "has a state from the beginning, as Adagrad",
         )
     if WHOLE & {kind.__name__ for kind in type(optimizer).__mro__}:
         raise UserError(
@@ -238,8 +239,8 @@ class ShardedAverager(BucketAverager):
         The optimizer has all parameters again, and its state is cleared.
         """
         self.parameters.wait()
-        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
-            group["params"] = parameters
+        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=False):
+            group["params"] = parameters  # groups that came later, an error, stay as they are
         self.optimizer.state.clear()
         self._gradients = {}
         super().close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 
 import pytest
@@ -22,6 +23,7 @@ from hpc_train.models.gate import Gate, attend
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training import keeping
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import STEPS, check_equal, config, records, text
@@ -228,16 +230,15 @@ def loop_losses(place, directory, epochs, options):
     return seen, model
 
 
+def two_nodes(whole):
+    node = whole.split(NODES["two"][whole.rank], whole.rank)
+    return Levels.join(whole, node, whole.split(node.rank, whole.rank))
+
+
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize(("order", "again"), [((3, 0), "none"), ((0, 3), "full"), ((3, 3), "full")])
 def test_a_loop_of_ones_own(job, together, tmp_path, spoilt, monkeypatch, order, again):
-    nodes = NODES["two"]
-
-    def two_nodes(whole):
-        node = whole.split(nodes[whole.rank], whole.rank)
-        return Levels.join(whole, node, whole.split(node.rank, whole.rank))
-
-    expected, _ = loop_losses(
+    expected, trained = loop_losses(
         Runtime(Group(), Group()), tmp_path, 4, hpc_train.LoopOptions(clip_norm=0.3)
     )
     monkeypatch.setattr(Levels, "of", staticmethod(two_nodes))
@@ -252,6 +253,52 @@ def test_a_loop_of_ones_own(job, together, tmp_path, spoilt, monkeypatch, order,
         seen += found
         assert not any(isinstance(vars(m).get("forward"), Gate) for m in model.modules())
     assert seen == pytest.approx(expected, rel=1e-10)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, trained.get_parameter(name))
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_mistakes_of_a_loop_are_told(job, together, monkeypatch, zero):
+    monkeypatch.setattr(Levels, "of", staticmethod(two_nodes))
+    model = Blocks()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    memory = hpc_train.MemorySection(zero=zero)
+    options = hpc_train.LoopOptions(memory=memory, private_parameters=True, precision="float16")
+    loop = hpc_train.Loop(job, together / "run", model, optimizer, options)
+    model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(UserError, match="the loss of this step has no scale"):
+        loop.step()
+    with pytest.raises(UserError, match="a model was copied or pickled while"):
+        copy.deepcopy(model)
+    if zero == 3:
+        with pytest.raises(UserError, match="another loop has divided over nodes: close that loop"):
+            hpc_train.Loop(job, together / "two", model, torch.optim.SGD(model.parameters(), 0.1))
+    optimizer.zero_grad()
+    loop.backward(model(torch.ones(2, 5)).sum())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(UserError, match="the optimizer has got other parameters"):
+        loop.step()
+    loop.close()
+    assert all(len(p) for p in copy.deepcopy(model).parameters())
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("free", [1 << 40, 0], ids=["room", "no room"])
+def test_a_closed_trainer_leaves_the_parameters_if_they_fit(
+    job, together, spoilt, monkeypatch, caplog, free
+):
+    monkeypatch.setattr(keeping, "free_bytes", lambda: free)
+    with on_nodes(job, range(job.world.size)) as place:
+        with make(config(together / "run", *ZERO), place) as trainer:
+            trainer.train()
+        kept = {n: p for n, p in trainer.model.named_parameters() if p.numel()}
+        assert bool(kept) == bool(free)
+        if job.world.rank == 0:
+            assert ("no memory for the" in caplog.text) == (not free)
+            saved = load_file(newest(together / "run"))
+            assert all(torch.equal(saved[f"model.{n}"], p) for n, p in kept.items())
+    job.world.barrier()
 
 
 class Attendant:
@@ -291,3 +338,31 @@ def test_stages_that_are_not_called_one_after_the_other_are_refused():
     attend(gates, Attendant())
     with pytest.raises(UserError, match="stage 1 does not take the result of stage 0"):
         two(one(torch.ones(2, 3)) + 1)
+
+
+class Rows(nn.Module):
+    """Takes a dict, and returns one, a tuple, or a tensor."""
+
+    def __init__(self, inputs, outputs, form):
+        super().__init__()
+        self.layer, self.form = nn.Linear(inputs, outputs), form
+
+    def forward(self, given):
+        given = given["rows"] if isinstance(given, dict) else given
+        rows = self.layer(given[1] if isinstance(given, tuple) else given)
+        return {"dict": {"rows": rows, "text": "kept"}, "tuple": (None, rows), "": rows}[self.form]
+
+
+def test_stages_may_return_dicts_and_tuples():
+    modules = [Rows(3, 3, form) for form in ("dict", "tuple", "")]
+    gates: list[Gate] = []
+    for number, module in enumerate(modules):
+        gates.append(Gate(module, f"{number}", module.forward, gates[-1] if gates else None))
+        module.forward = gates[-1]
+    attendant = Attendant()
+    attend(gates, attendant)
+    one, two, three = modules
+    three(two(one(torch.ones(2, 3)))).sum().backward()
+    assert [place for _, place in attendant.seen] == [0, 1, 2, 2, 1, 0]
+    with pytest.raises(UserError, match="stage 2 does not take the result of stage 1"):
+        three(two(one(torch.ones(2, 3)))[1] * 2)
