@@ -14,6 +14,7 @@ from contextlib import suppress
 from hpc_train import log
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, print_error
 from hpc_train.host.process import seconds_since_begin
+from hpc_train.job.exhausted import note_memory
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
@@ -79,7 +80,8 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
                 type(error)(f"rank {world.rank} ({world.host}): {error.cause}", error.remedy)
             )
             _abort(world, code)
-    except BaseException:
+    except BaseException as error:
+        note_memory(error)
         if world.comm is None:
             _end_failed(runtime)
             raise

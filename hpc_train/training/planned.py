@@ -15,6 +15,7 @@ import hpc_train
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import cut
 from hpc_train.errors import HpcTrainError
+from hpc_train.job.exhausted import out_of_memory
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
@@ -109,12 +110,6 @@ def free_bytes_of(job: PlannedJob, runtime: Runtime) -> tuple[NDArray[np.int64],
     of_nodes = dict(zip(topology.node, found, strict=True))
     least = [of_nodes[number][0] for number in range(len(topology.hosts))]
     return np.array(least), topology.hosts
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is exhausted."""
-    told = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return told or "can't allocate memory" in str(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -286,18 +286,24 @@ EVERYWHERE = """
 import hpc_train
 
 def main(runtime):
+    if KIND == "memory":
+        raise MemoryError
     hpc_train.load_config(options=["--run.stepps", "3"]) if "mistake" == KIND else 1 / 0
 
 raise SystemExit(hpc_train.run(main))
 """
 
 
-@pytest.mark.parametrize(("kind", "code"), [("mistake", 2), ("bug", 1)])
+@pytest.mark.parametrize(("kind", "code"), [("mistake", 2), ("bug", 1), ("memory", 1)])
 def test_what_goes_wrong_on_all_ranks_is_told_once(tmp_path, kind, code):
     (tmp_path / "wrong.py").write_text(EVERYWHERE.replace("KIND", f'"{kind}"'))
     done = run("mpirun", "-np", "3", sys.executable, str(tmp_path / "wrong.py"), timeout=60)
     assert done.returncode == code
-    told = "did you mean run.steps?" if kind == "mistake" else "ZeroDivisionError: "
+    told = {
+        "mistake": "did you mean run.steps?",
+        "bug": "ZeroDivisionError: ",
+        "memory": "This rank has run out of memory. What needs less",
+    }[kind]
     assert (done.stdout + done.stderr).count(told) == 1
 
 
