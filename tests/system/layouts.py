@@ -41,7 +41,7 @@ from hpc_train.training.trainer import Trainer
 ZEROS = ["auto", 0, 1, 2, 3]
 RECOMPUTED = ["none", "selective", "full", 2]
 FROZEN = ["", "", "", "embedding", "blocks.1", "bias", "norm"]  # in the names of parameters
-STEPS = 12
+STEPS = 20
 HALF = STEPS // 2
 TOLERANCE = 1e-10
 NOISE = 100  # how much further biases of keys may be apart
