@@ -30,6 +30,7 @@ def columns():
         "free": [f"this is\nrow {n}" for n in numbers],
         "empty": ["" for _ in numbers],
         "mixed": [n if n != 77 else "?" for n in numbers],
+        "holes": [n % 30 if n % 4 else "-" for n in numbers],
     }
 
 
@@ -60,10 +61,12 @@ def test_kinds_are_found_in_the_texts_of_a_csv_file(table, caplog):
         "free": "ignored",
         "empty": "ignored",
         "mixed": "numeric",
+        "holes": "categorical",
     }
     assert "column 'free' is ignored: 200 of its 200 sampled values" in caplog.text
     assert "column 'empty' is ignored" in caplog.text
     assert "column 'mixed' is numeric, but some values are not, as '?'" in caplog.text
+    assert "column 'holes' is categorical, because '-' is no number, as all its" in caplog.text
 
 
 def test_kinds_are_those_of_the_types_of_parquet(tmp_path):

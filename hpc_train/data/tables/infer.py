@@ -232,7 +232,16 @@ def _suit_targets(kinds: dict[str, ColumnKind], targets: Sequence[str], task: Ta
 def _tell(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> None:
     """Log what a person may want to change in the schema."""
     total, different = column.counts.total(), len(column.counts)
-    if kind == "ignored" and not total:
+    odd = [text for text in column.counts if not _is_number(text)]
+    if kind in ("categorical", "ignored") and len(odd) == 1 < different - 1 and not used:
+        logger.info(
+            "column %r is %s, because %.40r is no number, as all its other values are; if it "
+            "stands for a missing value, add it to `missing` in the schema",
+            name,
+            kind,
+            odd[0],
+        )
+    elif kind == "ignored" and not total:
         logger.info("column %r is ignored: it has no value that can be read in the samples", name)
     elif kind == "ignored":
         logger.info(
