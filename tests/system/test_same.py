@@ -191,17 +191,17 @@ def check(job, case: Case) -> None:
         assert torch.allclose(mine, theirs, rtol=1e-11, atol=1e-12), name
 
 
-def numbers(cases):
-    """The numbers of cases; those past SOME are for a run that is long."""
-    return [n if n < SOME else pytest.param(n, marks=pytest.mark.long) for n in range(cases)]
+def numbers(some: int):
+    """The numbers of the cases; some are not for a run that is long."""
+    return [n if n < some else pytest.param(n, marks=pytest.mark.long) for n in range(CASES)]
 
 
-@pytest.mark.parametrize("number", numbers(CASES))
+@pytest.mark.parametrize("number", numbers(SOME))
 def test_parameters_are_those_of_one_process(job, number):
     check(job, Case.draw(Random(number), job.world.size))
 
 
-@pytest.mark.parametrize("number", numbers(CASES))
+@pytest.mark.parametrize("number", numbers(SOME // 2))
 def test_so_they_are_if_copies_to_the_host_end_late(job, monkeypatch, number):
     monkeypatch.setattr(staged_parameters, "CopyLane", LateLane)
     random = Random(number)

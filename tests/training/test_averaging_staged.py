@@ -41,7 +41,7 @@ def on_device():
         yield
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize(
     "more",
     [
@@ -69,7 +69,11 @@ def test_losses_are_those_of_one_rank(group, together, reference, more, caplog):
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("nodes", "order"),
-    [("two", (True, False)), ("uneven", (False, True)), ("four", (True, True))],
+    [
+        ("two", (True, False)),
+        ("uneven", (False, True)),
+        pytest.param("four", (True, True), marks=pytest.mark.long),
+    ],
 )
 def test_a_run_goes_on_with_and_without_it(job, together, reference, nodes, order):
     """And with the model's own modules as the only readers, while copies are on their way."""
@@ -85,7 +89,7 @@ def test_a_run_goes_on_with_and_without_it(job, together, reference, nodes, orde
     job.world.barrier()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_checkpoints_do_not_tell_it(job, together):
     make(config(together / "plain"), job).train()
     with on_device():
@@ -102,7 +106,14 @@ def test_checkpoints_do_not_tell_it(job, together):
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "sequence", "pipeline"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(LAYOUTS[0], id="tensor", marks=pytest.mark.long),
+        pytest.param(LAYOUTS[1], id="sequence"),
+        pytest.param(LAYOUTS[2], id="pipeline"),
+    ],
+)
 def test_layouts(job, together, layout):
     """Parameters that several ranks complete stay with their optimizer on the device."""
     if job.world.rank == 0:
@@ -132,7 +143,7 @@ def test_a_run_stopped_where_it_saves_goes_on_bit_for_bit(job, together):
 
 @pytest.mark.mpi
 def test_fine_tuning_from_weights(job, together, reference):
-    given = [*FINE_TUNED["lora"], "--checkpoint.weights", str(reference)]
+    given = [*FINE_TUNED["head"], "--checkpoint.weights", str(reference)]
     with on_device():
         make_private(config(together / "run", *given, *STAGED), job).train()
     if job.world.rank == 0:
@@ -142,7 +153,7 @@ def test_fine_tuning_from_weights(job, together, reference):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "float16"])
 def test_16_bit_numbers(job, together, dtype):
     """Of one rank: the ranks' numbers would be rounded in another order."""
     given = ["--precision.dtype", dtype, "--run.steps", "4"]
