@@ -203,7 +203,7 @@ def _schedules(made: Plan) -> Table:
 
     staged = any(entry.host_bytes for entry in made.schedules)
     numbers = ["bubble", "even", "live", "activations", "state", "memory"]
-    table = _table(["schedule"], [*numbers, *["host"] * staged])
+    table = _table(["schedule"], [*numbers, *["host"] * staged], narrow=staged)
     for entry in made.schedules:
         table.add_row(
             f"{'*' if entry.chosen else ' '} {entry.schedule}",

@@ -148,9 +148,9 @@ class MemorySection:
     of each block (full), all of every Nth block (N), or all but the results of linear layers
     (selective)."""
     offload: str = "none"
-    """Where the optimizer's state is kept. On GPUs, optimizer keeps it in the memory of the node,
-    where the step is taken, too; ranks divide it as with zero 1. On processors, the full path of a
-    folder on the nodes' own disks keeps it in files there. none keeps it with the parameters."""
+    """none keeps the optimizer's state beside the parameters. On GPUs, optimizer keeps it in the
+    memory of the node, where the ranks then divide it and take the step; auto of zero is 1 then. On
+    processors, the full path of a folder on the nodes' own disks keeps it in files there."""
 
     def __post_init__(self) -> None:
         # Options of the command line are checked as they are read. Programs may give anything.

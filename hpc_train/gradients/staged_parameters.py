@@ -42,7 +42,7 @@ class StagedParameters(SharedParameters):
         self._near: list[Tensor] = []  # the buckets on the device
         self._brought = [0] * len(self.buckets)  # the step whose parameters the device gets
         self._marks: list[CopyMark | None] = [None] * len(self.buckets)
-        """For each bucket, its copy that the device's work has not waited for yet."""
+        """For each bucket, its copy that the device's work does not wait for yet."""
         self._versions: dict[Parameter, int] = {}
         self._pinned: PinnedMemory | None = None
 

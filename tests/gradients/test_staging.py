@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hpc_train.gradients import staging
+from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.staging import CopyLane, PinnedMemory, StagedWriter
 from tests.gradients.late_lane import PATIENCE, LateLane
 
@@ -41,6 +42,24 @@ def test_a_gradient_is_sent_in_the_type_and_the_order_of_the_bucket():
     for gradient in (torch.ones(3, 2, dtype=torch.bfloat16).t(), sparse):
         writer.wait(writer.write(gradient, 0.5, view))
         assert torch.equal(view, gradient.to_dense().float() * 0.5)
+
+
+def test_a_gradient_that_was_dropped_or_replaced_does_not_come_later():
+    parameter, view = torch.nn.Parameter(ones(3)), ones(3)
+    slot = Slot(parameter, view, 0, 0.5, lambda _: view, StagedWriter(LateLane(CPU), 0, []))
+    slot.take(ones(3, 4.0))
+    slot.filled = False  # as after `grad = None`
+    slot.begin()
+    slot.writer.close()
+    assert (view == 0).all()
+    slot.begin_step()
+    for gradient, used in ((4.0, slot.take), (2.0, slot.add), (6.0, slot.take), (8.0, slot.add)):
+        used(ones(3, gradient))
+    slot.begin()
+    slot.add(ones(3, 10.0))  # comes late
+    assert (slot.late == 5).all()
+    slot.writer.close()
+    assert (view == 7).all()
 
 
 def test_a_rank_is_not_ahead_of_its_device_by_more_than_a_limit(monkeypatch):
