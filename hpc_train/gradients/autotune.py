@@ -17,7 +17,7 @@ from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.ring import Library, Ring
-from hpc_train.errors import SetupError, UserError
+from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket, has_slabs, plan_buckets
 from hpc_train.gradients.compression import make_compressor
 from hpc_train.gradients.division import BucketParts, Reach
@@ -28,7 +28,7 @@ from hpc_train.gradients.ownership import trained
 from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.shared_parameters import SharedParameters
-from hpc_train.gradients.staged_parameters import StagedParameters
+from hpc_train.gradients.staged_parameters import StagedParameters, check_staged
 from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
 from hpc_train.gradients.zero import ShardedAverager, check_divisible
@@ -217,13 +217,9 @@ def _sharded(
     size = _bucket_bytes(levels.whole, make, [*planned, *frozen], options)
     whole = frozenset(options.whole)  # `in` on a list would compare the parameters' values
     divisible = [p for p in planned if p not in whole and has_slabs(p)]
-    if options.staged and not any(map(has_slabs, planned)):
-        raise UserError(
-            "memory.offload optimizer keeps the state of float32 and float64 parameters in the "
-            f"host's memory, and these are {planned[0].dtype}",
-            "keep parameters in float32 and set precision, or leave memory.offload out",
-        )
     rest = {id(p) for p in divisible}
+    if options.staged:
+        check_staged(planned, [p for p in planned if id(p) not in rest], levels.whole)
     divided, still = (
         [some for stage in _by_stage(which, options) for some in plan_buckets(stage, size)]
         for which in (divisible, frozen)

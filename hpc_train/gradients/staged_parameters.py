@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hpc_train.errors import UserError, plural
+from hpc_train.gradients.buckets import has_slabs
 from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.shared_parameters import SharedParameters
 from hpc_train.gradients.slots import GradientWriter
 from hpc_train.gradients.staging import CopyLane, CopyMark, PinnedMemory, StagedWriter
 from hpc_train.gradients.sums import LevelSums
+from hpc_train.mpi.group import Group
+
+logger = logging.getLogger(__name__)
 
 
 class StagedParameters(SharedParameters):
@@ -55,8 +61,8 @@ class StagedParameters(SharedParameters):
 
     def _in_use(self) -> list[Tensor]:
         self._pinned = PinnedMemory(self.lane.device, self._flats)
-        device = self.lane.device
-        self._near = [torch.empty_like(flat, device=device) for flat in self._flats]
+        pairs = zip(self._flats, self.buckets, strict=True)
+        self._near = [torch.empty_like(flat, device=bucket.device) for flat, bucket in pairs]
         self.bring_all()
         return self._near
 
@@ -113,3 +119,30 @@ class StagedParameters(SharedParameters):
             self._pinned.close()
         super().release()
         self._near = []
+
+
+def check_staged(planned: Sequence[Parameter], kept: Sequence[Parameter], group: Group) -> None:
+    """Check that there is an optimizer's state to move to the host. Rank 0 tells what stays.
+
+    Args:
+        planned: the trained parameters.
+        kept: those of them that are not divided.
+        group: the ranks that divide the others.
+
+    Raises:
+        UserError: no parameter can be divided.
+    """
+    if not any(map(has_slabs, planned)):
+        raise UserError(
+            "memory.offload optimizer keeps the state of float32 and float64 parameters in the "
+            f"host's memory, and these are {planned[0].dtype}",
+            "keep parameters in float32 and set precision, or leave memory.offload out",
+        )
+    if kept and group.rank == 0:
+        logger.info(
+            "memory.offload optimizer leaves %s (%.1f MiB of %.1f) with their optimizer on the "
+            "GPU: ranks complete them together, or they are not row-major and of 32 or 64 bits",
+            plural(len(kept), "parameter"),
+            sum(p.nbytes for p in kept) / (1 << 20),
+            sum(p.nbytes for p in planned) / (1 << 20),
+        )

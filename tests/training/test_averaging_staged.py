@@ -114,13 +114,16 @@ def test_checkpoints_do_not_tell_it(job, together):
         pytest.param(LAYOUTS[2], id="pipeline"),
     ],
 )
-def test_layouts(job, together, layout):
+def test_layouts(job, together, layout, caplog):
     """Parameters that several ranks complete stay with their optimizer on the device."""
     if job.world.rank == 0:
         deeper(config(together / "one"), ALONE).train()
     job.world.barrier()
-    with on_device():
+    with on_device(), caplog.at_level(logging.INFO):
         deeper(config(together / "run", *STAGED, *layout, "--run.steps", "4"), job).train()
+    told = [r for r in caplog.records if r.message.startswith("memory.offload optimizer leaves ")]
+    if job.world.rank == 0:
+        assert len(told) == (layout != LAYOUTS[0])
     if job.world.rank == 0:
         deeper(config(together / "run"), ALONE).train()
         assert [record["loss"] for record in records(together / "run")] == pytest.approx(
