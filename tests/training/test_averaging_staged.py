@@ -45,11 +45,14 @@ def on_device():
 @pytest.mark.parametrize(
     "more",
     [
-        [],
-        ["--data.micro_batch", "2", "--memory.zero", "1", "--memory.scope", "node"],
-        ["--data.micro_batch", "2", "--memory.zero", "2"],
+        pytest.param([], id="auto"),
+        pytest.param(
+            ["--data.micro_batch", "2", "--memory.zero", "1", "--memory.scope", "node"],
+            id="stage 1",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(["--data.micro_batch", "2", "--memory.zero", "2"], id="stage 2"),
     ],
-    ids=["auto", "stage 1", "stage 2"],
 )
 def test_losses_are_those_of_one_rank(group, together, reference, more, caplog):
     with on_device(), caplog.at_level(logging.INFO):
@@ -175,7 +178,13 @@ def test_16_bit_numbers(job, together, dtype):
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize(("order", "private"), [((True, False), True), ((False, True), False)])
+@pytest.mark.parametrize(
+    ("order", "private"),
+    [
+        ((True, False), True),
+        pytest.param((False, True), False, marks=pytest.mark.long),
+    ],
+)
 def test_a_loop_of_ones_own(job, together, tmp_path, monkeypatch, order, private):
     nodes = NODES["two"]
 
