@@ -100,6 +100,22 @@ class SharedParameters:
                 parameter.data = view
         self._places = {p: p.data_ptr() for p in self.home}
 
+    def _touched(self) -> int:
+        """Bytes of the shared memory that will be used at once."""
+        return bucket_begins(self.buckets)[-1]
+
+    def _filled(self, number: int) -> tuple[int, int]:
+        """Start and end of what this rank fills of a bucket at the beginning, in elements."""
+        return self.division.part(number)
+
+    def gradients(self) -> dict[Parameter, Tensor]:
+        """For each piece of `slabs` that is trained, its part of the averaged gradient."""
+        return {
+            piece: self.sums.result(self.numbers[self.home[slab.parameter]], slab)
+            for piece, slab in self.slabs.items()
+            if piece.requires_grad
+        }
+
     def _in_use(self) -> list[Tensor]:
         """The buckets of the parameters that the model computes with."""
         return self._flats
@@ -121,22 +137,6 @@ class SharedParameters:
 
     def forget(self) -> None:
         """Forget copies of parameters, because a checkpoint has others. Collective."""
-
-    def _touched(self) -> int:
-        """Bytes of the shared memory that will be used at once."""
-        return bucket_begins(self.buckets)[-1]
-
-    def _filled(self, number: int) -> tuple[int, int]:
-        """Start and end of what this rank fills of a bucket at the beginning, in elements."""
-        return self.division.part(number)
-
-    def gradients(self) -> dict[Parameter, Tensor]:
-        """For each piece of `slabs` that is trained, its part of the averaged gradient."""
-        return {
-            piece: self.sums.result(self.numbers[self.home[slab.parameter]], slab)
-            for piece, slab in self.slabs.items()
-            if piece.requires_grad
-        }
 
     def moved_away(self) -> list[Parameter]:
         """The parameters that no longer lie in the shared memory."""

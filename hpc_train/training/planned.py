@@ -15,7 +15,6 @@ import hpc_train
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import cut
 from hpc_train.errors import HpcTrainError
-from hpc_train.host.memory import free_bytes
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
@@ -45,7 +44,9 @@ def job_that_fits(
     """
     job = job_of(config, shape, runtime)
     free, where = free_bytes_of(job, runtime)
-    hosts = free_bytes_of_nodes(free_bytes(), runtime) if config.memory.staged else None
+    hosts = None
+    if config.memory.staged:
+        hosts = free_bytes_of_nodes(free_memory_of(torch.device("cpu")), runtime)
     with agreed(runtime.world):
         if config.run.preflight:
             check_fits(job, free, where)
