@@ -35,6 +35,8 @@ even         the same share if all stages cost the same
 live         micro-batches, counted in each of its stages, that a rank holds at most
 memory       activations and state of the rank that needs most
 state        parameters, gradients and optimizer state
+host         with memory.offload optimizer, the rank's state in the memory of the node;
+             state has what is on the GPU
 activations  """
 
 NOTES_ON_LAYOUTS = """\
@@ -199,7 +201,9 @@ def show_schedules(made: Plan, *, as_json: bool) -> None:
 def _schedules(made: Plan) -> Table:
     from hpc_train.planning.schedules import size
 
-    table = _table(["schedule"], ["bubble", "even", "live", "activations", "state", "memory"])
+    staged = any(entry.host_bytes for entry in made.schedules)
+    numbers = ["bubble", "even", "live", "activations", "state", "memory"]
+    table = _table(["schedule"], [*numbers, *["host"] * staged], narrow=staged)
     for entry in made.schedules:
         table.add_row(
             f"{'*' if entry.chosen else ' '} {entry.schedule}",
@@ -209,6 +213,7 @@ def _schedules(made: Plan) -> Table:
             size(entry.activation_bytes),
             size(entry.state_bytes),
             size(entry.activation_bytes + entry.state_bytes),
+            *[size(entry.host_bytes)] * staged,
         )
     return table
 

@@ -148,8 +148,9 @@ class MemorySection:
     of each block (full), all of every Nth block (N), or all but the results of linear layers
     (selective)."""
     offload: str = "none"
-    """none, or the full path of a folder on the nodes' own disks where the optimizer's state is
-    kept in place of memory. Processors only."""
+    """none keeps the optimizer's state beside the parameters. On GPUs, optimizer keeps it in the
+    memory of the node, where the ranks then divide it and take the step; auto of zero is 1 then. On
+    processors, the full path of a folder on the nodes' own disks keeps it in files there."""
 
     def __post_init__(self) -> None:
         # Options of the command line are checked as they are read. Programs may give anything.
@@ -159,10 +160,16 @@ class MemorySection:
                     f"memory.{key} is {getattr(self, key)!r}",
                     f"give one of {', '.join(map(str, values))}",
                 )
-        if self.offload != "none" and not self.offload.startswith(("/", "$")):
+        if self.offload not in ("none", "optimizer") and not self.offload.startswith(("/", "$")):
             raise ConfigError(
                 f"memory.offload is {self.offload!r}",
-                "give none, or the full path of a folder on the nodes' own disks",
+                "give none, optimizer, or the full path of a folder on the nodes' own disks",
+            )
+        if self.staged and self.zero in (0, 3):
+            raise ConfigError(
+                f"memory.offload is optimizer, but memory.zero is {self.zero}: the ranks of a node "
+                "divide the optimizer's state, and each GPU has all parameters",
+                "leave memory.zero out, or set it to 1 or 2",
             )
         how = self.recompute
         if how not in RECOMPUTED and (type(how) is not int or how < 1):
@@ -172,6 +179,13 @@ class MemorySection:
             )
 
     @property
-    def stage(self) -> int:
-        """The stage of ZeRO that is asked for; 0 for auto."""
-        return 0 if self.zero == "auto" else self.zero
+    def stage(self) -> Zero:
+        """The stage of ZeRO that is asked for. auto is 1 with offload optimizer, and 0 without."""
+        if self.zero != "auto":
+            return self.zero
+        return 1 if self.staged else 0
+
+    @property
+    def staged(self) -> bool:
+        """Whether the optimizer's state and step are in host memory, and parameters on GPUs."""
+        return self.offload == "optimizer"

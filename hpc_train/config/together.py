@@ -19,6 +19,11 @@ def check_together(config: RunConfig) -> None:
     _check_kind(config)
     _check_length(config)
     zero, gradients = config.memory.stage, config.gradients
+    if config.memory.staged and gradients.engine == "horovod":
+        raise ConfigError(
+            "memory.offload is optimizer, but gradients.engine is horovod",
+            "use --gradients.engine mpi",
+        )
     if zero and gradients.engine == "horovod":
         raise ConfigError(
             f"memory.zero is {zero}, but gradients.engine is horovod",

@@ -27,6 +27,9 @@ from hpc_train.gradients.options import AveragingOptions, TwoLevel
 from hpc_train.gradients.ownership import trained
 from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.shared_parameters import SharedParameters
+from hpc_train.gradients.staged_parameters import StagedParameters, check_staged
+from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
 from hpc_train.gradients.zero import ShardedAverager, check_divisible
 from hpc_train.mpi.group import Group
@@ -171,7 +174,8 @@ def mpi_averager(
     planned = trained(model, optimizer)
     group = levels.whole
     options.check(planned)
-    if group.size == 1 or not (planned or _frozen(model, options)):
+    alone = group.size == 1 and not options.staged
+    if alone or not (planned or _frozen(model, options)):
         none = CollectiveSums(connect(group), [])
         return BucketAverager(model, optimizer, group, lambda _: ([], none), Progress())
     if options.zero:
@@ -214,15 +218,17 @@ def _sharded(
     whole = frozenset(options.whole)  # `in` on a list would compare the parameters' values
     divisible = [p for p in planned if p not in whole and has_slabs(p)]
     rest = {id(p) for p in divisible}
+    if options.staged:
+        check_staged(planned, [p for p in planned if id(p) not in rest], levels.whole)
     divided, still = (
         [some for stage in _by_stage(which, options) for some in plan_buckets(stage, size)]
         for which in (divisible, frozen)
     )
     kept = plan_buckets([p for p in planned if id(p) not in rest], size)
-    packed = options.compression != "none"
+    by_rows = options.compression != "none" or options.staged
     buckets = [
         *(Bucket(some, by_rows=True) for some in divided),
-        *(Bucket(some, by_rows=packed) for some in kept),
+        *(Bucket(some, by_rows=by_rows) for some in kept),
     ]
     reach = Reach.JOB if options.scope == "all" else Reach.NODE
     reaches = [reach] * len(divided) + [Reach.RANK] * len(kept)
@@ -239,12 +245,9 @@ def _sharded(
             return ShardedAverager(
                 model,
                 optimizer,
-                sums,
-                division,
-                progress,
+                _shared(sums, division, progress, options, planned),
                 hidden=options.only_modules_read,
                 values=options.values,
-                gates=options.gates if options.zero == 3 else (),
             )
         except SetupError:
             progress.close()
@@ -252,6 +255,20 @@ def _sharded(
             raise
 
     return _made_on_all_nodes(levels.whole, averager)
+
+
+def _shared(
+    sums: LevelSums,
+    division: BucketParts,
+    progress: Progress,
+    options: AveragingOptions,
+    planned: Sequence[Parameter],
+) -> SharedParameters:
+    if options.staged:
+        return StagedParameters(sums, division, progress, planned[0].device)
+    if options.zero == 3 and Reach.JOB in division.reach:
+        return StreamedParameters(sums, division, progress, options.gates)
+    return SharedParameters(sums, division, progress)
 
 
 def _frozen(model: nn.Module, options: AveragingOptions) -> list[Parameter]:

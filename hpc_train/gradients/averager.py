@@ -175,7 +175,8 @@ def average_gradients(
     device = _device(model)
     engine = options.engine
     if engine == "auto" and not is_wrapped(optimizer):
-        engine = "mpi" if options.average_every > 1 else best_engine(device)
+        ours = options.average_every > 1 or options.staged
+        engine = "mpi" if ours else best_engine(device)
     if device.type == "cpu":
         keep_freed_memory()
     averager: BucketAverager
@@ -207,7 +208,8 @@ def _fill_rest(
     from hpc_train.gradients.zero import ShardedAverager
 
     assert options.values is not None
-    shared = averager.shared if isinstance(averager, ShardedAverager) else ()
+    parameters = averager.parameters if isinstance(averager, ShardedAverager) else None
+    shared = {} if parameters is None else parameters.views()
     with agreed(levels.whole):
         for parameter in model.parameters():
             if parameter not in shared:
@@ -222,8 +224,10 @@ def _fill_rest(
         if parameter not in shared:
             everyone.broadcast_(parameter.data)
         elif options.scope == "node" and between is not None:
-            between.broadcast_(parameter.data)
+            between.broadcast_(shared[parameter])
     levels.node.barrier()
+    if parameters is not None:
+        parameters.bring_all()
 
 
 def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object) -> None:

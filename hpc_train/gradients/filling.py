@@ -16,7 +16,13 @@ from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.pending import has_graph
 from hpc_train.gradients.progress import Progress
-from hpc_train.gradients.slots import UNSTEADY, Slot, slots_of_buckets
+from hpc_train.gradients.slots import (
+    DIRECT_WRITER,
+    UNSTEADY,
+    GradientWriter,
+    Slot,
+    slots_of_buckets,
+)
 from hpc_train.gradients.sums import Sums
 
 STEADY = 2  # after this number of steps without anything unusual, sums begin in the backward pass
@@ -32,6 +38,7 @@ class Filling:
         share: factor for all gradients; 1 / ranks makes their sum the mean.
         look: the `average` of `Slot`.
         begin_pass: is called before the first gradient of each backward pass is taken.
+        writer: writes gradients to the buckets.
 
     Attributes:
         slots: the slots of all parameters in buckets.
@@ -50,8 +57,10 @@ class Filling:
         share: float,
         look: Callable[[Slot], Tensor],
         begin_pass: Callable[[], None],
+        writer: GradientWriter = DIRECT_WRITER,
     ) -> None:
         self.sums, self.progress, self.share = sums, progress, share
+        self.writer = writer
         self.by_bucket = self._make_slots(buckets, look)
         self.slots = [slot for some in self.by_bucket for slot in some]
         self.strays: list[Slot] = []
@@ -64,7 +73,7 @@ class Filling:
     def _make_slots(
         self, buckets: Sequence[Bucket], look: Callable[[Slot], Tensor]
     ) -> list[list[Slot]]:
-        return slots_of_buckets(buckets, self.sums.flats, self.share, look)
+        return slots_of_buckets(buckets, self.sums.flats, self.share, look, self.writer)
 
     def _hook(self, slot: Slot) -> list[RemovableHandle]:
         return [slot.parameter.register_post_accumulate_grad_hook(partial(self._move, slot))]
@@ -237,9 +246,10 @@ class Filling:
         for hook in self._hooks:
             hook.remove()
         for slot in self.all_slots:
-            if slot.parameter.grad is slot.gradient:
+            if slot.gradient is not None and slot.parameter.grad is slot.gradient:
                 slot.parameter.grad = slot.gradient = slot.gradient.clone()
             elif slot.parameter.grad is slot.pending:
                 slot.parameter.grad = None
         self.by_bucket, self.slots, self.strays = [], [], []
+        self.writer.close()
         self.sums.close()

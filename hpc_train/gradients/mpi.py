@@ -204,7 +204,7 @@ class BucketAverager:
 
     def average(self) -> None:
         """Sum the buckets that were not summed during the backward pass. Collective."""
-        if self._done or self.group.size == 1:
+        if self._done or (self.group.size == 1 and not self.buckets):
             return
         filling = self._filling
         if changed := self._changed():
@@ -332,6 +332,7 @@ class BucketAverager:
         """Average because somebody looks at a gradient; returns the averaged one. Collective."""
         self.average()
         self._looked = True
+        assert slot.gradient is not None  # else `ShardedAverager` raises
         return slot.gradient
 
     def norm(self) -> Tensor:

@@ -48,9 +48,12 @@ class AveragingOptions:
         zero: 1 lets the ranks of a node share the parameters' memory and divide the optimizer's
             work and state; 2 also lets gradients take turns in a small pool of memory; 3 also
             divides parameters over nodes, and gathers them stage by stage; 0 does none of it.
-            Engine mpi only, with parameters on the CPU.
+            Engine mpi only, with parameters on the CPU unless they are `staged`.
         scope: "node" divides optimizer state and work over the ranks of each node, "all" over the
             ranks of all nodes.
+        staged: whether the model's parameters stay on their device, and the memory of the node has
+            a copy of them, the gradients, and the optimizer's state; the optimizer's step is taken
+            there. With zero 1 or 2.
         only_modules_read: whether parameters are read only by the modules that have them, once
             averaging is set up. Then gathers between nodes go on during the next forward pass.
         whole: parameters that are not divided by `zero`.
@@ -69,6 +72,7 @@ class AveragingOptions:
     reduction: Reduction = "mean"
     zero: int = 0
     scope: Scope = "node"
+    staged: bool = False
     only_modules_read: bool = False
     whole: Collection[Parameter] = frozenset()
     values: InitialValues | None = None
@@ -125,9 +129,20 @@ class AveragingOptions:
                 "leave one out",
             ),
             (
-                device.type != "cpu" and (self.zero or packed or self.two_level == "on"),
-                'zero, compression and two_level "on" need parameters in host memory, and these '
-                f"are on {device}",
+                self.staged and self.zero not in (1, 2),
+                f"staged parameters need zero 1 or 2, and zero is {self.zero}",
+                "use zero 1 or 2",
+            ),
+            (
+                device.type != "cpu" and self.zero and not self.staged,
+                f"zero {self.zero} divides the optimizer in host memory, and parameters are on "
+                f"{device}",
+                "use staged parameters (memory.offload optimizer)",
+            ),
+            (
+                device.type != "cpu" and not self.staged and (packed or self.two_level == "on"),
+                'compression and two_level "on" need parameters in host memory, and these are on '
+                f"{device}",
                 "leave those options out",
             ),
         ):

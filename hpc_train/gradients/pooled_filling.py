@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -15,7 +14,7 @@ from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.pooled_sums import PooledSums
-from hpc_train.gradients.slots import UNSTEADY, Slot, scaled, slots_of_buckets
+from hpc_train.gradients.slots import UNSTEADY, Slot, slots_of_buckets
 
 PATIENCE = 2.0
 """Seconds that a backward pass waits for memory of the pool. Then it goes on with gradients in
@@ -52,6 +51,7 @@ class PooledSlot(Slot):
     def take(self, gradient: Tensor) -> None:
         """Take the step's first gradient, or one that the user has put in its place."""
         if not self.sent:
+            self.writer.wait(self.last_write)
             self.held, self.written = None, False
         self._put(gradient)
         self.filled = True
@@ -61,17 +61,18 @@ class PooledSlot(Slot):
         self._put(gradient)
 
     def _put(self, gradient: Tensor) -> None:
+        writer, share = self.writer, self.share
         if self.begun:
             super().add(gradient)
         elif self.held is not None:
-            self.held.add_(gradient, alpha=self.share)
+            self.last_write = writer.add(gradient, share, self.held)
         elif not self.open():
-            self.held = torch.empty(self.view.shape, dtype=self.view.dtype)
-            scaled(gradient, self.share, self.held)
+            self.held = writer.room(self.view)
+            self.last_write = writer.write(gradient, share, self.held)
         elif self.written:
-            self.view.add_(gradient, alpha=self.share)
+            self.last_write = writer.add(gradient, share, self.view)
         else:
-            scaled(gradient, self.share, self.view)
+            self.last_write = writer.write(gradient, share, self.view)
             self.written = True
 
     @property
@@ -81,6 +82,8 @@ class PooledSlot(Slot):
 
     def begin_turn(self) -> None:
         """Prepare for the sum of a pass that is not the last: a missing gradient counts as zero."""
+        if self.held is not None or not self.written:  # else the sum waits
+            self.writer.wait(self.last_write)
         if self.held is None:
             if not self.written:
                 self.view.zero_()
@@ -121,7 +124,7 @@ class PooledFilling(Filling):
                 return Slot(parameter, view, home, *more)
             return PooledSlot(lambda: self._open(home), parameter, view, home, *more)
 
-        return slots_of_buckets(buckets, self.sums.flats, self.share, look, make)
+        return slots_of_buckets(buckets, self.sums.flats, self.share, look, self.writer, make)
 
     def wait_for_calm(self) -> None:
         """Expect a gradient in each pass for each parameter."""

@@ -24,6 +24,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.slots import DIRECT_WRITER, GradientWriter
 from hpc_train.gradients.sums import LevelSums, bucket_begins, cut_memory
 from hpc_train.models.deferred import untouched
 from hpc_train.models.initial import InitialValues
@@ -95,7 +96,7 @@ class SharedParameters:
                 trained = slab.parameter.requires_grad
                 self.slabs[Parameter(slab.of(flat), requires_grad=trained)] = slab
         self.levels.node.barrier()  # all is written before anybody reads the parameters
-        for bucket, flat in zip(self.buckets, self._flats, strict=True):
+        for bucket, flat in zip(self.buckets, self._in_use(), strict=True):
             for parameter, view in bucket.views(flat).items():
                 parameter.data = view
         self._places = {p: p.data_ptr() for p in self.home}
@@ -123,6 +124,28 @@ class SharedParameters:
             for piece, slab in self.slabs.items()
             if piece.requires_grad
         }
+
+    def _in_use(self) -> list[Tensor]:
+        """The buckets of the parameters that the model computes with."""
+        return self._flats
+
+    def views(self) -> dict[Parameter, Tensor]:
+        """The parameters in the memory that the node shares."""
+        pairs = zip(self.buckets, self._flats, strict=True)
+        return {p: view for bucket, flat in pairs for p, view in bucket.views(flat).items()}
+
+    def bring_all(self) -> None:
+        """Copy all parameters to where the model computes. Here they are there already."""
+
+    def writer(self) -> GradientWriter:
+        """Writes the gradients of this rank's backward passes to its buckets."""
+        return DIRECT_WRITER
+
+    def take_changes(self) -> None:
+        """Take over what others have written to parameters, before the optimizer's step."""
+
+    def forget(self) -> None:
+        """Forget copies of parameters, because a checkpoint has others. Collective."""
 
     def moved_away(self) -> list[Parameter]:
         """The parameters that no longer lie in the shared memory."""

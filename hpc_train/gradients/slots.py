@@ -14,6 +14,49 @@ from hpc_train.gradients.pending import PendingGradient
 UNSTEADY = -1
 
 
+class GradientWriter:
+    """Writes gradients to the buckets of parameters on the CPU: at once.
+
+    `staging.StagedWriter` does so for parameters on another device.
+    """
+
+    def write(self, gradient: Tensor, share: float, into: Tensor) -> int:
+        """Write a gradient times a factor; returns the number of the write, for `wait`."""
+        scaled(gradient, share, into)
+        return 0
+
+    def add(self, gradient: Tensor, share: float, onto: Tensor) -> int:
+        """Add a gradient times a factor; returns the number of the write, for `wait`."""
+        onto.add_(gradient, alpha=share)
+        return 0
+
+    def wait(self, number: int) -> None:
+        """Wait until a write has ended."""
+
+    def room(self, like: Tensor) -> Tensor:
+        """Memory for a gradient that waits, in the shape and dtype of a tensor."""
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def published(self, parameter: Parameter, view: Tensor, home: int) -> Tensor | None:
+        """Memory for the mean as autograd would make it: the view itself if that is like it.
+
+        Args:
+            parameter: the parameter.
+            view: its part of the bucket.
+            home: the bucket's number.
+        """
+        strides = parameter.stride() if is_dense(parameter) else view.stride()
+        if view.dtype == parameter.dtype and view.stride() == strides:
+            return view
+        return gradient_like(parameter)
+
+    def close(self) -> None:
+        """Wait for all writes, and release memory."""
+
+
+DIRECT_WRITER = GradientWriter()
+
+
 class Slot:
     """Moves the gradients of one parameter into its bucket.
 
@@ -23,9 +66,11 @@ class Slot:
         home: the bucket's number; -1 for memory outside of the buckets.
         share: factor for each gradient on its way into the bucket.
         average: is called at the first look at `grad`; returns the averaged gradient.
+        writer: writes gradients to memory of the host, such as the view.
 
     Attributes:
-        gradient: the value of `grad` after averaging: the view, or a copy in the parameter's dtype.
+        gradient: the value of `grad` after averaging: the view, or a copy in the parameter's dtype
+            and on its device; None if no rank has all of it.
         pending: the value of `grad` before averaging.
         before: number of gradients in the last step.
         filled: whether the bucket has a gradient of this step.
@@ -34,6 +79,7 @@ class Slot:
         kept: a copy of the gradient that an earlier step had left, if only that went into the sum.
         arrived: number of gradients in this step so far.
         expected: number of gradients per step if the last two steps had the same; else UNSTEADY.
+        last_write: the number of the last write to the view or to memory in its place.
     """
 
     __slots__ = (
@@ -45,11 +91,13 @@ class Slot:
         "gradient",
         "home",
         "kept",
+        "last_write",
         "late",
         "parameter",
         "pending",
         "share",
         "view",
+        "writer",
     )
 
     def __init__(
@@ -59,10 +107,13 @@ class Slot:
         home: int,
         share: float,
         average: Callable[[Slot], Tensor],
+        writer: GradientWriter = DIRECT_WRITER,
     ) -> None:
         self.parameter, self.view, self.home, self.share = parameter, view, home, share
-        self.gradient = _published(parameter, view)
-        self.pending = PendingGradient(self.gradient, self.add, lambda: average(self))
+        self.writer, self.last_write = writer, 0
+        self.gradient = writer.published(parameter, view, home)
+        like = parameter.detach() if self.gradient is None else self.gradient
+        self.pending = PendingGradient(like, self.add, lambda: average(self))
         self.filled = self.begun = False
         self.late: Tensor | None = None
         self.kept: Tensor | None = None
@@ -82,18 +133,19 @@ class Slot:
         """Take the step's first gradient, or one that the user has put in its place."""
         if self.begun:
             self.late = torch.empty_like(self.view) if self.late is None else self.late
-            scaled(gradient, self.share, self.late)
+            self.writer.wait(self.writer.write(gradient, self.share, self.late))
         else:
-            scaled(gradient, self.share, self.view)
+            self.writer.wait(self.last_write)
+            self.last_write = self.writer.write(gradient, self.share, self.view)
             self.filled = True
 
     def add(self, gradient: Tensor) -> None:
         """Add a further gradient of the step, in place of the backward pass, which adds it."""
         if self.begun:
             self.late = torch.zeros_like(self.view) if self.late is None else self.late
-            self.late.add_(gradient, alpha=self.share)
+            self.writer.wait(self.writer.add(gradient, self.share, self.late))
         else:
-            self.view.add_(gradient, alpha=self.share)
+            self.last_write = self.writer.add(gradient, self.share, self.view)
 
     def begin(self) -> None:
         """Prepare for the bucket's sum: a missing gradient counts as zero.
@@ -104,6 +156,7 @@ class Slot:
         if not self.filled:
             gradient = self.parameter.grad
             if gradient is None or gradient is self.pending or gradient.requires_grad:
+                self.writer.wait(self.last_write)
                 self.view.zero_()
             else:
                 self.kept = gradient.clone()
@@ -130,7 +183,7 @@ class Slot:
 
     def publish(self, *, used: bool) -> None:
         """Set `grad` to the mean, or to None if no rank had a gradient, as in a plain loop."""
-        if used and self.gradient is not self.view:
+        if used and self.gradient is not None and self.gradient is not self.view:
             self.gradient.copy_(self.view)
         self.parameter.grad = self.gradient if used else None
 
@@ -140,28 +193,22 @@ def slots_of_buckets(
     flats: Sequence[Tensor],
     share: float,
     average: Callable[[Slot], Tensor],
+    writer: GradientWriter = DIRECT_WRITER,
     make: Callable[..., Slot] = Slot,
 ) -> list[list[Slot]]:
     """The slots of all parameters, by bucket; `make` takes the arguments of `Slot`."""
     return [
         [
-            make(parameter, view, home, share, average)
+            make(parameter, view, home, share, average, writer)
             for parameter, view in bucket.views(flat).items()
         ]
         for home, (bucket, flat) in enumerate(zip(buckets, flats, strict=True))
     ]
 
 
-def _published(parameter: Parameter, view: Tensor) -> Tensor:
-    """Memory for the mean, with the dtype and strides that autograd gives a gradient.
-
-    It is the view itself if that has them.
-    """
-    dense = is_dense(parameter)
-    strides = parameter.stride() if dense else view.stride()
-    if view.dtype == parameter.dtype and view.stride() == strides:
-        return view
-    kept = torch.preserve_format if dense else torch.contiguous_format
+def gradient_like(parameter: Parameter) -> Tensor:
+    """Memory for a gradient, with the dtype, device and strides that autograd gives it."""
+    kept = torch.preserve_format if is_dense(parameter) else torch.contiguous_format
     return torch.empty_like(parameter.detach(), memory_format=kept)
 
 

@@ -8,7 +8,7 @@ the sums of several buckets can be under way at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -76,6 +76,10 @@ class LevelSums:
         compressor: compresses messages between nodes; None for exact sums.
         reach: for each bucket, where its result is needed; by default on every rank.
 
+    Attributes:
+        filling: is called when the sum of a bucket begins. It returns a function that tells whether
+            this rank's buffer is filled. None: it is.
+
     Raises:
         SetupError: there is too little shared memory; raised on all ranks of the node.
     """
@@ -92,6 +96,7 @@ class LevelSums:
     ) -> None:
         self.levels, self.buckets, self.cross = levels, buckets, cross
         self.compressor = compressor
+        self.filling: Callable[[], Callable[[], bool]] | None = None
         self.division = BucketParts(levels, buckets, reach or [Reach.RANK] * len(buckets))
         self.profile = Profile()
         traffic = levels.whole.waiting.traffic
@@ -135,6 +140,8 @@ class LevelSums:
         self.rounds[number] += 1
         round_, turn = self.rounds[number], self._begun
         self._begun += 1
+        if self.filling is not None:
+            yield self.filling()
         yield from self._all(number, FILLED, round_, self._everyone)
         if self._shares is not None:
             self._add_share(number, self._shares[number])
@@ -198,7 +205,8 @@ class LevelSums:
         everywhere = self.division.reach[number] is Reach.RANK
         others = [part for part in parts if part is not mine] if everywhere else []
         if self.cross is None:
-            self._add(parts, [mine, *others])
+            if len(parts) > 1:
+                self._add(parts, [mine, *others])
             return
         if len(parts) > 1 and not shared:
             self._add(parts, [mine])

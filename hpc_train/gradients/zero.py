@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -11,17 +12,15 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
 from hpc_train.errors import HpcTrainError, UserError
-from hpc_train.gradients.division import BucketParts, Reach
+from hpc_train.gradients.division import Reach
 from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.pooled_filling import PooledFilling
 from hpc_train.gradients.pooled_sums import PooledSums
-from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.shared_parameters import SharedParameters
 from hpc_train.gradients.slots import Slot
+from hpc_train.gradients.staged_parameters import StagedParameters
 from hpc_train.gradients.streamed import StreamedParameters
-from hpc_train.gradients.sums import LevelSums
-from hpc_train.models.gate import Gate
 from hpc_train.models.initial import InitialValues
 
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
@@ -56,47 +55,41 @@ class ShardedAverager(BucketAverager):
     (`check_divisible`). Between `average` and the end of `step` nobody may use the parameters.
 
     Args:
-        model, optimizer, progress: as for `BucketAverager`.
-        sums: sums of buckets of all trained parameters.
-        division: as for `SharedParameters`. The parameters of a bucket are shared if not every rank
-            needs its whole result.
+        model, optimizer: as for `BucketAverager`.
+        parameters: the shared parameters, which are not moved yet. The parameters of a bucket are
+            shared if not every rank needs its whole result.
         hidden: whether gathers between nodes go on during the next forward pass. Then nobody may
             read parameters but the modules that have them, unless `settle` was called.
         values: makes the parameters' initial values; None: the parameters have them.
-        gates: the gates of the model's stages, if parameters are to be gathered stage by stage.
-
-    Raises:
-        SetupError: there is too little shared memory. All ranks of the node raise it, and model and
-            optimizer stay as they are.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        sums: LevelSums,
-        division: BucketParts,
-        progress: Progress,
+        parameters: SharedParameters,
         *,
         hidden: bool = False,
         values: InitialValues | None = None,
-        gates: Sequence[Gate] = (),
     ) -> None:
-        self.levels = sums.levels
-        job = Reach.JOB in division.reach
-        streamed = StreamedParameters(sums, division, progress, gates) if gates and job else None
-        self.parameters = streamed or SharedParameters(sums, division, progress)
+        self.parameters, self.levels = parameters, parameters.levels
+        sums = parameters.sums
         super().__init__(
-            model, optimizer, self.levels.whole, lambda _: (sums.buckets, sums), progress
+            model,
+            optimizer,
+            self.levels.whole,
+            lambda _: (sums.buckets, sums),
+            parameters.progress,
         )
+        job = Reach.JOB in parameters.division.reach
         self.shards = connect(self.levels.whole if job else self.levels.node)
         self._counts_whole = self.shards.group.rank == 0
         self.parameters.move(values)
         self._gradients = self.parameters.gradients()
         self.at_close.append(self.parameters.release)
-        if streamed is not None:
-            streamed.attend(model)
-        elif hidden and job:
+        if isinstance(parameters, StreamedParameters):
+            parameters.attend(model)
+        elif hidden and (job or isinstance(parameters, StagedParameters)):
             self.parameters.hide_gathers(model)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._divide_optimizer()
@@ -107,12 +100,11 @@ class ShardedAverager(BucketAverager):
         self._frozen += [p for p in self.shared if not p.requires_grad]
 
     def _fill(self) -> Filling:
-        if not isinstance(self.sums, PooledSums):
-            return super()._fill()
-        share = 1 / self.group.size
-        return PooledFilling(
-            self.buckets, self.sums, self.progress, share, self._look, self._begin_pass
-        )
+        share, writer = 1 / self.group.size, self.parameters.writer()
+        more = self.progress, share, self._look, self._begin_pass, writer
+        if isinstance(self.sums, PooledSums):
+            return PooledFilling(self.buckets, self.sums, *more)
+        return Filling(self.buckets, self.sums, *more)
 
     def expect(self, passes: int) -> None:
         """Get ready for steps with a known number of backward passes."""
@@ -135,9 +127,8 @@ class ShardedAverager(BucketAverager):
         return there.divided if isinstance(there, StreamedParameters) else ()
 
     def forget(self) -> None:
-        """Forget gathered parameters, because a checkpoint has others. Collective."""
-        if isinstance(self.parameters, StreamedParameters):
-            self.parameters.forget()
+        """Forget copies of parameters, because a checkpoint has others. Collective."""
+        self.parameters.forget()
 
     def _divide_optimizer(self) -> None:
         pieces = {slab.parameter: piece for piece, slab in self.parameters.slabs.items()}
@@ -223,6 +214,11 @@ class ShardedAverager(BucketAverager):
     def _own(self) -> list[Tensor]:
         kept = [p for p in self.trained if p not in self.shared]
         return [p.grad for p in [*self.parameters.slabs, *kept] if p.grad is not None]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Average before the step, as `BucketAverager` does."""
+        self.parameters.take_changes()
+        return super()._before_step(optimizer, args, kwargs)
 
     def _after_step(self) -> None:
         """Bring all ranks the parts that the others have updated."""

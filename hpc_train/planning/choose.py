@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpc_train.config import RunConfig
-from hpc_train.config.spread import Recompute
+from hpc_train.config.spread import Recompute, Zero
 from hpc_train.errors import UserError, plural
 from hpc_train.models.shape import Shape
 from hpc_train.parallel.schedule import Name
@@ -160,9 +160,12 @@ def memory_options(config: RunConfig, machine: Machine) -> Iterator[Options]:
     """The values of section memory to try, and those to try if nothing fits with the first."""
     given = config.memory.recompute
     shared = machine.device == "cpu"
-    yield Options((0, 1) if shared else (0,), (given,))
+    zeros: tuple[Zero, ...] = (0, 1, 2, 3) if shared else (0,)
+    if config.memory.staged:
+        zeros = (1, 2)
+    yield Options(tuple(zero for zero in zeros if zero < 2), (given,))
     yield Options(
-        (0, 1, 2, 3) if shared else (0,),
+        zeros,
         ("none", "selective", "full") if given == "none" else (given,),
     )
 

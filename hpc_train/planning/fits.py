@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -48,6 +48,13 @@ class PlannedJob:
         of_rank, of_nodes = self.layout.needs
         return of_nodes if self.on_cpu else np.array([of_rank])
 
+    def host_needs(self) -> NDArray[np.int64]:
+        """Bytes that each node needs of its own memory beside its GPUs (memory.offload optimizer).
+
+        It is of use only if the state is staged.
+        """
+        return self.layout.needs[1]
+
     def needed(self) -> int:
         """The most that a node needs, or on GPUs a rank, in bytes."""
         return int(self.needs().max())
@@ -81,21 +88,31 @@ class PlannedJob:
         memory = self.config.memory
         order: list[Recompute] = list(RECOMPUTED)
         first = order.index(memory.recompute) if memory.recompute in order else len(order) - 1
-        zeros: tuple[Zero, ...] = get_args(Zero) if self.on_cpu else (0,)
+        zeros: tuple[Zero, ...] = get_args(Zero) if self.on_cpu else (0, 1, 2)
         tried = product([zero for zero in zeros if zero >= memory.stage], order[first:])
-        for zero, recompute in sorted(tried, key=lambda one: (_cost(*one), one[0])):
+        for zero, recompute in sorted(tried, key=lambda one: (self._cost(*one), one[0])):
             keys: dict[str, object] = {"memory.zero": zero} if zero != memory.stage else {}
+            staged = zero > 0 and not self.on_cpu
+            if staged and not memory.staged:
+                keys["memory.offload"] = "optimizer"
             if recompute != memory.recompute:
                 keys["memory.recompute"] = recompute
             if not keys:
                 continue
             with suppress(ConfigError):  # another key excludes it
-                changed = replace(memory, zero=zero, recompute=recompute)
+                offload = "optimizer" if staged else memory.offload
+                changed = replace(memory, zero=zero, recompute=recompute, offload=offload)
                 config = replace(self.config, memory=changed)
                 job = replace(self, config=config)
-                if zero == memory.stage or job.layout.dividing.optimizing > 1:
+                if zero == memory.stage or staged or job.layout.dividing.optimizing > 1:
                     text = " ".join(f"--{key} {value}" for key, value in keys.items())
                     yield text, job
+
+    def _cost(self, zero: Zero, recompute: Recompute) -> float:
+        """The time that keys cost, roughly, as a share of a step."""
+        again = {"none": 0.0, "selective": 0.05}.get(str(recompute), 0.3)
+        copies = 0.5 if zero and not self.on_cpu else 0.0
+        return {0: 0.0, 1: 0.0, 2: 0.02, 3: 0.15}[zero] + again + copies
 
     def remedy(self, room: BytesOfNodes) -> str:
         """The cheapest keys with which the job fits in `room`, as for `largest_micro_batch`."""
@@ -110,12 +127,6 @@ class PlannedJob:
         return f"give {', or '.join(found[:REMEDIES])}" if found else MORE
 
 
-def _cost(zero: Zero, recompute: Recompute) -> float:
-    """The time that keys cost, roughly, as a share of a step."""
-    again = {"none": 0.0, "selective": 0.05}.get(str(recompute), 0.3)
-    return {0: 0.0, 1: 0.0, 2: 0.02, 3: 0.15}[zero] + again
-
-
 def check_fits(job: PlannedJob, free: BytesOfNodes, where: Sequence[str]) -> None:
     """Check that a job fits in what is free.
 
@@ -127,11 +138,33 @@ def check_fits(job: PlannedJob, free: BytesOfNodes, where: Sequence[str]) -> Non
     Raises:
         ConfigError: it does not fit.
     """
-    needs = job.needs()
+    _compare(job.needs(), free, where, lambda: job.remedy(free))
+
+
+def check_host_fits(job: PlannedJob, free: BytesOfNodes, where: Sequence[str]) -> None:
+    """Check that what a job of GPUs keeps in the memory of its nodes fits there.
+
+    Args:
+        job: the job, whose state is staged.
+        free: bytes that are left on each node.
+        where: the nodes, in words.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    _compare(job.host_needs(), free, where, lambda: MORE)
+
+
+def _compare(
+    needs: NDArray[np.int64],
+    free: BytesOfNodes,
+    where: Sequence[str],
+    remedy: Callable[[], str],
+) -> None:
     worst = int((needs - free).argmax())
     needed, left = int(needs[worst]), int(np.broadcast_to(free, needs.shape)[worst])
     if needed > left:
         raise ConfigError(
             f"the training needs {size(needed)} of {where[worst]}, which has {size(left)} left",
-            job.remedy(free),
+            remedy(),
         )

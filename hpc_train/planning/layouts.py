@@ -85,6 +85,7 @@ class Candidate:
             ranks=ranks,
             passes=micro_batching(config)[1],
             bucket=config.gradients.bucket_bytes,
+            staged=config.memory.staged,
         )
 
     @property
@@ -95,7 +96,11 @@ class Candidate:
 
     @functools.cached_property
     def needs(self) -> tuple[int, NDArray[np.int64]]:
-        """Bytes of the rank that needs most, and of each node, by its number."""
+        """Bytes of the rank that needs most, and of each node, by its number.
+
+        If the state is staged (memory.offload optimizer), they are those of a GPU, and those in the
+        memory of each node.
+        """
         parallel = self.config.parallel
         micro_batch: float
         micro_batch, number = micro_batching(self.config)
@@ -104,8 +109,10 @@ class Candidate:
             micro_batch *= number / few
         schedule = build(parallel.schedule, parallel.pp, few, parallel.stages_per_rank)
         needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, self.dividing)
-        of_rank = np.array([sum(need) for need in needs], dtype=float)[None, :, None]
-        each = np.broadcast_to(of_rank, self.node.shape)
+        staged = self.dividing.staged
+        of_rank = np.array([need.own for need in needs], dtype=float)
+        shares = np.array([need.host for need in needs], dtype=float) if staged else of_rank
+        each = np.broadcast_to(shares[None, :, None], self.node.shape)
         of_nodes = np.rint(np.bincount(self.node.ravel(), each.ravel()))
         return round(of_rank.max()), of_nodes.astype(np.int64)
 
@@ -166,7 +173,7 @@ def layouts(
         for variant in variants(config, sized.parallel, micro_batch * number, options):
             with suppress(ConfigError):  # too few layers, or tokens that tp does not divide
                 layout = Candidate(variant, shape, node)
-                if variant.memory.zero == 0 or _divides(layout):
+                if variant.memory.zero == 0 or variant.memory.staged or _divides(layout):
                     yield layout
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from hpc_train.config import ParallelSection, RunConfig
 from hpc_train.errors import ConfigError
@@ -38,6 +38,8 @@ class Estimate:
         peak_live: (micro-batch, virtual stage) pairs held at once on the rank that holds most.
         activation_bytes: bytes that the rank that needs most memory keeps for backward passes.
         state_bytes: bytes of that rank's parameters, gradients and optimizer state.
+        host_bytes: bytes of its share of the node's memory, if the state is there and not with the
+            parameters (memory.offload optimizer); state_bytes are those on the GPU then.
         layers: number of blocks in each virtual stage.
     """
 
@@ -49,6 +51,7 @@ class Estimate:
     peak_live: int
     activation_bytes: int
     state_bytes: int
+    host_bytes: int
     layers: list[int]
 
 
@@ -134,7 +137,8 @@ def estimate(
     timing = simulate(
         schedule, virtual_stages, [Costs(cost, cost, cost) for cost in _sums(costs, runs)]
     )
-    activation_bytes, state_bytes = max(memory(config, shape, schedule, runs, micro_batch), key=sum)
+    by = Dividing(zero=1, staged=True) if config.memory.staged else WHOLE_STATE
+    needs = max(memory(config, shape, schedule, runs, micro_batch, by), key=lambda need: need.own)
     return Estimate(
         schedule=name,
         virtual_stages=virtual_stages,
@@ -142,10 +146,30 @@ def estimate(
         bubble=timing.bubble,
         bubble_even=bubble_formula(name, pp, micro_batches, virtual_stages),
         peak_live=max(timing.peak_live),
-        activation_bytes=activation_bytes,
-        state_bytes=state_bytes,
+        activation_bytes=needs.activations,
+        state_bytes=needs.state,
+        host_bytes=needs.host,
         layers=[sum(0 < module <= shape.layers for module in run) for run in runs],
     )
+
+
+class RankBytes(NamedTuple):
+    """The memory that a rank needs.
+
+    Args:
+        activations: bytes of its activations at their peak.
+        state: bytes of its state; if that is staged, of what is on its GPU.
+        host: bytes of staged state in host memory, which the rank needs there.
+    """
+
+    activations: int
+    state: int
+    host: int = 0
+
+    @property
+    def own(self) -> int:
+        """Bytes of the device that it computes on."""
+        return self.activations + self.state
 
 
 def memory(
@@ -155,8 +179,8 @@ def memory(
     runs: Sequence[range],
     micro_batch: float,
     by: Dividing = WHOLE_STATE,
-) -> list[tuple[int, int]]:
-    """For each pipeline rank, bytes of its activations at their peak and of its state.
+) -> list[RankBytes]:
+    """The memory that each pipeline rank needs.
 
     Args:
         config: layout, number format and optimizer.
@@ -180,22 +204,19 @@ def memory(
         ITEM_BYTES[config.precision.dtype],
         ITEM_BYTES[config.precision.parameters],
     )
-    offloaded = config.memory.offload != "none"
+    offloaded = config.memory.offload != "none" and not config.memory.staged
     moments = 0 if offloaded else OPTIMIZER_TENSORS[config.optimizer.name]
     trained, frozen = trained_parameters(config, shape, parts)
     mine = [[i for run in runs[rank::pp] for i in run] for rank in range(pp)]
     stages, left = ([[of[i] * parameter for i in its] for its in mine] for of in (trained, frozen))
-    return [
-        (
-            round(
-                (peak_live(actions, kept[rank::pp]) + max(again[rank::pp]))
-                * micro_batch
-                * activation
-            ),
-            round(state_bytes(stages[rank], moments, by, left[rank]).total),
-        )
-        for rank, actions in enumerate(schedule)
-    ]
+    found = []
+    for rank, actions in enumerate(schedule):
+        live = peak_live(actions, kept[rank::pp]) + max(again[rank::pp])
+        state = state_bytes(stages[rank], moments, by, left[rank])
+        total = round(state.total)
+        where = (round(state.on_gpu), total) if by.staged else (total,)
+        found.append(RankBytes(round(live * micro_batch * activation), *where))
+    return found
 
 
 def _more_in_backward(parts: Sequence[PartCost], kept: Sequence[float]) -> float:

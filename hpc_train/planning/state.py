@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 BUCKET_BYTES = 4 << 20  # bytes of a bucket of gradients, as in gradients.autotune
+GRADIENTS_ON_GPU = 256 << 20  # bytes of gradients on their way from a GPU, as in gradients.staging
 BUCKET_SHARE = 32  # a pooled bucket of a measured size is at most P / BUCKET_SHARE
 POOLED_BUCKETS = 4  # buckets that zero 2 has memory for
 
@@ -22,6 +23,7 @@ class Dividing:
         ranks: number of replicas on each of these nodes.
         passes: number of micro-batches in a step.
         bucket: bytes of a bucket of gradients; None: it will be measured.
+        staged: whether the state is in host memory, and a rank computes with parameters on a GPU.
     """
 
     zero: int = 0
@@ -30,6 +32,7 @@ class Dividing:
     ranks: float = 1
     passes: int = 1
     bucket: int | None = None
+    staged: bool = False
 
     @property
     def sharing(self) -> float:
@@ -44,15 +47,22 @@ class Dividing:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a rank's share of the training state. What a node shares is divided by its ranks."""
+    """Bytes of a rank's share of the training state. What a node shares is divided by its ranks.
+
+    Args:
+        parameters, gradients, optimizer: the bytes of each.
+        on_gpu: bytes of staged parameters and gradients on the rank's GPU; the others are those in
+            host memory.
+    """
 
     parameters: float
     gradients: float
     optimizer: float
+    on_gpu: float = 0.0
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All of it, but what is staged on a GPU."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -72,7 +82,9 @@ def state_bytes(
 
     In stage 3 a node has its chunks of the parameters, and the rest of two consecutive stages. In
     stage 2 a rank has the gradients that its optimizer needs, and a pool of buckets. If a step has
-    several passes, a node keeps its sum over the passes.
+    several passes, a node keeps its sum over the passes. If the state is staged, a GPU has all
+    parameters, the gradients that are on their way to the host, and those of a stage, which has
+    made them. Only trained parameters have a copy in host memory then.
 
     Args:
         stages: bytes of the trained parameters of each stage that the rank has: embedding, blocks,
@@ -93,4 +105,8 @@ def state_bytes(
     if by.zero >= 2:
         kept = whole / (by.sharing if by.passes > 1 else by.optimizing)
         gradients = kept + min(whole, POOLED_BUCKETS * (by.bucket or most_of_bucket(whole)))
-    return StateBytes(parameters, gradients, moments * whole / by.optimizing)
+    optimizer = moments * whole / by.optimizing
+    if not by.staged:
+        return StateBytes(parameters, gradients, optimizer)
+    made = min(whole, GRADIENTS_ON_GPU + max(stages, default=0.0))
+    return StateBytes(parameters - left, gradients, optimizer, on_gpu=whole + left + made)

@@ -183,7 +183,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     averager, shared = averaging.make_averager(
         config, model, optimizer, grid, layout, engine, shared, cores=runtime.cores
     )
-    offloaded = averaging.offload(config.memory, optimizer, device, group)
+    offloaded = averaging.offload(config.memory, optimizer, group)
     local = group if config.gradients.average_every > 1 else None
     scaler = LossScaler(dtype, local) if dtype.itemsize == 2 else None
 

@@ -18,7 +18,6 @@ from hpc_train.checkpoint.state import ExtraState, Streamed, TrainingState
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
 from hpc_train.config import GradientsSection, MemorySection, RunConfig
-from hpc_train.errors import UserError
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
 from hpc_train.gradients.autotune import on_all_nodes
 from hpc_train.gradients.averager import best_engine
@@ -55,7 +54,7 @@ def start_engine(config: RunConfig, grid: ParallelGrid, device: torch.device) ->
         return "mpi"  # there is one replica, so nothing is averaged
     engine: Engine = gradients.engine
     if engine == "auto" and gradients.average_every == 1:
-        engine = best_engine(device)
+        engine = "mpi" if config.memory.staged else best_engine(device)
     if engine == "horovod":
         start_horovod(
             *(grid.world, grid.process_sets()),
@@ -120,7 +119,7 @@ def make_averager(
     def make(shared: Sharing) -> GradientAverager:
         return average_gradients(model, optimizer, levels, replace(options, **asdict(shared)))
 
-    if config.memory.zero != "auto" or not shared.zero:
+    if config.memory.zero != "auto" or shared.staged or not shared.zero:
         return make(shared), shared
     made, failure = on_all_nodes(grid.world, lambda: make(shared))
     if made is not None:
@@ -136,22 +135,15 @@ def _values(model: nn.Module, layout: ParallelModel) -> InitialValues:
     return values_of(model, names, {n: shard.spec for n, shard in layout.shards.items()})
 
 
-def offload(
-    memory: MemorySection, optimizer: Optimizer, device: torch.device, group: Group
-) -> OffloadedState | None:
+def offload(memory: MemorySection, optimizer: Optimizer, group: Group) -> OffloadedState | None:
     """Move the optimizer's state to a disk, if `memory.offload` names a folder. Collective.
 
     Raises:
-        UserError: the folder has no room for it, or ranks compute on GPUs.
+        UserError: the folder has no room for it.
     """
-    if memory.offload == "none":
+    if memory.offload == "none" or memory.staged:
         return None
     with agreed(group):
-        if device.type != "cpu":
-            raise UserError(
-                f"memory.offload is {memory.offload}, and parameters lie on {device}",
-                "leave memory.offload out on GPUs",
-            )
         return OffloadedState(optimizer, Path(memory.offload))
 
 

@@ -42,6 +42,7 @@ from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_
 from hpc_train.training.parts import MANY_PASSES, parts_of_loop
 from hpc_train.training.registered import Registered, Registrable
 from hpc_train.training.saving import finishing_saves
+from hpc_train.training.sharing import check_device
 from hpc_train.training.stepping import Stepping
 
 
@@ -88,6 +89,7 @@ class Loop(Stepping):
         choose_matmul(group, options.matmul, device)
         batch_norms.set_up_batch_norm(model, self.collectives, options.batch_norm)
         with agreed(group):
+            check_device(options.memory, device)
             recompute(model, options.memory.recompute)
             gates = gates_of(model) if options.memory.zero == 3 else []
             self._hooks += gates
@@ -103,6 +105,7 @@ class Loop(Stepping):
                 gradients,
                 zero=memory.stage,
                 scope=memory.scope,
+                staged=memory.staged,
                 only_modules_read=options.private_parameters,
                 gates=gates,
                 cores=runtime.cores,

@@ -33,7 +33,8 @@ class LoopOptions:
     Args:
         gradients: how gradients are averaged: the keys of the section `gradients`
             (docs/reference/gradients).
-        memory: what ranks share and divide: the keys of the section `memory`. Here auto is 0.
+        memory: what ranks share and divide: the keys of the section `memory`. Here auto is 0, and 1
+            with offload "optimizer", which is for GPUs.
             Otherwise the ranks of a node share the parameters' memory, and divide the optimizer's
             work and state. Then only the optimizer's step may write to parameters, and no rank has
             a whole gradient. With recompute, blocks of the model compute activations again in the
@@ -135,8 +136,12 @@ class LoopOptions:
             if getattr(self, name) not in get_args(kinds):
                 remedy = f"give one of {', '.join(get_args(kinds))}"
                 raise UserError(f"{name} is {getattr(self, name)!r}", remedy)
-        if self.memory.offload != "none":
-            raise UserError("a loop cannot offload the optimizer's state", "use a Trainer")
+        if self.memory.offload not in ("none", "optimizer"):
+            raise UserError(
+                f"memory.offload is {self.memory.offload}, and a loop keeps the optimizer's state "
+                "in no files",
+                "use a Trainer, or on GPUs offload optimizer",
+            )
         check_private(self.memory, "LoopOptions", private=self.private_parameters)
         for name in ("every", "keep", "prefetch", "workers"):
             check_integer(name, getattr(self, name), least=0)

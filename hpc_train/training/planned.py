@@ -22,7 +22,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
-from hpc_train.planning.fits import PlannedJob, check_fits
+from hpc_train.planning.fits import PlannedJob, check_fits, check_host_fits
 from hpc_train.planning.layouts import Candidate
 from hpc_train.training.device import choose_device, free_memory_of
 from hpc_train.training.sharing import SharingFacts, choose_zero
@@ -45,9 +45,14 @@ def job_that_fits(
     """
     job = job_of(config, shape, runtime)
     free, where = free_bytes_of(job, runtime)
+    hosts = None
+    if config.memory.staged:
+        hosts = free_bytes_of_nodes(free_memory_of(torch.device("cpu")), runtime)
     with agreed(runtime.world):
         if config.run.preflight:
             check_fits(job, free, where)
+            if hosts is not None:
+                check_host_fits(job, *hosts)
         searched = config.data.micro_batch == "auto"
         return job, job.largest_micro_batch(free) if searched else None
 
@@ -95,20 +100,26 @@ def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
                 together=int(Candidate(sized, shape, node).replicas[1]),
             )
             zero, _ = choose_zero(config.gradients, facts)
+            zero = memory.stage or zero
             sized = replace(sized, memory=replace(memory, zero=zero))
     return PlannedJob(sized, shape, node, on_cpu)
 
 
 def free_bytes_of(job: PlannedJob, runtime: Runtime) -> tuple[NDArray[np.int64], Sequence[str]]:
     """Bytes free on each node, or on the GPU that has least, and their names. Collective."""
-    mine = free_memory_of(choose_device(runtime.node.rank)), runtime.world.host
+    mine = free_memory_of(choose_device(runtime.node.rank))
+    if job.on_cpu:
+        return free_bytes_of_nodes(mine, runtime)
+    free, host = min(runtime.world.gathered((mine, runtime.world.host), "the free memory"))
+    return np.array([free]), [f"a GPU of {host}"]
+
+
+def free_bytes_of_nodes(mine: int, runtime: Runtime) -> tuple[NDArray[np.int64], Sequence[str]]:
+    """Bytes free on each node, of which a rank of it has found `mine`, and its name. Collective."""
     found = runtime.world.gathered(mine, "the free memory")
-    if not job.on_cpu:
-        free, host = min(found)
-        return np.array([free]), [f"a GPU of {host}"]
     topology = discover(runtime.world, runtime.node)
     of_nodes = dict(zip(topology.node, found, strict=True))
-    least = [of_nodes[number][0] for number in range(len(topology.hosts))]
+    least = [of_nodes[number] for number in range(len(topology.hosts))]
     return np.array(least), topology.hosts
 
 

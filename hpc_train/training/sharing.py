@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from hpc_train.config import GradientsSection, MemorySection, RunConfig
 from hpc_train.config.spread import Zero
 from hpc_train.errors import ConfigError
 from hpc_train.gradients.options import Engine, Scope
+from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.grid import ParallelGrid
 
 logger = logging.getLogger(__name__)
@@ -23,11 +24,12 @@ class Sharing:
 
     Args:
         zero, scope: as in `MemorySection`.
-        only_modules_read: as in `AveragingOptions`.
+        staged, only_modules_read: as in `AveragingOptions`.
     """
 
     zero: Zero = 0
     scope: Scope = "all"
+    staged: bool = False
     only_modules_read: bool = False
 
 
@@ -74,6 +76,44 @@ def choose_zero(gradients: GradientsSection, facts: SharingFacts) -> tuple[Zero,
     return 1, "ranks share parameters and the optimizer's work"
 
 
+def on_host(device: torch.device) -> bool:
+    """Whether parameters of a device are in the host's memory."""
+    return device.type == "cpu"
+
+
+def check_device(memory: MemorySection, device: torch.device) -> None:
+    """Check that the state can be where section memory asks for, if parameters are on a device.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if on_host(device) and memory.staged:
+        raise ConfigError(
+            "memory.offload is optimizer, but ranks compute on processors, so the optimizer's "
+            "state is in the host's memory already",
+            "leave memory.offload out, or give the path of a folder on the nodes' own disks",
+        )
+    if on_host(device) or memory.staged:
+        return
+    if memory.zero in (1, 2):
+        raise ConfigError(
+            f"memory.zero is {memory.zero}, but parameters are on {device}, and ranks divide the "
+            "optimizer in the memory of their node",
+            "set memory.offload optimizer as well, or leave memory.zero out",
+        )
+    if memory.zero == 3:
+        raise ConfigError(
+            f"memory.zero is 3, but parameters are on {device}",
+            "set memory.offload optimizer and memory.zero 2, or leave memory.zero out",
+        )
+    if memory.offload != "none":
+        raise ConfigError(
+            f"memory.offload is {memory.offload}, but parameters are on {device}: the optimizer's "
+            "state would have to cross to the host and back in each step",
+            "set memory.offload optimizer, which also takes the step on the host",
+        )
+
+
 def check_private(memory: MemorySection, what: str, *, private: bool) -> None:
     """Check that nobody reads parameters that another node has.
 
@@ -114,12 +154,23 @@ def decide(
         private: see `private_parameters` of `TrainingTask`.
 
     Raises:
-        ConfigError: memory.zero is 3, and parameters are not private.
+        ConfigError: memory.zero is 3, and parameters are not private; or as `check_device`.
     """
     memory = config.memory
     check_private(memory, "TrainingTask", private=private)
-    if memory.zero != "auto":
-        return Sharing(zero=memory.zero, scope=memory.scope, only_modules_read=private)
+    with agreed(grid.world):
+        check_device(memory, device)
+    if memory.staged and grid.world.rank == 0:
+        logger.info(
+            "memory.offload optimizer: the ranks of a node divide the optimizer's state and step "
+            "in its memory (memory.zero %d)",
+            memory.stage,
+        )
+    given = Sharing(
+        zero=memory.stage, scope=memory.scope, staged=memory.staged, only_modules_read=private
+    )
+    if memory.staged or memory.zero != "auto":
+        return given
     facts = SharingFacts(
         engine=engine,
         device=device.type,
@@ -131,4 +182,4 @@ def decide(
     zero, why = choose_zero(config.gradients, facts)
     if grid.world.rank == 0:
         logger.info("memory.zero auto takes %d: %s", zero, why)
-    return Sharing(zero=zero, scope=memory.scope, only_modules_read=private)
+    return replace(given, zero=zero)

@@ -388,3 +388,17 @@ def test_memory_is_saved_only_where_nothing_fits_otherwise():
     tight = choose(CONFIG, small, *SHARED, top=100)
     assert all(row.zero > 1 or row.recompute != "none" for row in tight.layouts)
     assert "--memory." in tight.layouts[0].options()
+
+
+def test_with_the_optimizer_on_the_host_gpus_and_nodes_have_their_parts():
+    on_gpus = replace(MACHINE, device="cuda", rank_gib=1.0, node_gib=1.0)
+    staged = load(None, [*MODEL.split(), "--data.batch=32", "--memory.offload=optimizer"])
+    one, plain = (choose(config, on_gpus, 1, 1).layouts[0] for config in (staged, CONFIG))
+    parameters = 4 * sum(part.parameters for part in SHAPE.parts())
+    assert (one.zero, plain.zero) == (1, 0), "one replica does it, too"
+    assert plain.memory_bytes - one.memory_bytes == pytest.approx(2 * parameters, abs=2)
+    of_node = next(layout for layout in found(staged, (1, 1))).memory[1]
+    assert of_node == pytest.approx(4 * parameters, abs=2)
+    small = replace(on_gpus, node_gib=0.9 * of_node / 2**30)
+    with pytest.raises(UserError, match="of a node's"):
+        choose(staged, small, 1, 1)

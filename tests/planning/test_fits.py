@@ -10,8 +10,9 @@ import pytest
 
 from hpc_train.config.file import load
 from hpc_train.errors import ConfigError
-from hpc_train.planning.fits import PlannedJob, check_fits
+from hpc_train.planning.fits import PlannedJob, check_fits, check_host_fits
 from hpc_train.planning.model import planned_shape
+from hpc_train.planning.schedules import size
 
 MODEL = "--model.vocab=256 --model.layers=8 --model.hidden=512 --model.heads=8 --data.batch=32"
 
@@ -75,10 +76,29 @@ def test_nothing_helps_a_job_that_is_far_too_large():
         check_fits(job(), 1 << 20, NODES)
 
 
-def test_on_gpus_a_rank_counts_and_zero_is_no_remedy():
-    on_gpu = job("--memory.zero=0", on_cpu=False)
-    assert on_gpu.needed() * 2 == job("--memory.zero=0").needed()
-    assert "zero" not in on_gpu.remedy(round(0.9 * on_gpu.needed()))
+def test_on_gpus_a_rank_counts_and_the_optimizer_can_move_to_the_host():
+    on_gpu = job("--memory.zero=0", "--data.batch=8", on_cpu=False)
+    assert on_gpu.needed() * 2 == job("--memory.zero=0", "--data.batch=8").needed()
+    room = round(0.8 * on_gpu.needed())
+    found = on_gpu.remedy(room)
+    assert found.startswith("give --memory.zero 1 --memory.offload optimizer (needs")
+    moved = job("--memory.offload=optimizer", "--data.batch=8", on_cpu=False)
+    assert f"(needs {size(moved.needed())})" in found
+    assert moved.needed() <= room
+
+
+def test_what_is_moved_to_the_host_has_to_fit_there():
+    moved = job("--memory.offload=optimizer", on_cpu=False)
+    parameters = 4 * sum(part.parameters for part in moved.shape.parts())
+    of_node = parameters * (1 + 2 + 2 / 4)  # of four nodes with two ranks each
+    assert moved.host_needs() == pytest.approx([of_node] * 4, rel=1e-3)
+    check_host_fits(moved, moved.host_needs(), NODES)
+    free = moved.host_needs()
+    free[2] -= 1 << 20
+    with pytest.raises(
+        ConfigError, match="the training needs .* of node2, which has .*: take more"
+    ):
+        check_host_fits(moved, free, NODES)
 
 
 def test_gradients_and_optimizer_state_are_counted_for_what_is_trained():

@@ -86,6 +86,15 @@ def test_a_state_on_a_disk_does_not_count(config):
     assert 2 * state("--memory.offload=/scratch") == state()
 
 
+def test_a_state_on_the_host_is_shown_beside_that_on_the_gpu(config, capsys):
+    made = plan(load(config, ["--memory.offload=optimizer"]))
+    for entry, plain in zip(made.schedules, plan(load(config)).schedules, strict=True):
+        assert entry.host_bytes == plain.state_bytes, "one replica divides nothing"
+        assert plain.state_bytes / 4 < entry.state_bytes <= plain.state_bytes / 2
+    show_schedules(made, as_json=False)
+    assert "host" in capsys.readouterr().out.splitlines()[2]
+
+
 def test_sgd_and_number_formats_count(config):
     def state(*options):
         return plan(load(config, options)).schedules[0].state_bytes

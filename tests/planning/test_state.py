@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_train.planning import state
 from hpc_train.planning.state import Dividing, state_bytes
 
 STAGES = [100.0, 40.0, 40.0, 40.0, 20.0]
@@ -51,3 +52,16 @@ def test_only_stage_3_divides_what_is_not_trained():
 def test_a_node_keeps_its_sum_over_the_passes():
     by = Dividing(zero=2, nodes=4, ranks=2, passes=3, bucket=10)
     assert state_bytes(STAGES, 2, by).gradients == WHOLE / 2 + 40
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_gpu_has_staged_parameters_and_the_node_has_the_rest(zero, monkeypatch):
+    monkeypatch.setattr(state, "GRADIENTS_ON_GPU", 30)
+    frozen, by = [0.0, 60.0, 60.0, 60.0], {"zero": zero, "nodes": 4, "ranks": 2, "bucket": 10}
+    found = state_bytes(STAGES, 2, Dividing(staged=True, **by), frozen)
+    divided = state_bytes(STAGES, 2, Dividing(**by))
+    assert found.total == divided.total, "what is not trained has no copy on the host"
+    assert found.on_gpu == WHOLE + 180 + 30 + 100
+    assert divided.on_gpu == 0
+    monkeypatch.setattr(state, "GRADIENTS_ON_GPU", 1 << 20)
+    assert state_bytes(STAGES, 2, Dividing(staged=True, **by)).on_gpu == 2 * WHOLE

@@ -29,14 +29,17 @@ from torch.utils.data import TensorDataset
 from hpc_train.checkpoint.fileformat import LocalTensor, torch_dtypes
 from hpc_train.checkpoint.restore import CheckpointReader, load_tensors
 from hpc_train.config.file import load as configuration
+from hpc_train.gradients import staged_parameters
 from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.models.kinds import SHAPES
 from hpc_train.models.tabular.sizes import TableSizes
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training import sharing
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
+from tests.gradients.late_lane import LateLane
 
 ZEROS = ["auto", 0, 1, 2, 3]
 RECOMPUTED = ["none", "selective", "full", 2]
@@ -94,10 +97,13 @@ def layout(generator: random.Random, ranks: int, shape: dict) -> dict:
             break
     cut = tp > 1 and generator.random() < 0.5 and shape["kind"] == "gpt"
     micro_batch = generator.choice([n for n in (1, 2, 3, 4, 6) if 24 // dp % n == 0])
+    zero = generator.choice(ZEROS)
+    staged = zero in ("auto", 1, 2) and generator.random() < 0.5
     return values(dp, tp, pp, schedule, virtual_stages, cut, micro_batch) | {
-        "memory.zero": generator.choice(ZEROS),
+        "memory.zero": zero,
         "memory.scope": generator.choice(["node", "all"]),
         "memory.recompute": generator.choice(RECOMPUTED),
+        "memory.offload": "optimizer" if staged else "none",
     }
 
 
@@ -262,6 +268,8 @@ def main() -> int:
     given = parser.parse_args()
     warnings.simplefilter("error")
     StreamedParameters._give_back = poison  # type: ignore[method-assign]
+    staged_parameters.CopyLane = LateLane  # type: ignore[misc]
+    sharing.check_device = lambda memory, device: None  # memory.offload optimizer is for GPUs
     job = runtime.start_runtime()
     generator = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as own:
@@ -275,7 +283,8 @@ def main() -> int:
                 if shape["kind"] != "gpt":
                     options = {**options, "parallel.sequence_parallel": "false"}
             undivided = options.get("memory.zero", 0) in ("auto", 0)
-            whole = undivided and ranks_of(options) == job.world.size
+            staged = options.get("memory.offload") == "optimizer"
+            whole = undivided and not staged and ranks_of(options) == job.world.size
             if number % 2 and whole and runtime.horovod_built():
                 options = {**options, "gradients.engine": "horovod"}
             per_node = generator.choice([1, 2, 4, 8])

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from random import Random
 
 import pytest
 import torch
 from torch import nn
 
-from hpc_train.gradients import average_gradients
+from hpc_train.gradients import average_gradients, staged_parameters
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
+from tests.gradients.late_lane import LateLane
 
 pytestmark = pytest.mark.mpi
 SAMPLES, STEPS = 24, 4
@@ -30,6 +31,7 @@ class Case:
         nodes: which of two or more made-up nodes each rank is on.
         uneven: the last rank has no samples.
         told: the averager is told the number of passes.
+        staged: the optimizer's state is in the memory of the node, as if parameters were on a GPU.
     """
 
     engine: str
@@ -45,6 +47,7 @@ class Case:
     optimizer: str
     uneven: bool
     told: bool
+    staged: bool = False
 
     @classmethod
     def draw(cls, random: Random, most: int) -> Case:
@@ -142,6 +145,7 @@ def trained(case: Case, group: Group) -> tuple[nn.Module, list[float]]:
             two_level=case.two_level,
             zero=case.zero,
             scope=case.scope,
+            staged=case.staged,
             only_modules_read=case.hidden,
             cores=2 if case.thread else 1,
         ),
@@ -172,13 +176,9 @@ def backward(model, part, case, weight) -> None:
         (loss(model, part) * weight / case.passes).backward()
 
 
-@pytest.mark.parametrize(
-    "number",
-    [*range(SOME), *(pytest.param(n, marks=pytest.mark.long) for n in range(SOME, CASES))],
-)
-def test_parameters_are_those_of_one_process(job, number):
+def check(job, case: Case) -> None:
+    """The first ranks of the job train as one process does."""
     world = job.world
-    case = Case.draw(Random(number), world.size)
     print(asdict(case))
     inside = world.rank < case.ranks
     group = world if case.ranks == world.size else world.split(int(not inside), world.rank)
@@ -189,6 +189,27 @@ def test_parameters_are_those_of_one_process(job, number):
     assert norms == pytest.approx(expected_norms, rel=1e-11)
     for (name, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-11, atol=1e-12), name
+
+
+def numbers(some: int):
+    """The numbers of the cases; some are not for a run that is long."""
+    return [n if n < some else pytest.param(n, marks=pytest.mark.long) for n in range(CASES)]
+
+
+@pytest.mark.parametrize("number", numbers(SOME))
+def test_parameters_are_those_of_one_process(job, number):
+    check(job, Case.draw(Random(number), job.world.size))
+
+
+@pytest.mark.parametrize("number", numbers(SOME // 2))
+def test_so_they_are_if_copies_to_the_host_end_late(job, monkeypatch, number):
+    monkeypatch.setattr(staged_parameters, "CopyLane", LateLane)
+    random = Random(number)
+    drawn = Case.draw(random, job.world.size)
+    more = {"engine": "mpi", "two_level": "auto", "zero": random.choice([1, 2])}
+    if number == 0:
+        more |= {"ranks": 1, "nodes": (0,), "uneven": False}
+    check(job, replace(drawn, staged=True, **more))
 
 
 @pytest.mark.parametrize(("zero", "scope"), [(0, "node"), (1, "node"), (1, "all"), (2, "all")])

@@ -64,7 +64,9 @@ def test_a_folder_that_is_not_there_is_told(tmp_path):
         make(config(tmp_path / "run", "--memory.offload", str(tmp_path / "no")), ALONE)
 
 
-@pytest.mark.parametrize("wrong", ["optimizer", "here/state", ""])
+@pytest.mark.parametrize("wrong", ["gradients", "here/state", ""])
 def test_other_values_are_refused(tmp_path, wrong):
-    with pytest.raises(ConfigError, match=r"memory\.offload is .*: give none, or the full path"):
+    with pytest.raises(
+        ConfigError, match=r"memory\.offload is .*: give none, optimizer, or the full path"
+    ):
         config(tmp_path, f"--memory.offload={wrong}")
