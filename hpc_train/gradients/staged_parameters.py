@@ -1,6 +1,6 @@
 """Parameters on a device, with a copy in the node's memory where the optimizer's step is taken.
 
-`staging` says what it is for.
+The module `staging` explains why the step is taken there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StagedParameters(SharedParameters):
         self._near: list[Tensor] = []  # the buckets on the device
         self._brought = [0] * len(self.buckets)  # the step whose parameters the device gets
         self._marks: list[CopyMark | None] = [None] * len(self.buckets)
-        """For each bucket, its copy that the device's work does not wait for yet."""
+        """For each bucket, the mark of a copy for which the device does not wait yet; or None."""
         self._versions: dict[Parameter, int] = {}
         self._pinned: PinnedMemory | None = None
 

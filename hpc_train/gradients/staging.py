@@ -24,8 +24,8 @@ from hpc_train.gradients.slots import GradientWriter, gradient_like
 logger = logging.getLogger(__name__)
 
 GRADIENTS_UNDER_WAY = 256 << 20
-"""Bytes of gradients that may be on their way from a device at once; planning.state has it. A rank
-that is further ahead of its device waits, because they have memory on the device meanwhile."""
+"""Bytes of gradients that may be on their way from a device at once, as in `planning.state`. They
+take memory on the device meanwhile, so a rank that is further ahead of its device waits."""
 
 
 class CopyMark(Protocol):
@@ -64,7 +64,7 @@ class CopyLane:
         self._stream: Any = None if self._gpu is None else self._gpu.Stream(device)
 
     def copy(self, source: Tensor, into: Tensor) -> CopyMark:
-        """Copy a tensor as soon as the device has done what it has been given so far.
+        """Copy a tensor as soon as the device has finished all earlier work.
 
         Args:
             source: contiguous. It must stay as it is until the copy has ended.
@@ -80,7 +80,7 @@ class CopyLane:
         return mark
 
     def follow(self, mark: CopyMark) -> None:
-        """Let the device wait for a copy before it does what it is given from now on."""
+        """Let the device wait for a copy before it begins any later work."""
         if self._gpu is not None:
             self._gpu.current_stream(self.device).wait_event(mark)
 
@@ -142,10 +142,10 @@ class _Write(NamedTuple):
     """A gradient on its way.
 
     Args:
-        mark: tells when it is on the host.
-        sent: the gradient on the device, which must not be freed before.
-        into: where it is copied to.
-        onto: what it is added to when it is there; None: nothing.
+        mark: tells when the copy has ended.
+        sent: the gradient on the device. It must not be freed before the copy has ended.
+        into: the memory of the host that the gradient is copied to.
+        onto: the tensor to which the copy is added; None: it is added to nothing.
     """
 
     mark: CopyMark

@@ -168,7 +168,9 @@ class Profiler:
         return self._recording is not None and step >= self._recording.plan.last
 
     def between(self, step: int) -> None:
-        """End or begin a profile if one is due. Collective, between two steps.
+        """End a profile after its last step, and begin one before its first. Collective.
+
+        It is called between two steps.
 
         Args:
             step: the last finished step.

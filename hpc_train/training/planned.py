@@ -115,7 +115,12 @@ def free_bytes_of(job: PlannedJob, runtime: Runtime) -> tuple[NDArray[np.int64],
 
 
 def free_bytes_of_nodes(mine: int, runtime: Runtime) -> tuple[NDArray[np.int64], Sequence[str]]:
-    """Bytes free on each node, of which a rank of it has found `mine`, and its name. Collective."""
+    """Bytes free on each node, and the nodes' names. Collective.
+
+    Args:
+        mine: the bytes that this rank has found free on its node.
+        runtime: the job's runtime.
+    """
     found = runtime.world.gathered(mine, "the free memory")
     topology = discover(runtime.world, runtime.node)
     of_nodes = dict(zip(topology.node, found, strict=True))

@@ -75,7 +75,7 @@ def test_a_rank_is_not_ahead_of_its_device_by_more_than_a_limit(monkeypatch):
 
 
 class Streams:
-    """Stands in for torch.cuda: notes what it is asked to do."""
+    """Stands in for torch.cuda, and records the calls."""
 
     def __init__(self, refuse=()):
         self.seen, self.refuse = [], refuse
