@@ -5,33 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
-from torch import nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.ring import Library, Ring
 from hpc_train.errors import SetupError
-from hpc_train.gradients.buckets import Bucket, has_slabs, plan_buckets
+from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.compression import make_compressor
-from hpc_train.gradients.division import BucketParts, Reach
-from hpc_train.gradients.local import LocalSteps
-from hpc_train.gradients.mpi import BucketAverager
+from hpc_train.gradients.division import Reach
 from hpc_train.gradients.options import AveragingOptions, TwoLevel
-from hpc_train.gradients.ownership import trained
-from hpc_train.gradients.pooled_sums import PooledSums
-from hpc_train.gradients.progress import Progress
-from hpc_train.gradients.shared_parameters import SharedParameters
-from hpc_train.gradients.staged_parameters import StagedParameters, check_staged
-from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
-from hpc_train.gradients.zero import ShardedAverager, check_divisible
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.times import time_text
@@ -156,151 +145,7 @@ def bucket_seconds(group: Group, make: MakeSums, nbytes: int) -> float:
     return min(times[1:]) / 1e9
 
 
-def mpi_averager(
-    model: nn.Module, optimizer: Optimizer, levels: Levels, options: AveragingOptions
-) -> BucketAverager:
-    """The averager of engine mpi. Collective.
-
-    Args:
-        model: its parameters that require gradients are averaged.
-        optimizer: its parameters are averaged, too.
-        levels: the ranks by nodes.
-        options: how gradients are averaged.
-
-    Raises:
-        UserError: the options do not fit together, or not with the model and the optimizer.
-        SetupError: `options.zero` or a compression needs shared memory and there is too little.
-    """
-    planned = trained(model, optimizer)
-    group = levels.whole
-    options.check(planned)
-    alone = group.size == 1 and not options.staged
-    if alone or not (planned or _frozen(model, options)):
-        none = CollectiveSums(connect(group), [])
-        return BucketAverager(model, optimizer, group, lambda _: ([], none), Progress())
-    if options.zero:
-        return _sharded(model, optimizer, levels, options, planned)
-    make, closing = way(levels, options, planned[0].device)
-    size = _bucket_bytes(group, make, planned, options)
-    by_rows = options.compression != "none"
-
-    def made(parameters: Sequence[Parameter]) -> tuple[list[Bucket], Sums]:
-        buckets = [Bucket(some, by_rows=by_rows) for some in plan_buckets(parameters, size)]
-        return buckets, make(buckets)
-
-    progress = options.progress()
-    if options.average_every > 1:
-        return LocalSteps(model, optimizer, levels, options.average_every, made, progress)
-    averager = BucketAverager(model, optimizer, group, made, progress)
-    averager.at_close += closing
-    return averager
-
-
-def _sharded(
-    model: nn.Module,
-    optimizer: Optimizer,
-    levels: Levels,
-    options: AveragingOptions,
-    planned: Sequence[Parameter],
-) -> BucketAverager:
-    check_divisible(optimizer)
-
-    def made(buckets: Sequence[Bucket], reach: Sequence[Reach] = ()) -> LevelSums:
-        if options.zero > 1 and reach:
-            return PooledSums(levels, buckets, ring_of(levels), reach)
-        return compressed(levels, buckets, options.compression, reach)
-
-    def make(buckets: Sequence[Bucket], reach: Sequence[Reach] = ()) -> LevelSums:
-        return _made_on_all_nodes(levels.whole, lambda: made(buckets, reach))
-
-    frozen = _frozen(model, options)
-    size = _bucket_bytes(levels.whole, make, [*planned, *frozen], options)
-    whole = frozenset(options.whole)  # `in` on a list would compare the parameters' values
-    divisible = [p for p in planned if p not in whole and has_slabs(p)]
-    rest = {id(p) for p in divisible}
-    if options.staged:
-        check_staged(planned, [p for p in planned if id(p) not in rest], levels.whole)
-    divided, still = (
-        [some for stage in _by_stage(which, options) for some in plan_buckets(stage, size)]
-        for which in (divisible, frozen)
-    )
-    kept = plan_buckets([p for p in planned if id(p) not in rest], size)
-    by_rows = options.compression != "none" or options.staged
-    buckets = [
-        *(Bucket(some, by_rows=True) for some in divided),
-        *(Bucket(some, by_rows=by_rows) for some in kept),
-    ]
-    reach = Reach.JOB if options.scope == "all" else Reach.NODE
-    reaches = [reach] * len(divided) + [Reach.RANK] * len(kept)
-    sums = make(buckets, reaches)
-    division = BucketParts(
-        levels,
-        [*buckets, *(Bucket(some, by_rows=True, summed=False) for some in still)],
-        [*reaches, *[reach] * len(still)],
-    )
-
-    def averager() -> ShardedAverager:
-        progress = options.progress()
-        try:
-            return ShardedAverager(
-                model,
-                optimizer,
-                _shared(sums, division, progress, options, planned),
-                hidden=options.only_modules_read,
-                values=options.values,
-            )
-        except SetupError:
-            progress.close()
-            sums.close()
-            raise
-
-    return _made_on_all_nodes(levels.whole, averager)
-
-
-def _shared(
-    sums: LevelSums,
-    division: BucketParts,
-    progress: Progress,
-    options: AveragingOptions,
-    planned: Sequence[Parameter],
-) -> SharedParameters:
-    if options.staged:
-        return StagedParameters(sums, division, progress, planned[0].device)
-    if options.zero == 3 and Reach.JOB in division.reach:
-        return StreamedParameters(sums, division, progress, options.gates)
-    return SharedParameters(sums, division, progress)
-
-
-def _frozen(model: nn.Module, options: AveragingOptions) -> list[Parameter]:
-    """The parameters that are divided although they are not trained: with zero 3 only.
-
-    With zero 3 nobody but the modules uses parameters. Other stages leave it to the user's code to
-    change those that are not trained, as for the mean of a model's parameters over the steps.
-    """
-    if options.zero < 3:
-        return []
-    return [p for p in model.parameters() if not p.requires_grad and has_slabs(p)]
-
-
-def _by_stage(
-    parameters: Sequence[Parameter], options: AveragingOptions
-) -> Iterator[list[Parameter]]:
-    """Parameters whose buckets may be filled one after the other by the backward pass.
-
-    With zero 3 they are those of each stage, the last stage first, because a bucket is gathered as
-    a whole. A parameter of several stages is the first one's.
-    """
-    stage = {
-        parameter: place
-        for place, gate in reversed(list(enumerate(options.gates)))
-        for parameter in gate.module.parameters()
-    }
-    places = {parameter: stage.get(parameter, 0) for parameter in parameters}
-    for place in sorted({*places.values()}, reverse=True):
-        yield [parameter for parameter in parameters if places[parameter] == place]
-
-
-def _made_on_all_nodes(group: Group, make: Callable[[], ClosableT]) -> ClosableT:
+def made_on_all_nodes(group: Group, make: Callable[[], ClosableT]) -> ClosableT:
     """The result of `on_all_nodes`; if one node fails, all ranks raise. Collective."""
     made, failure = on_all_nodes(group, make)
     if made is None:
@@ -308,9 +153,10 @@ def _made_on_all_nodes(group: Group, make: Callable[[], ClosableT]) -> ClosableT
     return made
 
 
-def _bucket_bytes(
+def chosen_bucket_bytes(
     group: Group, make: MakeSums, trained: Sequence[Parameter], options: AveragingOptions
 ) -> int:
+    """The size of buckets, in bytes: the option's, or the one that is measured best. Collective."""
     if options.bucket_bytes is not None:
         return options.bucket_bytes
     if options.deterministic:
@@ -343,9 +189,7 @@ def way(
             logger.info("gradients.compression has nothing to do: all ranks are on one node")
 
         def packed(buckets: Sequence[Bucket]) -> Sums:
-            return _made_on_all_nodes(
-                group, lambda: compressed(level, buckets, options.compression)
-            )
+            return made_on_all_nodes(group, lambda: compressed(level, buckets, options.compression))
 
         return packed, []
     collectives = connect(group, purpose="gradient")

@@ -170,7 +170,7 @@ def average_gradients(
     for tensor in {id(tensor): tensor for tensor in tensors}.values():  # tied ones only once
         collectives.broadcast_(tensor.data)
     broadcast_state(optimizer, collectives)
-    from hpc_train.gradients.autotune import mpi_averager
+    from hpc_train.gradients.set_up import mpi_averager
 
     device = _device(model)
     engine = options.engine

@@ -10,6 +10,7 @@ import torch
 from hpc_train.gradients import staging
 from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.staging import CopyLane, PinnedMemory, StagedWriter
+from hpc_train.planning import state
 from tests.gradients.late_lane import PATIENCE, LateLane
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -17,6 +18,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 def ones(count, value=1.0):
     return torch.full((count,), value, dtype=torch.float64)
+
+
+def test_what_is_planned_for_gradients_on_their_way_is_what_may_be():
+    assert state.GRADIENTS_ON_GPU == staging.GRADIENTS_UNDER_WAY
 
 
 def test_writes_end_in_order_and_only_when_the_copies_have():
