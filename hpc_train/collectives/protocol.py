@@ -113,6 +113,13 @@ def connect(
     return MpiCollectives(group, overlap=overlap, purpose=purpose)
 
 
+def reaches(device: torch.device) -> bool:
+    """Whether `connect` makes collectives that read and write this device's memory themselves."""
+    from hpc_train.collectives.mpi import reads_gpu_memory
+
+    return device.type == "cuda" and (reads_gpu_memory() or _fitting_horovod(device) is not None)
+
+
 def _fitting_horovod(device: torch.device | None) -> Any:
     """The module horovod.torch if it is running and serves a device better than MPI, else None."""
     from hpc_train.collectives.mpi import reads_gpu_memory

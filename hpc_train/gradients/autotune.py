@@ -14,12 +14,14 @@ from torch.nn import Parameter
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
 from hpc_train.collectives.halving import Halving
+from hpc_train.collectives.protocol import reaches
 from hpc_train.collectives.ring import Library, Ring
 from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.compression import make_compressor
 from hpc_train.gradients.division import Reach
 from hpc_train.gradients.options import AveragingOptions, TwoLevel
+from hpc_train.gradients.staged_sums import StagedSums
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -38,6 +40,7 @@ class Closable(Protocol):
 MakeSums = Callable[[Sequence[Bucket]], Sums]
 ClosableT = TypeVar("ClosableT", bound=Closable)
 
+CPU = torch.device("cpu")
 USUAL_BUCKET = 4 << 20  # bytes; also the size that the ways are compared with
 SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 19, 64 << 20
 LARGEST_SHARE = 32  # pooled buckets are at most this part of all gradients; planning.state has it
@@ -53,7 +56,7 @@ BETTER = 0.9  # the usual way is kept unless another one takes less than this pa
 
 
 def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[str, MakeSums]:
-    """The ways to sum buckets on the CPU, by name, the usual one first.
+    """The ways to sum buckets in host memory, by name, the usual one first.
 
     A ring of more than RING_TRIED ranks is left out.
 
@@ -86,14 +89,14 @@ def ways(levels: Levels, collectives: Collectives, two_level: TwoLevel) -> dict[
     return {name: make for name, make in found.items() if name not in left_out}
 
 
-def fastest(group: Group, ways: Mapping[str, MakeSums]) -> str:
-    """The name of the way that sums a bucket in the least time. Collective.
+def fastest(group: Group, ways: Mapping[str, MakeSums], device: torch.device = CPU) -> str:
+    """The name of the way that sums a bucket on a device in the least time. Collective.
 
     The first way is chosen unless another one is clearly faster (`BETTER`).
     """
     if len(ways) == 1:
         return next(iter(ways))
-    times = {name: bucket_seconds(group, make, USUAL_BUCKET) for name, make in ways.items()}
+    times = {n: bucket_seconds(group, make, USUAL_BUCKET, device) for n, make in ways.items()}
     first, best = next(iter(ways)), min(times, key=times.__getitem__)
     chosen = best if times[best] < BETTER * times[first] else first
     if group.rank == 0:
@@ -102,7 +105,7 @@ def fastest(group: Group, ways: Mapping[str, MakeSums]) -> str:
     return chosen
 
 
-def bucket_size(group: Group, make: MakeSums, total: int) -> int:
+def bucket_size(group: Group, make: MakeSums, total: int, device: torch.device = CPU) -> int:
     """The bucket size in bytes for which averaging costs least. Collective.
 
     The sum of a bucket of b bytes takes a + b / r seconds: a latency, and a time at r bytes per
@@ -114,12 +117,13 @@ def bucket_size(group: Group, make: MakeSums, total: int) -> int:
         group: the ranks.
         make: makes the sums.
         total: bytes of all gradients.
+        device: the gradients' device.
 
     Returns:
         SMALLEST_BUCKET to LARGEST_BUCKET; the same number on all ranks.
     """
-    small = bucket_seconds(group, make, SMALL_TRIAL)
-    large = bucket_seconds(group, make, USUAL_BUCKET)
+    small = bucket_seconds(group, make, SMALL_TRIAL, device)
+    large = bucket_seconds(group, make, USUAL_BUCKET, device)
     # The bounds keep both numbers positive where noise exceeds the difference of the two times.
     per_byte = max(large - small, 0.1 * large) / (USUAL_BUCKET - SMALL_TRIAL)
     latency = max(small - SMALL_TRIAL * per_byte, 1e-6)
@@ -127,13 +131,14 @@ def bucket_size(group: Group, make: MakeSums, total: int) -> int:
     return int(min(max(best, SMALLEST_BUCKET), LARGEST_BUCKET))
 
 
-def bucket_seconds(group: Group, make: MakeSums, nbytes: int) -> float:
-    """Seconds that the sum of a bucket takes. Collective.
+def bucket_seconds(group: Group, make: MakeSums, nbytes: int, device: torch.device = CPU) -> float:
+    """Seconds that the sum of a bucket on a device takes. Collective.
 
     Each of TRIALS trials takes as long as its slowest rank, and the shortest one counts. All ranks
     get the same number.
     """
-    sums = make([Bucket([Parameter(torch.empty(nbytes // 4), requires_grad=False)])])
+    trial = torch.empty(nbytes // 4, device=device)
+    sums = make([Bucket([Parameter(trial, requires_grad=False)])])
     times = []
     for _ in range(1 + TRIALS):  # the first one opens connections and touches memory: not counted
         group.barrier()
@@ -162,7 +167,7 @@ def chosen_bucket_bytes(
     if options.deterministic:
         return USUAL_BUCKET
     total = sum(parameter.nbytes for parameter in trained)
-    size = bucket_size(group, make, total)
+    size = bucket_size(group, make, total, CPU if options.staged else trained[0].device)
     if options.zero > 1:  # a pool of large buckets would take what dividing the gradients saves
         size = min(size, max(USUAL_BUCKET, total // LARGEST_SHARE))
     if group.rank == 0:
@@ -175,13 +180,12 @@ def way(
 ) -> tuple[MakeSums, list[Callable[[], None]]]:
     """Choose how buckets on a device are summed. Collective.
 
+    Buckets on a GPU are summed in host memory by the same ways as those of processors, or by
+    collectives that read the GPU's memory, if there are any.
+
     Returns:
         A function that makes the sums, and functions to call when no more are needed.
     """
-    if device.type != "cpu":
-        on_device = connect(levels.whole, device, overlap=options.spare_core, purpose="gradient")
-        early = on_device.overlaps
-        return lambda buckets: CollectiveSums(on_device, buckets, early=early), [on_device.close]
     group = levels.whole
     if options.compression != "none":
         level = Levels.flat(group) if options.two_level == "off" else levels
@@ -191,15 +195,26 @@ def way(
         def packed(buckets: Sequence[Bucket]) -> Sums:
             return made_on_all_nodes(group, lambda: compressed(level, buckets, options.compression))
 
-        return packed, []
+        return staged(packed, device), []
     collectives = connect(group, purpose="gradient")
     there = {
-        name: or_collectives(group, make, collectives)
+        name: staged(or_collectives(group, make, collectives), device)
         for name, make in ways(levels, collectives, options.two_level).items()
     }
+    closing: list[Callable[[], None]] = []
+    if options.two_level != "on" and group.smallest(int(reaches(device))):
+        on_device = connect(group, device, overlap=options.spare_core, purpose="gradient")
+        early = on_device.overlaps
+        there["GPU memory"] = lambda buckets: CollectiveSums(on_device, buckets, early=early)
+        closing = [on_device.close]
     if options.deterministic:
-        return next(iter(there.values())), []
-    return there[fastest(group, there)], []
+        return next(iter(there.values())), closing
+    return there[fastest(group, there, device)], closing
+
+
+def staged(make: MakeSums, device: torch.device) -> MakeSums:
+    """The same way of summing for buckets on a device, which are copied to host memory and back."""
+    return make if device.type == "cpu" else lambda buckets: StagedSums(buckets, make)
 
 
 def compressed(

@@ -7,6 +7,7 @@ that lie side by side in a few buffers are averaged in a few calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -65,7 +66,9 @@ class Bucket:
     ) -> None:
         self.parameters = tuple(parameters)
         self.by_rows = by_rows
-        of_parameters, self.device = parameters[0].dtype, parameters[0].device
+        self.device = parameters[0].device
+        """The device of the buffer."""
+        of_parameters = parameters[0].dtype
         wide = torch.promote_types(of_parameters, torch.float32) if summed else of_parameters
         self.dtype = wide.to_real()
         """The dtype of the buffer."""
@@ -74,6 +77,12 @@ class Bucket:
         self.begins = [0, *accumulate(self._sizes)]
         self.numel = self.begins.pop()
         self._of_view = torch.promote_types(of_parameters, self.dtype)
+
+    def on(self, device: torch.device) -> Bucket:
+        """The same bucket with its buffer on another device than its parameters."""
+        other = copy(self)
+        other.device = device
+        return other
 
     @property
     def nbytes(self) -> int:

@@ -24,6 +24,7 @@ from hpc_train.gradients.ownership import claim, disown, parameters_of, trained,
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import Slot
+from hpc_train.gradients.staged_sums import in_host_memory
 from hpc_train.gradients.sums import LevelSums, Sums
 from hpc_train.gradients.weight import sample_weight
 from hpc_train.mpi.agreement import settle
@@ -393,8 +394,9 @@ class BucketAverager:
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals of compression, which are in units of the old loss scale."""
-        if isinstance(self.sums, LevelSums) and self.sums.compressor is not None:
-            self.sums.compressor.scale_(factor)
+        sums = in_host_memory(self.sums)
+        if isinstance(sums, LevelSums) and sums.compressor is not None:
+            sums.compressor.scale_(factor)
 
     def settle(self) -> None:
         """Do nothing: all ranks have the same parameters and optimizer state."""

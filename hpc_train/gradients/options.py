@@ -139,12 +139,6 @@ class AveragingOptions:
                 f"{device}",
                 "use staged parameters (memory.offload optimizer)",
             ),
-            (
-                device.type != "cpu" and not self.staged and (packed or self.two_level == "on"),
-                'compression and two_level "on" need parameters in host memory, and these are on '
-                f"{device}",
-                "leave those options out",
-            ),
         ):
             if asked:
                 raise UserError(why, remedy)

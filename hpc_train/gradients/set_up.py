@@ -57,7 +57,8 @@ def mpi_averager(
         return BucketAverager(model, optimizer, group, lambda _: ([], none), Progress())
     if options.zero:
         return _sharded(model, optimizer, levels, options, planned)
-    make, closing = way(levels, options, planned[0].device)
+    computing = next((p.device for p in planned if p.device.type != "cpu"), planned[0].device)
+    make, closing = way(levels, options, computing)
     size = chosen_bucket_bytes(group, make, planned, options)
     by_rows = options.compression != "none"
 

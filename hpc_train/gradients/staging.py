@@ -63,17 +63,20 @@ class CopyLane:
         self._gpu: Any = None if device.type == "cpu" else getattr(torch, device.type)
         self._stream: Any = None if self._gpu is None else self._gpu.Stream(device)
 
-    def copy(self, source: Tensor, into: Tensor) -> CopyMark:
-        """Copy a tensor as soon as the device has finished all earlier work.
+    def copy(self, source: Tensor, into: Tensor, *, after_device: bool = True) -> CopyMark:
+        """Copy a tensor after all earlier copies of this lane.
 
         Args:
             source: contiguous. It must stay as it is until the copy has ended.
             into: contiguous, of the same shape and dtype.
+            after_device: whether the copy waits until the device has finished all earlier work of
+                the caller's stream. It need not if the device's work concerns neither tensor.
         """
         if self._gpu is None:
             into.copy_(source)
             return CopyDone()
-        self._stream.wait_stream(self._gpu.current_stream(self.device))
+        if after_device:
+            self._stream.wait_stream(self._gpu.current_stream(self.device))
         with self._gpu.stream(self._stream):
             into.copy_(source, non_blocking=True)
             mark: CopyMark = self._stream.record_event()

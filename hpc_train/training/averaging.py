@@ -26,6 +26,7 @@ from hpc_train.gradients.compression import Compressor
 from hpc_train.gradients.division import Reach
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions, Engine
+from hpc_train.gradients.staged_sums import in_host_memory
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.models.deferred import is_unfilled
@@ -198,7 +199,9 @@ class AveragingState(Statistics):
     def sums(self) -> LevelSums | None:
         """The averager's sums if they compress, or None."""
         # Looked up each time: the averager makes other sums when it takes new parameters.
-        sums = self.averager.sums if isinstance(self.averager, BucketAverager) else None
+        if not isinstance(self.averager, BucketAverager):
+            return None
+        sums = in_host_memory(self.averager.sums)
         return sums if isinstance(sums, LevelSums) and sums.compressor else None
 
     @property

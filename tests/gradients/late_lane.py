@@ -38,7 +38,7 @@ class LateLane(CopyLane):
         self.begun = deque()
         self.followed = 0
 
-    def copy(self, source, into):
+    def copy(self, source, into, *, after_device=True):
         assert source.shape == into.shape
         assert source.dtype == into.dtype
         assert source.is_contiguous()

@@ -11,6 +11,7 @@ from hpc_train.collectives.coroutines import CoroutineScheduler, drive
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.node import sum_into
 from hpc_train.collectives.ring import Library, Ring
+from hpc_train.gradients import autotune
 from hpc_train.gradients.autotune import compressed_cross, way, ways
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.division import Reach
@@ -48,16 +49,28 @@ def test_each_bucket_meets_itself_on_the_other_nodes(job, kind):
     assert not wrong
 
 
-def test_ranks_with_unlike_cores_sum_in_one_way(job):
-    """Also where tensors are on a device: whether sums begin early is agreed on."""
+def test_ranks_with_unlike_cores_sum_in_one_way(job, monkeypatch):
+    """Where collectives read a device's memory: whether sums begin early is agreed on."""
     world = job.world
+    monkeypatch.setattr(autotune, "reaches", lambda device: True)
+    monkeypatch.setattr(autotune, "fastest", lambda group, there, device: "GPU memory")
     cores = torch.get_num_threads() + (world.rank > 0)
-    options = AveragingOptions(cores=cores)
-    make, closing = way(Levels.flat(world), options, torch.device("meta"))
+    make, closing = way(Levels.flat(world), AveragingOptions(cores=cores), torch.device("cpu"))
     early = make([]).early
     for close in closing:
         close()
     assert not early
+
+
+def test_collectives_are_not_tried_unless_all_ranks_have_them(job, monkeypatch):
+    monkeypatch.setattr(autotune, "reaches", lambda device: job.world.rank > 0)
+    tried = []
+    monkeypatch.setattr(
+        autotune, "fastest", lambda group, there, device: tried.extend(there) or tried[0]
+    )
+    _, closing = way(Levels.flat(job.world), AveragingOptions(), torch.device("cpu"))
+    assert "GPU memory" not in tried
+    assert not closing
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_train.gradients import average_gradients, staged_parameters
+from hpc_train.gradients import (
+    autotune,
+    average_gradients,
+    staged_parameters,
+    staged_sums,
+)
 from hpc_train.gradients.options import AveragingOptions
+from hpc_train.gradients.staged_sums import StagedSums
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -210,6 +216,15 @@ def test_so_they_are_if_copies_to_the_host_end_late(job, monkeypatch, number):
     if number == 0:
         more |= {"ranks": 1, "nodes": (0,), "uneven": False}
     check(job, replace(drawn, staged=True, **more))
+
+
+@pytest.mark.parametrize("number", numbers(SOME // 2))
+def test_so_they_are_if_buckets_go_to_the_host_and_back(job, monkeypatch, number):
+    """As they do if parameters are on a GPU that MPI cannot read."""
+    monkeypatch.setattr(staged_sums, "CopyLane", LateLane)
+    monkeypatch.setattr(autotune, "staged", lambda make, _: lambda some: StagedSums(some, make))
+    drawn = Case.draw(Random(number), job.world.size)
+    check(job, replace(drawn, engine="mpi", zero=0))
 
 
 @pytest.mark.parametrize(("zero", "scope"), [(0, "node"), (1, "node"), (1, "all"), (2, "all")])
