@@ -152,10 +152,19 @@ class MpiCollectives:
             self._thread = None
             self._begun.group.close()
 
-    def _start(self, operation: Callable[..., Tensor], *arguments: Any) -> Pending:
+    def _start(self, operation: Callable[..., Tensor], tensor: Tensor, *arguments: Any) -> Pending:
         if self._thread is None:
-            return Done(operation(self, *arguments))
-        return InThread(self.group, self._thread.submit(operation, self._begun, *arguments))
+            return Done(operation(self, tensor, *arguments))
+        wait_for_caller = _work_of(tensor)
+
+        def carried_out() -> Tensor:
+            # The thread has other streams of the GPU than the caller, and none waits for another.
+            wait_for_caller()
+            result = operation(self._begun, tensor, *arguments)
+            _work_of(tensor)()
+            return result
+
+        return InThread(self.group, self._thread.submit(carried_out))
 
     def _summed(self, tensor: Tensor) -> Tensor:
         self.sum_(tensor)
@@ -242,10 +251,23 @@ def _type(tensor: Tensor) -> MPI.Datatype:
     return MPI_TYPES[tensor.dtype]
 
 
+def _work_of(tensor: Tensor) -> Callable[[], None]:
+    """A function that waits until the tensor's GPU has done what this thread has told it by now."""
+    if tensor.device.type not in ("cuda", "xpu"):
+        return _nothing
+    stream = getattr(torch, tensor.device.type).current_stream(tensor.device)
+    waits: Callable[[], None] = stream.record_event().synchronize
+    return waits
+
+
+def _nothing() -> None:
+    pass
+
+
 def _reachable(tensor: Tensor) -> Tensor:
     """The tensor, contiguous and in memory that MPI can read."""
     if tensor.is_cuda and reads_gpu_memory():
-        torch.cuda.current_stream().synchronize()  # MPI knows nothing of streams
+        _work_of(tensor)()  # MPI knows nothing of streams
         return tensor.detach().contiguous()
     return tensor.detach().cpu().contiguous()
 

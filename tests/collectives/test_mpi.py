@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from hpc_train.collectives import connect
+from hpc_train.collectives import connect, mpi
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
@@ -216,6 +218,22 @@ def test_what_mpi_cannot_add_is_refused(group):
     for call in (connect(group).sum_, lambda t: connect(group).start_sum_scatter(t, 0)):
         with pytest.raises(TypeError, match="cannot add torch.int16"):
             call(torch.ones(group.size, dtype=torch.int16))
+
+
+@pytest.mark.ranks(2)
+def test_a_thread_and_its_caller_wait_for_each_others_work_on_a_gpu(group, monkeypatch):
+    caller, waited = threading.get_ident(), []
+
+    def work_of(tensor):
+        told = threading.get_ident() == caller
+        return lambda: waited.append((told, threading.get_ident() == caller, float(tensor[0])))
+
+    monkeypatch.setattr(mpi, "_work_of", work_of)
+    over, tensor = connect(group, overlap=True), torch.ones(3)
+    over.start_sum_(tensor).wait()
+    over.close()
+    # The thread waits for the caller's work before the sum, and for its own after it.
+    assert waited == [(True, False, 1.0), (False, False, float(group.size))]
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
