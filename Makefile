@@ -5,6 +5,7 @@
 #   make test-quick    run the tests of one process, in less than a minute
 #   make test-long    run the tests that `make test` leaves out; with COLD=1 no rank is forked
 #   make test-mpich, make test-openmpi5    run the tests of several ranks with another MPI
+#   make test-gpu    try everything on this machine's GPU in ten minutes, with the site's own packages
 #   make lint    check formatting, types, import rules, and the names and sizes of modules
 #   make docs    build the documentation as HTML in docs/_build
 #   make clean   remove all that the others made, and .venv; Horovod wheels stay in the cache
@@ -39,7 +40,7 @@ endif
 # `make lint` runs tests/test_house.py.
 BESIDE = -n $(WORKERS) --dist loadscope --no-loadscope-reorder --ignore=tests/test_house.py
 
-.PHONY: setup demo test test-mpi test-quick test-long test-mpich test-openmpi5 lint docs clean
+.PHONY: setup demo test test-mpi test-quick test-long test-mpich test-openmpi5 test-gpu lint docs clean
 
 setup:
 	@$(PYTHON) bootstrap.py $(WITH)
@@ -67,6 +68,10 @@ test-quick: setup
 test-long: setup
 	mpirun -np $(RANKS) python -m pytest --only-mpi -m "mpi and long" -p no:cacheprovider $(PYTEST_OPTIONS)
 	python -m pytest -m "long and not mpi" $(PYTEST_OPTIONS)
+
+# Without setup, which would need a network, and would bring a torch for processors.
+test-gpu:
+	$(PYTHON) -m benchmarks.gpu
 
 lint: setup
 	ruff format --check

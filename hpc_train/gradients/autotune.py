@@ -21,7 +21,7 @@ from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.compression import make_compressor
 from hpc_train.gradients.division import Reach
 from hpc_train.gradients.options import AveragingOptions, TwoLevel
-from hpc_train.gradients.staged_sums import StagedSums
+from hpc_train.gradients.staged_sums import CPU, StagedSums
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -40,7 +40,6 @@ class Closable(Protocol):
 MakeSums = Callable[[Sequence[Bucket]], Sums]
 ClosableT = TypeVar("ClosableT", bound=Closable)
 
-CPU = torch.device("cpu")
 USUAL_BUCKET = 4 << 20  # bytes; also the size that the ways are compared with
 SMALLEST_BUCKET, LARGEST_BUCKET = 1 << 19, 64 << 20
 LARGEST_SHARE = 32  # pooled buckets are at most this part of all gradients; planning.state has it

@@ -1,0 +1,179 @@
+"""What benchmarks.gpu measures without the program: the GPU itself, and loops in plain PyTorch.
+
+    python -m benchmarks.gpu_loops software
+    python -m benchmarks.gpu_loops limits [--dtype bfloat16] [--size N]
+    python -m benchmarks.gpu_loops loop --kind plain|compiled|trainer --shape '{...}' --batch N
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.models import GPT
+from hpc_train.training.device import built_for, choose_device
+
+ROUNDS = 5
+SECONDS = 0.3  # of a measurement
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a device has done its work."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """The median time of a call, over ROUNDS of as many calls as take SECONDS."""
+    call()
+    wait(device)
+    begin = time.perf_counter()
+    call()
+    wait(device)
+    count = max(1, int(SECONDS / max(time.perf_counter() - begin, 1e-6)))
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        wait(device)
+        times.append((time.perf_counter() - begin) / count)
+    return statistics.median(times)
+
+
+def software() -> dict[str, Any]:
+    """The device's name, and the versions of what computes."""
+    device = choose_device()
+    module = None if device.type == "cpu" else getattr(torch, device.type)
+    build, why = built_for()
+    return {
+        "device": module.get_device_name(device) if module else "",
+        "torch": torch.__version__,
+        "build": f"{build} {torch.version.cuda or getattr(torch.version, 'hip', '') or ''}".strip(),
+        "why_no_gpu": why,
+        "python": platform.python_version(),
+        "mpi": _mpi(),
+        "nccl": str(torch.cuda.nccl.version()) if device.type == "cuda" else "",
+    }
+
+
+def _mpi() -> str:
+    """The MPI library. It is not started, which some can do under their launcher only."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    from hpc_train.collectives.mpi import reads_gpu_memory
+
+    reads = "reads" if reads_gpu_memory() else "does not read"
+    return f"{MPI.Get_library_version().splitlines()[0].strip(chr(0))}; {reads} GPU memory"
+
+
+def limits(size: int) -> dict[str, float]:
+    """Matrix products in 10^12 operations per second, and copies in 10^9 bytes per second."""
+    device, found = choose_device(), {}
+    for dtype in ("bfloat16", "float16", "float32", "float64"):
+        one = torch.randn(size, size, device=device, dtype=torch.float32)
+        one = one.to(getattr(torch, dtype))
+        other = torch.empty_like(one)
+        taken = seconds_of(lambda a=one, b=other: torch.mm(a, a, out=b), device)
+        found[f"matrix {dtype}"] = 2 * size**3 / taken / 1e12
+    near = torch.empty(size * size * 4, dtype=torch.uint8, device=device)
+    for name, pinned in (("pinned", device.type == "cuda"), ("pageable", False)):
+        host = torch.zeros(near.numel(), dtype=torch.uint8, pin_memory=pinned)
+        there = seconds_of(lambda h=host: near.copy_(h, non_blocking=True), device)
+        back = seconds_of(lambda h=host: h.copy_(near, non_blocking=True), device)
+        found[f"copy to the device, {name}"] = near.numel() / there / 1e9
+        found[f"copy to the host, {name}"] = near.numel() / back / 1e9
+    return found
+
+
+def batches(shape: dict[str, int], batch: int) -> list[tuple[Tensor, Tensor]]:
+    """Some batches of random tokens, in the host's memory."""
+    torch.manual_seed(1)
+    text = torch.randint(shape["vocab"], (4, batch, shape["sequence"] + 1))
+    return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in text]
+
+
+def loop(kind: str, shape: dict[str, int], batch: int, steps: int) -> dict[str, float]:
+    """Tokens per second of a loop in bfloat16 with float32 weights, without and with torch.compile.
+
+    "trainer" is a compiled loop that clips gradients, sets the learning rate, and asks for the loss
+    and the norm in each step, as trainers of others do.
+    """
+    device = choose_device()
+    torch.manual_seed(0)
+    model = GPT(**shape).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+    computed: Any = model if kind == "plain" else torch.compile(model)
+    given = batches(shape, batch)
+    if device.type == "cuda":
+        given = [(x.pin_memory(), y.pin_memory()) for x, y in given]
+    last = 0.0
+
+    def step(number: int) -> Tensor:
+        nonlocal last
+        x, y = (t.to(device, non_blocking=True) for t in given[number % len(given)])
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss: Tensor = computed(x, y)
+        loss.backward()
+        if kind == "trainer":
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = 3e-4 * (1 - number / (10 * steps))
+            last = float(norm) + loss.item()
+        optimizer.step()
+        return loss.detach()
+
+    begin = time.perf_counter()
+    for number in range(3):
+        step(number)
+    wait(device)
+    compiling = time.perf_counter() - begin
+    every = []
+    for part in range(ROUNDS):
+        begin = time.perf_counter()
+        for number in range(steps // ROUNDS):
+            loss = step(part * ROUNDS + number)
+        wait(device)
+        every.append(batch * shape["sequence"] * (steps // ROUNDS) / (time.perf_counter() - begin))
+    assert 0 < float(loss) < 20, f"the loss is {float(loss)}"
+    found = {"tokens_per_second": statistics.median(every), "first_steps": compiling}
+    if device.type != "cpu":
+        found["memory_gb"] = getattr(torch, device.type).max_memory_allocated() / 1e9
+    return found
+
+
+def main() -> None:
+    """Measure what the command line names."""
+    parser = argparse.ArgumentParser(description="measurements for benchmarks.gpu")
+    parser.add_argument("what", choices=("software", "limits", "loop"))
+    parser.add_argument("--size", type=int, default=8192)
+    parser.add_argument("--kind", choices=("plain", "compiled", "trainer"), default="plain")
+    parser.add_argument("--shape", type=json.loads)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=30)
+    options = parser.parse_args()
+    if options.what == "software":
+        found: dict[str, Any] = software()
+    elif options.what == "limits":
+        found = limits(options.size)
+    else:
+        found = loop(options.kind, options.shape, options.batch, options.steps)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Checks of benchmarks.gpu that measure: the GPU's limits, training beside plain loops, and copies.
+
+Checks of figures pass if they could be measured. Whether a figure is good is for the reader.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.gpu_lab import Check, Found, Lab, Run, Skipped
+from benchmarks.gpu_results import Options
+
+LOG_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Load:
+    """A GPT whose training is timed.
+
+    Args:
+        layers, hidden, heads, vocab, sequence: as in section model.
+        batch: samples of a step.
+        steps: number of steps of the program and of the loops.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    sequence: int
+    batch: int
+    steps: int
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The arguments of the model."""
+        names = ("layers", "hidden", "heads", "vocab", "sequence")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def options(self) -> Options:
+        """The keys of the configuration."""
+        return {
+            **{f"model.{name}": value for name, value in self.shape.items()},
+            "data.batch": self.batch,
+            "data.micro_batch": self.batch,
+            "run.steps": self.steps,
+            "run.log_every": LOG_EVERY,
+            "precision.dtype": "bfloat16",
+            "checkpoint.every": 0,
+        }
+
+
+LOADS = {
+    "124 M": Load(12, 768, 12, 50304, 1024, 32, 60),
+    "1.3 B": Load(24, 2048, 16, 50304, 1024, 8, 40),
+}
+SMALL = Load(2, 64, 4, 256, 64, 4, 40)  # on processors
+# Layers and hidden sizes of ever larger models, for the largest one that can be trained.
+LADDER = ((24, 2048), (32, 2560), (36, 3072), (32, 4096), (40, 5120), (48, 6144))
+
+
+def load_of(lab: Lab, name: str) -> Load:
+    """The load, or a small one on processors."""
+    return LOADS[name] if lab.gpu else SMALL
+
+
+def limits(lab: Lab) -> Found:
+    """Measure what the GPU can do."""
+    found: dict[str, float] = lab.loops("limits", "--size", "8192" if lab.gpu else "256")
+    text = (
+        f"bfloat16 {found['matrix bfloat16']:.3g}, float32 {found['matrix float32']:.3g}, float64 "
+        f"{found['matrix float64']:.3g} TFLOP/s; copies from pinned memory "
+        f"{found['copy to the device, pinned']:.3g}, to it {found['copy to the host, pinned']:.3g} "
+        "GB/s"
+    )
+    lab.limits = found
+    return Found(text, found)
+
+
+def steady(run: Run, key: str) -> float:
+    """The median of a figure over the records of metrics.jsonl, without the first two."""
+    values = [record[key] for record in run.records[2:] if key in record]
+    assert values, f"no record has {key}: {run.last_lines}"
+    return statistics.median(values)
+
+
+def beside_loops(name: str, lab: Lab) -> Found:
+    """Train a GPT by the program, and by loops in plain PyTorch."""
+    if not lab.gpu and name != next(iter(LOADS)):
+        raise Skipped("on processors one load is enough")
+    load, found = load_of(lab, name), dict[str, float]()
+    given = {**load.options, "data.path": lab.text, "memory.zero": 0}
+    run = lab.train(given, seconds=200)
+    found["the program"] = steady(run, "tokens_per_second")
+    for key in ("mfu", "tflops", "memory_gb"):
+        if any(key in record for record in run.records[2:]):
+            found[f"the program, {key}"] = steady(run, key)
+    for kind in ("plain", "compiled", "trainer"):
+        words = ["loop", "--kind", kind, "--shape", json.dumps(load.shape)]
+        words += ["--batch", str(load.batch), "--steps", str(load.steps)]
+        for key, value in lab.loops(*words, seconds=200).items():
+            found[kind if key == "tokens_per_second" else f"{kind}, {key}"] = value
+    ratios = {kind: found["the program"] / found[kind] for kind in ("plain", "compiled", "trainer")}
+    found |= {f"the program / {kind}": ratio for kind, ratio in ratios.items()}
+    share = f"{found['the program, mfu']:.1%} of the peak" if "the program, mfu" in found else ""
+    text = (
+        f"{found['the program']:.4g} tokens/s {share}; {ratios['plain']:.3f} of a plain loop, "
+        f"{ratios['compiled']:.3f} of a compiled one, {ratios['trainer']:.3f} of a trainer's"
+    )
+    return Found(text, found)
+
+
+def two_ranks(lab: Lab) -> Found:
+    """Measure what two ranks that share a GPU wait for each other, beside the copies' time."""
+    load = load_of(lab, "124 M")
+    given = {**load.options, "data.path": lab.text, "data.micro_batch": load.batch // 2}
+    run = lab.train({**given, "memory.zero": 0}, ranks=2, seconds=200)
+    waited, step = steady(run, "comm_seconds"), steady(run, "step_seconds")
+    backward = steady(run, "backward_seconds")
+    found = {"step_seconds": step, "comm_seconds": waited, "backward_seconds": backward}
+    # Each rank copies its gradients to the host and back, over the same link of the GPU.
+    blocks = 12 * load.layers * load.hidden**2
+    nbytes = 4 * (blocks + (load.vocab + load.sequence) * load.hidden)
+    text = f"a step takes {step:.3f} s, in which rank 0 waits {waited:.3f} s for gradients"
+    if lab.limits:
+        speeds = (lab.limits[f"copy to the {end}, pinned"] for end in ("host", "device"))
+        found["copy_seconds"] = sum(2 * nbytes / speed / 1e9 for speed in speeds)
+        text += f"; copies of both ranks alone take {found['copy_seconds']:.3f} s"
+    return Found(text, found)
+
+
+def saves(lab: Lab) -> Found:
+    """Measure how long a step waits for a checkpoint that is written behind the next steps."""
+    load, found = load_of(lab, "124 M"), dict[str, float]()
+    for name, background in (("foreground", "false"), ("background", "true")):
+        given = {**load.options, "data.path": lab.text, "checkpoint.every": LOG_EVERY}
+        more = {"checkpoint.background": background, "checkpoint.keep": 1}
+        run = lab.train({**given, **more}, seconds=200)
+        found[name] = LOG_EVERY * steady(run, "save_seconds")
+    share = found["background"] / found["foreground"]
+    text = (
+        f"a save in the background takes {found['background']:.3f} s of a step's time, "
+        f"{share:.1%} of the {found['foreground']:.3f} s of one in the foreground"
+    )
+    return Found(text, {**found, "share": share})
+
+
+def largest(lab: Lab) -> Found:
+    """Find the largest GPT that trains, without and with the optimizer on the host."""
+    if not lab.gpu:
+        raise Skipped("it would take the memory of this machine")
+    found, why = dict[str, float](), dict[str, str]()
+    for name, more in (("without", {}), ("with", {"memory.offload": "optimizer"})):
+        found[name] = 0.0
+        for layers, hidden in LADDER:
+            load = Load(layers, hidden, 16, 50304, 512, 1, 2)
+            staged = {"memory.zero": 1 if more else 0, "memory.recompute": "full", **more}
+            try:
+                lab.train(
+                    {**load.options, **staged, "data.path": lab.text, "run.preflight": "false"},
+                    seconds=150,
+                )
+            except AssertionError as error:
+                why[name] = str(error)[-200:]
+                break
+            found[name] = (12 * layers * hidden**2 + 50816 * hidden) / 1e9
+    ends = "; ".join(f"{name}: then {text}" for name, text in why.items())
+    return Found(
+        f"{found['without']:.2g} billion parameters without memory.offload, {found['with']:.2g} "
+        f"with it ({ends})",
+        found,
+    )
+
+
+CHECKS: Mapping[str, Check] = {
+    "limits": limits,
+    **{f"speed, {name}": functools.partial(beside_loops, name) for name in LOADS},
+    "two ranks, copies": two_ranks,
+    "saves": saves,
+    "largest model": largest,
+}
