@@ -82,6 +82,8 @@ CASES = {
     "pipeline, 1f1b": Case(PIPELINE, 2),
     "pipeline, zero bubble": Case({**PIPELINE, "parallel.schedule": "zero_bubble"}, 2),
     "micro-batches": Case({"data.micro_batch": 4}),
+    "compiled": Case({"run.compile": "true"}),
+    "compiled, two ranks": Case({"run.compile": "true", "memory.recompute": "full"}, 2),
     "recomputation": Case({"memory.recompute": "full"}),
     "host optimizer": Case({**HOST, "memory.zero": 1}, gpu=True),
     "host optimizer, two ranks, zero 1": Case({**HOST, "memory.zero": 1}, 2, gpu=True),

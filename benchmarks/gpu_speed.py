@@ -94,23 +94,26 @@ def beside_loops(name: str, lab: Lab) -> Found:
     if not lab.gpu and name != next(iter(LOADS)):
         raise Skipped("on processors one load is enough")
     load, found = load_of(lab, name), dict[str, float]()
-    given = {**load.options, "data.path": lab.text, "memory.zero": 0}
-    run = lab.train(given, seconds=200)
-    found["the program"] = steady(run, "tokens_per_second")
-    for key in ("mfu", "tflops", "memory_gb"):
-        if any(key in record for record in run.records[2:]):
-            found[f"the program, {key}"] = steady(run, key)
+    for program, compiled in (("the program, plain", "false"), ("the program", "true")):
+        more = {"data.path": lab.text, "memory.zero": 0, "run.compile": compiled}
+        run = lab.train({**load.options, **more}, seconds=200)
+        found[program] = steady(run, "tokens_per_second")
+        for key in ("mfu", "tflops", "memory_gb"):
+            if any(key in record for record in run.records[2:]):
+                found[f"{program}, {key}"] = steady(run, key)
     for kind in ("plain", "compiled", "trainer"):
         words = ["loop", "--kind", kind, "--shape", json.dumps(load.shape)]
         words += ["--batch", str(load.batch), "--steps", str(load.steps)]
         for key, value in lab.loops(*words, seconds=200).items():
             found[kind if key == "tokens_per_second" else f"{kind}, {key}"] = value
-    ratios = {kind: found["the program"] / found[kind] for kind in ("plain", "compiled", "trainer")}
+    ratios = {kind: found["the program"] / found[kind] for kind in ("compiled", "trainer")}
+    ratios["plain"] = found["the program, plain"] / found["plain"]
     found |= {f"the program / {kind}": ratio for kind, ratio in ratios.items()}
     share = f"{found['the program, mfu']:.1%} of the peak" if "the program, mfu" in found else ""
     text = (
-        f"{found['the program']:.4g} tokens/s {share}; {ratios['plain']:.3f} of a plain loop, "
-        f"{ratios['compiled']:.3f} of a compiled one, {ratios['trainer']:.3f} of a trainer's"
+        f"{found['the program']:.4g} tokens/s compiled {share}; {ratios['compiled']:.3f} of a "
+        f"compiled loop, {ratios['trainer']:.3f} of a trainer's; not compiled "
+        f"{found['the program, plain']:.4g}, {ratios['plain']:.3f} of a plain loop"
     )
     return Found(text, found)
 

@@ -18,6 +18,7 @@ def check_together(config: RunConfig) -> None:
     """
     _check_kind(config)
     _check_length(config)
+    _check_compile(config)
     zero, gradients = config.memory.stage, config.gradients
     if config.memory.staged and gradients.engine == "horovod":
         raise ConfigError(
@@ -72,6 +73,22 @@ def check_together(config: RunConfig) -> None:
             "section finetune leaves parameters as they are, but checkpoint.weights is not given, "
             "so they would stay random",
             "give checkpoint.weights, or leave finetune out",
+        )
+
+
+def _check_compile(config: RunConfig) -> None:
+    """Check that blocks that are to be compiled can be."""
+    if config.run.compile and config.parallel.tp > 1:
+        raise ConfigError(
+            f"run.compile is on, but parallel.tp is {config.parallel.tp}: sums over ranks "
+            "interrupt the code of each block",
+            "use dp or pp, or leave run.compile out",
+        )
+    if config.run.compile and config.memory.recompute == "selective":
+        raise ConfigError(
+            "run.compile is on, but memory.recompute is selective: torch.compile decides itself "
+            "which results inside of a block are kept",
+            "set memory.recompute to none or full, or leave run.compile out",
         )
 
 

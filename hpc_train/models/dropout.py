@@ -48,8 +48,10 @@ class SampleDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of x, of shape (B, ...), in training; B seeds must have been set."""
-        if not self.drops:
-            return x
+        return self.dropped(x) if self.drops else x
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Drop elements of x (see `forward`)."""
         every = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for rows, masks in self.masks(x):
             every[rows] = masks

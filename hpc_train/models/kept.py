@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -76,7 +77,12 @@ _in_use: ContextVar[Results | None] = ContextVar("results in use", default=None)
 
 def keeps() -> bool:
     """Whether results are kept, or given, in this pass."""
-    return _in_use.get() is not None
+    return _results() is not None
+
+
+def _results() -> Results | None:
+    """The results of this pass; None if none are kept. In compiled code none are."""
+    return None if torch.compiler.is_compiling() else _in_use.get()
 
 
 def kept(compute: Callable[[], Tensor]) -> Tensor:
@@ -85,7 +91,7 @@ def kept(compute: Callable[[], Tensor]) -> Tensor:
     It is for the `forward` of an autograd function. The function must save the same tensors for
     its backward pass in both cases.
     """
-    results = _in_use.get()
+    results = _results()
     if results is None:
         return compute()
     taken = results.take()
@@ -98,7 +104,7 @@ def kept_with_its_graph(function: Callable[..., Tensor], *inputs: Tensor, **opti
     What the function saves for its backward pass is kept with the result. So it should save no more
     than the result and tensors that are kept anyway.
     """
-    results = _in_use.get()
+    results = _results()
     if results is None:
         return function(*inputs, **options)
     taken = results.take()

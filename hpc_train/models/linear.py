@@ -85,7 +85,12 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _onednn_takes(x: Tensor) -> bool:
-    """Whether oneDNN should compute a product with x. Autocast would use another type."""
+    """Whether oneDNN should compute a product with x. Autocast would use another type.
+
+    torch.compile chooses by itself.
+    """
+    if torch.compiler.is_compiling():
+        return False
     plain = x.dtype is torch.float32 and x.device.type == "cpu"
     return plain and not torch.is_autocast_enabled("cpu") and used() == "onednn"
 

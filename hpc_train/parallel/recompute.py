@@ -58,8 +58,12 @@ def recompute(model: nn.Module, how: RecomputeBlocks) -> None:
         block.forward = _Recomputed(block, selective=how == "selective")
 
 
-def block_names(model: nn.Module) -> list[str]:
+def block_names(model: nn.Module, key: str = "memory.recompute") -> list[str]:
     """The names of a model's blocks, in the order of its modules.
+
+    Args:
+        model: the model.
+        key: the key of the configuration that needs them.
 
     Raises:
         UserError: as `recompute`.
@@ -72,7 +76,7 @@ def block_names(model: nn.Module) -> list[str]:
         names = [name for name in names if count[type(model.get_submodule(name))] > 1]
     if not names:
         raise UserError(
-            f"memory.recompute needs blocks, and {type(model).__name__} names none",
+            f"{key} needs blocks, and {type(model).__name__} names none",
             "name its repeated modules in an attribute `memory_blocks`: docs/how-to/memory.md",
         )
     for name in names:

@@ -33,6 +33,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
 from hpc_train.parallel import batch_norm
 from hpc_train.parallel.apply import ParallelModel, apply
+from hpc_train.parallel.compiled import compile_blocks
 from hpc_train.planning.schedules import size
 from hpc_train.training import averaging, sharing
 from hpc_train.training.costs import RunCosts
@@ -164,6 +165,9 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     # The model: rank 0's weights, cut to this rank's part, on its device.
     model.to(getattr(torch, config.precision.parameters))
     state_bytes = sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())
+    if config.run.compile:
+        with agreed(group):
+            compile_blocks(model)
     layout = apply(
         model,
         grid,

@@ -1,0 +1,39 @@
+"""Compiles a model's blocks with torch.compile.
+
+Each block is compiled by itself: blocks that are alike share their code, so the time to compile
+does not grow with their number, and hooks between blocks work as before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hpc_train.models.dropout import SampleDropout
+from hpc_train.parallel.recompute import block_names
+
+VERSIONS = 64  # of a block: for training and validation, for each size of a micro-batch
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Let torch.compile make the code of a model's blocks, when each is first used.
+
+    The masks of `SampleDropout` are left out: they would be compiled for each layer anew.
+
+    Args:
+        model: the model, whose blocks are those of `recompute`, which may be called afterwards.
+
+    Raises:
+        UserError: the model names no blocks, or a block lies inside another one.
+    """
+    from torch import _dynamo  # here, because it takes as long to load as torch itself
+
+    limit = "recompile_limit" if hasattr(_dynamo.config, "recompile_limit") else "cache_size_limit"
+    setattr(_dynamo.config, limit, max(VERSIONS, getattr(_dynamo.config, limit)))
+    if not hasattr(SampleDropout.dropped, "_torchdynamo_disable"):
+        SampleDropout.dropped = torch.compiler.disable(  # type: ignore[method-assign]
+            SampleDropout.dropped
+        )
+    for name in block_names(model, "run.compile"):
+        block = model.get_submodule(name)
+        block.forward = torch.compile(block.forward)

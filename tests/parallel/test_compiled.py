@@ -1,0 +1,92 @@
+"""Compiled blocks compute what those of Python compute."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.config.file import load
+from hpc_train.errors import ConfigError, UserError
+from hpc_train.models import GPT
+from hpc_train.parallel.compiled import compile_blocks
+from hpc_train.parallel.recompute import recompute
+from tests.programs import hpc_train as command
+from tests.programs import run
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.slow("torch.compile loads, and compiles a block for training and for validation")
+def test_blocks_of_a_kind_share_their_code(monkeypatch):
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr("hpc_train.models.dropout.SampleDropout.dropped", _undropped)
+    counters.clear()
+    models = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = GPT(vocab=11, sequence=8, layers=5, hidden=16, heads=2, dropout=0.0).double()
+        if compiled:
+            compile_blocks(model)
+        recompute(model, "full")
+        models.append(model)
+    tokens = torch.randint(11, (2, 4, 9))
+    for batch in tokens:
+        losses = [model(batch[:, :-1], batch[:, 1:]) for model in models]
+        for loss in losses:
+            loss.backward()
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-13)
+    for plain, compiled in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(plain.grad, compiled.grad, rtol=1e-11, atol=1e-13)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def _undropped(self, x):
+    raise AssertionError("no element is dropped")
+
+
+def test_a_model_without_blocks_is_told_which_key_needs_them():
+    with pytest.raises(UserError, match="run.compile needs blocks, and Linear names none"):
+        compile_blocks(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--parallel.tp", "2"], "parallel.tp is 2"),
+        (["--memory.recompute", "selective"], "memory.recompute is selective"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(options, named):
+    with pytest.raises(ConfigError, match=f"run.compile is on, but {named}"):
+        load(None, ["--run.compile", "true", *options])
+
+
+@needs_compiler
+@pytest.mark.slow("two programs, one of which compiles")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_losses_of_compiled_blocks_are_those_of_others(tmp_path, ranks):
+    (tmp_path / "text.txt").write_text("of hosts and ranks, " * 400)
+    assert (
+        run(*command("prepare", "text", "text.txt", "--out", "data"), cwd=tmp_path).returncode == 0
+    )
+    keys = {"run.steps": 3, "run.log_every": 1, "run.preflight": "false", "data.path": "data"}
+    keys |= {"model.layers": 4, "model.hidden": 16, "model.heads": 2, "model.sequence": 16}
+    keys |= {"model.dropout": 0.2, "precision.dtype": "float64", "data.batch": 8}
+    more = {"run.compile": "true", "parallel.pp": ranks, "data.micro_batch": 4}
+    losses = []
+    for name, added in (("plain", {}), ("compiled", more)):
+        words = [w for key, value in (keys | added).items() for w in (f"--{key}", str(value))]
+        launcher = ["mpirun", "-np", "2"] if added and ranks == 2 else []
+        done = run(*launcher, *command("train", "--run.dir", name, *words), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-11)
