@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from hpc_train.collectives import connect, mpi
+from hpc_train.collectives import connect
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
@@ -228,7 +228,7 @@ def test_a_thread_and_its_caller_wait_for_each_others_work_on_a_gpu(group, monke
         told = threading.get_ident() == caller
         return lambda: waited.append((told, threading.get_ident() == caller, float(tensor[0])))
 
-    monkeypatch.setattr(mpi, "_work_of", work_of)
+    monkeypatch.setattr("hpc_train.collectives.mpi._work_of", work_of)
     over, tensor = connect(group, overlap=True), torch.ones(3)
     over.start_sum_(tensor).wait()
     over.close()
