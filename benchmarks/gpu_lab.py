@@ -125,10 +125,12 @@ class Lab:
         """What `benchmarks.gpu_loops` finds, in a process of its own."""
         return self.found_by("benchmarks.gpu_loops", *words, seconds=seconds)
 
-    def found_by(self, module: str, *words: str, ranks: int = 1, seconds: float = 300.0) -> Any:
+    def found_by(
+        self, module: str, *words: str, ranks: int = 1, gpu: bool = True, seconds: float = 300.0
+    ) -> Any:
         """The JSON in the last line of a module's output, run on some ranks."""
         command = [*launcher(ranks), sys.executable, "-m", module, *words]
-        done = self._run(command, gpu=True, seconds=seconds)
+        done = self._run(command, gpu=gpu, seconds=seconds)
         assert not done.returncode, told(done.stdout + done.stderr)
         return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -137,8 +139,8 @@ class Lab:
         """A data set of bytes of Python's standard library."""
         source, out = Path(os.__file__).parent, self.folder / "text"
         files = sorted(source.glob("*.py"), key=lambda path: -path.stat().st_size)
-        words = ["prepare", "text", *map(str, files[:TOKENS_FILES]), "--out", str(out)]
-        self._prepared(words)
+        words = map(str, files[:TOKENS_FILES])
+        self.command("prepare", "text", *words, "--out", str(out), gpu=False)
         return out
 
     @functools.cached_property
@@ -147,13 +149,18 @@ class Lab:
         source, out = self.folder / "table.csv", self.folder / "table"
         rows = [f"{n % 7},{n * n % 11 / 10},{'abc'[n % 3]},{(n * n) % 2}" for n in range(400)]
         source.write_text("\n".join(["size,weight,kind,answer", *rows]) + "\n")
-        words = ["prepare", "table", str(source), "--target", "answer", "--out", str(out)]
-        self._prepared([*words, "--task", "classification"])
+        words = ["--target", "answer", "--task", "classification", "--out", str(out)]
+        self.command("prepare", "table", str(source), *words, gpu=False)
         return out
 
-    def _prepared(self, words: Sequence[str]) -> None:
-        done = self._run([sys.executable, "-m", "hpc_train", *words], gpu=False, seconds=120)
-        assert not done.returncode, done.stderr
+    def command(self, *words: str, ranks: int = 1, gpu: bool = True, seconds: float = 120.0) -> str:
+        """What `hpc-train` with these words prints. It has to end well."""
+        command = [*launcher(ranks), sys.executable, "-m", "hpc_train", *words]
+        done = self._run(command, gpu=gpu, seconds=seconds)
+        assert not done.returncode, (
+            f"exit code {done.returncode}: {told(done.stdout + done.stderr)}"
+        )
+        return done.stdout
 
     def train(
         self,

@@ -1,7 +1,8 @@
 """What benchmarks.gpu measures without the program: the GPU itself, and loops in plain PyTorch.
 
     python -m benchmarks.gpu_loops software
-    python -m benchmarks.gpu_loops limits [--dtype bfloat16] [--size N]
+    python -m benchmarks.gpu_loops limits [--size N]
+    python -m benchmarks.gpu_loops estimator
     python -m benchmarks.gpu_loops loop --kind plain|compiled|trainer --shape '{...}' --batch N
 
 The last line is JSON.
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,6 +101,18 @@ def limits(size: int) -> dict[str, float]:
     return found
 
 
+def estimator() -> dict[str, Any]:
+    """What a classifier of tables predicts, in float64."""
+    from hpc_train.tabular import Classifier
+
+    draws = np.random.default_rng(0)
+    table = draws.normal(size=(300, 5))
+    target = (table[:, 0] * table[:, 1] + table[:, 2] > 0).astype(int)
+    model = Classifier(steps=40, seed=0, config={"precision.dtype": "float64"})
+    chances = model.fit(table[:200], target[:200]).predict_proba(table[200:])
+    return {"chances": chances[:, 1].tolist(), "accuracy": model.score(table[200:], target[200:])}
+
+
 def batches(shape: dict[str, int], batch: int) -> list[tuple[Tensor, Tensor]]:
     """Some batches of random tokens, in the host's memory."""
     torch.manual_seed(1)
@@ -159,7 +173,7 @@ def loop(kind: str, shape: dict[str, int], batch: int, steps: int) -> dict[str, 
 def main() -> None:
     """Measure what the command line names."""
     parser = argparse.ArgumentParser(description="measurements for benchmarks.gpu")
-    parser.add_argument("what", choices=("software", "limits", "loop"))
+    parser.add_argument("what", choices=("software", "limits", "estimator", "loop"))
     parser.add_argument("--size", type=int, default=8192)
     parser.add_argument("--kind", choices=("plain", "compiled", "trainer"), default="plain")
     parser.add_argument("--shape", type=json.loads)
@@ -170,6 +184,8 @@ def main() -> None:
         found: dict[str, Any] = software()
     elif options.what == "limits":
         found = limits(options.size)
+    elif options.what == "estimator":
+        found = estimator()
     else:
         found = loop(options.kind, options.shape, options.batch, options.steps)
     print(json.dumps(found))

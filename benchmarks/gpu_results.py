@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_lab import Check, Found, Lab, Run, Skipped
@@ -14,6 +16,7 @@ from hpc_train.mpi import runtime
 Options = Mapping[str, object]
 
 STEPS = 12
+NEAR_CHANCES = 1e-8  # of probabilities after 40 steps in float64
 CLOSE = 1e-10  # relative, of losses in float64
 NEAR = {"bfloat16": 2e-2, "float16": 4e-3}  # relative, of losses; as in tests/system/test_precision
 FIXED: Options = {
@@ -82,6 +85,7 @@ CASES = {
     "pipeline, 1f1b": Case(PIPELINE, 2),
     "pipeline, zero bubble": Case({**PIPELINE, "parallel.schedule": "zero_bubble"}, 2),
     "micro-batches": Case({"data.micro_batch": 4}),
+    "micro-batches by memory": Case({"data.micro_batch": "auto"}),
     "compiled": Case({"run.compile": "true"}),
     "compiled, two ranks": Case({"run.compile": "true", "memory.recompute": "full"}, 2),
     "recomputation": Case({"memory.recompute": "full"}),
@@ -143,6 +147,45 @@ def own_loop(lab: Lab) -> Found:
     assert found[worst] < CLOSE, f"parameters differ by {found[worst]:.1e} ({worst})"
     text = f"parameters differ by {found[worst]:.1e} in {len(found)} ways to average"
     return Found(text, found)
+
+
+def estimator(lab: Lab) -> Found:
+    """Check that a classifier of tables that was fitted on a GPU predicts as one that was not."""
+    mine, theirs = (
+        lab.found_by("benchmarks.gpu_loops", "estimator", gpu=gpu)["chances"]
+        for gpu in (True, False)
+    )
+    off = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
+    assert off < NEAR_CHANCES, f"probabilities differ by {off:.1e}"
+    return Found(f"probabilities differ by {off:.1e}", {"difference": off})
+
+
+def read(lab: Lab) -> Found:
+    """Check that a GPU writes and predicts from checkpoints what a processor does."""
+    run = str(reference(lab, Case()).folder)
+    words = ["generate", run, "--temperature", "0", "--tokens", "40", "--prompt", "import "]
+    texts = [lab.command(*words, gpu=gpu) for gpu in (True, False)]
+    assert texts[0] == texts[1], f"texts differ: {texts}"
+    run = str(reference(lab, Case(of_table=True)).folder)
+    scores = []
+    for ranks, gpu in ((2, True), (1, False)):
+        out = lab.folder / f"predicted-{ranks}"
+        words = ["predict", run, str(lab.table.with_suffix(".csv")), "--out", f"{out}.csv"]
+        lab.command(*words, "--scores", f"{out}.json", ranks=ranks, gpu=gpu)
+        scores.append(json.loads(Path(f"{out}.json").read_text()))
+    off = max(abs(scores[0][name] - value) for name, value in scores[1].items())
+    assert off < CLOSE, f"scores differ by {off:.1e}"
+    return Found(f"the same text; scores of a table differ by {off:.1e}", {"difference": off})
+
+
+def tools(lab: Lab) -> Found:
+    """Check that the doctor and the measurement of collectives know the GPU."""
+    lines = lab.command("doctor").splitlines()
+    devices = next(" ".join(line.split()) for line in lines if " devices" in line)
+    assert devices.startswith("ok"), devices
+    assert not lab.gpu or "CPU only" not in devices, devices
+    lab.command("info", "collectives", "--seconds", "5", ranks=2)
+    return Found(f"the doctor says: {devices}")
 
 
 def short_numbers(dtype: str, lab: Lab) -> Found:
@@ -218,6 +261,9 @@ def finite(lab: Lab) -> Found:
 CHECKS: Mapping[str, Check] = {
     **{name: functools.partial(same_losses, name) for name in CASES},
     "own loop": own_loop,
+    "an estimator": estimator,
+    "checkpoints are read": read,
+    "tools": tools,
     **{dtype: functools.partial(short_numbers, dtype) for dtype in NEAR},
     "repeated and resumed": functools.partial(repeats, 1),
     "repeated and resumed, two ranks": functools.partial(repeats, 2),

@@ -34,13 +34,19 @@ LARGEST_MESSAGE = 1 << 30  # MPI-3 counts are C ints, and some transports fail n
 def reads_gpu_memory() -> bool:
     """Whether this MPI library takes pointers to GPU memory; False if there is no way to ask.
 
-    Open MPI and libraries like it have the function MPIX_Query_cuda_support. Cray MPICH does if the
-    variable MPICH_GPU_SUPPORT_ENABLED is 1.
+    Libraries have functions that tell it: for AMD's GPUs one of Open MPI, and one of MPICH. Cray
+    MPICH does if the variable MPICH_GPU_SUPPORT_ENABLED is 1.
     """
     if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
         return True
-    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
-    return bool(query and query())
+    library = ctypes.CDLL(MPI.__file__)
+    queries = (getattr(library, f"MPIX_Query_{kind}_support", None) for kind in _gpu_kinds())
+    return any(query and query() for query in queries)
+
+
+def _gpu_kinds() -> tuple[str, ...]:
+    """What MPI libraries call the GPUs that torch computes on."""
+    return ("rocm", "hip") if torch.version.hip else ("cuda",)
 
 
 def through_host(device: torch.device) -> bool:

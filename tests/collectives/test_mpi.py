@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,3 +268,27 @@ def test_tensors_of_gpus_go_through_host_memory_unless_mpi_reads_them(
 
     monkeypatch.setattr(mpi, "reads_gpu_memory", lambda: reads)
     assert mpi.through_host(torch.device(device)) == through
+
+
+@pytest.mark.parametrize(
+    ("hip", "functions", "reads"),
+    [
+        (None, {"MPIX_Query_cuda_support": 1}, True),
+        (None, {"MPIX_Query_cuda_support": 0}, False),
+        (None, {"MPIX_Query_rocm_support": 1}, False),
+        ("6.4", {"MPIX_Query_cuda_support": 1, "MPIX_Query_rocm_support": 0}, False),
+        ("6.4", {"MPIX_Query_rocm_support": 1}, True),  # Open MPI
+        ("6.4", {"MPIX_Query_hip_support": 1}, True),  # MPICH
+        ("6.4", {}, False),
+    ],
+)
+def test_mpi_is_asked_about_the_gpus_that_torch_computes_on(monkeypatch, hip, functions, reads):
+    from hpc_train.collectives import mpi
+
+    library = SimpleNamespace(
+        **{name: lambda value=value: value for name, value in functions.items()}
+    )
+    monkeypatch.delenv("MPICH_GPU_SUPPORT_ENABLED", raising=False)
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: library)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert mpi.reads_gpu_memory.__wrapped__() == reads
