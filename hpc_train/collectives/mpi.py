@@ -178,7 +178,10 @@ class MpiCollectives:
 
     def _gathered(self, tensor: Tensor, dim: int) -> Tensor:
         near, size = _reachable(tensor), self.group.size
-        whole = near.new_empty((size, *near.shape))
+        pinned = tensor.is_cuda and near.is_cpu
+        whole = torch.empty(
+            (size, *near.shape), dtype=near.dtype, device=near.device, pin_memory=pinned
+        )
         with self.group.waiting(self._gather), self._counted("gathers", near):
             if size * near.nbytes <= LARGEST_MESSAGE:
                 self.comm.Allgather([_buffer(near), MPI.BYTE], [_buffer(whole), MPI.BYTE])
@@ -275,7 +278,15 @@ def _reachable(tensor: Tensor) -> Tensor:
     if tensor.is_cuda and reads_gpu_memory():
         _work_of(tensor)()  # MPI knows nothing of streams
         return tensor.detach().contiguous()
-    return tensor.detach().cpu().contiguous()
+    return tensor.detach().contiguous() if tensor.is_cpu else host_copy(tensor)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy of a GPU's tensor in host memory, which is pinned if it can be."""
+    near = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    near.copy_(tensor.detach(), non_blocking=True)
+    _work_of(tensor)()
+    return near
 
 
 def _buffer(tensor: Tensor) -> Any:

@@ -91,10 +91,7 @@ class Transport:
                 f"{message.what} has shape {list(form[0])}, earlier ones had {list(known[0])}",
                 "pad all samples to one length",
             )
-        tensor = tensor.detach().contiguous()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # MPI knows nothing of streams
-        near = tensor.cpu() if self.staged else tensor
+        near = self._reachable(tensor.detach())
         request = self.comm.Isend([_bytes(near), self._byte], dest=message.peer, tag=message.tag)
         self._sent.append((request, near))
         self._counted.nbytes += near.nbytes
@@ -150,10 +147,21 @@ class Transport:
                 form = self.comm.recv(source=message.peer, tag=FORM_TAGS + message.tag)
             self._forms[message.kind] = form
 
+    def _reachable(self, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous and in memory that MPI can read."""
+        if self.staged:
+            from hpc_train.collectives.mpi import host_copy  # a pipeline of several ranks has MPI
+
+            return host_copy(tensor)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # MPI knows nothing of streams
+        return tensor.contiguous()
+
     def _buffer(self, form: MessageForm) -> Tensor:
         shape, dtype = form
         if self.staged:
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
+            pinned = self.device.type == "cuda"
+            return torch.empty(shape, dtype=dtype, pin_memory=pinned)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
 

@@ -134,6 +134,18 @@ def test_validation_between_steps_takes_an_uneven_last_micro_batch(group, name):
     assert_same(results, reference, pipeline, [2, 2, 2])
 
 
+@pytest.mark.ranks(2, 4)
+@schedules
+def test_messages_may_go_through_host_memory(group, name, monkeypatch):
+    """As those of GPUs do, unless MPI can read the GPUs' memory."""
+    monkeypatch.setattr("hpc_train.collectives.mpi.through_host", lambda device: True)
+    model, reference = User(), User()
+    pipeline, _ = piped(model, group, name)
+    trained(model, pipeline, [2, 2, 2, 1])
+    results = trained(model, pipeline, [2] * 5)
+    assert_same(results, reference, pipeline, [2] * 5)
+
+
 @pytest.mark.ranks(1, 2, 3, 4)
 @schedules
 @pytest.mark.parametrize("last", [0, 2, 6])
