@@ -99,6 +99,16 @@ class SampleDropout(nn.Module):
             yield slice(begin, begin + step), masks
 
 
+def seeds_near(model: nn.Module, seeds: Sequence[int]) -> Tensor:
+    """Seeds of samples, int64 (B), where a model's dropout layers need them.
+
+    They are copied once for all layers, and the processor does not wait for the copy.
+    """
+    near = torch.as_tensor(seeds, dtype=torch.int64)
+    first = next(model.parameters(), near)
+    return near.pin_memory().to(first.device, non_blocking=True) if first.is_cuda else near
+
+
 def uniforms(
     seeds: Sequence[int] | Tensor, place: int, count: int, device: torch.device | None = None
 ) -> Tensor:

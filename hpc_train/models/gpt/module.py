@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.models.attention import Attention
-from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.dropout import SampleDropout, seeds_near
 from hpc_train.models.gpt import gpt2
 from hpc_train.models.initial import Initial, fill
 from hpc_train.models.linear import Linear
@@ -192,7 +192,7 @@ class GPT(nn.Module):
         """Set the seeds of dropout for the next forward pass, one for each sample."""
         if not self.drops:
             return  # walking through all modules takes time, and no layer would use the seeds
-        kept = torch.as_tensor(seeds, dtype=torch.int64)
+        kept = seeds_near(self, seeds)
         for module in self.modules():
             if isinstance(module, SampleDropout):
                 module.seeds = kept

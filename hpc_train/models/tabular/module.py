@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.dropout import SampleDropout, seeds_near
 from hpc_train.models.initial import Initial, fill
 from hpc_train.models.linear import Linear
 from hpc_train.models.lora import weight_of
@@ -77,7 +77,7 @@ class TabularModel(nn.Module):
 
     def seed_samples(self, seeds: Sequence[int]) -> None:
         """Set the seeds of dropout for the next forward pass, one for each row."""
-        kept = torch.as_tensor(seeds, dtype=torch.int64)
+        kept = seeds_near(self, seeds)
         for dropout in self._dropouts:
             dropout.seeds = kept
 
