@@ -272,6 +272,10 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def _checked_target(self, y: Any, *, fitting: bool) -> np.ndarray:
         """The values of the target."""
         y = column_or_1d(_of_target(y), warn=True)
+        if y.dtype.kind in "mM":
+            raise ValueError(
+                f"y has dates or durations ({y.dtype}): give numbers, such as days since a date"
+            )
         try:
             values: np.ndarray = y.astype(np.float64)
         except (ValueError, TypeError) as error:
@@ -293,6 +297,8 @@ def _of_target(y: Any) -> np.ndarray:
     if y is None:
         raise ValueError("fit requires y to be passed, but the target y is None")
     check_even(y, "y")
+    if str(getattr(y, "dtype", "")) == "boolean" and not y.isna().any():
+        y = y.astype(bool)  # scikit-learn would make numbers of pandas' truth values
     values: np.ndarray = check_array(
         y, ensure_2d=False, dtype=None, ensure_all_finite=False, input_name="y"
     )

@@ -80,6 +80,8 @@ class FitSettings:
             raise ValueError(f"model is {self.model!r}: give one of {names}")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("epochs and steps are both given: give one of them")
+        if self.run_dir is not None and not str(self.run_dir):
+            raise ValueError("run_dir is '': give a folder, such as '.', or None")
         for name, least in LEAST_VALUES.items():
             value = getattr(self, name)
             if value is None and name in ("epochs", "steps", "batch"):

@@ -75,3 +75,15 @@ def test_portions_have_about_the_wanted_size(lines, portion):
     assert sum(sizes) == 15 * lines
     wanted = 15 * lines / max(1, round(15 * lines / portion))
     assert all(abs(size - wanted) <= 16 for size in sizes)
+
+
+def test_files_with_hidden_names_in_folders_are_no_texts(tmp_path):
+    for name in ("a.txt", ".a.txt.swp", ".git/config", "notes/.draft/b.txt", "notes/c.txt"):
+        path = tmp_path / ".data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+    folder = tmp_path / ".data"  # the name of the folder itself does not count
+    found = {str(Path(file.path).relative_to(folder)) for file in text_files.list_texts([folder])}
+    assert found == {"a.txt", "notes/c.txt"}
+    [given] = text_files.list_texts([folder / ".a.txt.swp"])
+    assert Path(given.path).name == ".a.txt.swp"

@@ -207,6 +207,20 @@ def test_targets_that_cannot_be_learned_are_named():
         Regressor().fit(X, ["tall"] * 30)
     with pytest.raises(ValueError, match="X has rows of different lengths"):
         Regressor().fit([[1, 2]] * 29 + [[1]], y)
+    for dates in (pd.Series(pd.date_range("2020", periods=30)), np.zeros(30, "timedelta64[D]")):
+        with pytest.raises(ValueError, match="y has dates or durations .*: give numbers"):
+            Regressor().fit(X, dates)
+    with pytest.raises(ValueError, match="run_dir is '': give a folder"):
+        Regressor(run_dir="").fit(X, y)
+
+
+def test_truth_values_of_pandas_are_classes():
+    X, y = curve(40)
+    model = Classifier(steps=2).fit(X, pd.Series(y > np.median(y), dtype="boolean"))
+    assert model.classes_.dtype == bool
+    assert model.predict(X).dtype == bool
+    with pytest.raises(ValueError, match="Input y contains NaN"):
+        Classifier().fit(X, pd.Series([True, None] * 20, dtype="boolean"))
 
 
 def test_wrong_rows_to_evaluate_with_are_named():

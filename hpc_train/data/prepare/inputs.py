@@ -218,3 +218,8 @@ class _Zstandard(io.RawIOBase):
         memory[:count] = self._made[:count]
         self._made = self._made[count:]
         return count
+
+
+def is_hidden(path: Path) -> bool:
+    """Whether a path, seen from a folder that was given, has a name with a dot at its beginning."""
+    return any(part.startswith(".") for part in path.parts)

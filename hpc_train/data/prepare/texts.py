@@ -26,6 +26,7 @@ from hpc_train.data.prepare.inputs import (
     Tell,
     TokenRecipe,
     decompressed,
+    is_hidden,
     opened_input,
     opened_text,
     reading_from,
@@ -44,6 +45,8 @@ SNIFFERS = 8  # threads; a file system over a network takes milliseconds to open
 def list_texts(paths: Sequence[str | Path]) -> list[InputFile]:
     """All files among files and in folders, sorted by a hash of their names. None is opened.
 
+    In folders, what has a name with a dot at its beginning is left out.
+
     Raises:
         DataError: a path does not exist.
     """
@@ -52,7 +55,8 @@ def list_texts(paths: Sequence[str | Path]) -> list[InputFile]:
         if not given.exists():
             raise DataError(f"{given} does not exist", "give files or folders of text")
         inside = [given] if given.is_file() else given.rglob("*")
-        found.update((path, str(path.relative_to(given))) for path in inside if path.is_file())
+        names = ((path, path.relative_to(given)) for path in inside if path.is_file())
+        found.update((path, str(name)) for path, name in names if not is_hidden(name))
     order = sorted(
         found, key=lambda path: (xxhash.xxh3_64_intdigest(os.fsencode(found[path])), path)
     )

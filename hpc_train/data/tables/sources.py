@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.data.prepare.inputs import COMPRESSED, reading_from
+from hpc_train.data.prepare.inputs import COMPRESSED, is_hidden, reading_from
 from hpc_train.data.tables.array_source import array_columns, cut_arrays, read_array_rows
 from hpc_train.data.tables.csv_source import count_quotes as count_quotes
 from hpc_train.data.tables.csv_source import csv_columns, cut_csv, read_csv_rows
@@ -58,8 +58,7 @@ def list_tables(paths: Sequence[str | Path], *, tell: bool = False) -> list[Tabl
     for given in map(Path, paths):
         if given.is_dir():
             for path in sorted(path for path in given.rglob("*") if path.is_file()):
-                hidden = any(part.startswith(".") for part in path.relative_to(given).parts)
-                form = None if hidden else _format(path)
+                form = None if is_hidden(path.relative_to(given)) else _format(path)
                 skipped += form is None
                 if form is not None:
                     found[path] = form
