@@ -11,16 +11,19 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as attend
 
 from hpc_train.models import GPT
 from hpc_train.training.device import built_for, choose_device
@@ -83,7 +86,7 @@ def _mpi() -> str:
 
 
 def limits(size: int) -> dict[str, float]:
-    """Matrix products in 10^12 operations per second, and copies in 10^9 bytes per second."""
+    """Matrix products in TFLOP/s, copies in GB/s, and attention in ms."""
     device, found = choose_device(), {}
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         one = torch.randn(size, size, device=device, dtype=torch.float32)
@@ -98,6 +101,30 @@ def limits(size: int) -> dict[str, float]:
         back = seconds_of(lambda h=host: h.copy_(near, non_blocking=True), device)
         found[f"copy to the device, {name}"] = near.numel() / there / 1e9
         found[f"copy to the host, {name}"] = near.numel() / back / 1e9
+    return found | attention(device)
+
+
+def attention(device: torch.device) -> dict[str, float]:
+    """Milliseconds of attention, forward and backward, by each of torch's ways and by its choice.
+
+    The shape is that of a GPT of 124 million parameters with 8 samples. A way that does not work
+    here is missing.
+    """
+    if device.type != "cuda":
+        return {}
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query = torch.randn(8, 12, 1024, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def once() -> None:
+        attend(query, query, query, is_causal=True).sum().backward()
+
+    found = {"attention, torch's choice": 1e3 * seconds_of(once, device)}
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        with contextlib.suppress(AttributeError, RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                found[f"attention, {name.lower()}"] = 1e3 * seconds_of(once, device)
     return found
 
 

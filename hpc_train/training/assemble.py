@@ -37,7 +37,13 @@ from hpc_train.parallel.compiled import compile_blocks
 from hpc_train.planning.schedules import size
 from hpc_train.training import averaging, sharing
 from hpc_train.training.costs import RunCosts
-from hpc_train.training.device import choose_device, choose_matmul, make_deterministic, use_cores
+from hpc_train.training.device import (
+    choose_device,
+    choose_matmul,
+    make_deterministic,
+    tell_gpu,
+    use_cores,
+)
 from hpc_train.training.finetuning import choose_trained
 from hpc_train.training.flops import sample_flops
 from hpc_train.training.learning_rate import last_step
@@ -150,6 +156,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     use_cores(runtime)
     device = choose_device(runtime.node.rank)
     choose_matmul(group, config.precision.matmul, device)
+    tell_gpu(group, device)
 
     # The whole model, with values or without, and which of its parameters are trained.
     model = _built(config, task, group)

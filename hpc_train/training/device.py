@@ -41,6 +41,20 @@ def choose_device(local_rank: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
+def tell_gpu(group: Group, device: torch.device) -> None:
+    """Log on rank 0 which GPU computes, and what torch may use on it."""
+    if group.rank or device.type == "cpu":
+        return
+    name = getattr(torch, device.type).get_device_name(device)
+    if device.type != "cuda":
+        logger.info("GPU: %s", name)
+        return
+    kinds = ("flash", "mem_efficient", "cudnn", "math")
+    ways = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled", bool)()]
+    tf32 = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "full precision"
+    logger.info("GPU: %s; attention by %s; float32 in %s", name, ", ".join(ways), tf32)
+
+
 def built_for() -> tuple[str, str]:
     """The build of torch (CUDA, ROCm, XPU, processors), and why it finds no GPU of that kind.
 

@@ -146,3 +146,14 @@ def test_the_build_of_torch_is_told_and_why_it_finds_no_gpu(monkeypatch, version
     assert device.built_for() == (build, "" if build == "processors" else "no driver")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert build == "XPU" or device.built_for() == (build, "")
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_rank_0_says_what_torch_may_use_on_a_gpu(monkeypatch, caplog, rank, lines):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "ABC 100")
+    caplog.set_level("INFO")
+    device.tell_gpu(Group(rank, 2), torch.device("cuda"))
+    device.tell_gpu(Group(rank, 2), torch.device("cpu"))
+    assert len(caplog.messages) == lines
+    for message in caplog.messages:
+        assert message.startswith("GPU: ABC 100; attention by flash, mem_efficient, cudnn, math; ")
