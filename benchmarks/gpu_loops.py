@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_loops software
     python -m benchmarks.gpu_loops limits [--size N]
     python -m benchmarks.gpu_loops estimator
-    python -m benchmarks.gpu_loops loop --kind plain|compiled|trainer --shape '{...}' --batch N
+    python -m benchmarks.gpu_loops loop --kind KIND --shape '{...}' --batch N
 
 The last line is JSON.
 """
@@ -23,11 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from hpc_train.models import GPT
 from hpc_train.training.device import built_for, choose_device
 
+KINDS = ("plain", "compiled", "trainer", "transformers")
 ROUNDS = 5
 SECONDS = 0.3  # of a measurement
 
@@ -147,15 +149,38 @@ def batches(shape: dict[str, int], batch: int) -> list[tuple[Tensor, Tensor]]:
     return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in text]
 
 
+def gpt2_of_others(shape: dict[str, int]) -> torch.nn.Module:
+    """The GPT-2 of the library transformers. It takes tokens and targets, and returns the loss."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": shape["hidden"], "n_layer": shape["layers"], "n_head": shape["heads"]}
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(
+        vocab_size=shape["vocab"], n_positions=shape["sequence"], use_cache=False, **sizes, **drop
+    )
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gpt = GPT2LMHeadModel(config)
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            logits = self.gpt(input_ids=tokens).logits.float()
+            return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return Loss()
+
+
 def loop(kind: str, shape: dict[str, int], batch: int, steps: int) -> dict[str, float]:
     """Tokens per second of a loop in bfloat16 with float32 weights, without and with torch.compile.
 
     "trainer" is a compiled loop that clips gradients, sets the learning rate, and asks for the loss
-    and the norm in each step, as trainers of others do.
+    and the norm in each step, as trainers of others do. "transformers" does so with the GPT-2 of
+    the library of that name.
     """
     device = choose_device()
     torch.manual_seed(0)
-    model = GPT(**shape).to(device)
+    model = (gpt2_of_others(shape) if kind == "transformers" else GPT(**shape)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
     computed: Any = model if kind == "plain" else torch.compile(model)
     given = batches(shape, batch)
@@ -170,7 +195,7 @@ def loop(kind: str, shape: dict[str, int], batch: int, steps: int) -> dict[str, 
         with torch.autocast(device.type, torch.bfloat16):
             loss: Tensor = computed(x, y)
         loss.backward()
-        if kind == "trainer":
+        if kind in ("trainer", "transformers"):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for group in optimizer.param_groups:
                 group["lr"] = 3e-4 * (1 - number / (10 * steps))
@@ -202,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="measurements for benchmarks.gpu")
     parser.add_argument("what", choices=("software", "limits", "estimator", "loop"))
     parser.add_argument("--size", type=int, default=8192)
-    parser.add_argument("--kind", choices=("plain", "compiled", "trainer"), default="plain")
+    parser.add_argument("--kind", choices=KINDS, default="plain")
     parser.add_argument("--shape", type=json.loads)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)

@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from benchmarks.gpu_lab import Check, Found, Lab, Run, Skipped
 from benchmarks.gpu_results import Options
@@ -101,18 +102,21 @@ def beside_loops(name: str, lab: Lab) -> Found:
         for key in ("mfu", "tflops", "memory_gb"):
             if any(key in record for record in run.records[2:]):
                 found[f"{program}, {key}"] = steady(run, key)
-    for kind in ("plain", "compiled", "trainer"):
+    others = find_spec("transformers") is not None
+    kinds = ["plain", "compiled", "trainer", *(["transformers"] if others else [])]
+    for kind in kinds:
         words = ["loop", "--kind", kind, "--shape", json.dumps(load.shape)]
         words += ["--batch", str(load.batch), "--steps", str(load.steps)]
         for key, value in lab.loops(*words, seconds=200).items():
             found[kind if key == "tokens_per_second" else f"{kind}, {key}"] = value
-    ratios = {kind: found["the program"] / found[kind] for kind in ("compiled", "trainer")}
+    ratios = {kind: found["the program"] / found[kind] for kind in kinds[1:]}
     ratios["plain"] = found["the program, plain"] / found["plain"]
     found |= {f"the program / {kind}": ratio for kind, ratio in ratios.items()}
     share = f"{found['the program, mfu']:.1%} of the peak" if "the program, mfu" in found else ""
+    gpt2 = f", {ratios['transformers']:.3f} of transformers' GPT-2" if others else ""
     text = (
         f"{found['the program']:.4g} tokens/s compiled {share}; {ratios['compiled']:.3f} of a "
-        f"compiled loop, {ratios['trainer']:.3f} of a trainer's; not compiled "
+        f"compiled loop, {ratios['trainer']:.3f} of a trainer's{gpt2}; not compiled "
         f"{found['the program, plain']:.4g}, {ratios['plain']:.3f} of a plain loop"
     )
     return Found(text, found)
