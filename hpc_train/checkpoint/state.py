@@ -292,15 +292,15 @@ def make_optimizer_state(
         # Step counters stay on the host, where plain optimizers expect them.
         alike = shape == shard.spec.shape
         kept = trained.place(parameter, slot) if alike else None
-        made = (
-            torch.empty(
-                shard.spec.local_shape if alike else shape,
-                dtype=dtype,
-                device=parameter.device if alike or shape or fused[parameter] else "cpu",
-            )
-            if kept is None
-            else kept
-        )
+        local = torch.Size(shard.spec.local_shape if alike else shape)
+        if kept is not None:
+            made = kept
+        elif alike and local == parameter.shape:
+            # With the parameter's strides: fused optimizers go through the memory of both at once.
+            made = torch.empty_like(parameter.detach(), dtype=dtype)
+        else:
+            on_host = not (alike or shape or fused[parameter])
+            made = torch.empty(local, dtype=dtype, device="cpu" if on_host else parameter.device)
         listed, _, number = slot.partition("[")
         if number:
             optimizer.state[parameter][listed][int(number[:-1])] = made

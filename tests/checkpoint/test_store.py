@@ -15,7 +15,7 @@ from hpc_train.mpi.group import Group
 
 
 class Model(nn.Module):
-    """With a tied weight, a buffer, and a weight that is not contiguous."""
+    """With a tied weight, a buffer, and weights that are not row-major."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -23,10 +23,12 @@ class Model(nn.Module):
         self.tied = nn.Linear(width, width)
         self.tied.weight = self.a.weight
         self.norm = nn.BatchNorm1d(width)
-        self.image = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(width, width).t())
+        self.image = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
 
     def forward(self, x):
-        image = self.image(x[:, None, :, None].expand(-1, 1, -1, 3)).mean((1, 2, 3))
+        x = x @ self.turned
+        image = self.image(x[:, None, :, None].expand(-1, 3, -1, 3)).mean((1, 2, 3))
         return self.norm(self.tied(self.a(x))).sum(1) + image
 
 
