@@ -90,22 +90,18 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hpc_train-gpu-") as directory:
         lab = Lab(Path(directory), options.device, end=time.monotonic() + 60 * options.minutes)
-        results = []
+        about = {"benchmark": "gpu", "device": lab.device, "software": lab.software}
+        about |= {"machine": harness.machine()}
+        results: list[Result] = []
         for name in options.only or CHECKS:
             print(f"{name} ...", end=" ", flush=True)
             results.append(carry_out(name, lab))
             print(f"{results[-1].state}: {results[-1].text}", flush=True)
+            line = json.dumps(about | {"results": [asdict(one) for one in results]})
+            if options.json:  # after each check, as the next one may end the machine
+                Path(options.json).write_text(f"{line}\n")
         show(results, lab.device)
-        line = {
-            "benchmark": "gpu",
-            "device": lab.device,
-            "software": lab.software,
-            "results": [asdict(one) for one in results],
-            "machine": harness.machine(),
-        }
-    print(json.dumps(line))
-    if options.json:
-        Path(options.json).write_text(json.dumps(line) + "\n")
+    print(line)
     sys.exit(any(one.state == "failed" for one in results))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from hpc_train.mpi import environment
 from hpc_train.mpi.gpus import AMD, INTEL, NVIDIA
@@ -168,7 +171,7 @@ class Lab:
         *,
         ranks: int = 1,
         gpu: bool = True,
-        seconds: float = 120.0,
+        seconds: float = 240.0,
         words: Sequence[str] = (),
         fails: bool = False,
     ) -> Run:
@@ -209,7 +212,12 @@ class Lab:
             try:
                 out, errors = program.communicate(timeout=limit)
             except subprocess.TimeoutExpired as slow:
+                # Launchers start ranks in groups of their own.
+                children = psutil.Process(program.pid).children(recursive=True)
                 os.killpg(program.pid, signal.SIGKILL)
+                for child in children:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
                 raise AssertionError(f"it did not end in {limit:.0f} s") from slow
         return subprocess.CompletedProcess(command, program.returncode, out, errors)
 

@@ -70,7 +70,7 @@ def software() -> dict[str, Any]:
         "why_no_gpu": why,
         "python": platform.python_version(),
         "mpi": _mpi(),
-        "nccl": str(torch.cuda.nccl.version()) if device.type == "cuda" else "",
+        "nccl": _nccl(device),
     }
 
 
@@ -81,10 +81,14 @@ def _mpi() -> str:
     mpi4py.rc.initialize = False
     from mpi4py import MPI
 
-    from hpc_train.collectives.mpi import reads_gpu_memory
+    return str(MPI.Get_library_version().splitlines()[0].strip(chr(0)))
 
-    reads = "reads" if reads_gpu_memory() else "does not read"
-    return f"{MPI.Get_library_version().splitlines()[0].strip(chr(0))}; {reads} GPU memory"
+
+def _nccl(device: torch.device) -> str:
+    """The version of NCCL in torch; "" if it has none."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return str(torch.cuda.nccl.version()) if device.type == "cuda" else ""
+    return ""
 
 
 def limits(size: int) -> dict[str, float]:

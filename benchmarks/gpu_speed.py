@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import psutil
+
 from benchmarks.gpu_lab import Check, Found, Lab, Run, Skipped
 from benchmarks.gpu_results import Options
+from hpc_train.config.sections import TEST_STEPS_LEAST
 
 LOG_EVERY = 10
 
@@ -90,6 +94,13 @@ def steady(run: Run, key: str) -> float:
     return statistics.median(values)
 
 
+def trained(lab: Lab, given: Options, ranks: int = 1) -> Run:
+    """Train, and remove the checkpoints, which fill the disk."""
+    run = lab.train(given, ranks=ranks, seconds=240)
+    shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+    return run
+
+
 def beside_loops(name: str, lab: Lab) -> Found:
     """Train a GPT by the program, and by loops in plain PyTorch."""
     if not lab.gpu and name != next(iter(LOADS)):
@@ -97,28 +108,33 @@ def beside_loops(name: str, lab: Lab) -> Found:
     load, found = load_of(lab, name), dict[str, float]()
     for program, compiled in (("the program, plain", "false"), ("the program", "true")):
         more = {"data.path": lab.text, "memory.zero": 0, "run.compile": compiled}
-        run = lab.train({**load.options, **more}, seconds=200)
+        run = trained(lab, {**load.options, **more})
         found[program] = steady(run, "tokens_per_second")
         for key in ("mfu", "tflops", "memory_gb"):
             if any(key in record for record in run.records[2:]):
                 found[f"{program}, {key}"] = steady(run, key)
-    others = find_spec("transformers") is not None
-    kinds = ["plain", "compiled", "trainer", *(["transformers"] if others else [])]
+    kinds = ["plain", "compiled", "trainer"]
+    kinds += ["transformers"] if find_spec("transformers") is not None else []
+    failed = []
     for kind in kinds:
         words = ["loop", "--kind", kind, "--shape", json.dumps(load.shape)]
         words += ["--batch", str(load.batch), "--steps", str(load.steps)]
-        for key, value in lab.loops(*words, seconds=200).items():
+        try:
+            figures = lab.loops(*words, seconds=200)
+        except AssertionError as error:
+            failed.append(f"{kind}: {error}")
+            continue
+        for key, value in figures.items():
             found[kind if key == "tokens_per_second" else f"{kind}, {key}"] = value
-    ratios = {kind: found["the program"] / found[kind] for kind in kinds[1:]}
-    ratios["plain"] = found["the program, plain"] / found["plain"]
-    found |= {f"the program / {kind}": ratio for kind, ratio in ratios.items()}
+    ours = dict.fromkeys(kinds, "the program") | {"plain": "the program, plain"}
+    ratios = {kind: found[ours[kind]] / found[kind] for kind in kinds if kind in found}
+    found |= {f"{ours[kind]} / {kind}": ratio for kind, ratio in ratios.items()}
     share = f"{found['the program, mfu']:.1%} of the peak" if "the program, mfu" in found else ""
-    gpt2 = f", {ratios['transformers']:.3f} of transformers' GPT-2" if others else ""
     text = (
-        f"{found['the program']:.4g} tokens/s compiled {share}; {ratios['compiled']:.3f} of a "
-        f"compiled loop, {ratios['trainer']:.3f} of a trainer's{gpt2}; not compiled "
-        f"{found['the program, plain']:.4g}, {ratios['plain']:.3f} of a plain loop"
+        f"{found['the program']:.4g} tokens/s compiled {share}, {found['the program, plain']:.4g} "
+        f"not; beside loops: {', '.join(f'{k} {r:.3f}' for k, r in ratios.items())}"
     )
+    text = "; ".join([text, *failed])
     return Found(text, found)
 
 
@@ -126,7 +142,7 @@ def two_ranks(lab: Lab) -> Found:
     """Measure what two ranks that share a GPU wait for each other, beside the copies' time."""
     load = load_of(lab, "124 M")
     given = {**load.options, "data.path": lab.text, "data.micro_batch": load.batch // 2}
-    run = lab.train({**given, "memory.zero": 0}, ranks=2, seconds=200)
+    run = trained(lab, {**given, "memory.zero": 0}, ranks=2)
     waited, step = steady(run, "comm_seconds"), steady(run, "step_seconds")
     backward = steady(run, "backward_seconds")
     found = {"step_seconds": step, "comm_seconds": waited, "backward_seconds": backward}
@@ -142,16 +158,20 @@ def two_ranks(lab: Lab) -> Found:
 
 
 def saves(lab: Lab) -> Found:
-    """Measure how long a step waits for a checkpoint that is written behind the next steps."""
-    load, found = load_of(lab, "124 M"), dict[str, float]()
-    for name, background in (("foreground", "false"), ("background", "true")):
-        given = {**load.options, "data.path": lab.text, "checkpoint.every": LOG_EVERY}
-        more = {"checkpoint.background": background, "checkpoint.keep": 1}
-        run = lab.train({**given, **more}, seconds=200)
-        found[name] = LOG_EVERY * steady(run, "save_seconds")
+    """Measure how long steps take longer for a checkpoint, in the foreground and behind them."""
+    load, seconds = load_of(lab, "124 M"), dict[str, float]()
+    for name, every, background in (
+        ("none", 0, "false"),
+        ("foreground", LOG_EVERY, "false"),
+        ("background", LOG_EVERY, "true"),
+    ):
+        more = {"checkpoint.every": every, "checkpoint.background": background}
+        run = trained(lab, {**load.options, "data.path": lab.text, "checkpoint.keep": 1, **more})
+        seconds[name] = LOG_EVERY * steady(run, "step_seconds")
+    found = {name: seconds[name] - seconds["none"] for name in ("foreground", "background")}
     share = found["background"] / found["foreground"]
     text = (
-        f"a save in the background takes {found['background']:.3f} s of a step's time, "
+        f"a save in the background takes {found['background']:.3f} s of the steps' time, "
         f"{share:.1%} of the {found['foreground']:.3f} s of one in the foreground"
     )
     return Found(text, {**found, "share": share})
@@ -161,25 +181,30 @@ def largest(lab: Lab) -> Found:
     """Find the largest GPT that trains, without and with the optimizer on the host."""
     if not lab.gpu:
         raise Skipped("it would take the memory of this machine")
-    found, why = dict[str, float](), dict[str, str]()
+    found, ends = dict[str, float](), []
     for name, more in (("without", {}), ("with", {"memory.offload": "optimizer"})):
         found[name] = 0.0
         for layers, hidden in LADDER:
             load = Load(layers, hidden, 16, 50304, 512, 1, 2)
-            staged = {"memory.zero": 1 if more else 0, "memory.recompute": "full", **more}
-            try:
-                lab.train(
-                    {**load.options, **staged, "data.path": lab.text, "run.preflight": "false"},
-                    seconds=150,
-                )
-            except AssertionError as error:
-                why[name] = str(error)[-200:]
+            parameters = 12 * layers * hidden**2 + 50816 * hidden
+            # The host makes the initial values, and keeps gradients and optimizer of staged ones.
+            if (16 if more else 5) * parameters > psutil.virtual_memory().available:
+                ends.append(f"{name}: the next one needs more memory of this host")
                 break
-            found[name] = (12 * layers * hidden**2 + 50816 * hidden) / 1e9
-    ends = "; ".join(f"{name}: then {text}" for name, text in why.items())
+            staged = {"memory.zero": 1 if more else 0, "memory.recompute": "full", **more}
+            # A performance test writes no checkpoint, which would fill the disk.
+            few = {"run.performance_test": TEST_STEPS_LEAST, "run.preflight": "false"}
+            given = {**load.options, **staged, **few, "data.path": lab.text}
+            given.pop("run.steps")
+            try:
+                lab.train(given, seconds=300)
+            except AssertionError as error:
+                ends.append(f"{name}, {parameters / 1e9:.2g} billion: {str(error)[:200]}")
+                break
+            found[name] = parameters / 1e9
     return Found(
         f"{found['without']:.2g} billion parameters without memory.offload, {found['with']:.2g} "
-        f"with it ({ends})",
+        f"with it ({'; '.join(ends)})",
         found,
     )
 

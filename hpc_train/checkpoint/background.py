@@ -194,7 +194,8 @@ class Snapshot:
         ready = torch.cuda.Event() if torch.cuda.is_available() else None
         if ready:
             ready.record()
-        return self._later(exchange, runs, rounds, room, ready)
+        gpu = torch.cuda.current_device() if ready else 0  # which the other thread does not know
+        return self._later(exchange, runs, rounds, room, ready, gpu)
 
     def _later(
         self,
@@ -203,9 +204,10 @@ class Snapshot:
         rounds: int,
         room: _Room,
         ready: torch.cuda.Event | None,
+        gpu: int,
     ) -> Iterator[Kept]:
         try:
-            with torch.cuda.stream(torch.cuda.Stream()) if ready else nullcontext():
+            with torch.cuda.stream(torch.cuda.Stream(gpu)) if ready else nullcontext():
                 if ready:
                     ready.wait()
                 kept = list(exchange.bring(runs, rounds, room, own=False))

@@ -67,9 +67,11 @@ def mpi_averager(
         return buckets, make(buckets)
 
     progress = options.progress()
-    if options.average_every > 1:
-        return LocalSteps(model, optimizer, levels, options.average_every, made, progress)
-    averager = BucketAverager(model, optimizer, group, made, progress)
+    averager = (
+        LocalSteps(model, optimizer, levels, options.average_every, made, progress)
+        if options.average_every > 1
+        else BucketAverager(model, optimizer, group, made, progress)
+    )
     averager.at_close += closing
     return averager
 

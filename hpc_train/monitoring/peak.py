@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,15 +31,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = PEAK_S
     Raises:
         RuntimeError: the device cannot multiply such matrices, or has no memory for them.
     """
-    until = time.perf_counter() + seconds
     size = SMALLEST
     with torch.no_grad():
         one, other = _matrices(size, device, dtype)
-        taken = min(_seconds(one, other), _seconds(one, other))  # the first one starts threads
+        taken = _shortest(one, other)  # the first product starts threads, and loads libraries
+        until = time.perf_counter() + seconds
         while size < LARGEST and 8 * taken * PRODUCTS < until - time.perf_counter():
             size *= 2
             one, other = _matrices(size, device, dtype)
-            taken = _seconds(one, other)
+            taken = _shortest(one, other)
         every = [taken]
         while time.perf_counter() < until:
             every.append(_seconds(one, other))
@@ -53,9 +54,17 @@ def _matrices(size: int, device: torch.device, dtype: torch.dtype) -> tuple[Tens
     return one, other
 
 
+def _shortest(one: Tensor, other: Tensor) -> float:
+    """The shorter time of two products. A GPU loads code for their size when it first needs it."""
+    return min(_seconds(one, other), _seconds(one, other))
+
+
 def _seconds(one: Tensor, other: Tensor) -> float:
+    wait: Callable[[], None] = (
+        (lambda: None) if one.is_cpu else getattr(torch, one.device.type).synchronize
+    )
+    wait()
     begin = time.perf_counter()
     product(one, other)
-    if one.device.type != "cpu":
-        getattr(torch, one.device.type).synchronize()
+    wait()
     return time.perf_counter() - begin

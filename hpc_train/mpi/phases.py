@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,8 +18,9 @@ STEP_PHASES = ("data", "forward", "backward", WAIT, "optimizer", "save", "evalua
 class StepPhases:
     """Adds up the seconds of each phase. A phase inside of another one stops the outer one's clock.
 
-    Only the main thread enters the object, as a context: `with phases("forward"):`. On GPUs the
-    seconds are those of the processor, which hands out work and does not wait for its end.
+    The main thread enters the object, as a context: `with phases("forward"):`. On GPUs autograd's
+    thread does so, too, while the main thread waits for it. There the seconds are those of the
+    processor, which hands out work and does not wait for its end.
 
     Attributes:
         seconds: the time of each phase so far.
@@ -35,6 +37,7 @@ class StepPhases:
         self._next = ("", "")
         self._open: list[tuple[str, str, float]] = []  # phase, operation, begin
         self._since, self._processor_since = time.perf_counter(), time.thread_time()
+        self._thread = threading.get_ident()
 
     def __call__(self, phase: str, operation: str = "") -> StepPhases:
         """Name the next phase. Returns this object, for `with`."""
@@ -74,9 +77,10 @@ class StepPhases:
 
     def _count(self, now: float) -> None:
         """Count the time since the last change for the innermost phase."""
-        used = time.thread_time()
+        used, thread = time.thread_time(), threading.get_ident()
         if self._open:
             phase = self._open[-1][0]
             self.seconds[phase] += now - self._since
-            self.processor[phase] += used - self._processor_since
-        self._since, self._processor_since = now, used
+            if thread == self._thread:  # each thread has a clock of its own
+                self.processor[phase] += used - self._processor_since
+        self._since, self._processor_since, self._thread = now, used, thread

@@ -51,7 +51,7 @@ def tell_gpu(group: Group, device: torch.device) -> None:
         return
     kinds = ("flash", "mem_efficient", "cudnn", "math")
     ways = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled", bool)()]
-    tf32 = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "full precision"
+    tf32 = "full precision" if torch.get_float32_matmul_precision() == "highest" else "TF32"
     logger.info("GPU: %s; attention by %s; float32 in %s", name, ", ".join(ways), tf32)
 
 
@@ -162,6 +162,14 @@ def free_memory_of(device: torch.device) -> int:
         return free_bytes()
     free: int = getattr(torch, device.type).mem_get_info()[0]
     return free
+
+
+def whole_memory_of(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory, free or not; None for processors."""
+    if device.type == "cpu":
+        return None
+    whole: int = getattr(torch, device.type).mem_get_info()[1]
+    return whole
 
 
 def moved(data: Any, device: torch.device) -> Any:

@@ -24,7 +24,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.topology import discover
 from hpc_train.planning.fits import PlannedJob, check_fits, check_host_fits
 from hpc_train.planning.layouts import Candidate
-from hpc_train.training.device import choose_device, free_memory_of
+from hpc_train.training.device import choose_device, free_memory_of, whole_memory_of
 from hpc_train.training.sharing import SharingFacts, choose_zero
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
@@ -70,6 +70,8 @@ def train_planned(config: RunConfig, task: TrainingTask, runtime: Runtime, job: 
         if not out_of_memory(error):
             raise
         room = np.rint(job.needs() * LEANER).astype(np.int64)
+        if (whole := whole_memory_of(choose_device(runtime.node.rank))) is not None:
+            room = np.minimum(room, whole)
         raise HpcTrainError(f"out of memory ({first_line(error)})", job.remedy(room)) from error
 
 
