@@ -28,8 +28,13 @@ class Blank(NamedTuple):
     beside: bool
 
     def filled(self, parameter: Parameter) -> Tensor:
-        """A tensor of zeros for it."""
-        device = parameter.device if self.beside else "cpu"
+        """A tensor of zeros for it, with its parameter's strides if it has its shape.
+
+        Fused optimizers go through the memory of both at once.
+        """
+        device = parameter.device if self.beside else torch.device("cpu")
+        if self.shape == tuple(parameter.shape):
+            return torch.zeros_like(parameter.detach(), dtype=self.dtype, device=device)
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 

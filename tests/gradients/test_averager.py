@@ -97,6 +97,32 @@ def test_the_plain_optimizer_keeps_the_state(job, engine):
     averager.close()
 
 
+def test_a_state_that_rank_0_has_alone_is_everyones(job):
+    """Also of parameters that are not row-major: fused optimizers go through memory in its order."""
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 2, 2).double().to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def step(model, optimizer, number):
+        optimizer.zero_grad()
+        x = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(number)).double()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    (model, optimizer), (expected, its_optimizer) = made(), made()
+    step(expected, its_optimizer, 1)
+    if not job.world.rank:
+        step(model, optimizer, 1)
+    averager = average_gradients(model, optimizer, job.world)
+    for number in (2, 3):
+        step(expected, its_optimizer, number)
+        step(model, optimizer, number)
+    averager.close()
+    assert torch.allclose(model.weight, expected.weight, rtol=1e-12)
+
+
 def test_ranks_with_different_models_are_told_and_not_left_waiting(job):
     model = nn.Linear(2, 2 + job.world.rank)
     if job.world.size > 1:
