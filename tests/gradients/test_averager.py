@@ -98,7 +98,7 @@ def test_the_plain_optimizer_keeps_the_state(job, engine):
 
 
 def test_a_state_that_rank_0_has_alone_is_everyones(job):
-    """Also of parameters that are not row-major: fused optimizers go through memory in its order."""
+    """Also if parameters are not row-major: fused optimizers go through memory in its order."""
 
     def made():
         torch.manual_seed(0)
