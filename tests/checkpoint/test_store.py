@@ -15,7 +15,7 @@ from hpc_train.mpi.group import Group
 
 
 class Model(nn.Module):
-    """With a tied weight, a buffer, and weights that are not row-major."""
+    """With a tied weight, a buffer, and a weight that is not contiguous."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -23,12 +23,10 @@ class Model(nn.Module):
         self.tied = nn.Linear(width, width)
         self.tied.weight = self.a.weight
         self.norm = nn.BatchNorm1d(width)
-        self.turned = nn.Parameter(torch.randn(width, width).t())
-        self.image = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
+        self.image = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)
 
     def forward(self, x):
-        x = x @ self.turned
-        image = self.image(x[:, None, :, None].expand(-1, 3, -1, 3)).mean((1, 2, 3))
+        image = self.image(x[:, None, :, None].expand(-1, 1, -1, 3)).mean((1, 2, 3))
         return self.norm(self.tied(self.a(x))).sum(1) + image
 
 
@@ -75,6 +73,35 @@ def test_training_goes_on_bit_for_bit(tmp_path, optimizer_class, options):
     assert store(tmp_path, other, other_optimizer).resume() == 3
     assert train(other, other_optimizer, 4, first=4) == expected
     assert other.image.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_training_goes_on_if_parameters_are_not_row_major(tmp_path, kind):
+    """A fused optimizer goes through the memory of a parameter and of its state at once."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+            self.turned = nn.Parameter(torch.randn(5, 4).t())
+
+        def forward(self, x):
+            x = self.image(x[:, :3, None, None].expand(-1, -1, 2, 2)).mean((2, 3))
+            return (x @ self.turned).sum(1)
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = Odd().double()
+        more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        return model, kind(model.parameters(), lr=0.05, fused=True, **more)
+
+    model, optimizer = made(0)
+    train(model, optimizer, 3)
+    store(tmp_path, model, optimizer).save(3)
+    expected = train(model, optimizer, 4, first=4)
+    other, other_optimizer = made(1)
+    assert store(tmp_path, other, other_optimizer).resume() == 3
+    assert train(other, other_optimizer, 4, first=4) == expected
 
 
 def test_the_newest_is_taken_and_the_oldest_are_dropped(tmp_path):
