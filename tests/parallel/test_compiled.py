@@ -12,6 +12,8 @@ from torch import nn
 from hpc_train.config.file import load
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.models import GPT
+from hpc_train.models.kinds import SHAPES
+from hpc_train.models.tabular.sizes import TableSizes
 from hpc_train.parallel.compiled import compile_blocks
 from hpc_train.parallel.recompute import recompute
 from tests.programs import hpc_train as command
@@ -46,6 +48,34 @@ def test_blocks_of_a_kind_share_their_code(monkeypatch):
         assert torch.allclose(plain.grad, compiled.grad, rtol=1e-11, atol=1e-13)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow("torch.compile loads, and compiles blocks")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tabular_mlp",
+        *(pytest.param(k, marks=pytest.mark.long) for k in ("tabular_resnet", "tabular")),
+    ],
+)
+def test_blocks_of_models_of_tables_compute_the_same(kind):
+    sizes = TableSizes(edges=((-1.0, 0.0, 2.0), (-0.5, 0.5)), codes=(4, 3), outputs=3)
+    models = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = SHAPES[kind](layers=2, hidden=16, dropout=0.3, sizes=sizes).build().double()
+        if compiled:
+            compile_blocks(model)
+        models.append(model)
+    numbers = torch.randn(5, 2, dtype=torch.float64)
+    codes = torch.randint(3, (5, 2))
+    for model in models:
+        model.seed_samples(range(5))
+        model(numbers, codes).square().sum().backward()
+    for plain, compiled in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(plain.grad, compiled.grad, rtol=1e-10, atol=1e-12)
 
 
 def _undropped(self, x):

@@ -44,6 +44,8 @@ class MemberScale(nn.Module):
     def forward(self, x: Tensor, dropout: SampleDropout) -> Tensor:
         """Scale and shift results (B, K, C), of all or some of the C, then a ReLU and dropout."""
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        if torch.compiler.is_compiling():  # it joins these steps by itself
+            return dropout(torch.addcmul(bias, x, weight).relu())
         scaled: Tensor = _ScaledRelu.apply(x, weight, bias, dropout)
         return scaled
 
