@@ -54,18 +54,20 @@ def test_blocks_of_a_kind_share_their_code(monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow("torch.compile loads, and compiles blocks")
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "more"),
     [
-        "tabular_mlp",
-        *(pytest.param(k, marks=pytest.mark.long) for k in ("tabular_resnet", "tabular")),
+        ("tabular_mlp", {"members": 3}),
+        pytest.param("tabular_resnet", {}, marks=pytest.mark.long),
+        pytest.param("tabular", {"heads": 2}, marks=pytest.mark.long),
     ],
 )
-def test_blocks_of_models_of_tables_compute_the_same(kind):
+def test_blocks_of_models_of_tables_compute_the_same(kind, more):
     sizes = TableSizes(edges=((-1.0, 0.0, 2.0), (-0.5, 0.5)), codes=(4, 3), outputs=3)
     models = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = SHAPES[kind](layers=2, hidden=16, dropout=0.3, sizes=sizes).build().double()
+        shape = SHAPES[kind](layers=2, hidden=16, dropout=0.3, sizes=sizes, **more)
+        model = shape.build().double()
         if compiled:
             compile_blocks(model)
         models.append(model)

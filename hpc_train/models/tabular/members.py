@@ -45,7 +45,8 @@ class MemberScale(nn.Module):
         """Scale and shift results (B, K, C), of all or some of the C, then a ReLU and dropout."""
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         if torch.compiler.is_compiling():  # it joins these steps by itself
-            return dropout(torch.addcmul(bias, x, weight).relu())
+            plain: Tensor = dropout(torch.addcmul(bias, x, weight).relu())
+            return plain
         scaled: Tensor = _ScaledRelu.apply(x, weight, bias, dropout)
         return scaled
 
