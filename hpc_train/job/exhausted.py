@@ -1,4 +1,4 @@
-"""Says what needs less memory when a program has run out of it."""
+"""Says what to do when a program has run out of memory, or torch.compile has failed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ LESS = (
     "This rank has run out of memory. What needs less, the cheapest first: smaller micro-batches "
     "(data.micro_batch, in a loop epochs(accumulate=...)), memory.recompute, memory.zero. See "
     "docs/how-to/memory.md."
+)
+UNCOMPILED = (
+    "torch.compile has failed on this rank. It needs a C++ compiler on each node, which the "
+    "variable CXX names, and code that it can compile. Without run.compile nothing is compiled. "
+    "See docs/how-to/gpus.md."
 )
 
 
@@ -16,7 +21,9 @@ def out_of_memory(error: BaseException) -> bool:
     return told or "can't allocate memory" in str(error)
 
 
-def note_memory(error: BaseException) -> None:
-    """Let the traceback of an error say what needs less memory, if memory is exhausted."""
+def note_remedy(error: BaseException) -> None:
+    """Let the traceback of an error say what to do, if memory is exhausted or compiling failed."""
     if out_of_memory(error):
         error.add_note(LESS)
+    elif type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        error.add_note(UNCOMPILED)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from hpc_train import log
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, print_error
 from hpc_train.host.process import seconds_since_begin
-from hpc_train.job.exhausted import note_memory
+from hpc_train.job.exhausted import note_remedy
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
@@ -81,7 +81,7 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
             )
             _abort(world, code)
     except BaseException as error:
-        note_memory(error)
+        note_remedy(error)
         if world.comm is None:
             _end_failed(runtime)
             raise

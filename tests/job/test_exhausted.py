@@ -1,0 +1,25 @@
+"""What a traceback says at its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.job.exhausted import LESS, UNCOMPILED, note_remedy
+
+Compiling = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
+OnGpu = type("OutOfMemoryError", (RuntimeError,), {"__module__": "torch"})
+
+
+@pytest.mark.parametrize(
+    ("error", "notes"),
+    [
+        (MemoryError(), [LESS]),
+        (OnGpu("CUDA out of memory"), [LESS]),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), [LESS]),
+        (Compiling("No working C++ compiler found"), [UNCOMPILED]),
+        (RuntimeError("shapes differ"), []),
+    ],
+)
+def test_an_error_is_told_with_its_remedy(error, notes):
+    note_remedy(error)
+    assert getattr(error, "__notes__", []) == notes
