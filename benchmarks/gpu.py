@@ -82,11 +82,24 @@ def show(results: list[Result], device: str) -> None:
 
 def main() -> None:
     """Carry out the checks, print the table and a line of JSON."""
-    parser = argparse.ArgumentParser(description="does hpc_train work on this GPU, and how fast?")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(CHECKS), default=[])
-    parser.add_argument("--minutes", type=float, default=9.5)
-    parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description="Does hpc_train work on this GPU, and how fast?",
+        epilog="The checks: " + ", ".join(f'"{name}"' for name in CHECKS),
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu"), default="auto", help="cpu tries the checks"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        choices=list(CHECKS),
+        default=[],
+        help="some checks only",
+    )
+    parser.add_argument("--minutes", type=float, default=9.5, help="the most time that it takes")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there as JSON, too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hpc_train-gpu-") as directory:
         lab = Lab(Path(directory), options.device, end=time.monotonic() + 60 * options.minutes)

@@ -109,7 +109,10 @@ class Lab:
         self.device: str = self.software["device"] or "processors"
         self.gpu = self.device != "processors"
         if wanted == "auto" and not self.gpu:
-            print("torch finds no GPU here: --device cpu tries the checks themselves")
+            print(
+                "torch finds no GPU here. To try the checks without one: python -m benchmarks.gpu "
+                "--device cpu"
+            )
             sys.exit(2)
 
     def left(self) -> float:

@@ -30,6 +30,9 @@ def compile_blocks(model: nn.Module) -> None:
 
     limit = "recompile_limit" if hasattr(_dynamo.config, "recompile_limit") else "cache_size_limit"
     setattr(_dynamo.config, limit, max(VERSIONS, getattr(_dynamo.config, limit)))
+    from torch._inductor import config
+
+    config.fallback_random = True  # so that nn.Dropout draws what it would draw without
     if not hasattr(SampleDropout.dropped, "_torchdynamo_disable"):
         SampleDropout.dropped = torch.compiler.disable(  # type: ignore[method-assign]
             SampleDropout.dropped

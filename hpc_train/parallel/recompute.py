@@ -80,6 +80,11 @@ def block_names(model: nn.Module, key: str = "memory.recompute") -> list[str]:
             "name its repeated modules in an attribute `memory_blocks`: docs/how-to/memory.md",
         )
     for name in names:
+        if isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
+            raise UserError(
+                f"memory_blocks: {name} is a list of modules, which is never called",
+                f"name the modules in it: {name}.*",
+            )
         if outer := next((one for one in names if name.startswith(f"{one}.")), None):
             raise UserError(f"memory_blocks: {name} is part of {outer}", "name each module once")
     return names

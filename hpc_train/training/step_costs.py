@@ -83,6 +83,8 @@ class StepCosts:
             ),
             (has_synchronized(model), "its BatchNorm layers add up over the ranks"),
             (config.memory.recompute != "none", "memory.recompute repeats some of them"),
+            # Code that is counted first is not compiled afterwards.
+            (config.run.compile, "run.compile makes other code of the model"),
         ):
             if refused:
                 return 0.0, why

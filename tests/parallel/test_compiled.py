@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -122,3 +123,66 @@ def test_losses_of_compiled_blocks_are_those_of_others(tmp_path, ranks):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     assert losses[1] == pytest.approx(losses[0], rel=1e-11)
+
+
+OWN = """
+import json, sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import hpc_train
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.drop(torch.relu(self.layer(x)))
+
+class Net(nn.Module):
+    memory_blocks = ("blocks.*",)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def main(runtime):
+    options = ["--run.steps", "3", "--run.log_every", "1", "--data.batch", "8", *sys.argv[1:]]
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(32, 8).double())
+    task = hpc_train.TrainingTask(Net(), data, lambda model, batch: model(batch[0]).square().mean())
+    hpc_train.Trainer(hpc_train.load_config(options=options), task, runtime).train()
+    from torch._dynamo.utils import counters
+    print("graphs", counters["stats"]["unique_graphs"])
+
+sys.exit(hpc_train.run(main))
+"""
+
+
+@needs_compiler
+@pytest.mark.slow("two programs of a user, one of which compiles")
+def test_a_module_of_ones_own_is_compiled_and_draws_the_same_dropout(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    losses, graphs = [], []
+    for compiled in ("false", "true"):
+        words = ["own.py", "--run.compile", compiled, "--run.dir", compiled]
+        done = run(sys.executable, *words, "--precision.dtype", "float64", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        graphs.append(int(done.stdout.split("graphs ")[1]))
+        lines = (tmp_path / compiled / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert graphs == [0, 2]  # the input of the first block has no gradient
+    assert losses[1] == pytest.approx(losses[0], rel=1e-11)
+
+
+def test_a_list_of_modules_is_no_block():
+    model = nn.Module()
+    model.memory_blocks, model.blocks = ("blocks",), nn.ModuleList([nn.Linear(2, 2)])
+    with pytest.raises(UserError, match=r"blocks is a list of modules.*: blocks\.\*"):
+        compile_blocks(model)

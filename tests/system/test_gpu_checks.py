@@ -34,7 +34,8 @@ def test_without_a_gpu_a_line_says_so(tmp_path):
     done = run(sys.executable, "-m", "benchmarks.gpu", environ=HIDDEN, cwd=ROOT)
     assert done.returncode == 2
     assert done.stdout.splitlines() == [
-        "torch finds no GPU here: --device cpu tries the checks themselves"
+        "torch finds no GPU here. To try the checks without one: python -m benchmarks.gpu "
+        "--device cpu"
     ]
 
 
