@@ -15,9 +15,9 @@ classifications by log loss, and a third one compares neural networks alone.
 All candidates have their defaults (tabular_peers.py). With --trials 20 each has a random search
 within the training folds of every cell. The first of its 20 settings is the defaults. The others
 are drawn from the space in tabular_peers.py. Each is scored by 3 folds of the training rows
-if these are fewer than 1000, and else on a quarter of them. The best one by accuracy, then by log
+if these are fewer than 200, and else on a quarter of them. The best one by accuracy, then by log
 loss, or by RMSE, is fitted on all training rows. The results are a table of their own, which takes
-about 30 times as long as the first one; --seeds makes it shorter.
+about 35 times as long as the first one; --seeds makes it shorter.
 
 A cell is one candidate on one fold of one seed. Scores are measured in --jobs processes, and times
 after them in one process: the candidates in turn, on as many folds of the first seed as --rounds
@@ -57,7 +57,7 @@ from benchmarks.tabular_peers import CANDIDATES, OURS, Settings
 
 DEFAULTS, TIMES = "defaults", "times"
 IDEAL = "best attainable"
-FEW, PARTS = 1000, 3  # a search on fewer training rows than this has this number of folds
+FEW, PARTS = 200, 3  # a search on fewer training rows than this has this number of folds
 WARM_ROWS = 100
 HIGHER = ("accuracy", "r2")  # the larger, the better; other measures are errors
 FIRST = {True: "accuracy", False: "rmse"}  # what ranks come from: of classes, of values
