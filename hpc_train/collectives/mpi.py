@@ -131,7 +131,7 @@ class MpiCollectives:
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root`."""
-        near = _reachable(tensor)
+        near = reachable(tensor)
         with self.group.waiting(self._broadcast), self._counted("broadcasts", near):
             for piece in pieces(near):
                 self.comm.Bcast([piece, MPI.BYTE], root=root)
@@ -177,7 +177,7 @@ class MpiCollectives:
         return tensor
 
     def _gathered(self, tensor: Tensor, dim: int) -> Tensor:
-        near, size = _reachable(tensor), self.group.size
+        near, size = reachable(tensor), self.group.size
         pinned = tensor.is_cuda and near.is_cpu
         whole = torch.empty(
             (size, *near.shape), dtype=near.dtype, device=near.device, pin_memory=pinned
@@ -201,7 +201,7 @@ class MpiCollectives:
         if tensor.dtype in WIDENED:
             return self._scattered(tensor.float(), dim).to(tensor.dtype)
         size = self.group.size
-        near = _split(_reachable(tensor), dim, size)
+        near = _split(reachable(tensor), dim, size)
         mine = near.new_empty(near.shape[1:])
         datatype = _type(tensor)
         with self.group.waiting(self._sum), self._counted("sums", near):
@@ -240,7 +240,7 @@ class MpiCollectives:
             with self.group.waiting(what), self._counted("sums", tensor):
                 self.comm.Allreduce(MPI.IN_PLACE, [_buffer(tensor), datatype], op=operation)
             return
-        near = _reachable(tensor)
+        near = reachable(tensor)
         with self.group.waiting(what), self._counted("sums", near):
             for piece in pieces(near):
                 self.comm.Allreduce(MPI.IN_PLACE, [piece, datatype], op=operation)
@@ -273,16 +273,17 @@ def _nothing() -> None:
     pass
 
 
-def _reachable(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and in memory that MPI can read."""
-    if tensor.is_cuda and reads_gpu_memory():
-        _work_of(tensor)()  # MPI knows nothing of streams
+def reachable(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and in memory that MPI can read.
+
+    A GPU's tensor is copied to host memory, pinned if it can be, unless MPI reads the GPU's.
+    """
+    if tensor.is_cpu:
         return tensor.detach().contiguous()
-    return tensor.detach().contiguous() if tensor.is_cpu else host_copy(tensor)
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy of a GPU's tensor in host memory, which is pinned if it can be."""
+    if not through_host(tensor.device):
+        near = tensor.detach().contiguous()
+        _work_of(near)()  # MPI knows nothing of streams
+        return near
     near = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     near.copy_(tensor.detach(), non_blocking=True)
     _work_of(tensor)()

@@ -49,8 +49,8 @@ class RunSection:
     deterministic: bool = False
     """Make repeated runs of one layout give the same bits."""
     compile: bool = False
-    """Let torch.compile make faster code of the model's blocks. The first step then takes a minute
-    or so. It is worth it on GPUs."""
+    """Let torch.compile translate the model's blocks into faster code, which is meant for GPUs. The
+    first step then takes a minute or so."""
     time_limit: str | int | None = "auto"
     """Time after the program's start, in seconds, as HH:MM:SS, as D-HH:MM:SS or as 1h30m. The
     program stops with a checkpoint before it is over. With auto it stops before the end of its

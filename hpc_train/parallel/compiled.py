@@ -27,12 +27,11 @@ def compile_blocks(model: nn.Module) -> None:
         UserError: the model names no blocks, or a block lies inside another one.
     """
     from torch import _dynamo  # here, because it takes as long to load as torch itself
+    from torch._inductor import config as inductor
 
     limit = "recompile_limit" if hasattr(_dynamo.config, "recompile_limit") else "cache_size_limit"
     setattr(_dynamo.config, limit, max(VERSIONS, getattr(_dynamo.config, limit)))
-    from torch._inductor import config
-
-    config.fallback_random = True  # so that nn.Dropout draws what it would draw without
+    inductor.fallback_random = True  # so that nn.Dropout draws what it would draw without
     if not hasattr(SampleDropout.dropped, "_torchdynamo_disable"):
         SampleDropout.dropped = torch.compiler.disable(  # type: ignore[method-assign]
             SampleDropout.dropped

@@ -57,11 +57,11 @@ class Transport:
     def __init__(self, group: Group, device: torch.device) -> None:
         from mpi4py import MPI  # a pipeline of several ranks has MPI
 
-        from hpc_train.collectives.mpi import through_host
+        from hpc_train.collectives.mpi import reachable, through_host
 
         assert group.comm is not None
         self.group, self.comm, self.device = group, group.comm, device
-        self.staged = through_host(device)
+        self.staged, self._reachable = through_host(device), reachable
         self._counted = group.waiting.traffic.of("pipeline messages", group.link())
         self._byte = MPI.BYTE
         self._forms: dict[Hashable, MessageForm] = {}
@@ -91,7 +91,7 @@ class Transport:
                 f"{message.what} has shape {list(form[0])}, earlier ones had {list(known[0])}",
                 "pad all samples to one length",
             )
-        near = self._reachable(tensor.detach())
+        near = self._reachable(tensor)
         request = self.comm.Isend([_bytes(near), self._byte], dest=message.peer, tag=message.tag)
         self._sent.append((request, near))
         self._counted.nbytes += near.nbytes
@@ -146,16 +146,6 @@ class Transport:
             with self.group.waiting(f"the shape of {message.what}"):
                 form = self.comm.recv(source=message.peer, tag=FORM_TAGS + message.tag)
             self._forms[message.kind] = form
-
-    def _reachable(self, tensor: Tensor) -> Tensor:
-        """The tensor, contiguous and in memory that MPI can read."""
-        if self.staged:
-            from hpc_train.collectives.mpi import host_copy  # a pipeline of several ranks has MPI
-
-            return host_copy(tensor)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # MPI knows nothing of streams
-        return tensor.contiguous()
 
     def _buffer(self, form: MessageForm) -> Tensor:
         shape, dtype = form

@@ -103,7 +103,7 @@ def test_what_cannot_be_compiled_is_refused(options, named):
 
 
 @needs_compiler
-@pytest.mark.slow("two programs, one of which compiles")
+@pytest.mark.slow("two programs; the second one compiles")
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_losses_of_compiled_blocks_are_those_of_others(tmp_path, ranks):
     (tmp_path / "text.txt").write_text("of hosts and ranks, " * 400)
@@ -166,7 +166,7 @@ sys.exit(hpc_train.run(main))
 
 
 @needs_compiler
-@pytest.mark.slow("two programs of a user, one of which compiles")
+@pytest.mark.slow("two programs of a user; the second one compiles")
 def test_a_module_of_ones_own_is_compiled_and_draws_the_same_dropout(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     losses, graphs = [], []
