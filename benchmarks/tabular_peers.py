@@ -114,11 +114,12 @@ def ours(table: Table, seed: int, settings: Settings) -> Any:
 
 
 def defaults_of_ours() -> str:
-    """The defaults of hpc_train that are no arguments of its estimators."""
+    """The defaults of hpc_train that are no arguments of its estimators, and that decide a fit."""
     from hpc_train.config.file import load
 
     kinds = ("tabular", "tabular_mlp", "tabular_resnet")
-    return repr([load(options=[f"--model.kind={kind}"]) for kind in kinds])
+    given = [load(options=[f"--model.kind={kind}"]) for kind in kinds]
+    return repr([(one.model, one.optimizer, one.data, one.precision) for one in given])
 
 
 def boosting(table: Table, seed: int, settings: Settings) -> Any:
