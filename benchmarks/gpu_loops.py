@@ -65,6 +65,7 @@ def software() -> dict[str, Any]:
     build, why = built_for()
     return {
         "device": module.get_device_name(device) if module else "",
+        "gpus": module.device_count() if module else 0,
         "torch": torch.__version__,
         "build": f"{build} {torch.version.cuda or getattr(torch.version, 'hip', '') or ''}".strip(),
         "why_no_gpu": why,

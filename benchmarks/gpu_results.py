@@ -58,6 +58,7 @@ class Case:
         words: further words of the command.
         horovod: whether it needs Horovod.
         gpu: whether it needs a GPU.
+        own: whether each rank needs a GPU of its own.
         reference: keys that the run on a processor has, too.
         of_table: whether the model is one of tables.
     """
@@ -67,6 +68,7 @@ class Case:
     words: tuple[str, ...] = ()
     horovod: bool = False
     gpu: bool = False
+    own: bool = False
     reference: Options = field(default_factory=dict)
     of_table: bool = False
 
@@ -78,6 +80,7 @@ CASES = {
     "one rank, started cold": Case(words=("--cold",)),
     "two ranks": Case(ranks=2),
     "two ranks, Horovod": Case({"gradients.engine": "horovod"}, 2, horovod=True),
+    "two ranks, NCCL": Case({"gradients.engine": "nccl"}, 2, own=True),
     "two ranks, own steps": Case(
         {"gradients.average_every": 3}, 2, reference={"gradients.average_every": 3}
     ),
@@ -131,6 +134,8 @@ def same_losses(name: str, lab: Lab) -> Found:
         raise Skipped("Horovod is not built: python -m hpc_train.build.horovod")
     if case.gpu and not lab.gpu:
         raise Skipped("it needs a GPU")
+    if case.own and lab.software["gpus"] < case.ranks:
+        raise Skipped(f"it needs {case.ranks} GPUs")
     if case.of_table:
         needs("pyarrow")
     expected = reference(lab, case)
@@ -248,14 +253,20 @@ def refusals(lab: Lab) -> Found:
     """Check that what does not work on a GPU is refused in one line with exit code 2."""
     if not lab.gpu:
         raise Skipped("processors refuse nothing of it")
-    for more, named in (({"memory.zero": 3}, "memory.zero"), ({"memory.zero": 1}, "memory.")):
-        run = lab.train(options(lab, more), fails=True)
+    tried: list[tuple[Options, int, str]] = [
+        ({"memory.zero": 3}, 1, "memory.zero"),
+        ({"memory.zero": 1}, 1, "memory."),
+    ]
+    if lab.software["gpus"] == 1:
+        tried.append(({"gradients.engine": "nccl"}, 2, "share a GPU"))
+    for more, ranks, named in tried:
+        run = lab.train(options(lab, more), ranks=ranks, fails=True)
         lines = [line for line in run.output.splitlines() if "error:" in line]
         assert run.code == 2, f"{more}: exit code {run.code}: {run.last_lines}"
         assert len(lines) == 1, f"{more}: {run.last_lines}"
         assert named in lines[0], lines[0]
         assert "Traceback" not in run.output, run.last_lines
-    return Found("memory.zero 1 and 3 are refused, and the lines name the keys")
+    return Found(f"{len(tried)} ways to train are refused, and the lines name the cause")
 
 
 def exhausted(lab: Lab) -> Found:

@@ -70,15 +70,17 @@ class ParallelSection:
 class GradientsSection:
     """How gradients are averaged over the ranks."""
 
-    engine: Literal["auto", "horovod", "mpi"] = "auto"
+    engine: Literal["auto", "horovod", "mpi", "nccl"] = "auto"
     """horovod averages by hvd.DistributedOptimizer, and mpi by this package's own sums over MPI.
-    auto takes horovod for GPUs whose memory MPI cannot read, and mpi otherwise."""
+    nccl sums on GPUs by torch's NCCL. auto takes horovod for GPUs whose memory MPI cannot read, if
+    Horovod is built with NCCL, and mpi otherwise."""
     bucket_mb: float | None = None
     """Size of the flat buckets, in MiB. By default it is measured, and 4 with run.deterministic.
     With engine horovod it is the size of Horovod's fusion buffer."""
     two_level: Literal["auto", "on", "off"] = "auto"
     """With engine mpi, whether the ranks of a node first sum in shared memory, so that nodes
-    communicate once. auto does so where it is faster."""
+    communicate once. With engine nccl, whether the GPUs of a node sum first, and MPI sums between
+    nodes. auto does so where it is faster."""
     average_every: int = 1
     """Number of optimizer steps that each replica takes by itself before all replicas are averaged.
     1 averages the gradients in every step."""
@@ -92,9 +94,9 @@ class GradientsSection:
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise ConfigError(f"gradients.bucket_mb is {self.bucket_mb}", "give a size above 0")
         at_least(self, "gradients", average_every=1)
-        self._check_horovod(parse_compression(self.compression).kind)
+        self._check_engine(parse_compression(self.compression).kind)
 
-    def _check_horovod(self, compression: str) -> None:
+    def _check_engine(self, compression: str) -> None:
         if self.engine == "horovod" and self.two_level == "on":
             raise ConfigError(
                 "gradients.two_level is on, but gradients.engine is horovod",
@@ -104,6 +106,11 @@ class GradientsSection:
             raise ConfigError(
                 f"gradients.compression is {self.compression}, but gradients.engine is horovod",
                 "use --gradients.engine mpi, or compression fp16",
+            )
+        if self.engine == "nccl" and compression != "none":
+            raise ConfigError(
+                f"gradients.compression is {self.compression}, but gradients.engine is nccl",
+                "use --gradients.engine mpi, or leave gradients.compression out",
             )
         if self.reduction == "adasum" and self.engine != "horovod":
             raise ConfigError(

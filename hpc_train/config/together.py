@@ -19,17 +19,8 @@ def check_together(config: RunConfig) -> None:
     _check_kind(config)
     _check_length(config)
     _check_compile(config)
+    _check_engine(config)
     zero, gradients = config.memory.stage, config.gradients
-    if config.memory.staged and gradients.engine == "horovod":
-        raise ConfigError(
-            "memory.offload is optimizer, but gradients.engine is horovod",
-            "use --gradients.engine mpi",
-        )
-    if zero and gradients.engine == "horovod":
-        raise ConfigError(
-            f"memory.zero is {zero}, but gradients.engine is horovod",
-            "use --gradients.engine mpi",
-        )
     if zero and gradients.two_level == "off":
         raise ConfigError(
             f"memory.zero is {zero}, but gradients.two_level is off",
@@ -106,6 +97,20 @@ def _check_length(config: RunConfig) -> None:
             "from the beginning",
             "leave one of them out",
         )
+
+
+def _check_engine(config: RunConfig) -> None:
+    engine = config.gradients.engine
+    if engine not in ("horovod", "nccl"):
+        return
+    for asked, what in (
+        (config.memory.staged, "memory.offload is optimizer"),
+        (config.memory.stage, f"memory.zero is {config.memory.stage}"),
+    ):
+        if asked:
+            raise ConfigError(
+                f"{what}, but gradients.engine is {engine}", "use --gradients.engine mpi"
+            )
 
 
 def _check_kind(config: RunConfig) -> None:

@@ -13,12 +13,14 @@ from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
+from hpc_train.collectives.device import DeviceCollectives
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.protocol import reaches
 from hpc_train.collectives.ring import Library, Ring
 from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.compression import make_compressor
+from hpc_train.gradients.device_sums import DeviceNodeSums, DeviceSums
 from hpc_train.gradients.division import Reach
 from hpc_train.gradients.options import AveragingOptions, TwoLevel
 from hpc_train.gradients.staged_sums import CPU, StagedSums
@@ -196,8 +198,12 @@ def way(
 
         return staged(packed, device), []
     collectives = connect(group, purpose="gradient")
+
+    def plain(buckets: Sequence[Bucket]) -> Sums:
+        return CollectiveSums(collectives, buckets)
+
     there = {
-        name: staged(or_collectives(group, make, collectives), device)
+        name: staged(or_else(group, make, plain, "MPI's own sums, which are slower"), device)
         for name, make in ways(levels, collectives, options.two_level).items()
     }
     closing: list[Callable[[], None]] = []
@@ -206,9 +212,46 @@ def way(
         early = on_device.overlaps
         there["GPU memory"] = lambda buckets: CollectiveSums(on_device, buckets, early=early)
         closing = [on_device.close]
+    return _chosen(group, there, options, device), closing
+
+
+def _chosen(
+    group: Group, there: Mapping[str, MakeSums], options: AveragingOptions, device: torch.device
+) -> MakeSums:
+    """The fastest way; the first one if nothing may be measured. Collective."""
     if options.deterministic:
-        return next(iter(there.values())), closing
-    return there[fastest(group, there, device)], closing
+        return next(iter(there.values()))
+    return there[fastest(group, there, device)]
+
+
+def device_way(
+    levels: Levels, options: AveragingOptions, device: torch.device
+) -> tuple[MakeSums, list[Callable[[], None]]]:
+    """Choose how engine nccl sums buckets on a GPU. Collective.
+
+    Returns:
+        As `way`.
+
+    Raises:
+        UserError, SetupError: the GPUs cannot be connected (see `DeviceCollectives`).
+    """
+    group, node = levels.whole, levels.node
+    everyone = DeviceCollectives(group, device, purpose="gradient")
+    found: dict[str, MakeSums] = {"NCCL": lambda buckets: DeviceSums(everyone, buckets)}
+    closing = [everyone.close]
+    alike = 1 < levels.owners == group.largest(node.size)
+    if levels.nodes > 1 and alike and options.two_level != "off":
+        inside = DeviceCollectives(node, device, purpose="gradient")
+        closing.append(inside.close)
+        kind = Ring if levels.nodes <= RING_TRIED else Library
+        two = "NCCL in nodes, MPI between them"
+        found[two] = or_else(
+            *(group, lambda some: DeviceNodeSums(levels, inside, some, kind(levels.cross))),
+            *(found["NCCL"], "NCCL"),
+        )
+        if options.two_level == "on":
+            return found[two], closing
+    return _chosen(group, found, options, device), closing
 
 
 def staged(make: MakeSums, device: torch.device) -> MakeSums:
@@ -244,8 +287,15 @@ def ring_of(levels: Levels) -> Ring | None:
     return kind(levels.cross) if levels.nodes > 1 and levels.owns else None
 
 
-def or_collectives(group: Group, make: MakeSums, collectives: Collectives) -> MakeSums:
-    """The same way of summing, which falls back to the collectives if memory cannot be shared."""
+def or_else(group: Group, make: MakeSums, instead: MakeSums, what: str) -> MakeSums:
+    """The same way of summing, or another one if memory cannot be shared.
+
+    Args:
+        group: the ranks.
+        make: makes the sums; it raises SetupError where memory cannot be shared.
+        instead: makes the sums then.
+        what: names these sums, for the warning.
+    """
     shared = True
 
     def made(buckets: Sequence[Bucket]) -> Sums:
@@ -256,10 +306,8 @@ def or_collectives(group: Group, make: MakeSums, collectives: Collectives) -> Ma
                 return sums
             shared = False
             if group.rank == 0:
-                logger.warning(
-                    "%s; gradients are averaged by MPI's own sums, which are slower", failure
-                )
-        return CollectiveSums(collectives, buckets)
+                logger.warning("%s; gradients are averaged by %s", failure, what)
+        return instead(buckets)
 
     return made
 

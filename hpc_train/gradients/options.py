@@ -16,7 +16,7 @@ from hpc_train.models.gate import Gate
 from hpc_train.models.initial import InitialValues
 from hpc_train.mpi.environment import ranks_yield
 
-Engine = Literal["auto", "horovod", "mpi"]
+Engine = Literal["auto", "horovod", "mpi", "nccl"]
 TwoLevel = Literal["auto", "on", "off"]
 Reduction = Literal["mean", "adasum"]
 Scope = Literal["node", "all"]
@@ -36,14 +36,16 @@ class AveragingOptions:
     """The options of `average_gradients`; all ranks give the same.
 
     Args:
-        engine: "horovod", "mpi", or "auto": see `best_engine`.
+        engine: "horovod", "mpi", or "auto": see `best_engine`. "nccl" sums on GPUs only.
         bucket_bytes: size of the flat buckets; None chooses it by a measurement.
         two_level: "on" lets the ranks of a node sum in its shared memory, so that only the node's
             sum crosses the network. With "off" each rank communicates for itself. "auto" measures
-            which is faster. Engine mpi only.
+            which is faster. With engine nccl the GPUs of a node sum first. Engines mpi and nccl
+            only.
         compression: compression of gradients between nodes; see `gradients.compression`.
         average_every: number of steps that each rank takes by itself before parameters and moments
-            are averaged (`gradients.local`). 1 averages gradients in every step. Engine mpi only.
+            are averaged (`gradients.local`). 1 averages gradients in every step. Engines mpi and
+            nccl only.
         reduction: "mean", or "adasum" with engine horovod (see `gradients.adasum`).
         zero: 1 lets the ranks of a node share the parameters' memory and divide the optimizer's
             work and state; 2 also lets gradients take turns in a small pool of memory; 3 also
@@ -105,9 +107,17 @@ class AveragingOptions:
 
     def _check_device(self, device: torch.device) -> None:
         local, packed = self.average_every > 1, self.compression != "none"
+        nccl = self.engine == "nccl"
         for asked, why, remedy in (
             (self.zero and local, "zero and average_every do not go together", "leave one out"),
             (packed and local, "compression and average_every do not go together", "leave one out"),
+            (
+                nccl and device.type == "cpu",
+                "engine nccl sums on GPUs, and parameters are on processors",
+                "use engine mpi",
+            ),
+            (nccl and self.zero, "engine nccl and zero do not go together", "use engine mpi"),
+            (nccl and packed, "engine nccl and compression do not go together", "use engine mpi"),
             (
                 self.zero == 3 and not self.gates,
                 "zero 3 needs the gates of the model's stages, which a Loop and a Trainer make",

@@ -13,6 +13,7 @@ from hpc_train.errors import SetupError
 from hpc_train.gradients.autotune import (
     chosen_bucket_bytes,
     compressed,
+    device_way,
     made_on_all_nodes,
     ring_of,
     way,
@@ -58,7 +59,8 @@ def mpi_averager(
     if options.zero:
         return _sharded(model, optimizer, levels, options, planned)
     computing = next((p.device for p in planned if p.device.type != "cpu"), planned[0].device)
-    make, closing = way(levels, options, computing)
+    chosen = device_way if options.engine == "nccl" else way
+    make, closing = chosen(levels, options, computing)
     size = chosen_bucket_bytes(group, make, planned, options)
     by_rows = options.compression != "none"
 

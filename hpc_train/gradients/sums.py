@@ -297,7 +297,7 @@ def _private(buckets: Sequence[Bucket]) -> list[Tensor]:
     return [torch.zeros(b.numel, dtype=b.dtype, device=b.device) for b in buckets]
 
 
-def bucket_begins(buckets: Sequence[Bucket]) -> list[int]:
+def bucket_begins(buckets: Sequence[Bucket | Tensor]) -> list[int]:
     """Aligned offsets of buckets one behind the other in memory, in bytes, and its size."""
     begins = [0]
     for bucket in buckets:
@@ -305,7 +305,9 @@ def bucket_begins(buckets: Sequence[Bucket]) -> list[int]:
     return begins
 
 
-def cut_memory(part: Tensor, buckets: Sequence[Bucket], begins: Sequence[int]) -> list[Tensor]:
+def cut_memory(
+    part: Tensor, buckets: Sequence[Bucket | Tensor], begins: Sequence[int]
+) -> list[Tensor]:
     """Cut memory, (bytes,) of uint8, into the buffers of buckets that begin at these offsets."""
     pairs = zip(buckets, begins, strict=False)
     return [part[begin : begin + b.nbytes].view(b.dtype) for b, begin in pairs]

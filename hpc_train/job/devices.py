@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from hpc_train.collectives.device import gpu_uuid
 from hpc_train.errors import plural
 from hpc_train.host.numa import LOCAL, read_numa
 from hpc_train.mpi.gpus import Gpus
@@ -51,19 +52,12 @@ def used_devices(runtime: Runtime, device: torch.device) -> tuple[str, bool]:
         world.rank,
         world.host,
         device.type,
-        device_name(device),
+        gpu_uuid(device),
         runtime.gpus,
         runtime.gpu_numa,
         read_numa().reach(os.sched_getaffinity(0)),
     )
     return judged_devices(world.gathered(mine, "the devices of all ranks"))
-
-
-def device_name(device: torch.device) -> str:
-    """The UUID of a GPU; "" for a processor, and where torch does not tell it."""
-    if device.type == "cpu":
-        return ""
-    return str(getattr(getattr(torch, device.type).get_device_properties(device), "uuid", ""))
 
 
 def judged_devices(ranks: Sequence[RankDevice]) -> tuple[str, bool]:

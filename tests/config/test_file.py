@@ -104,7 +104,8 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ("model: {dropout: 1.0}", "model.dropout is 1.0"),
         ("model: {kind: tabular, quantiles: [0.5, 1]}", "give numbers above 0 and below 1"),
         ("model: {kind: tabular_mlp, members: 0}", "model.members is 0: give 1 or more"),
-        ("gradients: {engine: nccl}", "it takes one of auto, horovod, mpi"),
+        ("gradients: {engine: gloo}", "it takes one of auto, horovod, mpi, nccl"),
+        ("gradients: {engine: nccl, compression: bf16}", "leave gradients.compression out"),
         ("gradients: {reduction: adasum}", "engine is auto: use --gradients.engine horovod"),
         (
             ADASUM + "optimizer: {clip_norm: 1}",

@@ -20,6 +20,7 @@ from hpc_train.gradients.staged_sums import StagedSums
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
+from tests.gradients.gloo import pretend
 from tests.gradients.late_lane import LateLane
 
 pytestmark = pytest.mark.mpi
@@ -225,6 +226,15 @@ def test_so_they_are_if_buckets_go_to_the_host_and_back(job, monkeypatch, number
     monkeypatch.setattr(autotune, "staged", lambda make, _: lambda some: StagedSums(some, make))
     drawn = Case.draw(Random(number), job.world.size)
     check(job, replace(drawn, engine="mpi", zero=0))
+
+
+@pytest.mark.parametrize("number", numbers(SOME // 2))
+def test_so_they_are_if_buckets_are_summed_on_gpus(job, monkeypatch, number):
+    """By engine nccl, for whose GPUs processors stand in."""
+    pretend(monkeypatch)
+    drawn = Case.draw(Random(number), job.world.size)
+    more = {"nodes": (0, 0, 1, 1), "ranks": job.world.size} if number % 2 else {}
+    check(job, replace(drawn, engine="nccl", zero=0, **more))
 
 
 @pytest.mark.parametrize(("zero", "scope"), [(0, "node"), (1, "node"), (1, "all"), (2, "all")])

@@ -55,6 +55,7 @@ def test_our_models_share_inside_nodes(together, replicas):
         ({}, {"replicas": 4, "together": 1}, "a node has one replica"),
         ({}, {"device": "cuda"}, "cuda"),
         ({}, {"engine": "horovod"}, "engine is horovod"),
+        ({}, {"engine": "nccl"}, "engine is nccl"),
         ({"two_level": "off"}, {}, "two_level is off"),
         ({"compression": "topk:0.1"}, {}, "compression is topk:0.1"),
         ({"average_every": 4}, {"engine": "auto"}, "average_every is 4"),
