@@ -302,8 +302,9 @@ def _of_target(y: Any) -> np.ndarray:
     values: np.ndarray = check_array(
         y, ensure_2d=False, dtype=None, ensure_all_finite=False, input_name="y"
     )
+    missing = values.dtype.kind in "fc" and np.isnan(values).any()
+    if missing or (values.dtype == object and any(map(stands_for_none, values.flat))):
+        raise ValueError("Input y contains NaN or None: leave rows without a target out")
     if values.dtype != object:
         assert_all_finite(values, input_name="y")
-    elif any(map(stands_for_none, values.flat)):
-        raise ValueError("Input y contains NaN or None: leave rows without a target out")
     return values

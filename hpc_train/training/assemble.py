@@ -174,7 +174,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     state_bytes = sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())
     if config.run.compile:
         with agreed(group):
-            compile_blocks(model)
+            compile_blocks(model, device)
     layout = apply(
         model,
         grid,

@@ -162,9 +162,23 @@ def test_mistakes_leave_nothing_behind(texts, tmp_path, how, message):
 def test_a_folder_without_text(tmp_path):
     folder = tmp_path / "given"
     folder.mkdir()
-    (folder / "binary").write_bytes(b"\0")
-    with pytest.raises(DataError, match="no text in"):
+    (folder / ".hidden").write_text("text\n")
+    with pytest.raises(DataError, match="no file is in the folders.*begin with a dot are left out"):
         prepare_text([folder], tmp_path / "out")
+    (folder / "binary").write_bytes(b"\0")
+    with pytest.raises(DataError, match="no text in the 1 file that was given"):
+        prepare_text([folder], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("a.txt", "the text is too short"), ("a.txt.gz", "files are not cut")]
+)
+def test_a_text_of_which_nothing_is_held_out_says_why(tmp_path, caplog, name, why):
+    opened = gzip.open if name.endswith(".gz") else open
+    with opened(tmp_path / name, "wt") as out:
+        out.write("ab\n")
+    prepare_text([tmp_path / name], tmp_path / "out", validation=0.1)
+    assert f"nothing is held out for validation: {why}" in caplog.text.replace("compressed ", "")
 
 
 def test_a_target_inside_of_the_input_is_refused(texts):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpc_train.config.file import load
-from hpc_train.errors import ConfigError, UserError
+from hpc_train.errors import ConfigError, SetupError, UserError
 from hpc_train.models import GPT
 from hpc_train.models.kinds import SHAPES
 from hpc_train.models.tabular.sizes import TableSizes
@@ -20,6 +20,7 @@ from hpc_train.parallel.recompute import recompute
 from tests.programs import hpc_train as command
 from tests.programs import run
 
+CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
 
 
@@ -36,7 +37,7 @@ def test_blocks_of_a_kind_share_their_code(monkeypatch):
         torch.manual_seed(0)
         model = GPT(vocab=11, sequence=8, layers=5, hidden=16, heads=2, dropout=0.0).double()
         if compiled:
-            compile_blocks(model)
+            compile_blocks(model, CPU)
         recompute(model, "full")
         models.append(model)
     tokens = torch.randint(11, (2, 4, 9))
@@ -70,7 +71,7 @@ def test_blocks_of_models_of_tables_compute_the_same(kind, more):
         shape = SHAPES[kind](layers=2, hidden=16, dropout=0.3, sizes=sizes, **more)
         model = shape.build().double()
         if compiled:
-            compile_blocks(model)
+            compile_blocks(model, CPU)
         models.append(model)
     numbers = torch.randn(5, 2, dtype=torch.float64)
     codes = torch.randint(3, (5, 2))
@@ -87,7 +88,16 @@ def _undropped(self, x):
 
 def test_a_model_without_blocks_is_told_which_key_needs_them():
     with pytest.raises(UserError, match="run.compile needs blocks, and Linear names none"):
-        compile_blocks(nn.Linear(2, 2))
+        compile_blocks(nn.Linear(2, 2), CPU)
+
+
+def test_a_machine_without_a_compiler_is_told_before_the_start(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("/no/such/c++",))
+    model = GPT(vocab=11, sequence=8, layers=1, hidden=16, heads=2)
+    with pytest.raises(SetupError, match="there is no C.. compiler .*: load a module that has one"):
+        compile_blocks(model, CPU)
 
 
 @pytest.mark.parametrize(
@@ -185,4 +195,4 @@ def test_a_list_of_modules_is_no_block():
     model = nn.Module()
     model.memory_blocks, model.blocks = ("blocks",), nn.ModuleList([nn.Linear(2, 2)])
     with pytest.raises(UserError, match=r"blocks is a list of modules.*: blocks\.\*"):
-        compile_blocks(model)
+        compile_blocks(model, CPU)

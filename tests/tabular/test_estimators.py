@@ -191,7 +191,7 @@ def test_targets_that_cannot_be_learned_are_named():
     X, y = curve(30)
     for wrong in pd.Series([1.5, None] * 15, dtype=object), pd.array(["a", None] * 15, "string"):
         for made in Regressor(), Classifier():
-            with pytest.raises(ValueError, match="Input y contains NaN"):
+            with pytest.raises(ValueError, match="Input y contains NaN or None: leave rows"):
                 made.fit(X, wrong)
     with pytest.raises(ValueError, match="class_weight is {'a': -1}: give numbers from 0"):
         Classifier(class_weight={"a": -1}).fit(X, ["a", "b"] * 15)
@@ -219,7 +219,7 @@ def test_truth_values_of_pandas_are_classes():
     model = Classifier(steps=2).fit(X, pd.Series(y > np.median(y), dtype="boolean"))
     assert model.classes_.dtype == bool
     assert model.predict(X).dtype == bool
-    with pytest.raises(ValueError, match="Input y contains NaN"):
+    with pytest.raises(ValueError, match="Input y contains NaN or None: leave rows"):
         Classifier().fit(X, pd.Series([True, None] * 20, dtype="boolean"))
 
 

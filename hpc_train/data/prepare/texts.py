@@ -76,11 +76,16 @@ def only_texts(listed: Sequence[InputFile]) -> list[InputFile]:
     """The files that begin like UTF-8 text. The sizes of compressed texts are estimated.
 
     Raises:
-        DataError: no file is text, or one cannot be read.
+        DataError: there is no file, no file is text, or one cannot be read.
         SetupError: the `zstandard` library is needed and missing.
     """
     with ThreadPoolExecutor(SNIFFERS) as threads:
         texts = [file for file in threads.map(_sniffed, listed) if file is not None]
+    if not listed:
+        raise DataError(
+            "no file is in the folders that were given",
+            "give files or folders of UTF-8 text; files whose names begin with a dot are left out",
+        )
     if not texts:
         raise DataError(
             f"no text in the {plural(len(listed), 'file that was', 'files that were')} given",

@@ -112,7 +112,9 @@ def _make_plan(request: PrepareRequest, folder: Path) -> None:
         for number, portion in enumerate(cut_portions(parts, nbytes))
     }
     if request.options.get("validation") and not splits["validation"]:
-        logger.warning("nothing is held out for validation: compressed files are not cut")
+        cut = not any(file.compressed for file in given)
+        why = "the text is too short" if cut else "compressed files are not cut"
+        logger.warning("nothing is held out for validation: %s", why)
     plan = {
         name: (sum(part.nbytes for part in parts), [_row(part) for part in parts])
         for name, parts in named.items()
