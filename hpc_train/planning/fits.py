@@ -45,15 +45,12 @@ class PlannedJob:
 
         Libraries, and tensors that are held for a moment, are not counted.
         """
-        of_rank, of_nodes = self.layout.needs
+        of_rank, of_nodes, _ = self.layout.needs
         return of_nodes if self.on_cpu else np.array([of_rank])
 
     def host_needs(self) -> NDArray[np.int64]:
-        """Bytes that each node needs of its own memory beside its GPUs (memory.offload optimizer).
-
-        It is of use only if the state is staged.
-        """
-        return self.layout.needs[1]
+        """Bytes that each node needs of its own memory beside its GPUs."""
+        return self.layout.needs[2]
 
     def needed(self) -> int:
         """The most that a node needs, or on GPUs a rank, in bytes."""

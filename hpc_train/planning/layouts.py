@@ -91,15 +91,14 @@ class Candidate:
     @property
     def memory(self) -> tuple[int, int]:
         """Bytes of the rank that needs most, and of the node that needs most."""
-        of_rank, of_nodes = self.needs
-        return of_rank, int(of_nodes.max())
+        of_rank, *of_nodes = self.needs
+        return of_rank, int(of_nodes[self.dividing.staged].max())
 
     @functools.cached_property
-    def needs(self) -> tuple[int, NDArray[np.int64]]:
-        """Bytes of the rank that needs most, and of each node, by its number.
+    def needs(self) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+        """Bytes of the rank that needs most; of each node's ranks; of each node beside its GPUs.
 
-        If the state is staged (memory.offload optimizer), they are those of a GPU, and those in the
-        memory of each node.
+        The last ones are those of the node's memory if ranks compute on GPUs.
         """
         parallel = self.config.parallel
         micro_batch: float
@@ -109,12 +108,13 @@ class Candidate:
             micro_batch *= number / few
         schedule = build(parallel.schedule, parallel.pp, few, parallel.stages_per_rank)
         needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, self.dividing)
-        staged = self.dividing.staged
-        of_rank = np.array([need.own for need in needs], dtype=float)
-        shares = np.array([need.host for need in needs], dtype=float) if staged else of_rank
-        each = np.broadcast_to(shares[None, :, None], self.node.shape)
-        of_nodes = np.rint(np.bincount(self.node.ravel(), each.ravel()))
-        return round(of_rank.max()), of_nodes.astype(np.int64)
+
+        def of_nodes(shares: Sequence[float]) -> NDArray[np.int64]:
+            each = np.broadcast_to(np.array(shares, dtype=float)[None, :, None], self.node.shape)
+            return np.rint(np.bincount(self.node.ravel(), each.ravel())).astype(np.int64)
+
+        own, host = [need.own for need in needs], [need.host for need in needs]
+        return max(own), of_nodes(own), of_nodes(host)
 
 
 @dataclass(frozen=True)
@@ -235,10 +235,10 @@ def node_of_ranks(nodes: int, ranks_per_node: int, dp: int, tp: int, pp: int) ->
 
 def why_too_large(layout: Candidate, machine: Machine) -> str:
     """The reason why a layout does not fit in the machine's memory; "" if it fits."""
-    of_rank, of_node = layout.memory
+    of_rank, *of_nodes = layout.needs
     for need, gib, whose in (
         (of_rank, machine.rank_gib, "rank"),
-        (of_node, machine.node_gib, "node"),
+        (int(of_nodes[machine.device != "cpu"].max()), machine.node_gib, "node"),
     ):
         if gib is not None and need > gib * GIB:
             return f"needs {size(need)} of a {whose}'s {size(round(gib * GIB))}"

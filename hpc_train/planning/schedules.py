@@ -22,6 +22,7 @@ from hpc_train.planning.state import Dividing, state_bytes
 
 WHOLE_STATE = Dividing()
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+SUMMED_BYTES = 4  # of a number in a bucket, at least
 OPTIMIZER_TENSORS = {"adamw": 2, "sgd": 1}  # per parameter: two moments; the momentum
 
 
@@ -159,7 +160,8 @@ class RankBytes(NamedTuple):
     Args:
         activations: bytes of its activations at their peak.
         state: bytes of its state; if that is staged, of what is on its GPU.
-        host: bytes of staged state in host memory, which the rank needs there.
+        host: bytes that it needs of its node's memory if it computes on a GPU: its staged state, or
+            the gradients that engine mpi sums there.
     """
 
     activations: int
@@ -213,9 +215,14 @@ def memory(
     for rank, actions in enumerate(schedule):
         live = peak_live(actions, kept[rank::pp]) + max(again[rank::pp])
         state = state_bytes(stages[rank], moments, by, left[rank])
-        total = round(state.total)
-        where = (round(state.on_gpu), total) if by.staged else (total,)
-        found.append(RankBytes(round(live * micro_batch * activation), *where))
+        summed = by.nodes * by.ranks > 1 and config.gradients.engine in ("auto", "mpi")
+        wide = max(parameter, SUMMED_BYTES) / parameter
+        where = (
+            (state.on_gpu, state.total)
+            if by.staged
+            else (state.total, summed * wide * state.gradients)
+        )
+        found.append(RankBytes(round(live * micro_batch * activation), *map(round, where)))
     return found
 
 

@@ -390,6 +390,18 @@ def test_memory_is_saved_only_where_nothing_fits_otherwise():
     assert "--memory." in tight.layouts[0].options()
 
 
+def test_gradients_of_gpus_need_memory_of_the_node_where_they_are_summed():
+    parameters = 4 * sum(part.parameters for part in SHAPE.parts())
+    on_gpus = replace(MACHINE, device="cuda", rank_gib=1.0)
+    two = next(layout for layout in found(CONFIG, (1, 2)) if layout.sizes == (2, 1, 1))
+    nccl = replace(two, config=load(None, [*MODEL.split(), "--gradients.engine=nccl"]))
+    assert two.needs[2].tolist() == [2 * parameters]
+    for room, layout, why in ((2.1, two, ""), (1.9, two, "of a node's"), (0, nccl, "")):
+        machine = replace(on_gpus, node_gib=room * parameters / 2**30)
+        assert why in why_too_large(layout, machine), room
+        assert bool(why) == bool(why_too_large(layout, machine)), room
+
+
 def test_with_the_optimizer_on_the_host_gpus_and_nodes_have_their_parts():
     on_gpus = replace(MACHINE, device="cuda", rank_gib=1.0, node_gib=1.0)
     staged = load(None, [*MODEL.split(), "--data.batch=32", "--memory.offload=optimizer"])
