@@ -49,12 +49,14 @@ class HpcTrainError(Exception):
         remedy: says what the user can do about it; "" if nothing.
 
     Attributes:
-        agreed: whether all ranks raise the error together (see `mpi/agreement.py`).
+        agreed: whether ranks raise the error together (see `mpi/agreement.py`).
+        agreed_ranks: number of these ranks; 0 if they are all ranks of the job.
         exit_code: the exit code of a program that ends with the error.
     """
 
     exit_code = EXIT_FAILURE
     agreed = False
+    agreed_ranks = 0
 
     def __init__(self, cause: str, remedy: str = "") -> None:
         super().__init__(cause, remedy)

@@ -25,6 +25,7 @@ from hpc_train.gradients.division import Reach
 from hpc_train.gradients.options import AveragingOptions, TwoLevel
 from hpc_train.gradients.staged_sums import CPU, StagedSums
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
+from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.times import time_text
@@ -154,8 +155,9 @@ def bucket_seconds(group: Group, make: MakeSums, nbytes: int, device: torch.devi
 def made_on_all_nodes(group: Group, make: Callable[[], ClosableT]) -> ClosableT:
     """The result of `on_all_nodes`; if one node fails, all ranks raise. Collective."""
     made, failure = on_all_nodes(group, make)
-    if made is None:
+    if failure is not None:
         raise failure
+    assert made is not None
     return made
 
 
@@ -198,12 +200,8 @@ def way(
 
         return staged(packed, device), []
     collectives = connect(group, purpose="gradient")
-
-    def plain(buckets: Sequence[Bucket]) -> Sums:
-        return CollectiveSums(collectives, buckets)
-
     there = {
-        name: staged(or_else(group, make, plain, "MPI's own sums, which are slower"), device)
+        name: staged(or_collectives(group, make, collectives), device)
         for name, make in ways(levels, collectives, options.two_level).items()
     }
     closing: list[Callable[[], None]] = []
@@ -212,46 +210,44 @@ def way(
         early = on_device.overlaps
         there["GPU memory"] = lambda buckets: CollectiveSums(on_device, buckets, early=early)
         closing = [on_device.close]
-    return _chosen(group, there, options, device), closing
-
-
-def _chosen(
-    group: Group, there: Mapping[str, MakeSums], options: AveragingOptions, device: torch.device
-) -> MakeSums:
-    """The fastest way; the first one if nothing may be measured. Collective."""
     if options.deterministic:
-        return next(iter(there.values()))
-    return there[fastest(group, there, device)]
+        return next(iter(there.values())), closing
+    return there[fastest(group, there, device)], closing
 
 
 def device_way(
     levels: Levels, options: AveragingOptions, device: torch.device
 ) -> tuple[MakeSums, list[Callable[[], None]]]:
-    """Choose how engine nccl sums buckets on a GPU. Collective.
+    """Choose how engine nccl sums buckets on GPUs, which are claimed. Collective.
 
     Returns:
         As `way`.
 
     Raises:
-        UserError, SetupError: the GPUs cannot be connected (see `DeviceCollectives`).
+        SetupError: the GPUs cannot be connected, or a node has too little shared memory.
     """
-    group, node = levels.whole, levels.node
-    everyone = DeviceCollectives(group, device, purpose="gradient")
-    found: dict[str, MakeSums] = {"NCCL": lambda buckets: DeviceSums(everyone, buckets)}
-    closing = [everyone.close]
-    alike = 1 < levels.owners == group.largest(node.size)
-    if levels.nodes > 1 and alike and options.two_level != "off":
-        inside = DeviceCollectives(node, device, purpose="gradient")
-        closing.append(inside.close)
-        kind = Ring if levels.nodes <= RING_TRIED else Library
-        two = "NCCL in nodes, MPI between them"
-        found[two] = or_else(
-            *(group, lambda some: DeviceNodeSums(levels, inside, some, kind(levels.cross))),
-            *(found["NCCL"], "NCCL"),
+    group = levels.whole
+    alike = levels.nodes > 1 and 1 < levels.owners == group.largest(levels.node.size)
+    two = alike and options.two_level != "off"
+    opened: dict[str, DeviceCollectives] = {}
+    found: dict[str, MakeSums] = {}
+    if not two or options.two_level == "auto":
+        opened["NCCL"] = everyone = DeviceCollectives(group, device, purpose="gradient")
+        found["NCCL"] = lambda buckets: DeviceSums(everyone, buckets)
+    if two and not (found and options.deterministic):
+        name = "NCCL in nodes, MPI between them"
+        opened[name] = inside = made_on_all_nodes(
+            group, lambda: DeviceCollectives(levels.node, device, purpose="gradient")
         )
-        if options.two_level == "on":
-            return found[two], closing
-    return _chosen(group, found, options, device), closing
+        kind = Ring if levels.nodes <= RING_TRIED else Library
+        found[name] = lambda buckets: made_on_all_nodes(
+            group, lambda: DeviceNodeSums(levels, inside, buckets, kind(levels.cross))
+        )
+    chosen = fastest(group, found, device)
+    for name, gpus in opened.items():
+        if name != chosen:
+            gpus.close()
+    return found[chosen], [opened[chosen].close]
 
 
 def staged(make: MakeSums, device: torch.device) -> MakeSums:
@@ -287,15 +283,8 @@ def ring_of(levels: Levels) -> Ring | None:
     return kind(levels.cross) if levels.nodes > 1 and levels.owns else None
 
 
-def or_else(group: Group, make: MakeSums, instead: MakeSums, what: str) -> MakeSums:
-    """The same way of summing, or another one if memory cannot be shared.
-
-    Args:
-        group: the ranks.
-        make: makes the sums; it raises SetupError where memory cannot be shared.
-        instead: makes the sums then.
-        what: names these sums, for the warning.
-    """
+def or_collectives(group: Group, make: MakeSums, collectives: Collectives) -> MakeSums:
+    """The same way of summing, which falls back to the collectives if memory cannot be shared."""
     shared = True
 
     def made(buckets: Sequence[Bucket]) -> Sums:
@@ -306,15 +295,17 @@ def or_else(group: Group, make: MakeSums, instead: MakeSums, what: str) -> MakeS
                 return sums
             shared = False
             if group.rank == 0:
-                logger.warning("%s; gradients are averaged by %s", failure, what)
-        return instead(buckets)
+                logger.warning(
+                    "%s; gradients are averaged by MPI's own sums, which are slower", failure
+                )
+        return CollectiveSums(collectives, buckets)
 
     return made
 
 
 def on_all_nodes(
     group: Group, make: Callable[[], ClosableT]
-) -> tuple[ClosableT | None, SetupError]:
+) -> tuple[ClosableT | None, SetupError | None]:
     """Call `make` on every rank; if it fails on one node, all ranks go without. Collective.
 
     Args:
@@ -322,8 +313,8 @@ def on_all_nodes(
         make: collective over the ranks of a node; it raises SetupError on all of them or on none.
 
     Returns:
-        What `make` returned, or None on all ranks if it failed on any node; objects that other
-        nodes had made are closed. The second value is the error, of use only with None.
+        What `make` returned, and None; or None and the error on all ranks if it failed on any node.
+        Objects that other nodes had made are closed then.
     """
     failure: SetupError | None = None
     made: ClosableT | None = None
@@ -331,7 +322,10 @@ def on_all_nodes(
         made = make()
     except SetupError as error:
         failure = error
-    if group.largest(int(failure is not None)) and made is not None:
-        made.close()
-        made = None
-    return made, failure or SetupError("another node has too little shared memory")
+    try:
+        settle(group, failure)
+    except SetupError as error:
+        if made is not None:
+            made.close()
+        return None, error
+    return made, None

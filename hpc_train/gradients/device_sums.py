@@ -12,7 +12,7 @@ from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.collectives.device import DeviceCollectives
 from hpc_train.collectives.node import NodeMemory
 from hpc_train.collectives.ring import Cross
-from hpc_train.errors import SetupError
+from hpc_train.errors import SetupError, UserError
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.staging import CopyLane, PinnedMemory
@@ -29,12 +29,25 @@ class DeviceSums:
     Args:
         everyone: connects the GPUs of the ranks.
         buckets: on this rank's GPU.
+
+    Attributes:
+        early: False if MPI reads GPU memory. NVIDIA warns of deadlocks if it does that while NCCL
+            sums, and the backward pass may send messages.
+
+    Raises:
+        UserError: a bucket is on another device; all ranks raise it.
     """
 
-    early = True
-
     def __init__(self, everyone: DeviceCollectives, buckets: Sequence[Bucket]) -> None:
+        from hpc_train.collectives.mpi import reads_gpu_memory  # here, because it starts MPI
+
+        for other in {bucket.device for bucket in buckets} - {everyone.device}:
+            raise UserError(
+                f"a parameter is on {other}, and engine nccl sums on {everyone.device}",
+                "move it there, or use engine mpi",
+            )
         self.profile = Profile()
+        self.early = not reads_gpu_memory()
         self._everyone = everyone
         self._wholes = self._padded(buckets, everyone.group.size)
         self.flats = [w[: b.numel] for w, b in zip(self._wholes, buckets, strict=True)]

@@ -98,8 +98,14 @@ class AveragingOptions:
                 raise UserError(
                     f"parameters of {dtype} cannot be averaged", "use a floating-point type"
                 )
-        for device in {p.device for p in parameters}:
+        devices = {p.device for p in parameters}
+        for device in devices:
             self._check_device(device)
+        if self.engine == "nccl" and len(devices) > 1:
+            raise UserError(
+                f"engine nccl sums on one GPU of a rank, and parameters are on {len(devices)}",
+                "use engine mpi",
+            )
         if self.compression != "none" and any(p.is_complex() for p in parameters):
             raise UserError(
                 "compression does not work for complex parameters", "leave compression out"
@@ -154,6 +160,8 @@ class AveragingOptions:
                 raise UserError(why, remedy)
 
     def progress(self) -> Progress:
-        """A new `Progress`: with a thread if there is a core for it, else by hooks alone."""
+        """A new `Progress`: with a thread if there is a core for it or need, else by hooks."""
         polite = ranks_yield(os.environ)
-        return ThreadProgress(polite=polite) if self.spare_core else Progress(polite=polite)
+        # A program may wait for its GPU, which waits for a sum that another rank has not begun.
+        threaded = self.spare_core or self.engine == "nccl"
+        return ThreadProgress(polite=polite) if threaded else Progress(polite=polite)

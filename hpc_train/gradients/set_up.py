@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
-from hpc_train.errors import SetupError
+from hpc_train.collectives.device import DeviceCollectives
+from hpc_train.errors import HpcTrainError, SetupError
 from hpc_train.gradients.autotune import (
+    MakeSums,
     chosen_bucket_bytes,
     compressed,
     device_way,
@@ -46,8 +48,10 @@ def mpi_averager(
         options: how gradients are averaged.
 
     Raises:
-        UserError: the options do not fit together, or not with the model and the optimizer.
-        SetupError: `options.zero` or a compression needs shared memory and there is too little.
+        UserError: the options do not fit together, or not with the model and the optimizer; or
+            with engine nccl ranks share a GPU, or another averager sums on it.
+        SetupError: the GPUs cannot be connected, or `options.zero` or a compression needs shared
+            memory and there is too little.
     """
     planned = trained(model, optimizer)
     group = levels.whole
@@ -59,8 +63,30 @@ def mpi_averager(
     if options.zero:
         return _sharded(model, optimizer, levels, options, planned)
     computing = next((p.device for p in planned if p.device.type != "cpu"), planned[0].device)
-    chosen = device_way if options.engine == "nccl" else way
-    make, closing = chosen(levels, options, computing)
+    if options.engine != "nccl":
+        return _bucketed(
+            model, optimizer, levels, options, planned, way(levels, options, computing)
+        )
+    release = DeviceCollectives.claim(group, computing)
+    try:
+        gpus = device_way(levels, options, computing)
+        averager = _bucketed(model, optimizer, levels, options, planned, gpus)
+    except HpcTrainError:
+        release()
+        raise
+    averager.at_close.append(release)
+    return averager
+
+
+def _bucketed(
+    model: nn.Module,
+    optimizer: Optimizer,
+    levels: Levels,
+    options: AveragingOptions,
+    planned: Sequence[Parameter],
+    chosen: tuple[MakeSums, list[Callable[[], None]]],
+) -> BucketAverager:
+    group, (make, closing) = levels.whole, chosen
     size = chosen_bucket_bytes(group, make, planned, options)
     by_rows = options.compression != "none"
 

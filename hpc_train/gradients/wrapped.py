@@ -40,7 +40,7 @@ def wrapped_averager(
     """
     fuses = os.environ.get(runtime.THRESHOLD) != "0"
     for name, asked in (
-        ("engine mpi", options.engine == "mpi"),
+        (f"engine {options.engine}", options.engine in ("mpi", "nccl")),
         ("bucket_bytes", options.bucket_bytes is not None),
         ('two_level "on"', options.two_level == "on"),
         ("compression", options.compression != "none"),

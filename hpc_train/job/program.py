@@ -72,13 +72,13 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
         code = stopped.exit_code
     except HpcTrainError as error:
         code = error.exit_code
-        if error.agreed or all_arrive(world, SAME_ERROR_PATIENCE):
+        together = error.agreed and error.agreed_ranks in (0, world.size)
+        if together or all_arrive(world, SAME_ERROR_PATIENCE):
             if world.rank == 0:
                 print_error(error)
         else:
-            print_error(
-                type(error)(f"rank {world.rank} ({world.host}): {error.cause}", error.remedy)
-            )
+            where = "" if error.agreed_ranks else f"rank {world.rank} ({world.host}): "
+            print_error(type(error)(f"{where}{error.cause}", error.remedy))
             _abort(world, code)
     except BaseException as error:
         note_remedy(error)

@@ -75,7 +75,7 @@ def settle(
     mine = _described(group, failure) if group.rank == first else None
     with group.waiting(f"the error of rank {first}"):
         told = group.comm.bcast(mine, root=first)
-    told.agreed = True
+    told.agreed, told.agreed_ranks = True, group.size
     raise told from failure
 
 
@@ -84,7 +84,9 @@ def _described(group: Group, failure: Exception | None) -> HpcTrainError:
     # Nothing here may raise, because the other ranks wait for the result.
     where = f"rank {group.rank} ({group.host})"
     if isinstance(failure, HpcTrainError):
-        cause, remedy = f"{where}: {_text(failure.cause)}", _text(failure.remedy)
+        cause, remedy = _text(failure.cause), _text(failure.remedy)
+        if not failure.agreed_ranks:  # else some of these ranks have agreed, and it names one
+            cause = f"{where}: {cause}"
         # A user's own subclass may take other arguments, or be changed by pickling.
         for kind in type(failure).__mro__[: type(failure).__mro__.index(HpcTrainError)]:
             with suppress(Exception):

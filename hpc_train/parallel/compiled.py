@@ -54,7 +54,7 @@ def _check_compiler() -> None:
 
     try:
         cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler:
+    except (exc.InvalidCxxCompiler, OSError):
         raise SetupError(
             f"run.compile is true, and there is no C++ compiler ({os.environ.get('CXX', 'g++')})",
             "load a module that has one, let the variable CXX name it, or leave run.compile out",

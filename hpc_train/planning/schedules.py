@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from hpc_train.config import ParallelSection, RunConfig
+from hpc_train.config import GradientsSection, ParallelSection, RunConfig
 from hpc_train.errors import ConfigError
 from hpc_train.models.shape import PartCost, Shape
 from hpc_train.parallel.divide import divide
@@ -161,7 +161,7 @@ class RankBytes(NamedTuple):
         activations: bytes of its activations at their peak.
         state: bytes of its state; if that is staged, of what is on its GPU.
         host: bytes that it needs of its node's memory if it computes on a GPU: its staged state, or
-            the gradients that engine mpi sums there.
+            the gradients that are summed there.
     """
 
     activations: int
@@ -215,15 +215,18 @@ def memory(
     for rank, actions in enumerate(schedule):
         live = peak_live(actions, kept[rank::pp]) + max(again[rank::pp])
         state = state_bytes(stages[rank], moments, by, left[rank])
-        summed = by.nodes * by.ranks > 1 and config.gradients.engine in ("auto", "mpi")
-        wide = max(parameter, SUMMED_BYTES) / parameter
-        where = (
-            (state.on_gpu, state.total)
-            if by.staged
-            else (state.total, summed * wide * state.gradients)
-        )
+        summed = max(parameter, SUMMED_BYTES) / parameter * state.gradients
+        beside = share_in_node(config.gradients, by) * summed
+        where = (state.on_gpu, state.total) if by.staged else (state.total, beside)
         found.append(RankBytes(round(live * micro_batch * activation), *map(round, where)))
     return found
+
+
+def share_in_node(gradients: GradientsSection, by: Dividing) -> float:
+    """The share of a rank's gradients that is summed in its node's memory, if it is on a GPU."""
+    if gradients.engine == "nccl":  # a part for each rank, if MPI sums between nodes
+        return 1 / by.ranks if by.nodes > 1 and gradients.two_level != "off" else 0.0
+    return float(gradients.engine != "horovod" and by.nodes * by.ranks > 1)
 
 
 def _more_in_backward(parts: Sequence[PartCost], kept: Sequence[float]) -> float:

@@ -138,3 +138,33 @@ def test_a_rank_that_fails_in_an_evaluation_with_gathered_parameters_ends_the_jo
     assert done.returncode != 0
     assert f"rank 1 ({HOST}) failed" in done.stdout
     assert "KeyError: 'what the user did'" in done.stdout
+
+
+SOME = """
+from hpc_train import run
+from hpc_train.errors import UserError
+from hpc_train.mpi.agreement import agreed
+
+
+def main(runtime):
+    some = runtime.world.split(int(runtime.world.rank > 0), runtime.world.rank)
+    with agreed(some):
+        if runtime.world.rank == 2:
+            raise UserError("the file is missing", "make it")
+    runtime.world.barrier()
+
+
+raise SystemExit(run(main))
+"""
+
+
+def test_an_error_of_some_ranks_that_agree_on_it_ends_all(tmp_path):
+    """Although it comes to an end on none of the ranks that print for all."""
+    script = tmp_path / "script.py"
+    script.write_text(SOME)
+    done = run("mpirun", "-np", "3", *python(str(script)), timeout=60)
+    assert done.returncode == 2, done.stderr
+    told = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert {line.partition("error: ")[2] for line in told} == {
+        f"rank 1 ({HOST}): the file is missing: make it"
+    }
