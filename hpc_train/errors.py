@@ -63,6 +63,10 @@ class HpcTrainError(Exception):
         self.cause = cause
         self.remedy = remedy
 
+    def agreed_by(self, ranks: int) -> bool:
+        """Whether this number of ranks, which is that of the job, raise the error together."""
+        return self.agreed and self.agreed_ranks in (0, ranks)
+
     def __str__(self) -> str:
         return f"{self.cause}: {self.remedy}" if self.remedy else self.cause
 

@@ -63,7 +63,6 @@ class DeviceCollectives:
             kind = _backend_for(device)
             self._gpu: Any = None if device.type == "cpu" else getattr(torch, device.type)
             self._stream: Any = self._gpu and self._gpu.Stream(device)
-            one = torch.ones(1, device=device)
         self._counted = group.waiting.traffic.of(f"{purpose} sums", group.link())
         self._store = _store(group)
         self.group = group.duplicate()
@@ -72,14 +71,12 @@ class DeviceCollectives:
 
         def connect() -> None:
             self._backend = kind(self._store, group.rank, group.size, kind.Options())
+            one = torch.ones(1, device=device)
             self._backend.allreduce([one], dist.AllreduceOptions()).wait()
+            if int(one) != group.size:
+                raise ValueError(f"the sum of 1 over them is {int(one)}")
 
         _connected_within(group, connect)
-        with agreed(group):
-            if int(one) != group.size:
-                raise SetupError(
-                    f"the sum of 1 over the GPUs of {group.size} ranks is {int(one)}", MPI_INSTEAD
-                )
 
     @classmethod
     def claim(cls, group: Group, device: torch.device) -> Callable[[], None]:
@@ -236,7 +233,7 @@ def _connected_within(group: Group, connect: Callable[[], None]) -> None:
     def tried() -> None:
         try:
             connect()
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  it is raised in the main thread
             failures.append(
                 SetupError(
                     f"the GPUs of {group.size} ranks cannot be connected: {_first_line(error)}",

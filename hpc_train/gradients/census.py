@@ -122,5 +122,5 @@ def _apart(group: Group, found: Sequence[Any]) -> UserError:
         "take a step on all ranks or on none, decide it by a number that all ranks have, and give "
         "a rank without samples the weight 0",
     )
-    error.agreed = True
+    error.agreed, error.agreed_ranks = True, group.size
     return error

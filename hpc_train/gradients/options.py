@@ -160,7 +160,7 @@ class AveragingOptions:
                 raise UserError(why, remedy)
 
     def progress(self) -> Progress:
-        """A new `Progress`: with a thread if there is a core for it or need, else by hooks."""
+        """A new `Progress`: with a thread if there is a core for it, or if engine nccl needs it."""
         polite = ranks_yield(os.environ)
         # A program may wait for its GPU, which waits for a sum that another rank has not begun.
         threaded = self.spare_core or self.engine == "nccl"

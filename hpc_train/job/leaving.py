@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
-from hpc_train.errors import Stopped, UserError
+from hpc_train.errors import HpcTrainError, Stopped, UserError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.watchdog import named
 
@@ -34,8 +34,9 @@ class Held(Iterator[T]):
 
 def leave_together(group: Group, error: BaseException | None) -> bool:
     """Whether all ranks leave a block by this error. Other errors may be on one rank alone."""
-    together = error is None or isinstance(error, Stopped) or getattr(error, "agreed", False)
-    return together or group.comm is None
+    if error is None or isinstance(error, Stopped) or group.comm is None:
+        return True
+    return isinstance(error, HpcTrainError) and error.agreed_by(group.size)
 
 
 def check_left_by_all(group: Group, *, left: bool) -> None:

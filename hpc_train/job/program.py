@@ -72,8 +72,7 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
         code = stopped.exit_code
     except HpcTrainError as error:
         code = error.exit_code
-        together = error.agreed and error.agreed_ranks in (0, world.size)
-        if together or all_arrive(world, SAME_ERROR_PATIENCE):
+        if error.agreed_by(world.size) or all_arrive(world, SAME_ERROR_PATIENCE):
             if world.rank == 0:
                 print_error(error)
         else:

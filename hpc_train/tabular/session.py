@@ -103,7 +103,7 @@ class Session:
         """
         self._left = True
         world = self.runtime.world
-        together = isinstance(error, HpcTrainError) and error.agreed
+        together = isinstance(error, HpcTrainError) and error.agreed_by(world.size)
         if together and world.rank == 0:
             tell()
         if all_arrive(world, ERROR_PATIENCE):

@@ -106,7 +106,8 @@ def finishing_saves(checkpoints: Checkpoints) -> Iterator[None]:
     try:
         yield
     except HpcTrainError as error:
-        if error.agreed:  # else some ranks are elsewhere, and would not finish it with this one
+        # Otherwise some ranks are elsewhere, and would not finish it with this one.
+        if error.agreed_by(checkpoints.group.size):
             with suppress(HpcTrainError):
                 checkpoints.finish()
         raise

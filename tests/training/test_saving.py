@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
+from hpc_train.errors import UserError
+from hpc_train.training.saving import finishing_saves
 
 
 def steps_left(program, name, *options, **how) -> list[int]:
@@ -12,6 +16,21 @@ def steps_left(program, name, *options, **how) -> list[int]:
     done = program.train(name, "--checkpoint.every", "0", *options, **how)
     assert done.returncode == 0, done.stderr
     return sorted(map(step_of, find_checkpoints(program.root / name / "checkpoints", "auto")))
+
+
+@pytest.mark.parametrize(
+    ("agreed", "ranks", "finished"), [(True, 4, 1), (True, 0, 1), (True, 2, 0), (False, 0, 0)]
+)
+def test_an_error_of_some_ranks_waits_for_no_checkpoint_that_needs_all(agreed, ranks, finished):
+    calls = []
+    checkpoints = SimpleNamespace(
+        group=SimpleNamespace(size=4), finish=lambda: calls.append("finish")
+    )
+    error = UserError("a cause")
+    error.agreed, error.agreed_ranks = agreed, ranks
+    with pytest.raises(UserError), finishing_saves(checkpoints):
+        raise error
+    assert len(calls) == finished
 
 
 def test_checkpoints_by_time_on_several_ranks(program):
