@@ -27,9 +27,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from hpc_train.models import GPT
+from hpc_train.parallel.compiled import compile_blocks
 from hpc_train.training.device import built_for, choose_device
 
-KINDS = ("plain", "compiled", "trainer", "transformers")
+KINDS = ("plain", "compiled", "blocks", "graphs", "trainer", "transformers")
 ROUNDS = 5
 SECONDS = 0.3  # of a measurement
 
@@ -66,6 +67,7 @@ def software() -> dict[str, Any]:
     return {
         "device": module.get_device_name(device) if module else "",
         "gpus": module.device_count() if module else 0,
+        "gpu_bytes": module.mem_get_info()[1] if module else 0,
         "torch": torch.__version__,
         "build": f"{build} {torch.version.cuda or getattr(torch.version, 'hip', '') or ''}".strip(),
         "why_no_gpu": why,
@@ -179,15 +181,22 @@ def gpt2_of_others(shape: dict[str, int]) -> torch.nn.Module:
 def loop(kind: str, shape: dict[str, int], batch: int, steps: int) -> dict[str, float]:
     """Tokens per second of a loop in bfloat16 with float32 weights, without and with torch.compile.
 
-    "trainer" is a compiled loop that clips gradients, sets the learning rate, and asks for the loss
-    and the norm in each step, as trainers of others do. "transformers" does so with the GPT-2 of
-    the library of that name.
+    "blocks" compiles each block by itself, as the program does. "graphs" is a compiled loop whose
+    passes are started as CUDA graphs, by torch's mode "reduce-overhead". "trainer" is a compiled
+    loop that clips gradients, sets the learning rate, and asks for the loss and the norm in each
+    step, as trainers of others do. "transformers" does so with the GPT-2 of the library of that
+    name.
     """
     device = choose_device()
     torch.manual_seed(0)
     model = (gpt2_of_others(shape) if kind == "transformers" else GPT(**shape)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
-    computed: Any = model if kind == "plain" else torch.compile(model)
+    mode = "reduce-overhead" if kind == "graphs" else None
+    computed: Any = model
+    if kind == "blocks":
+        compile_blocks(model, device)
+    elif kind != "plain":
+        computed = torch.compile(model, mode=mode)
     given = batches(shape, batch)
     if device.type == "cuda":
         given = [(x.pin_memory(), y.pin_memory()) for x, y in given]

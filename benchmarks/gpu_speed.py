@@ -10,7 +10,7 @@ import json
 import shutil
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import psutil
@@ -62,11 +62,11 @@ class Load:
 
 LOADS = {
     "124 M": Load(12, 768, 12, 50304, 1024, 32, 60),
-    "1.3 B": Load(24, 2048, 16, 50304, 1024, 8, 40),
+    "1.3 B": Load(24, 2048, 16, 50304, 1024, 8, 50),
 }
 SMALL = Load(2, 64, 4, 256, 64, 4, 40)  # on processors
-# Layers and hidden sizes of ever larger models, for the largest one that can be trained.
-LADDER = ((24, 2048), (32, 2560), (36, 3072), (32, 4096), (40, 5120), (48, 6144))
+# Layers and hidden sizes of ever smaller models, for the largest one that can be trained.
+LADDER = ((48, 6144), (40, 5120), (32, 4096), (34, 3584), (36, 3072), (32, 2560), (24, 2048))
 
 
 def load_of(lab: Lab, name: str) -> Load:
@@ -106,21 +106,23 @@ def beside_loops(name: str, lab: Lab) -> Found:
     if not lab.gpu and name != next(iter(LOADS)):
         raise Skipped("on processors one load is enough")
     load, found = load_of(lab, name), dict[str, float]()
-    for program, compiled in (("the program, plain", "false"), ("the program", "true")):
+    programs = {"the program, plain": "false", "the program": "true"}
+    kinds = ["plain", "compiled", "trainer"]
+    kinds += ["transformers"] if find_spec("transformers") is not None else []
+    if name != next(iter(LOADS)):  # what is not compiled takes long, and one load shows it
+        del programs["the program, plain"]
+        kinds = [kind for kind in kinds if kind in ("compiled", "transformers")]
+    for program, compiled in programs.items():
         more = {"data.path": lab.text, "memory.zero": 0, "run.compile": compiled}
         run = trained(lab, {**load.options, **more})
         found[program] = steady(run, "tokens_per_second")
         for key in ("mfu", "tflops", "memory_gb"):
             if any(key in record for record in run.records[2:]):
                 found[f"{program}, {key}"] = steady(run, key)
-    kinds = ["plain", "compiled", "trainer"]
-    kinds += ["transformers"] if find_spec("transformers") is not None else []
     failed = []
     for kind in kinds:
-        words = ["loop", "--kind", kind, "--shape", json.dumps(load.shape)]
-        words += ["--batch", str(load.batch), "--steps", str(load.steps)]
         try:
-            figures = lab.loops(*words, seconds=200)
+            figures = timed_loop(lab, load, kind)
         except AssertionError as error:
             failed.append(f"{kind}: {error}")
             continue
@@ -130,30 +132,60 @@ def beside_loops(name: str, lab: Lab) -> Found:
     ratios = {kind: found[ours[kind]] / found[kind] for kind in kinds if kind in found}
     found |= {f"{ours[kind]} / {kind}": ratio for kind, ratio in ratios.items()}
     share = f"{found['the program, mfu']:.1%} of the peak" if "the program, mfu" in found else ""
+    plain = found.get("the program, plain")
     text = (
-        f"{found['the program']:.4g} tokens/s compiled {share}, {found['the program, plain']:.4g} "
-        f"not; beside loops: {', '.join(f'{k} {r:.3f}' for k, r in ratios.items())}"
+        f"{found['the program']:.4g} tokens/s compiled {share}"
+        + (f", {plain:.4g} not" if plain else "")
+        + f"; beside loops: {', '.join(f'{k} {r:.3f}' for k, r in ratios.items())}"
     )
     text = "; ".join([text, *failed])
     return Found(text, found)
+
+
+def graphs(lab: Lab) -> Found:
+    """Measure what CUDA graphs gain a compiled loop, with much and with little work in a step."""
+    if not lab.gpu or not str(lab.software["build"]).startswith("CUDA"):
+        raise Skipped("it needs a GPU with CUDA")
+    found = dict[str, float]()
+    for batch in (32, 4):
+        load = replace(LOADS["124 M"], batch=batch)
+        for kind in ("compiled", "graphs"):
+            figures = timed_loop(lab, load, kind)
+            found |= {f"{kind}, {batch} samples, {key}": one for key, one in figures.items()}
+    ratios = {
+        batch: found[f"graphs, {batch} samples, tokens_per_second"]
+        / found[f"compiled, {batch} samples, tokens_per_second"]
+        for batch in (32, 4)
+    }
+    told = ", ".join(f"{one:.3f} with {batch} samples" for batch, one in ratios.items())
+    return Found(f"tokens/s with CUDA graphs / without, in a compiled loop: {told}", found)
+
+
+def timed_loop(lab: Lab, load: Load, kind: str) -> dict[str, float]:
+    """The figures of a loop in plain PyTorch."""
+    words = ["loop", "--kind", kind, "--shape", json.dumps(load.shape)]
+    words += ["--batch", str(load.batch), "--steps", str(load.steps)]
+    figures: dict[str, float] = lab.loops(*words, seconds=200)
+    return figures
 
 
 def two_ranks(lab: Lab) -> Found:
     """Measure what two ranks that share a GPU wait for each other, beside the copies' time."""
     load = load_of(lab, "124 M")
     given = {**load.options, "data.path": lab.text, "data.micro_batch": load.batch // 2}
-    run = trained(lab, {**given, "memory.zero": 0}, ranks=2)
-    waited, step = steady(run, "comm_seconds"), steady(run, "step_seconds")
-    backward = steady(run, "backward_seconds")
-    found = {"step_seconds": step, "comm_seconds": waited, "backward_seconds": backward}
+    given |= {"memory.zero": 0}
+    alone = trained(lab, {**given, "gradients.average_every": 10 * load.steps}, ranks=2)
+    run = trained(lab, given, ranks=2)
+    step, without = steady(run, "step_seconds"), steady(alone, "step_seconds")
+    found = {"step_seconds": step, "without_averaging": without, "exposed": step - without}
     # Each rank copies its gradients to the host and back, over the same link of the GPU.
     blocks = 12 * load.layers * load.hidden**2
     nbytes = 4 * (blocks + (load.vocab + load.sequence) * load.hidden)
-    text = f"a step takes {step:.3f} s, in which rank 0 waits {waited:.3f} s for gradients"
+    text = f"a step takes {step:.4f} s, {without:.4f} s without averaging"
     if lab.limits:
         speeds = (lab.limits[f"copy to the {end}, pinned"] for end in ("host", "device"))
         found["copy_seconds"] = sum(2 * nbytes / speed / 1e9 for speed in speeds)
-        text += f"; copies of both ranks alone take {found['copy_seconds']:.3f} s"
+        text += f"; copies of both ranks alone take {found['copy_seconds']:.4f} s"
     return Found(text, found)
 
 
@@ -182,15 +214,19 @@ def largest(lab: Lab) -> Found:
     if not lab.gpu:
         raise Skipped("it would take the memory of this machine")
     found, ends = dict[str, float](), []
+    memory = lab.software["gpu_bytes"]
     for name, more in (("without", {}), ("with", {"memory.offload": "optimizer"})):
         found[name] = 0.0
         for layers, hidden in LADDER:
             load = Load(layers, hidden, 16, 50304, 512, 1, 2)
             parameters = 12 * layers * hidden**2 + 50816 * hidden
+            # Weights, and without memory.offload gradients and two moments, in float32.
+            if (4 if more else 16) * parameters > memory:
+                continue
             # The host makes the initial values, and keeps gradients and optimizer of staged ones.
             if (16 if more else 5) * parameters > psutil.virtual_memory().available:
-                ends.append(f"{name}: the next one needs more memory of this host")
-                break
+                ends.append(f"{name}: {parameters / 1e9:.2g} billion need more memory of this host")
+                continue
             staged = {"memory.zero": 1 if more else 0, "memory.recompute": "full", **more}
             # A performance test writes no checkpoint, which would fill the disk.
             few = {"run.performance_test": TEST_STEPS_LEAST, "run.preflight": "false"}
@@ -200,8 +236,9 @@ def largest(lab: Lab) -> Found:
                 lab.train(given, seconds=300)
             except AssertionError as error:
                 ends.append(f"{name}, {parameters / 1e9:.2g} billion: {str(error)[:200]}")
-                break
+                continue
             found[name] = parameters / 1e9
+            break
     return Found(
         f"{found['without']:.2g} billion parameters without memory.offload, {found['with']:.2g} "
         f"with it ({'; '.join(ends)})",
@@ -214,5 +251,6 @@ CHECKS: Mapping[str, Check] = {
     **{f"speed, {name}": functools.partial(beside_loops, name) for name in LOADS},
     "two ranks, copies": two_ranks,
     "saves": saves,
+    "CUDA graphs": graphs,
     "largest model": largest,
 }

@@ -25,6 +25,7 @@ from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.staged_sums import in_host_memory
+from hpc_train.gradients.staging import computed
 from hpc_train.gradients.sums import LevelSums, Sums
 from hpc_train.gradients.weight import sample_weight
 from hpc_train.mpi.agreement import settle
@@ -97,6 +98,7 @@ class BucketAverager:
         self.trained = [
             p for p in trained(self.model, self.optimizer) if id(p) not in self._left_to_others
         ]
+        self._devices = {p.device for p in self.trained}
         self.buckets, self.sums = self._make(self.trained)
         self._filling = self._fill()
         self._done = False  # whether all gradients are averaged, so that `average` does nothing
@@ -208,6 +210,9 @@ class BucketAverager:
         if self._done or (self.group.size == 1 and not self.buckets):
             return
         filling = self._filling
+        # Otherwise the time in which this rank's device computes would count as communication.
+        with self.group.waiting.phases("backward"):
+            self.progress.complete(computed(self._devices))
         if changed := self._changed():
             self._adopt()
         late, failure = self._check()

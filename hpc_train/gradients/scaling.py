@@ -25,6 +25,7 @@ INITIAL_SCALE = 2.0**16
 LARGEST_SCALE = 2.0**64  # reached only if gradients are zero; keeps the scale finite
 GROWTH, BACKOFF = 2.0, 0.5
 GOOD_STEPS = 2000  # the scale grows after this number of good steps in a row
+NORM_OFFSET = 1e-6  # as in torch, so that gradients of 0 are clipped by a finite number
 MOST_SKIPPED = 100  # after this number in a row no scale would help: an error
 
 
@@ -34,7 +35,7 @@ def clip_factor(norm: float, limit: float) -> float:
     It is computed as in `torch.nn.utils.clip_grad_norm_`. A limit of 0 disables clipping and gives
     1. With a limit, a norm of NaN gives NaN.
     """
-    return min(limit / (norm + 1e-6), 1.0) if limit else 1.0
+    return min(limit / (norm + NORM_OFFSET), 1.0) if limit else 1.0
 
 
 def clip_gradients(

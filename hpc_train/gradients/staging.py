@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.gradients.slots import GradientWriter, gradient_like
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,13 @@ class CopyLane:
         """Memory of the host that this lane copies to, in the shape and dtype of a tensor."""
         pinned = self.device.type == "cuda"
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
+
+
+def computed(devices: Iterable[torch.device]) -> Coroutine[None]:
+    """Wait until devices have done all that the caller's thread has given them so far."""
+    for device in devices:
+        if device.type != "cpu":
+            yield getattr(torch, device.type).current_stream(device).record_event().query
 
 
 class PinnedMemory:

@@ -20,7 +20,7 @@ class StepPhases:
 
     The main thread enters the object, as a context: `with phases("forward"):`. On GPUs autograd's
     thread does so, too, while the main thread waits for it. There the seconds are those of the
-    processor, which hands out work and does not wait for its end.
+    processor, which hands out work. Where it waits for the GPU, that is a part of "backward".
 
     Attributes:
         seconds: the time of each phase so far.

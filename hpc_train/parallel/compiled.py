@@ -1,7 +1,9 @@
-"""Compiles a model's blocks with torch.compile.
+"""Compiles a model's blocks and losses with torch.compile.
 
 Each block is compiled by itself: blocks that are alike share their code, so the time to compile
-does not grow with their number, and hooks between blocks work as before.
+does not grow with their number, and hooks between blocks work as before. A loss over a large
+vocabulary reads and writes more memory than many blocks, so torch's modules of losses are compiled,
+too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ VERSIONS = 64  # of a block: for training and validation, for each size of a mic
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> None:
-    """Let torch.compile make the code of a model's blocks, when each is first used.
+    """Let torch.compile make the code of a model's blocks and losses, when each is first used.
 
     The masks of `SampleDropout` are left out: they would be compiled for each layer anew.
 
@@ -44,9 +46,11 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
         SampleDropout.dropped = torch.compiler.disable(  # type: ignore[method-assign]
             SampleDropout.dropped
         )
-    for name in names:
-        block = model.get_submodule(name)
-        block.forward = torch.compile(block.forward)
+    inside = tuple(f"{name}." for name in names)  # is compiled with its block
+    for name, module in model.named_modules():
+        loss = isinstance(module, nn.modules.loss._Loss) and not name.startswith(inside)
+        if loss or name in names:
+            module.forward = torch.compile(module.forward)
 
 
 def _check_compiler() -> None:

@@ -25,6 +25,7 @@ from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.tables.balanced import RowsOfClass
 from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.gradients import GradientAverager, LossScaler
+from hpc_train.gradients.unwaited import UnwaitedClipping
 from hpc_train.models.deferred import check_has_memory, deferred, recipes_of
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.grid import ParallelGrid
@@ -47,6 +48,7 @@ from hpc_train.training.device import (
 from hpc_train.training.finetuning import choose_trained
 from hpc_train.training.flops import sample_flops
 from hpc_train.training.learning_rate import last_step
+from hpc_train.training.optimizer_steps import OptimizerSteps, is_unwaited
 from hpc_train.training.optimizers import build_optimizer
 from hpc_train.training.patience import Patience
 from hpc_train.training.saving import check_best, policy_of
@@ -93,6 +95,7 @@ class Assembly:
         substituted: the number of samples that stood in for damaged ones.
         patience: decides whether training ends early.
         costs: what the run costs.
+        steps: takes the optimizer's steps.
         state_bytes: bytes of the whole model's parameters, and of Adam's two moments of those that
             are trained.
         flops: operations of a sample's forward and backward pass; 0 if they are not known.
@@ -112,6 +115,7 @@ class Assembly:
     substituted: SubstitutedSamples
     patience: Patience
     costs: RunCosts
+    steps: OptimizerSteps
     state_bytes: int
     flops: float
 
@@ -208,7 +212,11 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     substituted = SubstitutedSamples(grid, task.dataset, config.data.batch)
     patience = Patience(config.run.patience)
     costs = RunCosts(runtime, len(topology.hosts), saved=not config.run.deterministic)
-    state = replace(state, extra=Together([state.extra, substituted, patience, costs]))
+    unwaited = None
+    if not shared.zero and is_unwaited(config, optimizer, device):
+        unwaited = UnwaitedClipping(optimizer, device, config.optimizer.clip_norm)
+    steps = OptimizerSteps(config, group, averager, scaler, layout.gradients, unwaited)
+    state = replace(state, extra=Together([state.extra, substituted, patience, costs, steps]))
     collectives = connect(group)
     checkpoints = Checkpoints(
         Path(config.run.dir) / "checkpoints",
@@ -220,7 +228,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     )
     return Assembly(
         grid, plan, device, model, layout, replicas, optimizer, scaler, averager, collectives,
-        checkpoints, substituted, patience, costs, state_bytes, flops,
+        checkpoints, substituted, patience, costs, steps, state_bytes, flops,
     )  # fmt: skip
 
 

@@ -31,8 +31,9 @@ def check_finite(config: RunConfig, group: Group, step: int, loss: float, norm: 
         bad = group.largest(int(bad)) > 0
     if not bad:
         return
+    of_loss = f"a loss of {loss} and " if loss else ""
     error = NotFiniteError(
-        f"step {step} has a loss of {loss} and gradients with a norm of {norm}",
+        f"step {step} has {of_loss}gradients with a norm of {norm}",
         "set a smaller optimizer.lr, or optimizer.clip_norm, and start again: the run resumes "
         "from the last checkpoint; run.nonfinite warn only warns and continues",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -19,7 +18,6 @@ from hpc_train.config import RunConfig
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
 from hpc_train.data.mixture import MixedOrder, describe_drawn
 from hpc_train.data.reader import Reader
-from hpc_train.gradients.scaling import clip_gradients
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Heartbeat, Pace
 from hpc_train.job.leaving import leave_together
@@ -38,7 +36,6 @@ from hpc_train.planning.schedules import OPTIMIZER_TENSORS
 from hpc_train.seeds import mix, mix_each
 from hpc_train.training.assemble import assemble
 from hpc_train.training.device import moved, seed
-from hpc_train.training.finite import check_finite
 from hpc_train.training.keeping import keeping_divided
 from hpc_train.training.learning_rate import learning_rate
 from hpc_train.training.micro_batch import (
@@ -293,16 +290,9 @@ class Trainer:
         self.averager.average()
         with self.phases("optimizer"):
             self.layout.gradients.complete()
-            norm = self._clip(needed=due)
-        mean = self._mean(losses) if due else 0.0
+            mean = self._mean(losses) if due else 0.0
         rate = self._set_learning_rate(step.number)
-        if self.scaler is None:  # it skips steps that are not finite
-            check_finite(self.config, self.group, step.number, mean, norm)
-        if self.scaler is None or math.isfinite(norm):
-            with self.phases("optimizer"):
-                self.averager.step()
-        else:
-            logger.warning("step %d skipped: %s", step.number, self.scaler.describe())
+        norm = self.assembly.steps.advance(step.number, mean, needed=due)
         self.step_records.count_step()
         if due:
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
@@ -373,13 +363,6 @@ class Trainer:
             seed_samples: Any = getattr(one, "seed_samples", None)
             if seed_samples is not None:
                 seed_samples(mix_each(numbers, last))
-
-    def _clip(self, *, needed: bool) -> float:
-        """Clip the averaged gradients. Returns their norm before; 0 if nothing needs it."""
-        limit = self.config.optimizer.clip_norm
-        if not limit and not needed and self.scaler is None:
-            return 0.0
-        return clip_gradients(self.averager, limit, self.scaler, self.layout.gradients.norm)
 
     def _set_learning_rate(self, step: int) -> float:
         """Set and return the learning rate of a step."""

@@ -89,6 +89,18 @@ class Head(nn.Module):
         return logits
 
 
+class TokenLoss(nn.CrossEntropyLoss):
+    """The cross-entropy of each target in nats, 0 for those that do not count."""
+
+    def __init__(self) -> None:
+        super().__init__(ignore_index=NOT_COUNTED, reduction="none")
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The losses (N) of logits (N, V) and targets (N), of 32 bits or more."""
+        # autocast converts 16-bit logits on GPUs only.
+        return super().forward(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+
+
 def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask with which a token attends to itself and to tokens before it in its document.
 
@@ -166,7 +178,7 @@ class GPT(nn.Module):
         self.embedding = Embedding(vocab, sequence, hidden, dropout)
         self.blocks = nn.ModuleList(Block(hidden, heads, dropout, i) for i in range(layers))
         self.head = Head(hidden, vocab)
-        self.loss = nn.CrossEntropyLoss(ignore_index=NOT_COUNTED, reduction="none")
+        self.loss = TokenLoss()
         self.loss_over: Literal["sample", "token"] = "sample"
         if tie_embeddings:
             self.head.output.weight = self.embedding.token.weight
@@ -226,9 +238,7 @@ class GPT(nn.Module):
         logits: Tensor = self.head(x)
         if targets is None:
             return logits
-        # The loss needs float32 also for 16-bit logits. autocast converts them on GPUs only.
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses: Tensor = self.loss(wide.flatten(0, 1), targets.flatten()).view(targets.shape)
+        losses: Tensor = self.loss(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
         counted = targets != NOT_COUNTED
         if self.loss_over == "token":
             return losses.sum() / counted.sum().clamp(min=1)
