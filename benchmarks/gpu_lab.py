@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from hpc_train.mpi import environment
 from hpc_train.mpi.gpus import AMD, INTEL, NVIDIA
+
+T = TypeVar("T")
 
 TOKENS_FILES = 200  # files of Python's standard library that are the text
 HIDDEN = {maker.variables[0]: "" for maker in (NVIDIA, AMD, INTEL)}
@@ -98,12 +103,16 @@ class Lab:
         device: the name of the GPU, or "processors".
         gpu: whether there is one.
         limits: what the check of limits has measured; empty before it.
+        threads: number of threads of each process; 0: those that it takes by itself.
     """
 
     def __init__(self, folder: Path, wanted: str, end: float) -> None:
         self.folder, self.end = folder, end
         self._hidden = wanted == "cpu"
-        self._runs = 0
+        self._runs = itertools.count(1)
+        self._made: dict[Hashable, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self.threads = 0
         self.limits: Mapping[str, float] = {}
         self.software: dict[str, Any] = self.loops("software")
         self.device: str = self.software["device"] or "processors"
@@ -125,7 +134,21 @@ class Lab:
         made["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(Path.cwd()), made.get("PYTHONPATH")])
         )
-        return made | ({} if gpu and not self._hidden else HIDDEN)
+        made |= {} if gpu and not self._hidden else HIDDEN
+        return made | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {})
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns. It is called once for each name, also if threads ask together."""
+        with self._lock:
+            known = name in self._made
+            made = self._made.setdefault(name, Future())
+        if not known:
+            try:
+                made.set_result(make())
+            except BaseException as error:  # noqa: BLE001  all who ask get it
+                made.set_exception(error)
+        result: T = made.result()
+        return result
 
     def loops(self, *words: str, seconds: float = 300.0) -> Any:
         """What `benchmarks.gpu_loops` finds, in a process of its own."""
@@ -140,18 +163,24 @@ class Lab:
         assert not done.returncode, told(done.stdout + done.stderr)
         return json.loads(done.stdout.strip().splitlines()[-1])
 
-    @functools.cached_property
+    @property
     def text(self) -> Path:
         """A data set of bytes of Python's standard library."""
+        return self.once("text", self._text)
+
+    def _text(self) -> Path:
         source, out = Path(os.__file__).parent, self.folder / "text"
         files = sorted(source.glob("*.py"), key=lambda path: -path.stat().st_size)
         words = map(str, files[:TOKENS_FILES])
         self.command("prepare", "text", *words, "--out", str(out), gpu=False)
         return out
 
-    @functools.cached_property
+    @property
     def table(self) -> Path:
         """A data set of a small table."""
+        return self.once("table", self._table)
+
+    def _table(self) -> Path:
         source, out = self.folder / "table.csv", self.folder / "table"
         rows = [f"{n % 7},{n * n % 11 / 10},{'abc'[n % 3]},{(n * n) % 2}" for n in range(400)]
         source.write_text("\n".join(["size,weight,kind,answer", *rows]) + "\n")
@@ -188,8 +217,7 @@ class Lab:
             words: further words of the command.
             fails: whether it has to end with an error.
         """
-        self._runs += 1
-        folder = Path(str(options.get("run.dir", self.folder / f"run-{self._runs}")))
+        folder = Path(str(options.get("run.dir", self.folder / f"run-{next(self._runs)}")))
         command = [*launcher(ranks), sys.executable, "-m", "hpc_train", "train"]
         for key, value in {**options, "run.dir": folder}.items():
             command += [f"--{key}", str(value)]

@@ -178,6 +178,16 @@ def gpt2_of_others(shape: dict[str, int]) -> torch.nn.Module:
     return Loss()
 
 
+def compiled(kind: str, model: torch.nn.Module, device: torch.device) -> Any:
+    """What a loop of a kind calls in place of its model."""
+    if kind == "plain":
+        return model
+    if kind == "blocks":
+        compile_blocks(model, device)
+        return model
+    return torch.compile(model, mode="reduce-overhead" if kind == "graphs" else None)
+
+
 def loop(kind: str, shape: dict[str, int], batch: int, steps: int) -> dict[str, float]:
     """Tokens per second of a loop in bfloat16 with float32 weights, without and with torch.compile.
 
@@ -191,12 +201,7 @@ def loop(kind: str, shape: dict[str, int], batch: int, steps: int) -> dict[str, 
     torch.manual_seed(0)
     model = (gpt2_of_others(shape) if kind == "transformers" else GPT(**shape)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
-    mode = "reduce-overhead" if kind == "graphs" else None
-    computed: Any = model
-    if kind == "blocks":
-        compile_blocks(model, device)
-    elif kind != "plain":
-        computed = torch.compile(model, mode=mode)
+    computed = compiled(kind, model, device)
     given = batches(shape, batch)
     if device.type == "cuda":
         given = [(x.pin_memory(), y.pin_memory()) for x, y in given]

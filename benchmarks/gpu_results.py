@@ -104,12 +104,12 @@ CASES = {
 def reference(lab: Lab, case: Case) -> Run:
     """The run of a case on processors: of one rank, if that has the same losses."""
     ranks = case.ranks if "gradients.average_every" in case.reference else 1
-    return _reference(lab, ranks, case.of_table, tuple(case.reference.items()))
+    more, of_table = case.reference, case.of_table
 
+    def trained() -> Run:
+        return lab.train(options(lab, more, of_table=of_table), ranks=ranks, gpu=False)
 
-@functools.cache
-def _reference(lab: Lab, ranks: int, of_table: bool, more: tuple[tuple[str, Any], ...]) -> Run:
-    return lab.train(options(lab, dict(more), of_table=of_table), ranks=ranks, gpu=False)
+    return lab.once((ranks, of_table, *more.items()), trained)
 
 
 def options(lab: Lab, more: Options, *, of_table: bool = False) -> Options:
@@ -287,7 +287,7 @@ def finite(lab: Lab) -> Found:
     return Found(f"exit code {run.code} after {len(run.losses)} steps")
 
 
-CHECKS: Mapping[str, Check] = {
+TOGETHER: Mapping[str, Check] = {
     **{name: functools.partial(same_losses, name) for name in CASES},
     "own loop": own_loop,
     "an estimator": estimator,
@@ -298,6 +298,8 @@ CHECKS: Mapping[str, Check] = {
     "repeated and resumed, two ranks": functools.partial(repeats, 2),
     "another layout": other_layout,
     "refusals": refusals,
-    "memory runs out": exhausted,
     "infinite losses": finite,
 }
+"""Checks that can be carried out side by side."""
+
+CHECKS: Mapping[str, Check] = {**TOGETHER, "memory runs out": exhausted}

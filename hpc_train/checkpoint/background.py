@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -163,10 +163,26 @@ class Snapshot:
         self._memory: Bytes = np.empty(0, np.uint8)
         self._taken = threading.Event()
         self._taken.set()
+        self._early: threading.Thread | None = None  # gets memory
 
     def wait(self) -> None:
         """Wait until the tensors may be changed."""
         self._taken.wait()
+
+    def begin_to_reserve(self, nbytes: int) -> None:
+        """Get memory in a thread, because to pin a GiB takes most of a second.
+
+        Args:
+            nbytes: the expected size of this rank's extents. If it is too small, or there is no
+                such memory, `reserve` gets other memory.
+        """
+
+        def get() -> None:
+            with suppress(CheckpointError):
+                self._get(nbytes)
+
+        self._early = threading.Thread(target=get, name="checkpoint memory", daemon=True)
+        self._early.start()
 
     def reserve(self, nbytes: int) -> None:
         """Get memory for this rank's extents. Call it before `of`. It calls no other rank.
@@ -174,13 +190,19 @@ class Snapshot:
         Raises:
             CheckpointError: there is too little memory.
         """
-        if len(self._memory) >= nbytes:
-            return
+        if self._early is not None:
+            self._early.join()
+            self._early = None
+        if len(self._memory) < nbytes:
+            self._get(nbytes)
+
+    def _get(self, nbytes: int) -> None:
         pinned = torch.cuda.is_available()
         with enough_memory(f"the {nbytes} bytes"):
             self._memory = np.empty(0, np.uint8)  # frees the old memory before it gets the new
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
-            self._memory[:] = 0  # makes the system provide the pages now, where an error is caught
+            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            memory.zero_()  # makes the system provide the pages now, where an error is caught
+            self._memory = memory.numpy()
 
     def of(self, exchange: Exchange, runs: Sequence[Sequence[int]], rounds: int) -> Iterator[Kept]:
         """This rank's extents, as from `Exchange.bring`. Collective over its replica.

@@ -16,7 +16,7 @@ from torch import Tensor
 from hpc_train.checkpoint import checks, restore, state
 from hpc_train.checkpoint.background import enough_memory
 from hpc_train.checkpoint.checks import Batch, batches_to_check, parts_are_finite
-from hpc_train.checkpoint.fileformat import LocalTensor
+from hpc_train.checkpoint.fileformat import EXTENT_BYTES, LocalTensor
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.state import TrainingState
@@ -273,6 +273,16 @@ class Content:
         if self._extra:
             tree["extra_state"] = self._extra
         return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+
+    def bytes_to_write(self) -> int:
+        """About how many bytes this rank writes in a save; 0 if other ranks hold a part of them."""
+        trained = self.trained
+        if self.replica.size > 1 or trained.pieces:
+            return 0
+        held = state.model_tensors(trained.model, trained.shards, trained.streamed)
+        every = [*held.values(), *state.optimizer_tensors(trained).values()]
+        extents = sum(part.tensor.nbytes for part in every) // EXTENT_BYTES + 2
+        return -(-extents // self.group.size) * EXTENT_BYTES
 
     def release(self) -> None:
         """Free the copies that were made for one save."""

@@ -168,6 +168,8 @@ class Saving:
         """
         with self._tolerated():
             checkpoints.poll()
+        if self.background and (self.steps or self.minutes or self.mtbf_hours):
+            checkpoints.get_ready()
         seconds = checkpoints.save_seconds
         if checkpoints.saving and not seconds:
             seconds = math.inf  # the first one is being written, so its time is not known yet

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, fileformat
+from hpc_train.checkpoint.background import Snapshot
 from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, newest
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.state import TrainingState
@@ -12,6 +13,7 @@ from hpc_train.checkpoint.weights import start_from
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
+from tests.checkpoint import states
 
 
 class Model(nn.Module):
@@ -283,3 +285,29 @@ def test_a_run_directory_stands_for_its_last_completed_checkpoint(tmp_path, capl
     assert torch.equal(other.a.weight, model.a.weight)
     (folder / "LATEST").write_text("../../elsewhere\n")
     assert newest(tmp_path).name == "step-000000009.safetensors"
+
+
+def test_memory_of_saves_in_the_background_is_there_before_the_first_one(tmp_path, monkeypatch):
+    asked = []
+    get = Snapshot._get
+    monkeypatch.setattr(Snapshot, "_get", lambda made, n: (asked.append(n), get(made, n)))
+    made = states.store(tmp_path, Group())
+    made.state.optimizer.step()
+    for _ in range(2):
+        made.get_ready()
+    states.save(made, 3, background=True)
+    assert len(asked) == 1
+    assert states.found(tmp_path, Group()) == 3
+
+
+def test_memory_that_is_missing_early_is_asked_for_again(tmp_path, monkeypatch):
+    def missing(made, nbytes):
+        raise CheckpointError("there is no memory", "")
+
+    made = states.store(tmp_path, Group())
+    with monkeypatch.context() as early:
+        early.setattr(Snapshot, "_get", missing)
+        made.get_ready()
+        made._snapshot._early.join()
+    states.save(made, 3, background=True)
+    assert states.found(tmp_path, Group()) == 3
