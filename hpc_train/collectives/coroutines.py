@@ -149,6 +149,11 @@ class CoroutineScheduler:
         return lambda: left == 0
 
 
+def all_of(several: list[Coroutine[None]]) -> Coroutine[None]:
+    """Wait for several coroutines, which go on side by side."""
+    yield several
+
+
 def drive(steps: Coroutine[T], *, polite: bool = False) -> T:
     """Run one coroutine to its end; returns its result."""
     return CoroutineScheduler().complete(steps, polite=polite)

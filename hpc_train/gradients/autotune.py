@@ -198,7 +198,7 @@ def way(
         def packed(buckets: Sequence[Bucket]) -> Sums:
             return made_on_all_nodes(group, lambda: compressed(level, buckets, options.compression))
 
-        return staged(packed, device), []
+        return staged(packed, device, whole=True), []
     collectives = connect(group, purpose="gradient")
     there = {
         name: staged(or_collectives(group, make, collectives), device)
@@ -250,9 +250,9 @@ def device_way(
     return found[chosen], [opened[chosen].close]
 
 
-def staged(make: MakeSums, device: torch.device) -> MakeSums:
+def staged(make: MakeSums, device: torch.device, *, whole: bool = False) -> MakeSums:
     """The same way of summing for buckets on a device, which are copied to host memory and back."""
-    return make if device.type == "cpu" else lambda buckets: StagedSums(buckets, make)
+    return make if device.type == "cpu" else lambda some: StagedSums(some, make, whole=whole)
 
 
 def compressed(

@@ -84,6 +84,21 @@ class Bucket:
         other.device = device
         return other
 
+    def pieces(self, most: int) -> list[Bucket]:
+        """Cut the buffer into buckets of `most` bytes or fewer, which know no parameters.
+
+        If it is no larger, it stays as it is.
+        """
+        if self.nbytes <= most:
+            return [self]
+        size, found = max(1, most // self.dtype.itemsize), []
+        for begin in range(0, self.numel, size):
+            piece = copy(self)
+            piece.parameters, piece.begins, piece._sizes = (), [], []
+            piece.numel = min(size, self.numel - begin)
+            found.append(piece)
+        return found
+
     @property
     def nbytes(self) -> int:
         """Size of the buffer."""

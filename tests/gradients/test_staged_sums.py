@@ -24,6 +24,7 @@ ROUNDS = 20
 @pytest.fixture(autouse=True)
 def _late(monkeypatch):
     monkeypatch.setattr(staged_sums, "CopyLane", LateLane)
+    monkeypatch.setattr(staged_sums, "PIECE_BYTES", 24)
 
 
 @pytest.mark.mpi
@@ -41,6 +42,7 @@ def test_sums_begin_in_one_order_whichever_copy_is_asked_first(job, memory):
     buckets = [Bucket([Parameter(torch.empty(5, dtype=torch.float64))]) for _ in range(12)]
     sums = StagedSums(buckets, make)
     assert in_host_memory(sums) is made[0]
+    assert len(made[0].flats) == 2 * len(buckets)  # each has two pieces
     assert (sums.early, sums.profile) == (made[0].early, made[0].profile)
     for round_ in range(ROUNDS):
         scheduler = CoroutineScheduler()
@@ -65,7 +67,9 @@ def test_compressed_gradients_are_those_of_host_memory(job, monkeypatch, compres
     for staged in (False, True):
         if staged:
             monkeypatch.setattr(
-                autotune, "staged", lambda make, _: lambda some: StagedSums(some, make)
+                autotune,
+                "staged",
+                lambda make, _, **how: lambda some: StagedSums(some, make, **how),
             )
         torch.manual_seed(0)
         model = Model().double()
