@@ -21,7 +21,7 @@ from hpc_train.gradients.staging import CopyLane, CopyMark, PinnedMemory
 from hpc_train.gradients.sums import Sums
 
 CPU = torch.device("cpu")
-PIECE_BYTES = 16 << 20
+STAGED_BYTES = 16 << 20
 """A GPU's link copies this in half a millisecond, so what every copy costs does not count."""
 
 
@@ -57,7 +57,7 @@ class StagedSums:
         *,
         whole: bool = False,
     ) -> None:
-        pieces = [[bucket] if whole else bucket.pieces(PIECE_BYTES) for bucket in buckets]
+        pieces = [[bucket] if whole else bucket.pieces(STAGED_BYTES) for bucket in buckets]
         self.home = make([piece.on(CPU) for some in pieces for piece in some])
         self.profile, self.early = self.home.profile, self.home.early
         devices = {bucket.device for bucket in buckets}

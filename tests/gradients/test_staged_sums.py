@@ -24,7 +24,7 @@ ROUNDS = 20
 @pytest.fixture(autouse=True)
 def _late(monkeypatch):
     monkeypatch.setattr(staged_sums, "CopyLane", LateLane)
-    monkeypatch.setattr(staged_sums, "PIECE_BYTES", 24)
+    monkeypatch.setattr(staged_sums, "STAGED_BYTES", 24)
 
 
 @pytest.mark.mpi
