@@ -129,7 +129,7 @@ def main() -> None:
         about = {"benchmark": "gpu", "device": lab.device, "software": lab.software}
         about |= {"machine": harness.machine()}
         results: list[Result] = []
-        for result in carried_out(options.only or [*CHECKS], lab, options.jobs):
+        for result in carried_out(options.only or [*CHECKS], lab, max(1, options.jobs)):
             results.append(result)
             print(f"{result.name} {result.state}: {result.text}", flush=True)
             line = json.dumps(about | {"results": [asdict(one) for one in results]})

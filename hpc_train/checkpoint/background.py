@@ -181,8 +181,16 @@ class Snapshot:
             with suppress(CheckpointError):
                 self._get(nbytes)
 
-        self._early = threading.Thread(target=get, name="checkpoint memory", daemon=True)
-        self._early.start()
+        early = threading.Thread(target=get, name="checkpoint memory", daemon=True)
+        with suppress(RuntimeError):  # this rank may have no further thread
+            early.start()
+            self._early = early
+
+    def close(self) -> None:
+        """Wait for the thread that gets memory."""
+        if self._early is not None:
+            self._early.join()
+            self._early = None
 
     def reserve(self, nbytes: int) -> None:
         """Get memory for this rank's extents. Call it before `of`. It calls no other rank.
@@ -190,9 +198,7 @@ class Snapshot:
         Raises:
             CheckpointError: there is too little memory.
         """
-        if self._early is not None:
-            self._early.join()
-            self._early = None
+        self.close()
         if len(self._memory) < nbytes:
             self._get(nbytes)
 

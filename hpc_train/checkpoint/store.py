@@ -191,6 +191,8 @@ class Checkpoints:
         finally:
             if self._hook is not None:
                 self._hook.remove()
+            if self._snapshot is not None:
+                self._snapshot.close()
             self._hook = self._snapshot = None
 
     def _advance(self, *, wait: bool) -> None:

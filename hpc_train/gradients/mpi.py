@@ -210,9 +210,6 @@ class BucketAverager:
         if self._done or (self.group.size == 1 and not self.buckets):
             return
         filling = self._filling
-        # Otherwise the time in which this rank's device computes would count as communication.
-        with self.group.waiting.phases("backward"):
-            self.progress.complete(computed(self._devices))
         if changed := self._changed():
             self._adopt()
         late, failure = self._check()
@@ -228,6 +225,10 @@ class BucketAverager:
             heard = self.progress.complete(self._told(Place.AVERAGE, facts))
             if heard.failed:
                 settle(self._census, failure)
+        # Otherwise the time in which this rank's device computes would count as communication.
+        with self.group.waiting.phases("backward"):
+            self.progress.complete(computed(self._devices))
+        with self.group.waiting(self.awaited):
             if heard.fresh:
                 filling.collect()
                 filling.sum_rest()

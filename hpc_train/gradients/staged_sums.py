@@ -22,7 +22,7 @@ from hpc_train.gradients.sums import Sums
 
 CPU = torch.device("cpu")
 STAGED_BYTES = 16 << 20
-"""A GPU's link copies this in half a millisecond, so what every copy costs does not count."""
+"""A GPU's link copies this in a third of a millisecond, so what every copy costs does not count."""
 
 
 def in_host_memory(sums: Sums) -> Sums:

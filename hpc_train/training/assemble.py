@@ -215,7 +215,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     unwaited = None
     if not shared.zero and is_unwaited(config, optimizer, device):
         unwaited = UnwaitedClipping(optimizer, device, config.optimizer.clip_norm)
-    steps = OptimizerSteps(config, group, averager, scaler, layout.gradients, unwaited)
+    steps = OptimizerSteps(config, group, averager, scaler, layout.gradients, device, unwaited)
     state = replace(state, extra=Together([state.extra, substituted, patience, costs, steps]))
     collectives = connect(group)
     checkpoints = Checkpoints(

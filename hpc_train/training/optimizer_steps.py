@@ -9,9 +9,11 @@ import torch
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint.state import ExtraState
+from hpc_train.collectives.coroutines import drive
 from hpc_train.config import RunConfig
 from hpc_train.gradients import GradientAverager, LossScaler
 from hpc_train.gradients.scaling import clip_gradients
+from hpc_train.gradients.staging import computed
 from hpc_train.gradients.unwaited import UnwaitedClipping
 from hpc_train.mpi.group import Group
 from hpc_train.parallel.gradients import LayoutGradients
@@ -21,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_unwaited(config: RunConfig, optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether steps need not wait for the gradients' norm, because the optimizer can do so itself.
+    """Whether steps need not wait for the gradients' norm, because the optimizer clips and skips.
 
     The device must have all gradients and the optimizer's state. In float64 a factor of 32 bits
     would be too coarse. Float16 needs each norm for the next loss scale.
@@ -49,6 +51,7 @@ class OptimizerSteps(ExtraState):
         config: the configuration.
         group: all ranks of the job.
         averager, scaler, layout: have the gradients.
+        device: computes them.
         unwaited: clips without waiting for the norm, or None.
     """
 
@@ -59,13 +62,13 @@ class OptimizerSteps(ExtraState):
         averager: GradientAverager,
         scaler: LossScaler | None,
         layout: LayoutGradients,
+        device: torch.device,
         unwaited: UnwaitedClipping | None,
     ) -> None:
         self.config, self.group = config, group
         self.averager, self.scaler, self.layout = averager, scaler, layout
-        self.unwaited = unwaited
+        self.device, self.unwaited = device, unwaited
         self._unseen = 0  # the step whose norm was not looked at yet
-        self._begun = False  # torch's SGD needs a first step that is taken
 
     def advance(self, step: int, loss: float, *, needed: bool) -> float:
         """Clip the averaged gradients, and take a step if they are finite. Collective.
@@ -85,6 +88,8 @@ class OptimizerSteps(ExtraState):
             HpcTrainError: the gradients of too many steps in a row were not finite.
         """
         self.unify()
+        if self.unwaited is None:
+            self.wait()
         with self.group.waiting.phases("optimizer"):
             if self.unwaited is not None:
                 return self._take_unwaited(self.unwaited, step, loss, needed=needed)
@@ -105,17 +110,35 @@ class OptimizerSteps(ExtraState):
         unwaited.clip(self.layout.norm(self.averager))
         norm = 0.0
         try:
-            if needed or not self._begun:
+            if needed or self._has_new(unwaited.optimizer):
                 norm = unwaited.norm()
                 if not self._may_take(step, loss, norm):
                     return math.nan
             else:
                 self._unseen = step
             self.averager.step()
-            self._begun = True
         finally:
             unwaited.end()
         return norm
+
+    def _has_new(self, optimizer: Optimizer) -> bool:
+        """Whether the step makes state of parameters that the device cannot leave out.
+
+        If torch's SGD skips the first step of a parameter, it takes memory as it finds it for the
+        momentum.
+        """
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        if len(optimizer.state) >= len(trained):
+            return False
+        return any(p.grad is not None and p not in optimizer.state for p in trained)
+
+    def wait(self) -> None:
+        """Wait until the device has computed the gradients, which is a part of the backward pass.
+
+        Without this call the wait would count for what asks for a result first.
+        """
+        with self.group.waiting.phases("backward"):
+            drive(computed([self.device]))
 
     def unify(self) -> None:
         """Look at the last step's norm, if nobody has yet. Collective.

@@ -168,7 +168,8 @@ class Saving:
         """
         with self._tolerated():
             checkpoints.poll()
-        if self.background and (self.steps or self.minutes or self.mtbf_hours):
+        regular = self.steps or self.minutes or self.mtbf_hours
+        if self.background and regular and not self.none:
             checkpoints.get_ready()
         seconds = checkpoints.save_seconds
         if checkpoints.saving and not seconds:

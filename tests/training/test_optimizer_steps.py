@@ -40,12 +40,12 @@ def unwaited(monkeypatch):
     monkeypatch.setattr(assemble, "is_unwaited", asked)
 
 
-def trained(folder, *, bad=(), **more):
+def trained(folder, model=None, *, bad=(), **more):
     """A trainer that has taken its steps; the loss of those in `bad` is infinite."""
     words = [w for k, v in {**KEYS, **more, "run.dir": folder}.items() for w in (f"--{k}", str(v))]
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64, 6), torch.randn(64, 1))
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = model or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     steps = []
 
     def loss(module, batch):
@@ -116,3 +116,34 @@ def test_an_infinite_norm_stops_a_run_before_its_step_is_saved(tmp_path, unwaite
     steps = [step_of(path) for path in find_checkpoints(tmp_path / "checkpoints", "auto")]
     assert all(step < 6 for step in steps)
     assert (5 in steps) == bool(every)
+
+
+class Late(nn.Module):
+    """Its only vector, which is a group of the optimizer by itself, is used later than the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.vector = nn.Linear(6, 1, bias=False), nn.Parameter(torch.ones(1))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.first(x) + (self.vector if self.calls > 5 else 0.0)
+
+
+def test_the_first_step_of_a_late_parameter_can_be_skipped(tmp_path, monkeypatch):
+    """Torch's SGD would take its momentum from memory that nobody has written."""
+    empty = torch.empty_like
+    filled = lambda t, **how: empty(t, **how).fill_(1e9)  # noqa: E731
+    ends = []
+    for asked in (False, True):
+        monkeypatch.setattr(assemble, "is_unwaited", lambda *_, asked=asked: asked)
+        monkeypatch.setattr(torch, "empty_like", filled)
+        more = {"precision.dtype": "bfloat16", "optimizer.name": "sgd", "run.log_every": 100}
+        ends.append(weights(trained(tmp_path / f"unwaited-{asked}", made(), bad=(6,), **more)))
+    torch.testing.assert_close(*ends)
+
+
+def made():
+    torch.manual_seed(0)
+    return Late()
