@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from hpc_train.models.deferred import ModuleT, deferred, recipes_of
 from hpc_train.seeds import mix
 from hpc_train.sharding import SliceSpec
 
-AT_ONCE = 1 << 20  # elements that are made at once, so that little memory is needed besides
+AT_ONCE = 1 << 20  # elements that a thread makes at once, so that little memory is needed besides
 PER_COUNT = 4  # numbers of 64 bits that Philox makes of one count
 LORA_A, LORA_B = "lora_a", "lora_b"  # how the names of adapters' parameters end (models.lora)
 
@@ -44,6 +45,21 @@ class Initial:
     mean: float = 0.0
     std: float = 0.0
     blank: tuple[int, ...] = ()
+
+
+def on_all_cores(work: Callable[[int], None], numbers: Sequence[int]) -> None:
+    """Call a function for each number, in as many threads as torch may use.
+
+    The function must release Python's lock while it works, as NumPy does.
+    """
+    threads = min(torch.get_num_threads(), len(numbers))
+    if threads < 2:
+        for number in numbers:
+            work(number)
+        return
+    with ThreadPoolExecutor(threads, "initial values") as pool:
+        for _ in pool.map(work, numbers):
+            pass
 
 
 class HasInitial(Protocol):
@@ -144,7 +160,8 @@ class InitialValues:
         rows = into.view(len(into), -1) if into.dim() else into.view(1, 1)
         at = first + (spec.start if spec.dim == 0 else spec.first)
         step = max(1, AT_ONCE // max(1, width))
-        for begin in range(0, len(rows), step):
+
+        def write(begin: int) -> None:
             some = rows[begin : begin + step]
             made = normals(self.model.initial_seed, name, (at + begin) * width, len(some) * width)
             made *= np.float32(how.std)
@@ -153,6 +170,8 @@ class InitialValues:
             if spec.dim:
                 whole = whole.narrow(spec.dim, spec.start, spec.stop - spec.start)
             some.copy_(whole.reshape(len(some), -1))
+
+        on_all_cores(write, range(0, len(rows), step))
         for row in how.blank:
             if at <= row < at + len(rows):
                 rows[row - at] = 0

@@ -65,7 +65,9 @@ def test_a_slice_is_filled_as_the_whole(data):
     assert torch.equal(into, part[first:])
 
 
-def test_large_tensors_are_filled_bit_by_bit(monkeypatch):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_filled_bit_by_bit(monkeypatch, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     whole, other = Own(50, 7), Own(50, 7)
     InitialValues(whole).fill(whole.weight, whole.weight.data)
     monkeypatch.setattr(initials, "AT_ONCE", 20)
