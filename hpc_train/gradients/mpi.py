@@ -98,7 +98,7 @@ class BucketAverager:
         self.trained = [
             p for p in trained(self.model, self.optimizer) if id(p) not in self._left_to_others
         ]
-        self._devices = {p.device for p in self.trained}
+        self._devices = {p.device for p in self.trained if p.device.type != "cpu"}
         self.buckets, self.sums = self._make(self.trained)
         self._filling = self._fill()
         self._done = False  # whether all gradients are averaged, so that `average` does nothing
@@ -225,9 +225,9 @@ class BucketAverager:
             heard = self.progress.complete(self._told(Place.AVERAGE, facts))
             if heard.failed:
                 settle(self._census, failure)
-        # Otherwise the time in which this rank's device computes would count as communication.
-        with self.group.waiting.phases("backward"):
-            self.progress.complete(computed(self._devices))
+        if self._devices:  # otherwise the time in which they compute would count as communication
+            with self.group.waiting.phases("backward"):
+                self.progress.complete(computed(self._devices))
         with self.group.waiting(self.awaited):
             if heard.fresh:
                 filling.collect()

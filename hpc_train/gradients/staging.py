@@ -100,10 +100,9 @@ class CopyLane:
 
 
 def computed(devices: Iterable[torch.device]) -> Coroutine[None]:
-    """Wait until devices have done all that the caller's thread has given them so far."""
+    """Wait until GPUs have done all that the caller's thread has given them so far."""
     for device in devices:
-        if device.type != "cpu":
-            yield getattr(torch, device.type).current_stream(device).record_event().query
+        yield getattr(torch, device.type).current_stream(device).record_event().query
 
 
 class PinnedMemory:

@@ -133,12 +133,13 @@ class OptimizerSteps(ExtraState):
         return any(p.grad is not None and p not in optimizer.state for p in trained)
 
     def wait(self) -> None:
-        """Wait until the device has computed the gradients, which is a part of the backward pass.
+        """Wait until a GPU has computed the gradients, which is a part of the backward pass.
 
         Without this call the wait would count for what asks for a result first.
         """
-        with self.group.waiting.phases("backward"):
-            drive(computed([self.device]))
+        if self.device.type != "cpu":
+            with self.group.waiting.phases("backward"):
+                drive(computed([self.device]))
 
     def unify(self) -> None:
         """Look at the last step's norm, if nobody has yet. Collective.
