@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -270,12 +271,20 @@ def refusals(lab: Lab) -> Found:
 
 
 def exhausted(lab: Lab) -> Found:
-    """Check that a run that needs too much of a GPU's memory says which keys need less."""
+    """Check that a run that needs too much of a GPU's memory says which keys need less.
+
+    Or it names one setting whose need it predicts. Then that has to fit.
+    """
     if not lab.gpu:
         raise Skipped("it would take the memory of this machine")
     run = lab.train(options(lab, HUGE), fails=True, seconds=90)
-    assert "data.micro_batch" in run.output, run.last_lines
-    return Found(f"exit code {run.code}, and a key that needs less is named")
+    assert "data.micro_batch" in run.output, f"data.micro_batch is not named: {run.last_lines}"
+    if predicted := re.search(r"\(needs ([\d.]+) GiB\)", run.output):
+        need, there = float(predicted[1]), lab.software["gpu_bytes"] / 2**30
+        assert need < there, f"it names a setting that needs {need} of {there:.1f} GiB"
+    else:
+        assert "memory.recompute" in run.output, f"memory.recompute is not named: {run.last_lines}"
+    return Found(f"exit code {run.code}, and what needs less is named")
 
 
 def finite(lab: Lab) -> Found:

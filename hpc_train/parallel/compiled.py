@@ -9,6 +9,7 @@ too.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -46,11 +47,21 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
         SampleDropout.dropped = torch.compiler.disable(  # type: ignore[method-assign]
             SampleDropout.dropped
         )
-    inside = tuple(f"{name}." for name in names)  # is compiled with its block
-    for name, module in model.named_modules():
-        loss = isinstance(module, nn.modules.loss._Loss) and not name.startswith(inside)
-        if loss or name in names:
-            module.forward = torch.compile(module.forward)
+    for name in [*names, *_losses_outside(model, names)]:
+        module = model.get_submodule(name)
+        module.forward = torch.compile(module.forward)
+
+
+def _losses_outside(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """The names of torch's modules of losses that are not parts of blocks."""
+    inside = tuple(f"{name}." for name in blocks)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.loss._Loss)
+        and name not in blocks
+        and not name.startswith(inside)
+    ]
 
 
 def _check_compiler() -> None:

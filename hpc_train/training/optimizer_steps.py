@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_unwaited(config: RunConfig, optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether steps need not wait for the gradients' norm, because the optimizer clips and skips.
+    """Whether the optimizer can clip and skip by itself, so that steps need not wait for the norm.
 
     The device must have all gradients and the optimizer's state. In float64 a factor of 32 bits
     would be too coarse. Float16 needs each norm for the next loss scale.
@@ -45,7 +45,7 @@ class OptimizerSteps(ExtraState):
 
     On a GPU the processor need not wait for the gradients' norm in each step: it looks at the norm
     one step later, while the GPU computes. A step whose gradients are not finite is never taken,
-    because the GPU looks, too.
+    because the GPU looks at the norm, too.
 
     Args:
         config: the configuration.
@@ -88,13 +88,12 @@ class OptimizerSteps(ExtraState):
             HpcTrainError: the gradients of too many steps in a row were not finite.
         """
         self.unify()
-        if self.unwaited is None:
-            self.wait()
         with self.group.waiting.phases("optimizer"):
             if self.unwaited is not None:
                 return self._take_unwaited(self.unwaited, step, loss, needed=needed)
             limit, norm = self.config.optimizer.clip_norm, 0.0
             if limit or needed or self.scaler is not None:
+                self.wait()
                 norm = clip_gradients(self.averager, limit, self.scaler, self.layout.norm)
             if self.scaler is None:  # it skips steps that are not finite
                 check_finite(self.config, self.group, step, loss, norm)
@@ -122,10 +121,9 @@ class OptimizerSteps(ExtraState):
         return norm
 
     def _has_new(self, optimizer: Optimizer) -> bool:
-        """Whether the step makes state of parameters that the device cannot leave out.
+        """Whether a parameter takes its first step, which the device must not skip by itself.
 
-        If torch's SGD skips the first step of a parameter, it takes memory as it finds it for the
-        momentum.
+        torch's SGD would then take the momentum from memory that nobody has written.
         """
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         if len(optimizer.state) >= len(trained):

@@ -290,9 +290,10 @@ class Trainer:
         self.averager.average()
         with self.phases("optimizer"):
             self.layout.gradients.complete()
+        mean = 0.0
         if due:
             self.assembly.steps.wait()
-        mean = self._mean(losses) if due else 0.0
+            mean = self._mean(losses)
         rate = self._set_learning_rate(step.number)
         norm = self.assembly.steps.advance(step.number, mean, needed=due)
         self.step_records.count_step()

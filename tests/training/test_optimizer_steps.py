@@ -147,3 +147,14 @@ def test_the_first_step_of_a_late_parameter_can_be_skipped(tmp_path, monkeypatch
 def made():
     torch.manual_seed(0)
     return Late()
+
+
+@pytest.mark.parametrize(("limit", "waits"), [(0.0, 2 * 2), (1.0, STEPS + 2)])
+def test_a_step_waits_for_a_device_only_if_its_norm_or_loss_is_asked(
+    tmp_path, monkeypatch, limit, waits
+):
+    """In the first and the last step both are asked, because they are logged."""
+    asked = []
+    monkeypatch.setattr(optimizer_steps.OptimizerSteps, "wait", lambda _: asked.append(1))
+    trained(tmp_path, **{"optimizer.clip_norm": limit, "run.log_every": 100})
+    assert len(asked) == waits
