@@ -54,13 +54,12 @@ class Training:
         from torch.utils.data import TensorDataset
 
         from hpc_train.config.file import load
-        from hpc_train.data.generators import seed_beside_torch
+        from hpc_train.data.generators import seed_process
         from hpc_train.models.gpt.shape import GptShape
         from hpc_train.training.in_memory import InMemoryTrainer
         from hpc_train.training.task import TrainingTask
 
-        seed_beside_torch(0)
-        torch.manual_seed(0)
+        seed_process(0)
         shape = GptShape(layers=4, hidden=128, heads=4, vocab=256, sequence=64)
         tokens = torch.randint(256, (4096, 65))
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from torch.utils.data import default_collate
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
 
 from hpc_train.data.generators import Generator, of_gpu, of_process, own
 from hpc_train.data.mixture import Mixture, datasets_in
@@ -30,7 +33,7 @@ class Reader:
     Args:
         dataset: either has `dataset.fetch(indices)`, which returns a batch, or is a map-style data
             set of torch. Then `dataset[i]` returns a sample, and torch's `default_collate` makes
-            the batch.
+            the batch. `dataset.__getitems__(indices)`, if there is one, returns a list of samples.
         lock: held while the reader reads. Readers whose data sets share state share a lock.
         collate_fn: makes a batch of a list of samples, in place of `default_collate`.
 
@@ -38,7 +41,8 @@ class Reader:
         UserError: the data set has no samples by number, or has `fetch` and a collate_fn was given.
 
     The attribute `place` says what was read last, for messages. `drawn` has the names of the
-    generators that the data set was seen to draw from.
+    generators that the data set was seen to draw from. `may_draw` is False only if the data set
+    draws no random numbers for sure.
     """
 
     def __init__(
@@ -59,9 +63,13 @@ class Reader:
                 "leave one of them out",
             )
         self.dataset, self.collate_fn = dataset, collate_fn
+        self.may_draw = collate_fn is not None or _may_draw(dataset)
         self.lock = lock or threading.RLock()
         self.place = "a batch"
         self.drawn: set[str] = set()
+        self._fetch = getattr(dataset, "fetch", None)
+        if collate_fn is None and _is_plain(dataset):
+            self._fetch = self._rows
         self._shared = of_process()
         self._own = [found for one in datasets_in(dataset) for found in own(one)]
 
@@ -77,17 +85,23 @@ class Reader:
                 depend on how the batch is cut.
             RuntimeError: the data set raised SystemExit or GeneratorExit.
         """
+        if not self.may_draw:
+            return self.read_beside(indices)
         with self.lock:
             generators = self._generators()
             before = [generator.get() for generator in generators]
             suspects: set[str] = set()
             collating: set[str] = set()
             while True:
+                collated: set[str] = set()
                 try:
                     samples = self._samples(indices, seed_of, generators)
-                    at_collate = [generator.get() for generator in generators]
-                    batch = self._together(samples)
-                    collated = self._moved(generators, at_collate)
+                    if self.collate_fn is None:
+                        batch = self._together(samples)
+                    else:
+                        at_collate = [generator.get() for generator in generators]
+                        batch = self._together(samples)
+                        collated = self._moved(generators, at_collate)
                 finally:
                     moved = self._moved(generators, before)
                     for generator, state in zip(generators, before, strict=True):
@@ -107,7 +121,7 @@ class Reader:
                 # drew, its samples had no seeds yet.
                 self.drawn |= moved & suspects
                 suspects |= moved
-                if self.drawn and hasattr(self.dataset, "fetch"):
+                if self.drawn and self._fetch is not None:
                     raise UserError(
                         f"`fetch` of the data set draws random numbers ({self.sources}), which "
                         "would depend on the number of ranks",
@@ -139,11 +153,6 @@ class Reader:
         """The generators that the data set draws from, for a message."""
         return ", ".join(sorted(self.drawn))
 
-    @property
-    def may_draw(self) -> bool:
-        """Whether the data set may draw random numbers; False only if its class says that."""
-        return self.collate_fn is not None or _may_draw(self.dataset)
-
     def _generators(self) -> list[Generator]:
         return self._shared + self._own + of_gpu()
 
@@ -163,31 +172,50 @@ class Reader:
         """Read a list of samples, or a batch from `fetch`. Seeds the generators that are drawn."""
         used = [(n, one) for n, one in enumerate(generators) if one.name in self.drawn]
         try:
-            if hasattr(self.dataset, "fetch"):
-                return self.dataset.fetch(indices)
+            if self._fetch is not None:
+                return self._fetch(indices)
+            numbers = [int(index) for index in indices]
+            if not used and getattr(self.dataset, "__getitems__", None) is not None:
+                with suppress(Exception):  # raised again below, by a sample that has a number
+                    return self.dataset.__getitems__(numbers)
             samples = []
-            for place, index in enumerate(indices):
+            for place, index in enumerate(numbers):
                 if used and seed_of is not None:
                     seed = seed_of(place)
-                    for number, generator in used:
-                        generator.seed(mix(seed, number))
+                    for stream, generator in used:
+                        generator.seed(mix(seed, stream))
                 self.place = f"sample {index}"
-                samples.append(self.dataset[int(index)])
+                samples.append(self.dataset[index])
             self.place = "a batch"
             return samples
         except (SystemExit, GeneratorExit) as error:  # the job would end with exit code 0
             raise RuntimeError(f"the data set raised {error!r}") from error
 
     def _together(self, samples: Any) -> Any:
-        if hasattr(self.dataset, "fetch"):
+        if self._fetch is not None:
             return samples
         try:
             return (self.collate_fn or default_collate)(samples)
         except (SystemExit, GeneratorExit) as error:
             raise RuntimeError(f"collate_fn raised {error!r}") from error
 
+    def _rows(self, indices: Indices) -> list[Tensor]:
+        """A batch of a TensorDataset, as `default_collate` makes it, but in one piece."""
+        rows = torch.as_tensor(indices)
+        return [tensor[rows] for tensor in self.dataset.tensors]
+
+
+def _is_plain(dataset: Any) -> bool:
+    """Whether a data set is torch's TensorDataset, of tensors that are as a batch of them is."""
+    return type(dataset) is TensorDataset and all(
+        type(one) is Tensor and one.layout is torch.strided and one.is_contiguous()
+        for one in dataset.tensors
+    )
+
 
 def _may_draw(dataset: Any) -> bool:
+    if type(dataset) is TensorDataset:
+        return False
     if type(dataset) is Mixture:
         return any(map(_may_draw, dataset.datasets))
     # What a class says does not hold for the classes that others derive from it.

@@ -9,12 +9,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train.checkpoint import Checkpoints
-from hpc_train.data.generators import seed_beside_torch
+from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import Stopped, UserError
@@ -177,8 +176,7 @@ class Delivery:
             for number, micro_batch in enumerate(step.micro_batches):
                 self._weight, self._asked = weights[number], False
                 of_step = mix(seed, step.number, self.group.rank, *([number] if number else []))
-                torch.manual_seed(of_step)
-                seed_beside_torch(of_step)
+                seed_process(of_step)
                 self._given, self._computing = step.number, True
                 self.step_due = number == len(step.micro_batches) - 1
                 yield micro_batch.data

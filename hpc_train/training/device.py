@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hpc_train.data.generators import seed_beside_torch
 from hpc_train.data.pinned import each_tensor
 from hpc_train.errors import ConfigError
 from hpc_train.host.memory import free_bytes
@@ -143,17 +142,6 @@ def make_deterministic() -> None:
     else:  # does the same without torch.compile, which takes as long to load as torch itself
         torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.benchmark = False
-
-
-def seed(device: torch.device, number: int) -> None:
-    """Seed torch's generators of the CPU and of this device, NumPy's and Python's.
-
-    torch.manual_seed would seed every kind of device that torch knows, which takes 0.1 ms.
-    """
-    torch.default_generator.manual_seed(number)
-    seed_beside_torch(number)
-    if device.type != "cpu":
-        getattr(torch, device.type).manual_seed(number)
 
 
 def free_memory_of(device: torch.device) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpc_train.data.generators import of_gpu, of_process, seed_beside_torch
+from hpc_train.data.generators import of_gpu, of_process, seed_process
 from hpc_train.data.reader import Reader
 from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.mpi.agreement import agreed, same
@@ -80,9 +80,7 @@ def evaluate(
 def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[str | None, Tensor]:
     """The function's numbers for the samples of one batch, checked, by name."""
     batch = reader.read(indices, lambda place: mix(HELD_OUT, int(indices[place])))
-    number = mix(HELD_OUT, int(indices[0]), len(indices))
-    torch.manual_seed(number)
-    seed_beside_torch(number)
+    seed_process(mix(HELD_OUT, int(indices[0]), len(indices)))
     given = per_sample(batch)
     found: dict[str | None, Tensor] = {}
     if isinstance(given, Mapping):

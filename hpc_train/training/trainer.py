@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hpc_train.config import RunConfig
+from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
 from hpc_train.data.mixture import MixedOrder, describe_drawn
 from hpc_train.data.reader import Reader
@@ -35,7 +36,7 @@ from hpc_train.parallel.simulate import enough
 from hpc_train.planning.schedules import OPTIMIZER_TENSORS
 from hpc_train.seeds import mix, mix_each
 from hpc_train.training.assemble import assemble
-from hpc_train.training.device import moved, seed
+from hpc_train.training.device import moved
 from hpc_train.training.keeping import keeping_divided
 from hpc_train.training.learning_rate import learning_rate
 from hpc_train.training.micro_batch import (
@@ -357,7 +358,7 @@ class Trainer:
         base, part = self.config.run.seed, micro_batch.part
         # Other layers draw other numbers.
         stage = virtual_stage * self.grid.pp + self.grid.coordinate.pp
-        seed(self.device, mix(base, step, part.first, *([stage] if stage else [])))
+        seed_process(mix(base, step, part.first, *([stage] if stage else [])))
         self._seed_samples((base, step), part.places)
 
     def _seed_samples(self, numbers: Sequence[int], last: Sequence[int]) -> None:

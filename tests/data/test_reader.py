@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import GivenUp, Loader, cut
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
@@ -294,3 +295,62 @@ def test_two_readers_with_one_lock_do_not_read_at_once():
     for thread in threads:
         thread.join()
     assert max(most) == 1
+
+
+def test_reading_a_tensor_data_set_at_once_changes_no_batch():
+    x, y = torch.randn(20, 4, 3, 2), torch.arange(20)
+    plain = TensorDataset(x, y, x.bool(), x[:, 0].requires_grad_())
+    strided = TensorDataset(x.contiguous(memory_format=torch.channels_last), x.transpose(1, 2))
+    for dataset in (plain, strided):
+        indices = [3, 19, 0, 3]
+        (expected,) = DataLoader(dataset, batch_sampler=[indices])
+        read = Reader(dataset).read_of_step(np.array(indices), 0, 1, range(4))
+        assert type(read) is type(expected)
+        for mine, theirs in zip(read, expected, strict=True):
+            assert torch.equal(mine, theirs)
+            assert (mine.stride(), mine.requires_grad) == (theirs.stride(), theirs.requires_grad)
+
+
+class Several(Noise):
+    """It gives several samples at once, as the data sets of Hugging Face do."""
+
+    def __init__(self, since=0, broken=None):
+        super().__init__(since)
+        self.asked, self.broken = [], broken
+
+    def __getitem__(self, index):
+        if index == self.broken:
+            raise OSError("cannot be read")
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        return [self[index] for index in indices]
+
+
+def test_a_data_set_that_gives_several_samples_at_once_is_asked_for_them():
+    dataset = Several(since=100)
+    assert all(map(torch.equal, batches(dataset), batches(Noise(since=100))))
+    assert {*map(len, dataset.asked)} == {BATCH}
+    assert {type(index) for asked in dataset.asked for index in asked} == {int}
+
+
+def test_samples_that_are_given_at_once_draw_as_single_ones_do():
+    assert all(map(torch.equal, batches(Several()), batches(Noise())))
+
+
+def test_the_sample_that_cannot_be_read_is_named_among_several():
+    reader = Reader(Several(since=100, broken=7))
+    with pytest.raises(OSError, match="cannot be read"):
+        reader.read_of_step(np.array([5, 7, 9]), 0, 1, range(3))
+    assert reader.place == "sample 7"
+
+
+def test_seeding_the_process_seeds_torch_as_torch_does():
+    torch.manual_seed(2**40 + 7)
+    expected = torch.rand(3)
+    seed_process(2**40 + 7)
+    assert torch.equal(torch.rand(3), expected)
+    drawn = np.random.rand(), random.random()
+    seed_process(2**40 + 7)
+    assert drawn == (np.random.rand(), random.random())
