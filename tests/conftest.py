@@ -23,6 +23,7 @@ from hpc_train.data.prepare.work import prepare_text
 from hpc_train.job import preemption
 from hpc_train.mpi import environment, runtime
 from hpc_train.mpi.group import Group
+from hpc_train.mpi.idle import Idle
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.warm import key, meeting
 from tests.programs import WARM, Program
@@ -162,6 +163,9 @@ def pytest_pyfunc_call(pyfuncitem):
     except BaseException as error:  # noqa: BLE001  # pytest's own failures are no Exception
         failure = error
     skipped = isinstance(failure, pytest.skip.Exception)
+    everyone, idle = comm.Ibarrier(), Idle(polite=True)
+    while not everyone.Test():  # ranks that are not in the test's group leave their cores to others
+        idle.pause()
     verdicts = comm.allgather(None if failure is None or skipped else repr(failure))
     failed = {rank: text for rank, text in enumerate(verdicts) if text is not None}
     if failure is not None:

@@ -7,9 +7,10 @@ a list of other coroutines. A hook of the backward pass or a thread calls `advan
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpc_train.mpi.idle import Idle
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -17,34 +18,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Wait = Any  # an mpi4py Request, a function that returns whether the wait is over, or Coroutines
 Coroutine = Generator[Wait, None, T]
-
-SPIN_SECONDS = 50e-6  # a polite wait looks without sleeping for this time
-LONGEST_SLEEP = 500e-6
-
-
-class Idle:
-    """Paces a loop that waits: it spins, or sleeps if it is polite.
-
-    A polite wait sleeps an eighth of the time waited so far between two looks. A spinning rank that
-    shares a core with a rank it waits for would slow that one down.
-
-    Args:
-        polite: whether to sleep, for nodes with more ranks than cores.
-    """
-
-    def __init__(self, *, polite: bool = False) -> None:
-        self.polite = polite
-        self._since = time.perf_counter()
-
-    def reset(self) -> None:
-        """Count the wait from now, because something has happened."""
-        self._since = time.perf_counter()
-
-    def pause(self) -> None:
-        """Wait a moment, because nothing has happened."""
-        waited = time.perf_counter() - self._since
-        if self.polite and waited > SPIN_SECONDS:
-            time.sleep(min(waited / 8, LONGEST_SLEEP))
 
 
 class CoroutineScheduler:

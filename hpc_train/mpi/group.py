@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import or_
 from typing import TYPE_CHECKING, TypeVar
 
+from hpc_train.mpi.idle import Idle
 from hpc_train.mpi.traffic import LinkKind
 from hpc_train.mpi.watch import Watch
 
@@ -76,6 +77,7 @@ class Group:
         """
         value = make() if self.rank == 0 else None
         with self.waiting("a broadcast from rank 0"):
+            self._meet()
             return self.comm.bcast(value) if self.comm else value  # type: ignore[return-value]
 
     def gathered(self, value: T, what: str = GATHER) -> list[T]:
@@ -88,6 +90,7 @@ class Group:
         if self.comm is None:
             return [value]
         with self.waiting(what):
+            self._meet()
             return self.comm.allgather(value)
 
     def gathered_by_first(self, value: T, what: str = GATHER) -> list[T]:
@@ -100,6 +103,7 @@ class Group:
         if self.comm is None:
             return [value]
         with self.waiting(what):
+            self._meet()
             return self.comm.gather(value) or []
 
     def united(self, values: Mapping[K, T], what: str = GATHER) -> dict[K, T]:
@@ -115,6 +119,7 @@ class Group:
         if self.comm is None:
             return dict(values)
         with self.waiting(what):
+            self._meet()
             found: dict[K, T] = self.comm.allreduce(dict(values), op=or_)
         return found
 
@@ -133,6 +138,7 @@ class Group:
         # ~x reverses the order of integers, so one MAX gives both the largest and the smallest.
         found = array("q", [*mine, *(~number for number in mine)])
         with self.waiting(what):
+            self._meet()
             self.comm.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
         largest, smallest = found[: len(mine)], [~number for number in found[len(mine) :]]
         return [*largest] == smallest
@@ -167,6 +173,7 @@ class Group:
         if self.comm is None:
             return [*numbers]
         with self.waiting("the sums of all ranks"):
+            self._meet()
             found: list[int] = self.comm.allreduce([*numbers], op=_each_added)
         return found
 
@@ -180,8 +187,21 @@ class Group:
 
         result = array("q", numbers)
         with self.waiting(what):
+            self._meet()
             self.comm.Allreduce(MPI.IN_PLACE, result, op=getattr(MPI, operation))
         return [*result]
+
+    def _meet(self) -> None:
+        """Wait for all ranks without keeping a core from them, if ranks share cores. Collective.
+
+        MPI only yields the core while it waits. Many schedulers give it back at once, though the
+        rank that is waited for needs it.
+        """
+        if self.comm is None or not self.waiting.polite:
+            return
+        everyone, idle = self.comm.Ibarrier(), Idle(polite=True)
+        while not everyone.Test():
+            idle.pause()
 
     def link(self) -> LinkKind:
         """Whether the group's ranks communicate inside of one host or across hosts. Collective."""
@@ -191,6 +211,7 @@ class Group:
         """Wait for all ranks. Collective."""
         if self.comm:
             with self.waiting("a barrier"):
+                self._meet()
                 self.comm.Barrier()
 
     def close(self) -> None:

@@ -133,6 +133,7 @@ def start_runtime() -> Runtime:
             "unset MPI4PY_RC_THREAD_LEVEL, or use an MPI that is built with thread support",
         )
     world = Group.of(MPI.COMM_WORLD)
+    world.waiting.polite = world.largest(int(environment.ranks_yield(os.environ))) > 0
     shared = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     node = Group(shared.rank, shared.size, shared, world.waiting)
     os.environ |= nearer_device(node, given, counted, numa.reach(cores))

@@ -24,6 +24,7 @@ class Watch:
         limit: the seconds that a wait may take now, if they are less than the watchdog's timeout.
         phases: how this rank's time is divided; a wait is a phase of its own.
         traffic: what this rank has communicated, by operation.
+        polite: whether ranks that wait leave their cores to others, the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class Watch:
         self.limit = math.inf
         self.phases = StepPhases()
         self.traffic = Traffic()
+        self.polite = False
         self._next = ""
         self._outer: list[str] = []
 
