@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients.buckets import Bucket
-from hpc_train.gradients.pending import has_graph
+from hpc_train.gradients.pending import has_graph, looked_too_early
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import (
     DIRECT_WRITER,
@@ -43,6 +43,7 @@ class Filling:
     Attributes:
         slots: the slots of all parameters in buckets.
         strays: the slots of parameters that came later and are in no bucket yet.
+        zeros: the slots whose `grad` is None, but stands for zeros.
         begun: how many sums have begun in this step.
         over: whether the step is averaged; the next gradient begins another step.
         stirred: whether the step has begun, so that there is something to give up.
@@ -64,6 +65,8 @@ class Filling:
         self.by_bucket = self._make_slots(buckets, look)
         self.slots = [slot for some in self.by_bucket for slot in some]
         self.strays: list[Slot] = []
+        self.zeros: set[Slot] = set()
+        self.over = False
         self._look, self._begin_pass = look, begin_pass
         self._hooks = [hook for slot in self.slots for hook in self._hook(slot)]
         self._task = -1  # the backward pass that the last gradient came from
@@ -85,11 +88,17 @@ class Filling:
 
     def begin_step(self) -> None:
         """Begin a step: no gradient of it has come yet."""
+        self.part()
         for slot in self.all_slots:
             slot.begin_step()
         self._left = self._missing.copy()
         self.begun = 0
         self.over = self.stirred = False
+
+    def part(self) -> None:
+        """Leave the gradients of a step that is over to code that still has them."""
+        for slot in self.all_slots:
+            slot.part(averaged=self.over)
 
     def wait_for_calm(self) -> None:
         """Begin no sums in the backward pass until STEADY steps in a row had nothing unusual."""
@@ -119,8 +128,9 @@ class Filling:
         if (task := torch._C._current_graph_task_id()) != self._task:
             self._task = task
             self._begin_pass()
+        if gradient is None:
+            raise looked_too_early()
         if gradient is not slot.pending:
-            assert gradient is not None
             if gradient.requires_grad:
                 raise has_graph()
             self.stirred = True
@@ -176,7 +186,7 @@ class Filling:
 
     def used(self) -> np.ndarray:
         """Flags of the parameters that have a gradient, (slots,) of bool."""
-        return np.array([slot.parameter.grad is not None for slot in self.slots], bool)
+        return np.array([s.parameter.grad is not None or s in self.zeros for s in self.slots], bool)
 
     def check(self) -> tuple[bool, HpcTrainError | None]:
         """Look through all gradients before averaging.
@@ -212,6 +222,21 @@ class Filling:
             elif gradient is not slot.pending:
                 slot.take(gradient)
 
+    def remember(self) -> None:
+        """Remember what gradients are after a step, for `renewed`."""
+        for slot in self.all_slots:
+            slot.version = -1 if slot.gradient is None else slot.gradient._version
+
+    def renewed(self) -> bool:
+        """Whether the program has set gradients by itself since the last step."""
+        for slot in self.all_slots:
+            gradient = slot.parameter.grad
+            if gradient is None or gradient is slot.pending:
+                continue
+            if gradient is not slot.gradient or gradient._version != slot.version:
+                return True
+        return False
+
     def show(self) -> None:
         """Replace the promise in `grad` by the averaged gradient itself."""
         for slot in self.all_slots:
@@ -235,7 +260,7 @@ class Filling:
         """All averaged gradients; one tensor for a bucket if each `grad` is a view of it."""
         found = [s.parameter.grad for s in self.strays if s.parameter.grad is not None]
         for some, flat in zip(self.by_bucket, self.sums.flats, strict=True):
-            if all(slot.parameter.grad is slot.view for slot in some):
+            if all(slot.in_bucket for slot in some):
                 found.append(flat)
             else:
                 found += [s.parameter.grad for s in some if s.parameter.grad is not None]
@@ -245,6 +270,7 @@ class Filling:
         """Remove the hooks; gradients that lie in buckets are copied. Collective."""
         for hook in self._hooks:
             hook.remove()
+        self.part()
         for slot in self.all_slots:
             if slot.gradient is not None and slot.parameter.grad is slot.gradient:
                 slot.parameter.grad = slot.gradient = slot.gradient.clone()

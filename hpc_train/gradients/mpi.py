@@ -169,6 +169,7 @@ class BucketAverager:
                 "drop gradients before a step's first backward pass, or after its last one",
             )
         for slot in dropped:
+            slot.part(averaged=False)
             slot.filled = False
 
     def _give_up(self) -> None:
@@ -215,7 +216,7 @@ class BucketAverager:
         late, failure = self._check()
         facts = Facts(
             filling.used(),
-            fresh=not filling.over,
+            fresh=not filling.over or filling.renewed(),
             failed=failure is not None,
             late=late,
             changed=changed,
@@ -397,6 +398,7 @@ class BucketAverager:
         if self._looked:  # `p.grad /= 2` has put the promise back into `grad`
             self._looked = False
             self._filling.show()
+        self._filling.remember()
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals of compression, which are in units of the old loss scale."""

@@ -7,7 +7,8 @@ GradScaler then work as in one process. In return, the first look at a gradient 
 the optimizer's step is.
 
 A second micro-batch's backward pass adds to `grad`, too. This operation alone does not average: it
-adds to the bucket.
+adds to the bucket. Any other operation in a backward pass is refused, because the rest of the
+gradients is not there yet.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ class PendingGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Carry out an operation that has such gradients among its arguments."""
-        if torch._C._current_graph_task_id() != -1:  # a backward pass
-            if func is torch.ops.aten.add_.Tensor:
+        if _in_backward_pass():
+            if func is torch.ops.aten.add_.Tensor and isinstance(args[0], PendingGradient):
                 args[0].add_gradient(args[1])
                 return args[0]
-            if func is torch.ops.aten.add.Tensor:  # create_graph=True adds out of place
-                raise has_graph()
+            if func is torch.ops.aten.add.Tensor and torch.is_grad_enabled():
+                raise has_graph()  # create_graph=True adds out of place
+            raise looked_too_early()
         return func(*_real(args), **_real(kwargs or {}))
 
     def type(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +72,7 @@ class PendingGradient(Tensor):
         Raises:
             UserError: it is called in a backward pass.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if _in_backward_pass():
             raise UserError(
                 "Horovod averages gradients that are averaged already: hvd.DistributedOptimizer "
                 "has wrapped the optimizer after it was given to the loop or the averager",
@@ -80,7 +82,46 @@ class PendingGradient(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """The averaged gradient as an array; torch does not dispatch this method."""
-        return self.averaged().numpy(force=force)
+        return self._looked().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The averaged gradient as a list; torch does not dispatch this method."""
+        return self._looked().tolist()
+
+    @property
+    def data(self) -> Tensor:
+        """The averaged gradient. What is assigned takes its place, without a call of dispatch."""
+        return self._looked().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._looked().data = value
+
+    def _looked(self) -> Tensor:
+        if _in_backward_pass():
+            raise looked_too_early()
+        return self.averaged()
+
+
+def _in_backward_pass() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def looked_too_early() -> UserError:
+    """The error for code of the program that uses `grad` in a backward pass."""
+    return UserError(
+        "a hook has read, changed or dropped `grad` of a parameter in a backward pass, before the "
+        "gradients are averaged",
+        "do that after the backward pass",
+    )
+
+
+def dropped_too_early() -> UserError:
+    """The error for a gradient that was kept over a `zero_grad` before it was averaged."""
+    return UserError(
+        "a gradient that was kept without a copy was dropped before it was averaged over the ranks",
+        "keep p.grad.clone()",
+    )
 
 
 def has_graph() -> UserError:

@@ -155,6 +155,7 @@ class PooledFilling(Filling):
 
     def begin_step(self) -> None:
         """Begin a step: no gradient of it has come yet."""
+        self.part()
         for slot in self.slots:
             slot.begin_step()
         self._lacking = [row.copy() for row in self._awaited]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from hpc_train.gradients.buckets import Bucket, is_dense
-from hpc_train.gradients.pending import PendingGradient
+from hpc_train.gradients.pending import PendingGradient, dropped_too_early
 
 UNSTEADY = -1
+OWN_REFERENCES = 2
+"""What sys.getrefcount says of a tensor that only one attribute of a slot has."""
 
 
 class GradientWriter:
@@ -38,7 +42,7 @@ class GradientWriter:
         return torch.empty(like.shape, dtype=like.dtype)
 
     def published(self, parameter: Parameter, view: Tensor, home: int) -> Tensor | None:
-        """Memory for the mean as autograd would make it: the view itself if that is like it.
+        """A tensor for the mean as autograd would make it, on the view's memory if it is like it.
 
         Args:
             parameter: the parameter.
@@ -47,7 +51,7 @@ class GradientWriter:
         """
         strides = parameter.stride() if is_dense(parameter) else view.stride()
         if view.dtype == parameter.dtype and view.stride() == strides:
-            return view
+            return view.detach()
         return gradient_like(parameter)
 
     def close(self) -> None:
@@ -69,13 +73,15 @@ class Slot:
         writer: writes gradients to memory of the host, such as the view.
 
     Attributes:
-        gradient: the value of `grad` after averaging: the view, or a copy in the parameter's dtype
-            and on its device; None if no rank has all of it.
+        gradient: the value of `grad` after averaging: on the view's memory, or a copy in the
+            parameter's dtype and on its device; None if no rank has all of it.
+        version: torch's count of the writes to it, after the last step.
         pending: the value of `grad` before averaging.
         before: number of gradients in the last step.
         filled: whether the bucket has a gradient of this step.
         begun: whether the bucket's sum has begun.
         late: gradients that came after the sum had begun, multiplied by the share.
+        apart: whether `gradient` has memory of its own.
         kept: a copy of the gradient that an earlier step had left, if only that went into the sum.
         arrived: number of gradients in this step so far.
         expected: number of gradients per step if the last two steps had the same; else UNSTEADY.
@@ -83,6 +89,8 @@ class Slot:
     """
 
     __slots__ = (
+        "_average",
+        "apart",
         "arrived",
         "before",
         "begun",
@@ -96,6 +104,7 @@ class Slot:
         "parameter",
         "pending",
         "share",
+        "version",
         "view",
         "writer",
     )
@@ -112,17 +121,54 @@ class Slot:
         self.parameter, self.view, self.home, self.share = parameter, view, home, share
         self.writer, self.last_write = writer, 0
         self.gradient = writer.published(parameter, view, home)
-        like = parameter.detach() if self.gradient is None else self.gradient
-        self.pending = PendingGradient(like, self.add, lambda: average(self))
+        self.apart = self.gradient is not None and self.gradient.data_ptr() != view.data_ptr()
+        self.version = -1
+        self._average = average
+        self.pending = self._promise()
         self.filled = self.begun = False
         self.late: Tensor | None = None
         self.kept: Tensor | None = None
         self.arrived, self.before, self.expected = 0, UNSTEADY, UNSTEADY
 
+    def _promise(self) -> PendingGradient:
+        like = self.parameter.detach() if self.gradient is None else self.gradient
+        return PendingGradient(like, self.add, lambda: self._average(self))
+
     @property
     def in_sum(self) -> bool:
         """Whether a sum has begun that has a gradient of this step, if there was one."""
         return self.begun
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether `grad` is the averaged gradient in the bucket itself."""
+        mean = self.gradient
+        same = mean is not None and self.parameter.grad is mean
+        return same and mean.data_ptr() == self.view.data_ptr()  # type: ignore[union-attr]
+
+    def part(self, *, averaged: bool) -> None:
+        """Leave the gradient of a step that is over to code that still has it, if there is some.
+
+        In one process such code has a tensor that nobody writes to again. So it gets memory of its
+        own, and the slot gets new tensors.
+
+        Args:
+            averaged: whether the gradient was averaged; a promise that never was cannot be kept.
+        """
+        mean = self.gradient
+        promised = sys.getrefcount(self.pending) > OWN_REFERENCES
+        seen = mean is not None and sys.getrefcount(mean) > OWN_REFERENCES + 1
+        if not (promised or seen):
+            return
+        grad = self.parameter.grad
+        if grad is self.pending or (grad is not None and grad is mean):
+            return  # it was not dropped: further gradients are added to it
+        if mean is not None and (seen or averaged):
+            self.gradient = mean.detach()
+            mean.data = mean.clone()
+        if promised:
+            self.pending.averaged = partial(_kept, mean if averaged else None)
+            self.pending = self._promise()
 
     def begin_step(self) -> None:
         """Begin a step: no gradient of it has come yet."""
@@ -172,8 +218,8 @@ class Slot:
         gradient = self.parameter.grad
         if self.kept is not None and gradient is self.pending:
             self.parameter.grad = self.kept
-        elif not self.filled and gradient is self.view:
-            self.parameter.grad = gradient.clone()
+        elif not self.filled and self.in_bucket:
+            self.parameter.grad = self.view.clone()
         self.filled = True
 
     def learn(self) -> None:
@@ -183,9 +229,18 @@ class Slot:
 
     def publish(self, *, used: bool) -> None:
         """Set `grad` to the mean, or to None if no rank had a gradient, as in a plain loop."""
-        if used and self.gradient is not None and self.gradient is not self.view:
-            self.gradient.copy_(self.view)
+        if used and self.gradient is not None:
+            if self.apart:
+                self.gradient.copy_(self.view)
+            elif self.gradient.data_ptr() != self.view.data_ptr():  # somebody has set `grad.data`
+                self.gradient = self.view.detach()
         self.parameter.grad = self.gradient if used else None
+
+
+def _kept(mean: Tensor | None) -> Tensor:
+    if mean is None:
+        raise dropped_too_early()
+    return mean
 
 
 def slots_of_buckets(

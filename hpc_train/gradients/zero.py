@@ -137,6 +137,14 @@ class ShardedAverager(BucketAverager):
             group["params"] = [p for p in kept if p is not None]
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
+        if set_to_none:
+            self._filling.zeros.clear()
+        else:
+            self._filling.zeros |= {
+                slot
+                for slot in self._filling.slots
+                if slot.parameter in self.shared and slot.parameter.grad is not None
+            }
         super()._zero_grad(set_to_none)
         for parameter in self.shared:
             parameter.grad = None
