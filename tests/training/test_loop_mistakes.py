@@ -9,9 +9,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hpc_train import run
+from hpc_train.data.mixture import Mixture
 from hpc_train.errors import CheckpointMismatch, ConfigError, Stopped, UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
@@ -130,6 +131,41 @@ def test_a_data_loader_is_no_data_set(tmp_path):
     _, _, loop = make(tmp_path)
     with pytest.raises(UserError, match="of type DataLoader, which has no samples by number"):
         loop.epochs(DataLoader(data()), batch=BATCH, epochs=1)
+
+
+class Stream(IterableDataset):
+    """Has samples in a row, and tells how many."""
+
+    def __iter__(self):
+        return iter(data())
+
+    def __len__(self):
+        return len(data())
+
+
+@pytest.mark.parametrize("made", [Stream, lambda: Mixture([(Stream(), 1)])])
+def test_an_iterable_data_set_is_no_data_set(tmp_path, made):
+    _, _, loop = make(tmp_path)
+    with pytest.raises(UserError, match="of type Stream, which has no samples by number: give a"):
+        loop.epochs(made(), batch=BATCH, epochs=1)
+
+
+class Unmeasured:
+    """Has samples by number, and does not tell how many."""
+
+    def __getitem__(self, place):
+        return data()[place]
+
+
+@pytest.mark.parametrize("told", [None, lambda self: 1.5, lambda self: -1, lambda self: 1 // 0])
+def test_a_data_set_without_a_number_of_samples_is_refused(tmp_path, told):
+    _, _, loop = make(tmp_path)
+    dataset = type("Rows", (Unmeasured,), {"__len__": told} if told else {})()
+    line = r"len\(\) of the data set, of type Rows, fails \(.*\): give a map-style data set"
+    with pytest.raises(UserError, match=line):
+        next(iter(loop.epochs(dataset, batch=BATCH, epochs=1)))
+    with pytest.raises(UserError, match=line):
+        loop.evaluate(dataset, lambda batch: batch[1])
 
 
 def test_another_thing_under_a_name_is_refused(tmp_path):
