@@ -112,11 +112,31 @@ def test_a_closed_loop_is_not_used(tmp_path, use):
         ({"matmul": "fast"}, "matmul is 'fast'"),
         ({"every": -3}, "every is -3"),
         ({"keep": -2}, "keep is -2"),
+        ({"hang_steps": 1.5}, "hang_steps is 1.5: give an integer of 0 or more"),
+        ({"hang_timeout": "1h"}, "hang_timeout is '1h': give a number of 0 or more"),
+        ({"hang_timeout": None}, "hang_timeout is None"),
+        ({"end_margin": "10"}, "end_margin is '10'"),
+        ({"clip_norm": "1"}, "clip_norm is '1'"),
+        ({"time_limit": "10 minutes"}, "time_limit is '10 minutes': give seconds, HH:MM:SS"),
+        ({"time_limit": math.nan}, "time_limit is nan"),
+        ({"memory": {"zero": 1}}, "memory is {'zero': 1}: give a MemorySection"),
     ],
 )
 def test_unknown_options_are_refused(tmp_path, options, line):
     with pytest.raises(UserError, match=line):
         make(tmp_path, **options)
+
+
+def test_what_is_no_options_is_refused(tmp_path):
+    model = make_model()
+    with pytest.raises(UserError, match="options of the loop are 'abc': give LoopOptions"):
+        Loop(alone(), tmp_path, model, sgd(model.parameters()), "abc")
+
+
+def test_a_time_limit_may_be_a_text_as_in_a_configuration(tmp_path):
+    with pytest.raises(UserError, match=r"time_limit \(1 s\) is over before the first step"):
+        train(*make(tmp_path, time_limit="1s"))
+    train(*make(tmp_path, time_limit="1000h"))
 
 
 @pytest.mark.parametrize("given", [{"epochs": -1}, {"batch": 0}, {"batch": 8.0}], ids=str)
