@@ -69,7 +69,7 @@ class Loop(Stepping):
         options: LoopOptions = DEFAULT_LOOP_OPTIONS,
     ) -> None:
         with agreed(runtime.world):
-            check_given(options)
+            check_given(directory, options)
             checks.check_savable(TrainingState(model, optimizer))  # before anything is sent
         super().__init__(runtime, optimizer, options)
         group, gradients = self.group, options.gradients

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
+from os import PathLike
 from typing import Any, Literal, get_args
 
 from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
@@ -190,12 +191,16 @@ class LoopOptions:
 DEFAULT_LOOP_OPTIONS = LoopOptions()
 
 
-def check_given(options: Any) -> None:
-    """Check what a loop was given as its options.
+def check_given(directory: Any, options: Any) -> None:
+    """Check what a loop was given as its directory and its options.
 
     Raises:
-        HpcTrainError: it is no LoopOptions, or `LoopOptions.check` refuses it.
+        HpcTrainError: they are of another type, or empty, or `LoopOptions.check` refuses them.
     """
+    if not isinstance(directory, (str, PathLike)) or not str(directory):
+        raise UserError(
+            f"the directory of the loop is {directory!r}", "give a path; . is the current folder"
+        )
     if not isinstance(options, LoopOptions):
         raise UserError(f"the options of the loop are {options!r}", "give LoopOptions(...)")
     options.check()

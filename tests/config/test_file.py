@@ -192,6 +192,15 @@ def test_a_path_that_cannot_be_expanded_is_refused(value, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["run.dir", "data.cache", "checkpoint.resume"])
+@pytest.mark.parametrize("value", ["", "$UNFILLED"])
+def test_an_empty_path_is_not_the_current_folder(monkeypatch, key, value):
+    monkeypatch.setenv("UNFILLED", "")
+    with pytest.raises(ConfigError, match=f"{key} is empty: give a path"):
+        load(None, [f"--{key}", value])
+    assert load(None, ["--checkpoint.weights", ""]).checkpoint.weights == ""
+
+
 def test_a_variable_of_the_job_may_be_unknown_where_it_is_submitted():
     options = ["--data.path", "$NO_SUCH/data"]
     assert load(None, options, later=("data.path",)).data.path == "$NO_SUCH/data"

@@ -133,6 +133,13 @@ def test_what_is_no_options_is_refused(tmp_path):
         Loop(alone(), tmp_path, model, sgd(model.parameters()), "abc")
 
 
+@pytest.mark.parametrize("directory", ["", None])
+def test_a_loop_has_a_directory(directory):
+    model = make_model()
+    with pytest.raises(UserError, match=f"directory of the loop is {directory!r}: give a path"):
+        Loop(alone(), directory, model, sgd(model.parameters()))
+
+
 def test_a_time_limit_may_be_a_text_as_in_a_configuration(tmp_path):
     with pytest.raises(UserError, match=r"time_limit \(1 s\) is over before the first step"):
         train(*make(tmp_path, time_limit="1s"))
