@@ -55,6 +55,11 @@ def find_checkpoints(directory: Path, source: str) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
+def checkpoints_in(run: Path) -> list[Path]:
+    """The checkpoint files of a run directory, or of a `Loop`'s directory, newest first."""
+    return find_checkpoints(run / "checkpoints", "auto") or find_checkpoints(run, "auto")
+
+
 def newest(path: Path) -> Path:
     """The checkpoint file of a path: the path itself, or a run directory's last completed one.
 
@@ -69,10 +74,10 @@ def newest(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise CheckpointMismatch(f"no such checkpoint: {path}", "give a file or a run directory")
-    folder = path / "checkpoints"
-    found = find_checkpoints(folder, "auto")
+    found = checkpoints_in(path)
     if not found:
         raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
+    folder = found[0].parent
     with suppress(OSError, ValueError):
         named = folder / (folder / LATEST).read_text().strip()
         if named in found[1:]:
@@ -160,7 +165,7 @@ def listed(run: Path) -> list[Listed]:
     Raises:
         CheckpointMismatch: there are none.
     """
-    found = find_checkpoints(run / "checkpoints", "auto") or find_checkpoints(run, "auto")
+    found = checkpoints_in(run)
     if not found:
         raise CheckpointMismatch(f"{run} has no checkpoints", "give a run directory")
     return [_listed(path) for path in found]

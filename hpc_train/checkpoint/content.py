@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer, RMSprop
 
 from hpc_train.checkpoint import checks, restore, state
 from hpc_train.checkpoint.background import enough_memory
@@ -28,6 +29,12 @@ from hpc_train.mpi.group import Group
 logger = logging.getLogger(__name__)
 
 PLAIN = (bool, int, float, str, type(None))  # values that cannot change without being replaced
+SLOTS_OF_OPTIONS = (
+    ((Adam, AdamW), "amsgrad", "max_exp_avg_sq"),
+    (RMSprop, "centered", "grad_avg"),
+    (RMSprop, "momentum", "momentum_buffer"),
+)
+"""Options with which these optimizers need a further slot, made in the first step only."""
 Seen: TypeAlias = "tuple[tuple[list[Any], ...], list[Hashable]]"
 """What tells one look at a rank's tensors from another: see `Holdings._walk`."""
 
@@ -322,6 +329,8 @@ class Content:
         with agreed(self.group):
             state.put_module_extras(trained.model, saved.get("extra_state", {}), path)
         self.more.take(saved.get("more", {}))
+        with agreed(self.group):  # now the options of the optimizer's groups are restored, too
+            _check_slots_of_options(trained.optimizer, path)
         return saved
 
     def _grid(self) -> tuple[Group, Group] | tuple[()]:
@@ -346,4 +355,16 @@ class Content:
                 raise CheckpointMismatch(
                     f"{path} was made {made}, this run has {mine}",
                     f"set {key} back, or start anew in another directory",
+                )
+
+
+def _check_slots_of_options(optimizer: Optimizer, path: Path) -> None:
+    """Check that the state of a checkpoint has the slots that the optimizer's options need."""
+    for kind, option, slot in SLOTS_OF_OPTIONS:
+        for group in optimizer.param_groups if isinstance(optimizer, kind) else ():
+            states = [optimizer.state.get(parameter) for parameter in group["params"]]
+            if group.get(option) and any(state and slot not in state for state in states):
+                raise CheckpointMismatch(
+                    f"{path} was made without the optimizer's option {option}, so it has no {slot}",
+                    f"leave {option} out, or start anew in another directory",
                 )

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hpc_train.checkpoint import state
-from hpc_train.checkpoint.catalogue import find_checkpoints, newest
+from hpc_train.checkpoint.catalogue import checkpoints_in, newest
 from hpc_train.checkpoint.fileformat import (
     MAX_HEADER_BYTES,
     LocalTensor,
@@ -184,7 +184,7 @@ def _open(path: Path) -> _Source:
         elif (path / INDEX).is_file():
             names = _tree(path / INDEX).get("weight_map", {}).values()
             paths = [path / name for name in sorted(set(names))]
-        elif find_checkpoints(path / "checkpoints", "auto"):
+        elif checkpoints_in(path):
             return _checkpoint(newest(path))
         else:
             raise DataError(f"{path} has neither {ONE_FILE} nor checkpoints", GIVE)

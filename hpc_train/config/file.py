@@ -29,6 +29,8 @@ PATH_KEYS = (
     "checkpoint.weights",
 )  # fmt: skip
 """Keys whose values are paths: ~ and variables of the environment are expanded in them."""
+NEVER_EMPTY = ("run.dir", "data.cache", "checkpoint.resume")
+"""Those of them in which an empty path would be the current folder."""
 PARTS: dict[str, Any] = {"run.profile": ProfileSection}
 """Mappings inside of sections, which have keys of their own."""
 KEYS = {
@@ -166,6 +168,8 @@ def load(
         section, _, name = key.partition(".")
         if tree[section][name] is not None:
             tree[section][name] = _expanded(key, tree[section][name], later)
+        if tree[section][name] == "" and key in NEVER_EMPTY:
+            raise ConfigError(f"{key} is empty", "give a path; . is the current folder")
     return RunConfig(**{name: make(**tree[name]) for name, make in SECTIONS.items()})
 
 

@@ -24,19 +24,45 @@ def read_mapping(
         missing: what the user can do if there is no such file.
 
     Raises:
-        ConfigError: the file cannot be read, or does not hold a mapping.
+        ConfigError: the file cannot be read, has a key twice, or does not hold a mapping.
     """
     try:
-        tree = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        tree = yaml.safe_load(text)
     except FileNotFoundError:
         raise ConfigError(f"there is no {what} {path}", missing) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", f"give the path of a {what}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    _check_once(text, path)
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a {what}", "write it as key: value")
     return tree or {}
+
+
+def _check_once(text: str, path: Path) -> None:
+    """Check that YAML gives no key twice: the last one would count."""
+    names: set[str] = set()
+    seen: set[int] = set()
+    left: list[tuple[str, Any]] = [("", yaml.compose(text, yaml.SafeLoader))]
+    while left:
+        name, node = left.pop()
+        if id(node) in seen:  # an alias, perhaps within what it stands for
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += [(f"{name}[{place}]", one) for place, one in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                own = f"{name}.{key.value}" if name else str(key.value)
+                if own in names:
+                    raise ConfigError(
+                        f"{path} has the key {own} twice, again in line {key.start_mark.line + 1}",
+                        "keep one, with all that belongs to it",
+                    )
+                names.add(own)
+                left.append((own, value))
 
 
 def check_key(key: str, known: Collection[str], file: Path | None = None) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hpc_train.data.lengths import lengths_of
-from hpc_train.data.order import SampleOrder
+from hpc_train.data.order import SampleOrder, number_of_samples
 from hpc_train.data.substitutes import Substituted, Substitutes
 from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.seeds import mix
@@ -78,7 +78,7 @@ class Mixture:
                     "has no samples by number",
                     "give map-style data sets",
                 )
-            if not len(dataset):
+            if not number_of_samples(dataset):
                 raise ConfigError(f"data set {number} of a mixture has no samples", "leave it out")
         self.ends = np.cumsum([len(dataset) for dataset in self.datasets], dtype=np.int64)
 

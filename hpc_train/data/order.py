@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hpc_train.errors import ConfigError, plural
+from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.seeds import mix, scramble
 
 FEISTEL_ROUNDS = 8
@@ -62,6 +62,22 @@ def evenly(samples: int, most: int) -> range:
     """The numbers of at most `most` samples, evenly spread over all; with 0 all numbers."""
     every = range(samples)
     return every[:: samples // most][:most] if 0 < most < samples else every
+
+
+def number_of_samples(dataset: Any) -> int:
+    """The number of samples of a data set.
+
+    Raises:
+        UserError: the data set has none that `len` returns.
+    """
+    try:
+        return len(dataset)
+    except Exception as error:
+        raise UserError(
+            f"len() of the data set, of type {type(dataset).__name__}, fails "
+            f"({type(error).__name__}: {error})",
+            "give a map-style data set, which has `__len__` and `__getitem__`",
+        ) from error
 
 
 def samples_said(dataset: Any, name: str) -> int:
@@ -139,6 +155,7 @@ class SampleOrder:
 
         Raises:
             ConfigError: as `SampleOrder` raises it, or an attribute is no number of samples.
+            UserError: the data set has no number of samples.
         """
         if hasattr(dataset, "sample_order"):
             made: SampleOrder = dataset.sample_order(batch, seed=seed, shuffle=shuffle)
@@ -149,7 +166,8 @@ class SampleOrder:
             if getattr(dataset, "samples_together", None) is not None:
                 together = samples_said(dataset, "samples_together")
         every = bool(shuffle)
-        return cls(len(dataset), batch, seed=seed, shuffle=every, block=block, together=together)
+        samples = number_of_samples(dataset)
+        return cls(samples, batch, seed=seed, shuffle=every, block=block, together=together)
 
     @property
     def by_blocks(self) -> bool:

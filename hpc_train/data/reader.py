@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hpc_train.data.generators import Generator, of_gpu, of_process, own
 from hpc_train.data.mixture import Mixture, datasets_in
@@ -51,9 +51,10 @@ class Reader:
         lock: threading.RLock | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        if not (dataset is None or hasattr(dataset, "fetch") or hasattr(dataset, "__getitem__")):
+        if stream := [one for one in datasets_in(dataset) if not _is_by_number(one)]:
             raise UserError(
-                f"the data set is of type {type(dataset).__name__}, which has no samples by number",
+                f"the data set is of type {type(stream[0]).__name__}, which has no samples by "
+                "number",
                 "give a map-style data set; if you have a DataLoader, give its dataset, batch size "
                 "and collate_fn",
             )
@@ -203,6 +204,12 @@ class Reader:
         """A batch of a TensorDataset, as `default_collate` makes it, but in one piece."""
         rows = torch.as_tensor(indices)
         return [tensor[rows] for tensor in self.dataset.tensors]
+
+
+def _is_by_number(dataset: Any) -> bool:
+    # An IterableDataset has `__getitem__` of torch's Dataset, which always fails.
+    by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    return dataset is None or by_number or hasattr(dataset, "fetch")
 
 
 def _is_plain(dataset: Any) -> bool:

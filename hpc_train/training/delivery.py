@@ -339,4 +339,4 @@ class Delivery:
         if self.options.time_limit == "auto":
             end = of_job(self.group, self.options.end_margin)
             return StopRequests(end=end, file=file)
-        return StopRequests(self.options.time_limit, file=file)
+        return StopRequests(self.options.time_limit_seconds(), file=file)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.data.generators import of_gpu, of_process, seed_process
+from hpc_train.data.order import number_of_samples
 from hpc_train.data.reader import Reader
 from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.mpi.agreement import agreed, same
@@ -39,7 +40,7 @@ def evaluate(
     on that rank: the others wait in a gather, where they could not hear of it.
     """
     with agreed(group):
-        samples = len(reader.dataset)
+        samples = number_of_samples(reader.dataset)
         if samples < 1 or batch < 1:
             raise ConfigError(
                 f"loop.evaluate was given {plural(samples, 'sample')} and a batch of {batch}",

@@ -38,7 +38,7 @@ from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
 from hpc_train.training.keeping import keeping_divided
 from hpc_train.training.loop_records import LoopRecords
-from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_integer
+from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_given, check_integer
 from hpc_train.training.parts import MANY_PASSES, parts_of_loop
 from hpc_train.training.registered import Registered, Registrable
 from hpc_train.training.saving import finishing_saves
@@ -68,11 +68,11 @@ class Loop(Stepping):
         optimizer: Optimizer,
         options: LoopOptions = DEFAULT_LOOP_OPTIONS,
     ) -> None:
+        with agreed(runtime.world):
+            check_given(directory, options)
+            checks.check_savable(TrainingState(model, optimizer))  # before anything is sent
         super().__init__(runtime, optimizer, options)
         group, gradients = self.group, options.gradients
-        with agreed(group):
-            options.check()
-            checks.check_savable(TrainingState(model, optimizer))  # before anything is sent
         # These may differ, and functions cannot be compared.
         alike = replace(options, time_limit=None, prefetch=0, workers=0, counted=None)
         what = "what the loop was given (LoopOptions)"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
+from os import PathLike
 from typing import Any, Literal, get_args
 
 from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
@@ -16,7 +18,7 @@ from hpc_train.config import (
     RunConfig,
     RunSection,
 )
-from hpc_train.errors import UserError
+from hpc_train.errors import ConfigError, UserError
 from hpc_train.host.processor import Matmul
 from hpc_train.parallel.batch_norm import BatchNorm
 from hpc_train.training.sharing import check_private
@@ -57,8 +59,9 @@ class LoopOptions:
             change parameters and the optimizer's state.
         nonfinite: what happens at a checkpoint if trained parameters are infinite or not numbers:
             "stop" before it is written, or "warn".
-        time_limit: seconds after which the loop stops with a checkpoint; "auto": it stops before
-            its SLURM or PBS job ends; None: no limit.
+        time_limit: seconds after which the loop stops with a checkpoint, also as a text such as
+            "1h30m", as `run.time_limit`; "auto": it stops before its SLURM or PBS job ends; None:
+            no limit.
         end_margin: with "auto", seconds before the end of the job at which the loop has stopped, as
             `run.end_margin`; None: as many as so many ranks need.
         hang_timeout: seconds that a rank waits for another, in `epochs` or in another call of the
@@ -91,7 +94,7 @@ class LoopOptions:
     keep: int = 3
     background: bool = False
     nonfinite: Nonfinite = "stop"
-    time_limit: float | Literal["auto"] | None = "auto"
+    time_limit: float | str | None = "auto"
     end_margin: float | None = None
     hang_timeout: float = 1800.0
     hang_steps: int = 0
@@ -117,12 +120,23 @@ class LoopOptions:
         """Whether each rank has only a part of what a checkpoint saves."""
         return self.memory.stage > 0 or self.gradients.compression != "none"
 
+    def time_limit_seconds(self) -> float | None:
+        """The time limit in seconds. None if there is none, or if it is auto.
+
+        Raises:
+            ConfigError: it is a text, and not that of a time span.
+        """
+        if isinstance(self.time_limit, str):
+            return RunSection(time_limit=self.time_limit).time_limit_seconds()
+        return self.time_limit
+
     def check(self) -> None:
         """Check the value of each option, and that the options work together.
 
         Raises:
             HpcTrainError: a value is not allowed, or options exclude each other.
         """
+        self._check_types()
         if self.precision not in (None, *get_args(Precision)):
             raise UserError(
                 f"the loop's precision is {self.precision!r}",
@@ -143,8 +157,6 @@ class LoopOptions:
                 "use a Trainer, or on GPUs offload optimizer",
             )
         check_private(self.memory, "LoopOptions", private=self.private_parameters)
-        for name in ("every", "keep", "prefetch", "workers"):
-            check_integer(name, getattr(self, name), least=0)
         if self.micro_tokens is not None:
             check_integer("micro_tokens", self.micro_tokens, least=1)
         RunConfig(
@@ -157,8 +169,41 @@ class LoopOptions:
             run=RunSection(end_margin=self.end_margin),
         )
 
+    def _check_types(self) -> None:
+        for name, kind in (
+            ("gradients", GradientsSection),
+            ("memory", MemorySection),
+            ("profile", ProfileSection),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise UserError(f"{name} is {getattr(self, name)!r}", f"give a {kind.__name__}")
+        for name in ("every", "keep", "prefetch", "workers", "hang_steps"):
+            check_integer(name, getattr(self, name), least=0)
+        spans = {"time_limit": self.time_limit_seconds(), "end_margin": self.end_margin}
+        numbers = {"clip_norm": self.clip_norm, "hang_timeout": self.hang_timeout}
+        for name, value in {**numbers, **spans}.items():
+            if name in spans and value is None:
+                continue
+            if not isinstance(value, Real) or not value >= 0:
+                raise ConfigError(f"{name} is {value!r}", "give a number of 0 or more")
+
 
 DEFAULT_LOOP_OPTIONS = LoopOptions()
+
+
+def check_given(directory: Any, options: Any) -> None:
+    """Check what a loop was given as its directory and its options.
+
+    Raises:
+        HpcTrainError: they are of another type, or empty, or `LoopOptions.check` refuses them.
+    """
+    if not isinstance(directory, (str, PathLike)) or not str(directory):
+        raise UserError(
+            f"the directory of the loop is {directory!r}", "give a path; . is the current folder"
+        )
+    if not isinstance(options, LoopOptions):
+        raise UserError(f"the options of the loop are {options!r}", "give LoopOptions(...)")
+    options.check()
 
 
 def check_integer(name: str, value: Any, *, least: int) -> None:

@@ -206,6 +206,39 @@ def test_another_model_or_optimizer_is_refused_by_name(tmp_path, other, message)
         store(tmp_path, *other()).resume()
 
 
+@pytest.mark.parametrize(
+    ("kind", "option", "slot"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.RMSprop, {"centered": True}, "grad_avg"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum_buffer"),
+    ],
+)
+def test_an_option_that_needs_state_which_was_not_saved_is_refused(tmp_path, kind, option, slot):
+    model, optimizer = make(4, kind)
+    train(model, optimizer, 1)
+    store(tmp_path / "without", model, optimizer).save(1)
+    model, optimizer = make(4, kind, **option)
+    (name,) = option
+    with pytest.raises(CheckpointMismatch, match=f"option {name}, so it has no {slot}: leave"):
+        store(tmp_path / "without", model, optimizer).resume()
+    model, optimizer = make(4, kind, **option)
+    train(model, optimizer, 1)
+    store(tmp_path / "with", model, optimizer).save(1)
+    model, optimizer = make(4, kind)
+    store(tmp_path / "with", model, optimizer).resume()
+    train(model, optimizer, 1)
+
+
+def test_momentum_that_begins_later_is_not_refused(tmp_path):
+    model, optimizer = make(4, torch.optim.SGD)
+    train(model, optimizer, 1)
+    store(tmp_path, model, optimizer).save(1)
+    model, optimizer = make(4, torch.optim.SGD, momentum=0.9)
+    store(tmp_path, model, optimizer).resume()
+    train(model, optimizer, 1)
+
+
 def test_another_number_format_is_refused(tmp_path):
     store(tmp_path, *make()).save(1)
     model, _ = make()

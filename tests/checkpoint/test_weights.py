@@ -152,6 +152,12 @@ def test_a_checkpoint_tells_the_number_of_heads(tmp_path):
         start(path, gpt(1, heads=2))
 
 
+def test_the_folder_of_a_loops_checkpoints_has_weights(tmp_path):
+    path = checkpoint_of(gpt(0), tmp_path)
+    start(path.parent, model := gpt(1))
+    assert all(torch.equal(one, tensors(gpt(0))[name]) for name, one in tensors(model).items())
+
+
 def test_what_is_no_weights_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"none cannot be read \(No such file"):
         start(tmp_path / "none", gpt())

@@ -152,3 +152,11 @@ def test_mistakes_in_export_are_one_line(trained, tmp_path, options, told):
 def test_a_folder_without_checkpoints_is_one_line(tmp_path):
     for action in ("list", "verify"):
         assert "no checkpoints" in checkpoint(action, tmp_path, code=2)
+
+
+def test_the_folder_of_checkpoints_will_do_as_that_of_a_loop(trained, tmp_path):
+    run, folder = trained.root / "run", trained.root / "run" / "checkpoints"
+    assert "step-000000012.safetensors: sound" in checkpoint("verify", folder)
+    assert checkpoint("verify", folder, "--all").count("sound") == 3
+    assert checkpoint("diff", folder, run) == ""
+    checkpoint("export", folder, "--out", tmp_path / "model.pt")

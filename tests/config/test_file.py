@@ -125,6 +125,15 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ("run: 5", "run is 5: write its keys below it, such as dir:"),
         ("[1, 2]", "is not a configuration"),
         ("a: [", "is not YAML"),
+        (
+            "run: {dir: a}\nmodel: {}\nrun: {steps: 3}",
+            "has the key run twice, again in line 3: keep",
+        ),
+        ("run: {steps: 3, dir: a, steps: 4}", "has the key run.steps twice, again in line 1"),
+        (
+            "data:\n path:\n - path: a\n   path: b",
+            "the key data.path[0].path twice, again in line 4",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_what_is_right(tmp_path, text, message):
@@ -133,6 +142,14 @@ def test_a_mistake_is_named_with_what_is_right(tmp_path, text, message):
     assert message in str(caught.value)
     if "unknown key" in message:
         assert str(tmp_path) in str(caught.value), "the file is named"
+
+
+def test_a_key_that_an_alias_brings_again_is_not_there_twice(tmp_path):
+    text = "data: {path: [&one {path: a}, *one]}\n"
+    with pytest.raises(ConfigError, match="data.path has a twice in its list"):
+        load(write(tmp_path, text))
+    with pytest.raises(ConfigError, match="unknown key"):
+        load(write(tmp_path, "a: &a {b: *a}"))
 
 
 def test_an_unknown_value_is_refused_with_the_allowed_ones():
@@ -190,6 +207,15 @@ def test_a_path_that_cannot_be_expanded_is_refused(value, message):
         load(None, [f"--run.dir={value}"])
     assert "run.dir is" in str(caught.value)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.cache", "checkpoint.resume"])
+@pytest.mark.parametrize("value", ["", "$UNFILLED"])
+def test_an_empty_path_is_not_the_current_folder(monkeypatch, key, value):
+    monkeypatch.setenv("UNFILLED", "")
+    with pytest.raises(ConfigError, match=f"{key} is empty: give a path"):
+        load(None, [f"--{key}", value])
+    assert load(None, ["--checkpoint.weights", ""]).checkpoint.weights == ""
 
 
 def test_a_variable_of_the_job_may_be_unknown_where_it_is_submitted():

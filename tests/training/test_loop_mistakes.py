@@ -9,9 +9,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hpc_train import run
+from hpc_train.data.mixture import Mixture
 from hpc_train.errors import CheckpointMismatch, ConfigError, Stopped, UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
@@ -111,11 +112,38 @@ def test_a_closed_loop_is_not_used(tmp_path, use):
         ({"matmul": "fast"}, "matmul is 'fast'"),
         ({"every": -3}, "every is -3"),
         ({"keep": -2}, "keep is -2"),
+        ({"hang_steps": 1.5}, "hang_steps is 1.5: give an integer of 0 or more"),
+        ({"hang_timeout": "1h"}, "hang_timeout is '1h': give a number of 0 or more"),
+        ({"hang_timeout": None}, "hang_timeout is None"),
+        ({"end_margin": "10"}, "end_margin is '10'"),
+        ({"clip_norm": "1"}, "clip_norm is '1'"),
+        ({"time_limit": "10 minutes"}, "time_limit is '10 minutes': give seconds, HH:MM:SS"),
+        ({"time_limit": math.nan}, "time_limit is nan"),
+        ({"memory": {"zero": 1}}, "memory is {'zero': 1}: give a MemorySection"),
     ],
 )
 def test_unknown_options_are_refused(tmp_path, options, line):
     with pytest.raises(UserError, match=line):
         make(tmp_path, **options)
+
+
+def test_what_is_no_options_is_refused(tmp_path):
+    model = make_model()
+    with pytest.raises(UserError, match="options of the loop are 'abc': give LoopOptions"):
+        Loop(alone(), tmp_path, model, sgd(model.parameters()), "abc")
+
+
+@pytest.mark.parametrize("directory", ["", None])
+def test_a_loop_has_a_directory(directory):
+    model = make_model()
+    with pytest.raises(UserError, match=f"directory of the loop is {directory!r}: give a path"):
+        Loop(alone(), directory, model, sgd(model.parameters()))
+
+
+def test_a_time_limit_may_be_a_text_as_in_a_configuration(tmp_path):
+    with pytest.raises(UserError, match=r"time_limit \(1 s\) is over before the first step"):
+        train(*make(tmp_path, time_limit="1s"))
+    train(*make(tmp_path, time_limit="1000h"))
 
 
 @pytest.mark.parametrize("given", [{"epochs": -1}, {"batch": 0}, {"batch": 8.0}], ids=str)
@@ -130,6 +158,41 @@ def test_a_data_loader_is_no_data_set(tmp_path):
     _, _, loop = make(tmp_path)
     with pytest.raises(UserError, match="of type DataLoader, which has no samples by number"):
         loop.epochs(DataLoader(data()), batch=BATCH, epochs=1)
+
+
+class Stream(IterableDataset):
+    """Has samples in a row, and tells how many."""
+
+    def __iter__(self):
+        return iter(data())
+
+    def __len__(self):
+        return len(data())
+
+
+@pytest.mark.parametrize("made", [Stream, lambda: Mixture([(Stream(), 1)])])
+def test_an_iterable_data_set_is_no_data_set(tmp_path, made):
+    _, _, loop = make(tmp_path)
+    with pytest.raises(UserError, match="of type Stream, which has no samples by number: give a"):
+        loop.epochs(made(), batch=BATCH, epochs=1)
+
+
+class Unmeasured:
+    """Has samples by number, and does not tell how many."""
+
+    def __getitem__(self, place):
+        return data()[place]
+
+
+@pytest.mark.parametrize("told", [None, lambda self: 1.5, lambda self: -1, lambda self: 1 // 0])
+def test_a_data_set_without_a_number_of_samples_is_refused(tmp_path, told):
+    _, _, loop = make(tmp_path)
+    dataset = type("Rows", (Unmeasured,), {"__len__": told} if told else {})()
+    line = r"len\(\) of the data set, of type Rows, fails \(.*\): give a map-style data set"
+    with pytest.raises(UserError, match=line):
+        next(iter(loop.epochs(dataset, batch=BATCH, epochs=1)))
+    with pytest.raises(UserError, match=line):
+        loop.evaluate(dataset, lambda batch: batch[1])
 
 
 def test_another_thing_under_a_name_is_refused(tmp_path):
