@@ -341,7 +341,7 @@ class Loop(Stepping):
         """
         self._check_open()
         with self._watched():
-            with agreed(self.group):
+            with agreed(self.group, "loop.register"):
                 if self._begun:
                     raise UserError(
                         f"loop.register({name!r}, ...) was called after loop.epochs",
@@ -422,7 +422,7 @@ class Loop(Stepping):
         self._check_open()
         with self._watched():
             self._settle()
-            with agreed(self._calls):
+            with agreed(self._calls, "loop.evaluate"):
                 reader = Reader(dataset, self._reading, collate_fn)
             with self._unlimited():
                 models, alike = self._in_one_state(), self.options.memory.zero == 3
