@@ -4,10 +4,10 @@ A checkpoint must be able to hold all of a model and its optimizer. That is chec
 begins, once more after the first step, since optimizers make their state in it, and before each
 save. What is found then would otherwise be found hours later.
 
-The ranks of all replicas that should hold the same bits must hold them. A processor that computes
-wrongly now and then, or memory that loses a bit, shows nowhere: training goes on, and the next
-checkpoint keeps what is wrong. Comparing hashes finds it. Before each checkpoint a sample is
-compared; after enough checkpoints all bytes have been.
+The ranks of all replicas that should hold the same bits must hold them. A program that writes to
+parameters on one rank, a processor that computes wrongly now and then, or memory that loses a bit
+shows nowhere: training goes on, and the next checkpoint keeps what is wrong. Comparing hashes finds
+it. Before each checkpoint a sample is compared; after enough checkpoints all bytes have been.
 
 Trained parameters must be finite.
 """
@@ -247,17 +247,22 @@ def _divergence(
 def _divergence_error(
     name: str, values: tuple[bytes, ...], ranks: list[tuple[int, str]]
 ) -> DivergenceError:
+    several = len({host for _, host in ranks}) > 1
+    remedy = (
+        "take the same learning rate on all ranks, and write parameters and gradients on all "
+        "alike; if the program does so, start again from the last checkpoint"
+    )
     (usual, count), *_ = Counter(values).most_common()
     if 2 * count > len(values):
         odd = [f"rank {r} ({h})" for (r, h), v in zip(ranks, values, strict=True) if v != usual]
         return DivergenceError(
             f"{name} of {', '.join(odd)} is not what the other {count} replicas have",
-            "start again from the last checkpoint, without that host if it happens again",
+            f"{remedy}, without that host if it happens again" if several else remedy,
         )
     both = ", ".join(f"rank {rank} ({host})" for rank, host in ranks)
     return DivergenceError(
         f"{name} differs between {both}, which should have the same",
-        "start again from the last checkpoint; one of these hosts computes wrongly",
+        f"{remedy}; then one of these hosts computes wrongly" if several else remedy,
     )
 
 

@@ -157,7 +157,8 @@ def average_gradients(
         SetupError: the engine is horovod, and Horovod is missing or does not load.
     """
     given = group
-    levels = given if isinstance(given, Levels) else Levels.of(given)
+    # Its own communicator outlives the job: a later one in this process may take the parameters.
+    levels = given if isinstance(given, Levels) else Levels.of(given.duplicate())
     group = levels.whole
     if options.reduction == "adasum" and options.engine != "horovod":
         raise UserError("reduction adasum needs engine horovod", 'give engine="horovod" as well')
@@ -194,7 +195,7 @@ def average_gradients(
         _fill_rest(model, averager, options, levels)
         forget_recipes(model)
     if levels is not given:
-        averager.at_close.append(levels.close)
+        averager.at_close += [levels.close, levels.whole.close]
     return averager
 
 

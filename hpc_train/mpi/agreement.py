@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from hpc_train.errors import HpcTrainError, RankError, UserError
-from hpc_train.mpi.group import Group
+from hpc_train.mpi.group import AGREEMENT, Group
 
 T = TypeVar("T")
 NAP = 5e-3  # seconds between two looks of a rank that sleeps while others are measured
@@ -26,10 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def agreed(group: Group) -> Iterator[None]:
+def agreed(group: Group, what: str = AGREEMENT) -> Iterator[None]:
     """Run a block that may fail on some ranks; all ranks of the group fail or none does.
 
     Collective. The block itself must not call a collective.
+
+    Args:
+        group: the ranks that agree.
+        what: names the agreement, for the message if a rank does not come.
 
     Raises:
         HpcTrainError: the failing rank's error, of the same class on every rank, naming the rank
@@ -41,12 +45,10 @@ def agreed(group: Group) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001  # the other ranks must hear of any error
         failure = error
-    settle(group, failure)
+    settle(group, failure, what=what)
 
 
-def settle(
-    group: Group, failure: Exception | None, number: int = 0, what: str = "an agreement"
-) -> int:
+def settle(group: Group, failure: Exception | None, number: int = 0, what: str = AGREEMENT) -> int:
     """Raise an error on all ranks if any rank brings a failure. Collective: one small Allreduce.
 
     Args:

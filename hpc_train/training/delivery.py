@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -16,10 +16,11 @@ from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import Stopped, UserError
+from hpc_train.errors import HpcTrainError, Stopped, UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
+from hpc_train.job.leaving import leave_together
 from hpc_train.job.preemption import StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.launch.protocol import STOP
@@ -48,7 +49,8 @@ def _raise_at_end(error: Exception, failed: bool) -> None:
 class Delivery:
     """Delivers the batches of a loop, counts the steps that are taken, and ends the loop.
 
-    A subclass sets `checkpoints`, `averager` and `registered`.
+    A subclass sets `checkpoints`, `averager` and `registered`. Collective to make: it first ends
+    the loops of the job that were left, as the end of the program would.
 
     Args:
         runtime: the runtime of the job.
@@ -70,6 +72,8 @@ class Delivery:
         self._scales: list[float] = []  # the scales of torch's GradScalers before that batch
         self._computing = False  # a batch was given, and the ranks have not met since then
         self._in_step = self._is_left = self._failed = self._looked = self._closed = False
+        self._to_close = False  # an error has left the `with` block, perhaps on this rank alone
+        self._is_replaced = False  # another loop averages the optimizer's gradients now
         self.accumulate = 1
         """The number of micro-batches, and so of backward passes, in the step."""
         self._weight = 1.0  # of the loss of the micro-batch that was given last
@@ -83,6 +87,10 @@ class Delivery:
         self.saving = Saving(options.every, background=options.background)
         self._hooks: list[RemovableHandle | Gate] = []
         self._watchdog: Watchdog | None = None
+        for function in [*runtime.at_end]:
+            other = getattr(function, "__self__", None)
+            if isinstance(other, Delivery) and other._is_left:
+                other._end_left()
 
     def _delivered(
         self, batches: Iterator[Any], order: SampleOrder, last: int
@@ -192,6 +200,7 @@ class Delivery:
         """Meet the other ranks after a step. If one averages instead, all raise. Collective."""
         if self._computing:
             self._computing = False
+            self._check_not_replaced()
             self.averager.leave_step()
         # A step that torch's GradScaler has skipped counts as taken, too.
         if self._scales != self.registered.scales:
@@ -234,7 +243,8 @@ class Delivery:
         self._in_step, self._taken = False, self._given
 
     def _unhook(self) -> None:
-        """Remove the hooks from the optimizer, and the gates from the model."""
+        """Remove the hooks and gates, because the averager is closed."""
+        self._is_replaced = True
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -254,6 +264,8 @@ class Delivery:
 
     def _leave(self, stop: StopRequests) -> None:
         """Save the last step if all ranks have left the loop; otherwise all raise. Collective."""
+        if self._is_replaced:
+            return  # the parameters are another loop's
         self._leave_step()
         stop.leave(self.group)
         what = "the step in which the loop was left"
@@ -264,7 +276,10 @@ class Delivery:
     def _at_end(self, failed: bool) -> None:
         """End the loop with the program, and save the last step unless that failed. Collective."""
         self._failed = failed
-        self._end()
+        if failed:
+            self._end()
+        else:
+            self._end_left()
 
     def _dropped(self, running: object) -> None:
         """End the loop when nobody refers to the iterator from `epochs` any more.
@@ -321,6 +336,44 @@ class Delivery:
         """Refuse a call after `close`."""
         if self._closed:
             raise UserError("the loop is closed", "make another loop, or close this one later")
+
+    def _check_not_replaced(self) -> None:
+        """Refuse a step once another loop has taken the parameters."""
+        if self._is_replaced:
+            raise UserError(
+                "another loop was made for this one's parameters, and averages their gradients",
+                "iterate over the loop that was made last, or close this one before you make it",
+            )
+
+    def close(self) -> None:
+        """Release what the loop holds. Collective."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if leave_together(self.group, error):
+            self._failed |= isinstance(error, HpcTrainError)
+            self.close()
+            return
+        # The other ranks may not come here. All come where the next loop is made.
+        self._is_left = self._to_close = True
+        if self._at_end not in self._runtime.at_end:
+            self._runtime.at_end.append(self._at_end)
+
+    def _end_left(self) -> None:
+        """End a loop that was left, and close it if an error has left its block. Collective."""
+        with suppress(ValueError):
+            self._runtime.at_end.remove(self._at_end)
+        if not self._to_close:
+            self._end()
+            return
+        with self:  # after an error of all ranks, the others close it in their own block's end
+            self._end()
+            self._failed = True  # so nothing is gathered: the ranks may be in different layers
 
     def _settle(self) -> None:
         """End a loop that was left before this call. Collective."""

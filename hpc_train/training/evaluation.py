@@ -39,7 +39,7 @@ def evaluate(
     because they gather parameters together in it. Then an error of one rank alone ends the program
     on that rank: the others wait in a gather, where they could not hear of it.
     """
-    with agreed(group):
+    with agreed(group, "loop.evaluate"):
         samples = number_of_samples(reader.dataset)
         if samples < 1 or batch < 1:
             raise ConfigError(

@@ -24,7 +24,7 @@ from hpc_train.data.reader import Reader
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import LossScaler, average_gradients
 from hpc_train.job.heartbeat import Heartbeat
-from hpc_train.job.leaving import Held, leave_together
+from hpc_train.job.leaving import Held
 from hpc_train.job.reporting import reporting
 from hpc_train.job.run_directory import check_not_ended, claimed_by_job
 from hpc_train.mpi.agreement import agreed, same
@@ -184,6 +184,7 @@ class Loop(Stepping):
                 with a checkpoint.
         """
         self._check_open()
+        self._check_not_replaced()
         self._end()
         self._begun = True
         with agreed(self.group):
@@ -319,16 +320,6 @@ class Loop(Stepping):
             self._watchdog.close()
         self._forget_watchdog()
 
-    def __enter__(self) -> Loop:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if leave_together(self.group, error):
-            self._failed = error is not None
-            self.close()
-
     def register(self, name: str, thing: Registrable) -> None:
         """Let checkpoints hold an object's state, and `epochs` restore it. Collective.
 
@@ -350,7 +341,7 @@ class Loop(Stepping):
         """
         self._check_open()
         with self._watched():
-            with agreed(self.group):
+            with agreed(self.group, "loop.register"):
                 if self._begun:
                     raise UserError(
                         f"loop.register({name!r}, ...) was called after loop.epochs",
@@ -431,7 +422,7 @@ class Loop(Stepping):
         self._check_open()
         with self._watched():
             self._settle()
-            with agreed(self._calls):
+            with agreed(self._calls, "loop.evaluate"):
                 reader = Reader(dataset, self._reading, collate_fn)
             with self._unlimited():
                 models, alike = self._in_one_state(), self.options.memory.zero == 3

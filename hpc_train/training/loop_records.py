@@ -90,7 +90,7 @@ class LoopRecords:
             UserError: a name or a value is wrong, the ranks have different names, or the step has a
                 record; on all ranks.
         """
-        with agreed(calls):
+        with agreed(calls, "loop.record"):
             mine = self._checked(step, values)
         same(
             calls, "the names that loop.record was given", repr([*mine]), "give all ranks the same"

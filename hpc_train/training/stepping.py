@@ -61,6 +61,7 @@ class Stepping(Delivery):
             HpcTrainError: the gradients of 100 steps in a row were not finite.
         """
         self._check_open()
+        self._check_not_replaced()
         self._settle()
         self._check_due("loop.step()")
         if self.scaler is None:

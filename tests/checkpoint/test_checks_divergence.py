@@ -65,6 +65,15 @@ def test_of_two_replicas_that_differ_both_are_named(job, together):
     pair.close()
 
 
+@pytest.mark.parametrize("values", ["aab", "ab"])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_program_is_named_first_and_hosts_only_if_there_are_several(values, hosts):
+    ranks = [(rank, f"node{rank % hosts}") for rank in range(len(values))]
+    error = checks._divergence_error("weight", tuple(map(str.encode, values)), ranks)
+    assert error.remedy.startswith("take the same learning rate on all ranks, and write ")
+    assert ("host" in error.remedy) == (hosts > 1)
+
+
 @pytest.mark.mpi(min_size=4)
 def test_what_is_not_in_a_sample_is_in_a_later_one(job, together, monkeypatch):
     monkeypatch.setattr(checks, "COMPARED_BYTES", 256)

@@ -193,3 +193,17 @@ def test_gradients_are_views_of_the_buckets_after_averaging(job):
         flats = {flat.untyped_storage().data_ptr() for flat in averager.sums.flats}
         assert {p.grad.untyped_storage().data_ptr() for p in model.parameters()} == flats
     averager.close()
+
+
+def test_parameters_of_a_job_that_has_ended_are_taken_over(job):
+    group = job.world.duplicate()  # as a job of its own, which `hpc_train.run` ends
+    model = nn.Linear(2, 2).double()
+    optimizer = torch.optim.SGD(model.parameters())
+    average_gradients(model, optimizer, group, AveragingOptions(engine="mpi"))
+    group.close()
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions(engine="mpi"))
+    model(torch.full((1, 2), float(job.world.rank)).double()).sum().backward()
+    averager.average()
+    mean = (job.world.size - 1) / 2
+    assert model.weight.grad.tolist() == [[mean, mean]] * 2
+    averager.close()

@@ -93,6 +93,58 @@ def test_a_rank_that_exits_alone_is_named(leave):
     )
 
 
+RETRY = """
+import sys
+
+import torch
+from torch.utils.data import TensorDataset
+
+import hpc_train
+
+folder, where = sys.argv[1:]
+
+
+def main(runtime):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
+    for attempt in range(2):
+        try:
+            with hpc_train.Loop(runtime, folder, model, optimizer) as loop:
+                for epoch, batches in loop.epochs(data, batch=4, epochs=3):
+                    for inputs, targets in batches:
+                        odd = runtime.world.rank == 1 and loop.step_number == 3 and not attempt
+                        if odd and where == "before":
+                            raise KeyError("what the user did")
+                        optimizer.zero_grad()
+                        (model(inputs) - targets).square().mean().backward()
+                        loop.step()
+                        if odd:
+                            raise KeyError("what the user did")
+        except KeyError:
+            continue
+
+
+raise SystemExit(hpc_train.run(main))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("before", "averages gradients, rank 1 ({}) has left the step"),
+        ("after", "rank 1 ({}) left the loop before its end, but the other ranks did not"),
+    ],
+)
+def test_a_rank_that_fails_alone_and_tries_again_ends_all_with_one_line(tmp_path, where, text):
+    script = tmp_path / "script.py"
+    script.write_text(RETRY)
+    words = python(str(script), str(tmp_path / "run"), where)
+    done = run("mpirun", "-np", "2", *words, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert text.format(HOST) in only_line(done.stderr)
+
+
 GATHERED = """
 import sys
 

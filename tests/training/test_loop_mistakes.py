@@ -307,3 +307,47 @@ def test_a_state_that_a_thing_does_not_take_is_told_by_its_name(tmp_path):
                 train(model, optimizer, loop)
     with pytest.raises(CheckpointMismatch, match="'choosy'.* does not take .*KeyError: 'another'"):
         train(model, optimizer, loop, epochs=3)
+
+
+def fail_once(runtime, folder, model, optimizer):
+    """Train; all ranks fail after step 3 and catch the error, inside of the loop's block."""
+    with suppress(KeyError), Loop(runtime, folder, model, optimizer) as loop:
+        epochs = loop.epochs(data(), batch=BATCH, epochs=1)  # outlives the block
+        for _, batches in epochs:
+            for inputs, targets in batches:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+                if loop.step_number == 4:
+                    raise KeyError("what the user did")
+                optimizer.step()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_second_loop_after_an_error_that_all_ranks_catch(job, together, anew):
+    before = [*job.at_end]
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    fail_once(job, together / "failed", model, optimizer)
+    if anew:
+        model = make_model()
+        optimizer = sgd(model.parameters())
+    with Loop(job, together / "failed", model, optimizer) as loop:
+        saved = sorted(path.name for path in (together / "failed").glob("*.safetensors"))
+        train(model, optimizer, loop)
+    left = [*job.at_end]
+    expected = make_model()
+    stepper = sgd(expected.parameters())
+    with Loop(job, together / "not", expected, stepper) as loop:
+        train(expected, stepper, loop)
+    assert saved == ["step-000000003.safetensors"]
+    assert left == before
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_loop_whose_optimizer_another_loop_has_takes_no_steps(tmp_path):
+    model, optimizer, loop = make(tmp_path / "one")
+    Loop(alone(), tmp_path / "two", model, optimizer)
+    with pytest.raises(UserError, match="another loop was made for this one's parameters"):
+        train(model, optimizer, loop)

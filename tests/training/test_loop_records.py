@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.errors import Stopped, UserError
 from hpc_train.monitoring.energy_sources import FoundEnergy
+from hpc_train.mpi.watch import Watch
 from hpc_train.training import costs
 from hpc_train.training.loop import Loop
 from hpc_train.training.options import LoopOptions
@@ -169,3 +170,35 @@ def test_a_step_has_one_record_and_there_is_none_outside_of_the_loop(job, togeth
     with pytest.raises(UserError, match="called twice in step 1"):
         loop.record(loss=1.0)
     running.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_call_that_other_ranks_do_not_make_is_named_in_the_wait_for_them(
+    job, together, monkeypatch
+):
+    waits, name = [], Watch.__call__
+    monkeypatch.setattr(
+        Watch, "__call__", lambda self, what: waits.append(what) or name(self, what)
+    )
+    found = {}
+    loop, model, optimizer = made(job, together)
+    data = TensorDataset(torch.ones(BATCH, 2).double())
+    calls = {
+        "loop.record": lambda: loop.record(one=1.0),
+        "loop.mean": lambda: loop.mean(1.0),
+        "loop.evaluate": lambda: loop.evaluate(data, lambda batch: model(batch[0])[:, 0]),
+    }
+    with loop:
+        waits.clear()
+        loop.register("rate", torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        found["loop.register"] = waits[0]
+        for _, batches in loop.epochs(data, batch=BATCH, epochs=1):
+            for (inputs,) in batches:
+                for call, make in calls.items():
+                    waits.clear()
+                    make()
+                    found[call] = waits[0]
+                model(inputs).sum().backward()
+                optimizer.step()
+    assert found == {call: call for call in found}
+    assert {*calls} < {*found}
