@@ -22,6 +22,7 @@ T = TypeVar("T")
 # For messages: "rank 3 has waited 60 s for ..."
 AGREEMENT = "an agreement"
 GATHER = "a value from each rank"
+MEETING = 32_000  # tag of messages, in the range that every MPI has
 
 
 @dataclass(frozen=True)
@@ -195,13 +196,20 @@ class Group:
         """Wait for all ranks without keeping a core from them, if ranks share cores. Collective.
 
         MPI only yields the core while it waits. Many schedulers give it back at once, though the
-        rank that is waited for needs it.
+        rank that is waited for needs it. The barrier is Hensgen, Finkel and Manber, "Two algorithms
+        for barrier synchronization" (1988). It is none of MPI's, because one of those would match
+        that of a rank which has failed (`all_arrive`).
         """
         if self.comm is None or not self.waiting.polite:
             return
-        everyone, idle = self.comm.Ibarrier(), Idle(polite=True)
-        while not everyone.Test():
-            idle.pause()
+        idle, distance = Idle(polite=True), 1
+        while distance < self.size:
+            before, after = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            come = self.comm.Irecv(bytearray(1), source=before, tag=MEETING)
+            told = self.comm.Isend(bytes(1), dest=after, tag=MEETING)
+            while not (come.Test() and told.Test()):
+                idle.pause()
+            distance *= 2
 
     def link(self) -> LinkKind:
         """Whether the group's ranks communicate inside of one host or across hosts. Collective."""

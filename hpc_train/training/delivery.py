@@ -49,8 +49,7 @@ def _raise_at_end(error: Exception, failed: bool) -> None:
 class Delivery:
     """Delivers the batches of a loop, counts the steps that are taken, and ends the loop.
 
-    A subclass sets `checkpoints`, `averager` and `registered`. Collective to make: it first ends
-    the loops of the job that were left, as the end of the program would.
+    A subclass sets `checkpoints`, `averager` and `registered`.
 
     Args:
         runtime: the runtime of the job.
@@ -87,10 +86,6 @@ class Delivery:
         self.saving = Saving(options.every, background=options.background)
         self._hooks: list[RemovableHandle | Gate] = []
         self._watchdog: Watchdog | None = None
-        for function in [*runtime.at_end]:
-            other = getattr(function, "__self__", None)
-            if isinstance(other, Delivery) and other._is_left:
-                other._end_left()
 
     def _delivered(
         self, batches: Iterator[Any], order: SampleOrder, last: int
@@ -363,6 +358,14 @@ class Delivery:
         self._is_left = self._to_close = True
         if self._at_end not in self._runtime.at_end:
             self._runtime.at_end.append(self._at_end)
+
+    @staticmethod
+    def end_left_loops(runtime: Runtime) -> None:
+        """End the loops of a job that were left, as the end of the program would. Collective."""
+        for function in [*runtime.at_end]:
+            other = getattr(function, "__self__", None)
+            if isinstance(other, Delivery) and other._is_left:
+                other._end_left()
 
     def _end_left(self) -> None:
         """End a loop that was left, and close it if an error has left its block. Collective."""

@@ -68,6 +68,7 @@ class Loop(Stepping):
         optimizer: Optimizer,
         options: LoopOptions = DEFAULT_LOOP_OPTIONS,
     ) -> None:
+        self.end_left_loops(runtime)  # before any other call of all ranks
         with agreed(runtime.world):
             check_given(directory, options)
             checks.check_savable(TrainingState(model, optimizer))  # before anything is sent
