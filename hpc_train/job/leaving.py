@@ -12,6 +12,10 @@ from hpc_train.mpi.watchdog import named
 T = TypeVar("T")
 
 
+class LeftBySome(UserError):
+    """Some ranks have left a loop and others have not; raised on all ranks."""
+
+
 class Held(Iterator[T]):
     """An iterator that calls a function once nobody refers to it any more.
 
@@ -43,13 +47,13 @@ def check_left_by_all(group: Group, *, left: bool) -> None:
     """Raise an error unless all ranks have left the loop. Collective, once one rank has left it.
 
     Raises:
-        UserError: some ranks have left it and others have not; raised on all ranks.
+        LeftBySome: some ranks have left it and others have not; raised on all ranks.
     """
     found = group.gathered((left, group.host), "who has left the loop")
     ranks = [rank for rank, (gone, _) in enumerate(found) if gone]
     if len(ranks) == group.size:
         return
-    error = UserError(
+    error = LeftBySome(
         f"{named(ranks, [host for _, host in found])} left the loop before its end, but the "
         "other ranks did not",
         "let all ranks leave it, or call loop.stop() on any rank",

@@ -20,7 +20,7 @@ from hpc_train.errors import HpcTrainError, Stopped, UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
-from hpc_train.job.leaving import leave_together
+from hpc_train.job.leaving import LeftBySome, leave_together
 from hpc_train.job.preemption import StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.launch.protocol import STOP
@@ -73,13 +73,12 @@ class Delivery:
         self._in_step = self._is_left = self._failed = self._looked = self._closed = False
         self._to_close = False  # an error has left the `with` block, perhaps on this rank alone
         self._is_replaced = False  # another loop averages the optimizer's gradients now
+        self._is_over = False  # all ranks know that some of them have left it
         self.accumulate = 1
         """The number of micro-batches, and so of backward passes, in the step."""
         self._weight = 1.0  # of the loss of the micro-batch that was given last
-        self._asked, self._weighed = (
-            False,
-            0,
-        )  # whether it was asked for, and of how many in the step
+        self._asked = False  # whether it was asked for
+        self._weighed = 0  # number of losses in the step whose weight was asked for
         self.step_due = True
         """Whether the step is to be taken now: the batch that was given last is the step's last."""
         self.options = options
@@ -144,6 +143,9 @@ class Delivery:
         )
         try:
             yield from self._seeded(loader, stop, seed, records, profiler)
+        except LeftBySome:
+            self._is_over = True
+            raise
         except Stopped as stopped:  # the exit code must say so even if the program catches it
             records.report.ending = ("stopped", stopped.reason)
             self._runtime.at_end.append(partial(_raise_at_end, stopped))
@@ -247,7 +249,7 @@ class Delivery:
     @contextmanager
     def _until_end(self) -> Iterator[None]:
         """Let the end of the program end this loop if the user has left it open."""
-        self._in_step = False
+        self._in_step = self._is_over = False
         self._runtime.at_end.append(self._at_end)
         try:
             yield
@@ -259,8 +261,8 @@ class Delivery:
 
     def _leave(self, stop: StopRequests) -> None:
         """Save the last step if all ranks have left the loop; otherwise all raise. Collective."""
-        if self._is_replaced:
-            return  # the parameters are another loop's
+        if self._is_replaced or self._is_over:  # the parameters are another loop's, or nobody waits
+            return
         self._leave_step()
         stop.leave(self.group)
         what = "the step in which the loop was left"
