@@ -16,7 +16,7 @@ from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import HpcTrainError, Stopped, UserError
+from hpc_train.errors import ClaimError, HpcTrainError, Stopped, UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
@@ -367,7 +367,10 @@ class Delivery:
         for function in [*runtime.at_end]:
             other = getattr(function, "__self__", None)
             if isinstance(other, Delivery) and other._is_left:
-                other._end_left()
+                try:
+                    other._end_left()
+                except ClaimError as error:  # of all ranks: its directory is another loop's
+                    logger.warning("%s", error)
 
     def _end_left(self) -> None:
         """End a loop that was left, and close it if an error has left its block. Collective."""
