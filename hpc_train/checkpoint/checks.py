@@ -248,21 +248,22 @@ def _divergence_error(
     name: str, values: tuple[bytes, ...], ranks: list[tuple[int, str]]
 ) -> DivergenceError:
     several = len({host for _, host in ranks}) > 1
+    again = "start again from the last checkpoint"
     remedy = (
         "take the same learning rate on all ranks, and write parameters and gradients on all "
-        "alike; if the program does so, start again from the last checkpoint"
+        "alike; if the program does that, "
     )
     (usual, count), *_ = Counter(values).most_common()
     if 2 * count > len(values):
         odd = [f"rank {r} ({h})" for (r, h), v in zip(ranks, values, strict=True) if v != usual]
         return DivergenceError(
             f"{name} of {', '.join(odd)} is not what the other {count} replicas have",
-            f"{remedy}, without that host if it happens again" if several else remedy,
+            remedy + again + (", without that host if it happens again" if several else ""),
         )
     both = ", ".join(f"rank {rank} ({host})" for rank, host in ranks)
     return DivergenceError(
         f"{name} differs between {both}, which should have the same",
-        f"{remedy}; then one of these hosts computes wrongly" if several else remedy,
+        remedy + ("one of these hosts computes wrongly: " if several else "") + again,
     )
 
 

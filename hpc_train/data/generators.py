@@ -65,8 +65,8 @@ def own(holder: Any) -> list[Generator]:
 def seed_process(number: int) -> None:
     """Seed the generators of the process: torch's on the CPU and on all GPUs, NumPy's and Python's.
 
-    `torch.manual_seed` would write down its caller's stack for each kind of GPU that torch knows,
-    also where there is none. In a small step of a loop of one's own that is a tenth of the time.
+    `torch.manual_seed` writes down its caller's stack for each kind of GPU that torch knows, also
+    where there is none. That is slow beside a small step (`benchmarks.own_loop`).
     """
     torch.default_generator.manual_seed(number)
     for seed in _seeds_of_gpus():

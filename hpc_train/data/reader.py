@@ -33,7 +33,7 @@ class Reader:
     Args:
         dataset: either has `dataset.fetch(indices)`, which returns a batch, or is a map-style data
             set of torch. Then `dataset[i]` returns a sample, and torch's `default_collate` makes
-            the batch. `dataset.__getitems__(indices)`, if there is one, returns a list of samples.
+            the batch. A method `__getitems__` of its class returns a list of samples.
         lock: held while the reader reads. Readers whose data sets share state share a lock.
         collate_fn: makes a batch of a list of samples, in place of `default_collate`.
 
@@ -41,8 +41,8 @@ class Reader:
         UserError: the data set has no samples by number, or has `fetch` and a collate_fn was given.
 
     The attribute `place` says what was read last, for messages. `drawn` has the names of the
-    generators that the data set was seen to draw from. `may_draw` is False only if the data set
-    draws no random numbers for sure.
+    generators that the data set was seen to draw from. `may_draw` is False only if the data set is
+    known to draw no random numbers.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Reader:
         self.lock = lock or threading.RLock()
         self.place = "a batch"
         self.drawn: set[str] = set()
+        self._gives_several = _gives_several(dataset)
         self._fetch = getattr(dataset, "fetch", None)
         if collate_fn is None and _is_plain(dataset):
             self._fetch = self._rows
@@ -176,7 +177,7 @@ class Reader:
             if self._fetch is not None:
                 return self._fetch(indices)
             numbers = [int(index) for index in indices]
-            if not used and getattr(self.dataset, "__getitems__", None) is not None:
+            if self._gives_several and not used:
                 with suppress(Exception):  # raised again below, by a sample that has a number
                     return self.dataset.__getitems__(numbers)
             samples = []
@@ -213,11 +214,24 @@ def _is_by_number(dataset: Any) -> bool:
 
 
 def _is_plain(dataset: Any) -> bool:
-    """Whether a data set is torch's TensorDataset, of tensors that are as a batch of them is."""
+    """Whether a data set is a TensorDataset whose tensors are row-major, as batches are."""
     return type(dataset) is TensorDataset and all(
         type(one) is Tensor and one.layout is torch.strided and one.is_contiguous()
         for one in dataset.tensors
     )
+
+
+def _gives_several(dataset: Any) -> bool:
+    """Whether a data set's class has `__getitems__`, and no class below it changes single samples.
+
+    torch's DataLoader would leave out what such a class does, or a wrapper by `__getattr__`.
+    """
+    for kind in type(dataset).__mro__:
+        if "__getitems__" in vars(kind):
+            return True
+        if "__getitem__" in vars(kind):
+            return False
+    return False
 
 
 def _may_draw(dataset: Any) -> bool:

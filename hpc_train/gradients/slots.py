@@ -81,7 +81,7 @@ class Slot:
         filled: whether the bucket has a gradient of this step.
         begun: whether the bucket's sum has begun.
         late: gradients that came after the sum had begun, multiplied by the share.
-        apart: whether `gradient` has memory of its own.
+        apart: whether `gradient` has other memory than the view.
         kept: a copy of the gradient that an earlier step had left, if only that went into the sum.
         arrived: number of gradients in this step so far.
         expected: number of gradients per step if the last two steps had the same; else UNSTEADY.
@@ -147,20 +147,20 @@ class Slot:
         return same and mean.data_ptr() == self.view.data_ptr()  # type: ignore[union-attr]
 
     def part(self, *, averaged: bool) -> None:
-        """Leave the gradient of a step that is over to code that still has it, if there is some.
+        """Leave the gradient of a step that is over to code of the program that still has it.
 
-        In one process such code has a tensor that nobody writes to again. So it gets memory of its
-        own, and the slot gets new tensors.
+        In one process nobody writes to such a gradient again. So it gets memory of its own here,
+        and the slot gets new tensors.
 
         Args:
             averaged: whether the gradient was averaged; a promise that never was cannot be kept.
         """
-        mean = self.gradient
         promised = sys.getrefcount(self.pending) > OWN_REFERENCES
-        seen = mean is not None and sys.getrefcount(mean) > OWN_REFERENCES + 1
+        # Not by a local name: versions of Python differ in whether that is one more reference.
+        seen = self.gradient is not None and sys.getrefcount(self.gradient) > OWN_REFERENCES
         if not (promised or seen):
             return
-        grad = self.parameter.grad
+        grad, mean = self.parameter.grad, self.gradient
         if grad is self.pending or (grad is not None and grad is mean):
             return  # it was not dropped: further gradients are added to it
         if mean is not None and (seen or averaged):

@@ -335,6 +335,37 @@ def test_a_data_set_that_gives_several_samples_at_once_is_asked_for_them():
     assert {type(index) for asked in dataset.asked for index in asked} == {int}
 
 
+class Changed(Several):
+    """It changes single samples, and knows nothing of several at once."""
+
+    def __getitem__(self, index):
+        return -super().__getitem__(index)
+
+
+class Wrapped:
+    """It changes the samples of a data set, whose attributes it has all."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return -self.dataset[index]
+
+    def __getattr__(self, name):
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+@pytest.mark.parametrize("dataset", [Changed(since=100), Wrapped(Several(since=100))])
+def test_single_samples_that_a_class_changes_are_not_passed_over(dataset):
+    expected = [-batch for batch in batches(Noise(since=100))]
+    assert all(map(torch.equal, batches(dataset), expected))
+
+
 def test_samples_that_are_given_at_once_draw_as_single_ones_do():
     assert all(map(torch.equal, batches(Several()), batches(Noise())))
 
