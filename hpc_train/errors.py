@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TextIO
 
 EXIT_FAILURE = 1
 EXIT_USER = 2
@@ -145,6 +146,14 @@ class Stopped(Exception):
         return f"stopped by {self.reason} after step {self.step}{written}"
 
 
-def print_error(error: HpcTrainError) -> None:
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print a line on a stream, standard output by default, at once and by one write.
+
+    `print` writes the end of a line by itself, and what another rank prints may come before it.
+    """
+    print(f"{text}\n", end="", file=stream, flush=True)
+
+
+def print_error(error: HpcTrainError | str) -> None:
     """Print an error as one line on standard error."""
-    print(f"hpc-train: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    print_line(f"hpc-train: error: {' '.join(str(error).split())}", sys.stderr)

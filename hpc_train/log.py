@@ -10,6 +10,8 @@ import logging
 import socket
 from pathlib import Path
 
+from hpc_train.errors import print_line
+
 ROOT = "hpc_train"
 
 
@@ -18,8 +20,8 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
-        # `print` looks up sys.stdout at each call, because a live display replaces it for a while.
-        print(self.format(record), flush=True)
+        # This looks up sys.stdout at each call, because a live display replaces it for a while.
+        print_line(self.format(record))
 
 
 def to_console(rank: int) -> logging.Handler:

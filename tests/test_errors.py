@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 
-from hpc_train.errors import plural
+from hpc_train.errors import UserError, plural, print_error
 
 
 @pytest.mark.parametrize(
@@ -19,3 +22,13 @@ from hpc_train.errors import plural
 )
 def test_a_count_has_its_noun_in_the_right_number(count, nouns, text):
     assert plural(count, *nouns) == text
+
+
+def test_an_error_is_one_write(monkeypatch):
+    """Otherwise a line of another rank could come between its text and its end."""
+    writes = []
+    stream = io.StringIO()
+    stream.write = lambda text: writes.append(text)
+    monkeypatch.setattr(sys, "stderr", stream)
+    print_error(UserError("a cause", "a remedy"))
+    assert [text for text in writes if text] == ["hpc-train: error: a cause: a remedy\n"]

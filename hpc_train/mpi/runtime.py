@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import SetupError
+from hpc_train.errors import SetupError, print_line
 from hpc_train.host.cores import physical_cores
 from hpc_train.host.numa import read_numa
 from hpc_train.host.process import StartUp
@@ -70,7 +70,7 @@ class Runtime:
     def print(self, *values: object) -> None:
         """Print on rank 0 only."""
         if self.world.rank == 0:
-            print(*values, flush=True)
+            print_line(" ".join(map(str, values)))
 
     def end(self, *, failed: bool) -> None:
         """Call the functions of `at_end`, the last one first. Collective.

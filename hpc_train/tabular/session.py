@@ -86,7 +86,7 @@ class Session:
             return
         self._left = True
         if gone := self._met(leaving=True):
-            print(f"hpc-train: error: {gone} ended the program before the others", file=sys.stderr)
+            print_error(f"{gone} ended the program before the others")
             return
         self._meetings.close()
         self.runtime.close()
@@ -113,11 +113,9 @@ class Session:
         elif world.comm is not None:
             if not together:
                 tell()
-                print(
-                    f"hpc-train: error: rank {world.rank} ({world.host}) left the program by "
-                    f"{type(error).__name__}, and the others did not",
-                    file=sys.stderr,
-                    flush=True,
+                print_error(
+                    f"rank {world.rank} ({world.host}) left the program by "
+                    f"{type(error).__name__}, and the others did not"
                 )
             world.comm.Abort(error.exit_code if isinstance(error, HpcTrainError) else EXIT_FAILURE)
 
