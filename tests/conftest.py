@@ -134,9 +134,14 @@ def pytest_generate_tests(metafunc):
             f"{test.nodeid}: the marker ranks and the fixture group go together"
         )
     if marker is not None:
+        later = marker.kwargs.get("later", ())
         sizes = [
-            pytest.param(size, id=f"ranks={size}", marks=pytest.mark.mpi(min_size=size))
-            for size in marker.args
+            pytest.param(
+                size,
+                id=f"ranks={size}",
+                marks=[pytest.mark.mpi(min_size=size), *([pytest.mark.long] * (size in later))],
+            )
+            for size in (*marker.args, *later)
         ]
         metafunc.parametrize("group", sizes, indirect=True)
 

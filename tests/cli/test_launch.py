@@ -291,7 +291,8 @@ def test_no_rank_outlives_the_launch(program, number):
 
 
 def test_nohup_outlives_the_terminal(program):
-    with launched("-np", "2", "--", *training(program, *OPTIONS), on_hangup=signal.SIG_IGN) as job:
+    words = training(program, *OPTIONS, "--run.steps", "40")
+    with launched("-np", "2", "--", *words, on_hangup=signal.SIG_IGN) as job:
         read_until(job, "step 10 ")
         job.send_signal(signal.SIGHUP)
         text = job.communicate(timeout=120)[0]

@@ -23,6 +23,7 @@ def possible():
         pytest.skip(why_not())
 
 
+@pytest.mark.long  # test_jobs.py has a host that dies, too.
 @pytest.mark.slow("jobs over hosts, and a host whose death has to be noticed")
 def test_a_spare_host_takes_the_place_of_one_that_dies(tmp_path: Path, text_data: Path):
     program = small_program(tmp_path, text_data)

@@ -106,7 +106,7 @@ CPU = torch.device("cpu")
 EVERY = ("bare", "mpi", "shared", "ring", "halving", "pipeline")
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3, later=(4,))
 def test_inside_across_and_over_all_ranks_are_measured(two_nodes):
     """With three ranks the second node has one, which only waits while the first is measured."""
     wanted = WantedFigures((64, 4096), 600.0, EVERY, 3)

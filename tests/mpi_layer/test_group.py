@@ -13,7 +13,7 @@ pytestmark = pytest.mark.mpi
 LATE = 0.5  # seconds
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4, later=(2,))
 def test_a_rank_that_waits_leaves_its_core_where_ranks_share_cores(group):
     with_own = Group.of(group.comm)
     with_own.waiting.polite = True

@@ -15,7 +15,7 @@ from hpc_train.job.heartbeat import HANG
 from hpc_train.mpi import runtime
 from tests.programs import ENVIRON, only_line, processes_of, python, run
 
-ENGINES = ["mpi", *(["horovod"] if runtime.horovod_built() else [])]
+needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
 HOST = socket.gethostname()
 ENDLESS = ("--run.steps", "1000000", "--checkpoint.every", "1000000")
 
@@ -56,7 +56,10 @@ def has_ended(process):
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize(("engine", "rank"), [*zip(ENGINES, (0, 2), strict=False)])
+@pytest.mark.parametrize(
+    ("engine", "rank"),
+    [("mpi", 0), pytest.param("horovod", 2, marks=[needs_horovod, pytest.mark.long])],
+)
 def test_a_stopped_rank_ends_the_job_with_an_error_that_names_it(program, engine, rank):
     options = ["--run.hang_timeout", "5", "--gradients.engine", engine]
     with start(program, *ENDLESS, *options) as process:
@@ -110,7 +113,7 @@ def test_a_stopped_rank_of_2_x_2_x_2_is_named_too(program):
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(program):
     # As many steps as take some seconds: the rank has to be found before it ends.
     # Checkpoints are left out, as other tests keep the disk busy.
-    how = ("--run.steps", "150", "--checkpoint.every", "1000", "--run.hang_timeout", "12")
+    how = ("--run.steps", "70", "--checkpoint.every", "1000", "--run.hang_timeout", "12")
     with start(program, *how) as process:
         text = wait_for_step(process, 3)
         stopped = rank_process(program, 1)
@@ -119,7 +122,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(progra
         stopped.send_signal(signal.SIGCONT)
         text += process.communicate(timeout=120)[0]
     assert process.returncode == 0, text
-    assert program.metrics("run")[-1]["step"] == 150
+    assert program.metrics("run")[-1]["step"] == 70
     assert "error" not in text
 
 
@@ -170,7 +173,10 @@ def astray(folder, who, does, engine="mpi", *, before=False):
     return only_line(done.stdout + done.stderr)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids="engine-{}".format)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param("mpi", marks=pytest.mark.long), pytest.param("horovod", marks=needs_horovod)],
+)
 def test_a_rank_that_stays_away_in_the_users_code_is_named(tmp_path, engine):
     line = astray(tmp_path, (2,), "time.sleep(1000)", engine)
     assert line.startswith(f"rank 2 ({HOST}) does not come (busy elsewhere or stuck)")

@@ -17,8 +17,9 @@ def options(dp: int, tp: int, pp: int, *more: str) -> list[str]:
 
 @pytest.mark.slow("eight ranks and as many models as layouts")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [1, pytest.param(40, marks=pytest.mark.long)])
-def test_random_layouts_give_the_results_of_one_rank(count):
+@pytest.mark.long
+def test_random_layouts_give_the_results_of_one_rank():
+    count = 40
     command = python("-m", "tests.system.layouts", "--count", str(count), "--seed", "0")
     done = run("mpirun", "-np", "8", *command, timeout=580)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("ok", "BAD"))]

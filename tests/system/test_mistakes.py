@@ -16,7 +16,7 @@ import hpc_train
 from hpc_train.mpi import runtime
 from tests.data.corruption import sealed
 from tests.programs import hpc_train as command
-from tests.programs import only_line, run
+from tests.programs import only_line, own_server, run
 
 RANKS = {"launcher": "mpirun", "ranks": 2}
 
@@ -208,7 +208,7 @@ def without_horovod(tmp_path):
     (tmp_path / "hide").mkdir()
     hide = "import sys\nsys.modules['horovod'] = None\n"
     (tmp_path / "hide" / "sitecustomize.py").write_text(hide)
-    return {"PYTHONPATH": str(tmp_path / "hide")}
+    return {"PYTHONPATH": str(tmp_path / "hide")} | own_server("without-horovod")
 
 
 def test_horovod_missing(program, without_horovod):

@@ -266,6 +266,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks_also_after_a_resume(program
     assert program.losses("bent") == pytest.approx(program.losses("straight"), rel=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.slow("it prepares texts, and starts four jobs")
 def test_whole_documents_have_the_same_losses_on_any_ranks_and_after_a_resume(program):
     texts = [f"{n} " + "ab cd" * (n % 23) for n in range(600)]

@@ -49,7 +49,7 @@ def check_same(made, X, expected):
     np.testing.assert_allclose(made.predict_proba(X), predicted, atol=1e-6)
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2, later=(4,))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_makes_the_model_of_one_rank(group, expected, layout):
     if group.size == 1 and layout != "dp":

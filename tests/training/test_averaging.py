@@ -16,6 +16,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
+from tests.cases import cases
 from tests.training.test_trainer import STEPS, check_equal, config, make, records
 
 ZERO = ["--memory.zero", "1"]
@@ -127,16 +128,10 @@ WAYS = {
 }
 
 
-LATER = ("zero", "bf16", "topk", "without two levels")  # parts of the other ways
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(options, id=name, marks=[pytest.mark.long] if name in LATER else [])
-        for name, options in WAYS.items()
-    ],
+    cases(WAYS, later=set(WAYS) - {"zero and topk", "powersgd", "local steps"}),
 )
 def test_a_run_stopped_where_it_saves_goes_on_bit_for_bit(job, together, options):
     make(config(together / "whole", *options), job).train()

@@ -26,9 +26,11 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.training import keeping
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
+from tests.cases import cases
 from tests.training.test_trainer import STEPS, check_equal, config, records, text
 
 ZERO = ["--memory.zero", "3"]
+CUT = ["--data.micro_batch", "2", "--memory.recompute", "full"]
 NODES = {"two": (0, 0, 1, 1), "four": (0, 1, 2, 3), "uneven": (0, 0, 0, 1)}
 
 
@@ -75,8 +77,17 @@ def spoilt(monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
-@pytest.mark.parametrize("more", [[], ["--data.micro_batch", "2", "--memory.recompute", "full"]])
+@pytest.mark.parametrize(
+    ("nodes", "more"),
+    cases(
+        {
+            f"{name}{cut}": (nodes, more)
+            for cut, more in (("", []), ("-cut", CUT))
+            for name, nodes in NODES.items()
+        },
+        later=("two", "four", "uneven-cut"),
+    ),
+)
 def test_losses_are_those_of_one_rank(job, together, reference, spoilt, nodes, more):
     train(job, nodes, together / "run", *ZERO, *more)
     if job.world.rank == 0:
@@ -85,7 +96,9 @@ def test_losses_are_those_of_one_rank(job, together, reference, spoilt, nodes, m
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("order", [("3", "0"), ("0", "3"), ("3", "3")])
+@pytest.mark.parametrize(
+    "order", [("3", "0"), pytest.param(("0", "3"), marks=pytest.mark.long), ("3", "3")]
+)
 def test_a_run_goes_on_with_another_stage(job, together, reference, spoilt, order):
     for zero, steps in zip(order, (3, STEPS), strict=True):
         options = ["--memory.zero", zero, "--run.steps", str(steps)]
@@ -99,8 +112,13 @@ FINE_TUNED = {"lora": ["--finetune.lora", "2"], "head": ["--finetune.head", "tru
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("nodes", "order"), [("two", ("3", "0")), ("four", ("0", "3"))])
-@pytest.mark.parametrize("chosen", FINE_TUNED.values(), ids=FINE_TUNED)
+@pytest.mark.parametrize(
+    ("nodes", "order", "chosen"),
+    [
+        pytest.param("two", ("3", "0"), FINE_TUNED["lora"], id="lora"),
+        pytest.param("four", ("0", "3"), FINE_TUNED["head"], id="head"),
+    ],
+)
 def test_fine_tuning_divides_what_is_not_trained(
     job, together, reference, spoilt, nodes, order, chosen
 ):
@@ -236,7 +254,14 @@ def two_nodes(whole):
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize(("order", "again"), [((3, 0), "none"), ((0, 3), "full"), ((3, 3), "full")])
+@pytest.mark.parametrize(
+    ("order", "again"),
+    [
+        ((3, 0), "none"),
+        ((0, 3), "full"),
+        pytest.param((3, 3), "full", marks=pytest.mark.long),
+    ],
+)
 def test_a_loop_of_ones_own(job, together, tmp_path, spoilt, monkeypatch, order, again):
     expected, trained = loop_losses(
         Runtime(Group(), Group()), tmp_path, 4, hpc_train.LoopOptions(clip_norm=0.3)

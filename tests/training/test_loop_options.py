@@ -19,6 +19,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.loop import Loop
 from hpc_train.training.options import LoopOptions
+from tests.cases import cases
 
 ZERO = MemorySection(zero=1)
 EPOCHS, BATCH, SAMPLES = 2, 24, 100  # four steps per epoch, four samples left over
@@ -299,7 +300,10 @@ RESUMED = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("options", "training"), RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize(
+    ("options", "training"),
+    cases(RESUMED, later=("float16", "powersgd")),  # test_precision.py, test_averaging.py have them
+)
 def test_a_stopped_loop_goes_on_bit_for_bit(job, together, options, training):
     options = {"every": 4} | options
     training = {"dropout": True} | training

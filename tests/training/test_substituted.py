@@ -76,7 +76,7 @@ def damaged(together, job):
     return together / "data"
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 4, later=(2,))
 def test_every_layout_trains_on_the_same_samples_and_counts_them(group, together, damaged):
     reference = [one["substituted_samples"] for one in records(together / "reference")]
     assert reference == sorted(reference)

@@ -191,7 +191,7 @@ def test_scores_have_no_number_that_json_lacks(tmp_path, dtype):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("sampling", ["natural", "balanced"])
+@pytest.mark.parametrize("sampling", [pytest.param("natural", marks=pytest.mark.long), "balanced"])
 def test_a_stopped_run_goes_on_bit_for_bit(job, together, sampling):
     options = ["--data.sampling", sampling]
     given = ("tabular", "classification")

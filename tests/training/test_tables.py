@@ -41,7 +41,7 @@ def small_table(folder, task="classification", validation=0.25):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("sampling", ["natural", "balanced"])
+@pytest.mark.parametrize("sampling", [pytest.param("natural", marks=pytest.mark.long), "balanced"])
 def test_a_cache_changes_no_number_and_is_gone_at_the_end(job, together, sampling):
     if job.world.rank == 0:
         small_table(together / "data")

@@ -71,7 +71,9 @@ LAYOUTS = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("over", "batch"), [("token", "22"), ("sample", "6")])
+@pytest.mark.parametrize(
+    ("over", "batch"), [("token", "22"), pytest.param("sample", "6", marks=pytest.mark.long)]
+)
 def test_losses_are_those_of_whole_batches_on_one_rank(job, together, over, batch):
     options = ["--data.loss", over, "--data.batch", batch]
     if job.world.rank == 0:

@@ -69,7 +69,12 @@ def train(directory, kind, options, started):
 @pytest.mark.mpi
 @pytest.mark.slow("a training for each layout, and one alone")
 @pytest.mark.parametrize(
-    "kind", ["tabular", "tabular_mlp", pytest.param("tabular_resnet", marks=pytest.mark.long)]
+    # test_table_task.py has the others on several layouts, too.
+    "kind",
+    [
+        "tabular",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("tabular_mlp", "tabular_resnet")),
+    ],
 )
 def test_losses_of_a_model_of_tables_are_those_of_one_rank(job, together, kind):
     if job.world.rank == 0:

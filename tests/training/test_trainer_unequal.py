@@ -82,8 +82,8 @@ LAYOUTS = {
 
 
 @pytest.mark.mpi
-# test_trainer_lengths.py has both ways on every layout, too.
-@pytest.mark.parametrize("over", [pytest.param("sample", marks=pytest.mark.long), "token"])
+@pytest.mark.long  # test_trainer_lengths.py has every layout, too.
+@pytest.mark.parametrize("over", ["sample", "token"])
 def test_every_layout_has_the_same_loss(job, together, over):
     options = ["--data.loss", over, "--memory.recompute", "selective"]
     if job.world.rank == 0:

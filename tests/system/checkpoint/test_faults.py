@@ -91,12 +91,12 @@ def test_a_loss_of_power_at_any_call_leaves_one_that_is_complete(tmp_path, monke
 @pytest.mark.parametrize(
     ("engine", "fault", "background"),
     [
-        ("posix", fail, False),
+        pytest.param("posix", fail, False, marks=pytest.mark.long),
         ("posix", fail_late, False),
         ("posix", fail, True),
-        ("posix", fail_late, True),
+        pytest.param("posix", fail_late, True, marks=pytest.mark.long),
         ("mpiio", fail, False),
-        ("mpiio", fail_late, False),
+        pytest.param("mpiio", fail_late, False, marks=pytest.mark.long),
         ("mpiio_collective", fail_late, False),  # in which nobody stays away from a call
     ],
 )
