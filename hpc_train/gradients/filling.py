@@ -25,6 +25,7 @@ from hpc_train.gradients.slots import (
 )
 from hpc_train.gradients.sums import Sums
 
+ENGINE = torch.autograd.Variable._execution_engine
 STEADY = 2  # after this number of steps without anything unusual, sums begin in the backward pass
 
 
@@ -128,6 +129,7 @@ class Filling:
         if (task := torch._C._current_graph_task_id()) != self._task:
             self._task = task
             self._begin_pass()
+            ENGINE.queue_callback(self.promise)  # runs at the end of this backward pass
         if gradient is None:
             raise looked_too_early()
         if gradient is not slot.pending:
@@ -143,6 +145,12 @@ class Filling:
             )
         slot.arrived += 1
         self._arrived(slot)
+
+    def promise(self) -> None:
+        """Promise the mean of parameters that no backward pass has reached on this rank."""
+        if not self.over:
+            for slot in self.all_slots:
+                slot.promise()
 
     def _arrived(self, slot: Slot) -> None:
         """Count a gradient, and begin the sums of buckets that now have all their gradients."""
@@ -186,7 +194,7 @@ class Filling:
 
     def used(self) -> np.ndarray:
         """Flags of the parameters that have a gradient, (slots,) of bool."""
-        return np.array([s.parameter.grad is not None or s in self.zeros for s in self.slots], bool)
+        return np.array([s.has_gradient or s in self.zeros for s in self.slots], bool)
 
     def check(self) -> tuple[bool, HpcTrainError | None]:
         """Look through all gradients before averaging.
@@ -216,6 +224,8 @@ class Filling:
         if self.over:  # another rank has new gradients: those not dropped here count again
             self.begin_step()
         for slot in self.all_slots:
+            if slot.lacks:
+                slot.parameter.grad = None
             gradient = slot.parameter.grad
             if gradient is None:
                 slot.filled, slot.late = False, None
@@ -241,7 +251,7 @@ class Filling:
         """Replace the promise in `grad` by the averaged gradient itself."""
         for slot in self.all_slots:
             if slot.parameter.grad is slot.pending:
-                slot.parameter.grad = slot.gradient
+                slot.parameter.grad = None if slot.hollow else slot.gradient
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
         """Make slots for parameters that came later, with memory of their own."""

@@ -188,6 +188,8 @@ class BucketAverager:
         if self._filling.over:
             self._begin_step()
         self._filling.stirred = True
+        if not items:  # then this rank makes no backward pass
+            self._filling.promise()
         return sample_weight(self.group, items)
 
     def leave_step(self) -> None:
@@ -341,7 +343,7 @@ class BucketAverager:
         self.average()
         self._looked = True
         assert slot.gradient is not None  # else `ShardedAverager` raises
-        return slot.gradient
+        return torch.zeros_like(slot.gradient) if slot.hollow else slot.gradient
 
     def norm(self) -> Tensor:
         """The 2-norm of all averaged gradients, a float64 scalar. Collective."""

@@ -79,6 +79,8 @@ class Slot:
         pending: the value of `grad` before averaging.
         before: number of gradients in the last step.
         filled: whether the bucket has a gradient of this step.
+        hollow: whether there is no gradient behind the promise: none of this rank after a backward
+            pass, and after averaging none of any rank.
         begun: whether the bucket's sum has begun.
         late: gradients that came after the sum had begun, multiplied by the share.
         apart: whether `gradient` has other memory than the view.
@@ -97,6 +99,7 @@ class Slot:
         "expected",
         "filled",
         "gradient",
+        "hollow",
         "home",
         "kept",
         "last_write",
@@ -125,14 +128,53 @@ class Slot:
         self.version = -1
         self._average = average
         self.pending = self._promise()
-        self.filled = self.begun = False
+        self.filled = self.begun = self.hollow = False
         self.late: Tensor | None = None
         self.kept: Tensor | None = None
         self.arrived, self.before, self.expected = 0, UNSTEADY, UNSTEADY
 
     def _promise(self) -> PendingGradient:
         like = self.parameter.detach() if self.gradient is None else self.gradient
-        return PendingGradient(like, self.add, lambda: self._average(self))
+        return PendingGradient(like, self._further, lambda: self._average(self))
+
+    def _further(self, gradient: Tensor) -> None:
+        """Take a gradient that a backward pass adds to the promise."""
+        if self.hollow:
+            self.hollow = False
+            self.take(gradient)
+        else:
+            self.add(gradient)
+
+    def promise(self) -> None:
+        """Promise a mean in `grad` although a backward pass has not reached it on this rank.
+
+        Another rank may have a gradient. Code that clips takes the gradients that are there before
+        it looks at any of them, and may read one that an earlier step has left before it averages.
+        """
+        gradient = self.parameter.grad
+        if self.filled or gradient is self.pending or not self.parameter.requires_grad:
+            return
+        if gradient is None:
+            self.hollow = True
+            self.parameter.grad = self.pending
+        elif not (self.in_sum or gradient.requires_grad):
+            self._leave(gradient)
+
+    def _leave(self, gradient: Tensor) -> None:
+        """Take a gradient that an earlier step has left."""
+        self.kept = gradient.clone()
+        self.take(self.kept)
+        self.parameter.grad = self.pending
+
+    @property
+    def lacks(self) -> bool:
+        """Whether `grad` is a promise, and this rank has no gradient of its own."""
+        return self.hollow and self.parameter.grad is self.pending
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether this rank has a gradient in `grad`, or has put one into the bucket."""
+        return self.parameter.grad is not None and not self.lacks
 
     @property
     def in_sum(self) -> bool:
@@ -172,7 +214,9 @@ class Slot:
 
     def begin_step(self) -> None:
         """Begin a step: no gradient of it has come yet."""
-        self.filled, self.begun, self.arrived = False, False, 0
+        if self.lacks:
+            self.parameter.grad = None
+        self.filled, self.begun, self.hollow, self.arrived = False, False, False, 0
         self.late = self.kept = None
 
     def take(self, gradient: Tensor) -> None:
@@ -205,9 +249,7 @@ class Slot:
                 self.writer.wait(self.last_write)
                 self.view.zero_()
             else:
-                self.kept = gradient.clone()
-                self.take(self.kept)
-                self.parameter.grad = self.pending
+                self._leave(gradient)
         self.begun = True
 
     def set_apart(self) -> None:
@@ -235,6 +277,7 @@ class Slot:
             elif self.gradient.data_ptr() != self.view.data_ptr():  # somebody has set `grad.data`
                 self.gradient = self.view.detach()
         self.parameter.grad = self.gradient if used else None
+        self.hollow = not used
 
 
 def _kept(mean: Tensor | None) -> Tensor:

@@ -143,7 +143,7 @@ class ShardedAverager(BucketAverager):
             self._filling.zeros |= {
                 slot
                 for slot in self._filling.slots
-                if slot.parameter in self.shared and slot.parameter.grad is not None
+                if slot.parameter in self.shared and slot.has_gradient
             }
         super()._zero_grad(set_to_none)
         for parameter in self.shared:
@@ -154,7 +154,7 @@ class ShardedAverager(BucketAverager):
         for slot, flag in pairs:
             if slot.parameter in self.shared:
                 # The promise only shows that there is a gradient: a look at it raises (`_look`).
-                slot.parameter.grad = slot.pending if flag else None
+                slot.parameter.grad, slot.hollow = (slot.pending if flag else None), not flag
             else:
                 slot.publish(used=flag)
         there = {slot.parameter for slot, flag in pairs if flag}

@@ -42,8 +42,11 @@ class Ours:
         options = {"bucket_bytes": 100, **options}
         self.averager = average_gradients(model, optimizer, group, AveragingOptions(**options))
 
+    def batch(self, step: int) -> torch.Tensor:
+        return samples(self.group.rank, step)
+
     def backward(self, step: int) -> None:
-        self.model(samples(self.group.rank, step)).square().mean().backward()
+        self.model(self.batch(step)).square().mean().backward()
 
     def close(self) -> None:
         self.averager.close()
@@ -55,9 +58,11 @@ class Plain:
     def __init__(self, group: Group, model: nn.Module, optimizer) -> None:
         self.group, self.model, self.optimizer = group, model, optimizer
 
+    def batch(self, step: int) -> torch.Tensor:
+        return torch.cat([samples(rank, step) for rank in range(self.group.size)])
+
     def backward(self, step: int) -> None:
-        data = torch.cat([samples(rank, step) for rank in range(self.group.size)])
-        self.model(data).square().mean().backward()
+        self.model(self.batch(step)).square().mean().backward()
 
     def close(self) -> None:
         """Nothing to do."""

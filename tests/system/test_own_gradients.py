@@ -12,7 +12,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.gradients.slots import Slot
-from tests.system.test_habits import ENGINES, Ours, both, build, samples, steps
+from tests.system.test_habits import ENGINES, Ours, Plain, both, build, samples, steps
 
 pytestmark = pytest.mark.mpi
 ALL = pytest.mark.parametrize("early", [False, True])  # whether sums begin in the backward pass
@@ -241,3 +241,93 @@ def test_a_plain_loop_parts_with_no_gradient(job, engine, options, monkeypatch):
     assert len(promises) == before
     assert all(some == places[0] for some in places)
     run.close()
+
+
+class Experts(nn.Module):
+    """Each sample goes to one expert, so a rank's samples leave some unused; one always is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(6, 2) for _ in range(9)).double()
+
+    def forward(self, batch):
+        chosen = (4 * batch[:, 0]).long().abs() % 8
+        pairs = zip(chosen.tolist(), batch, strict=True)
+        return torch.stack([self.experts[number](row) for number, row in pairs])
+
+
+def clipped(run):
+    return float(nn.utils.clip_grad_norm_(run.model.parameters(), 0.05))
+
+
+def cut(run):
+    nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
+    return 0.0
+
+
+def cut_by_hand(run):
+    """Of those that are there; the first may be one that only other ranks have."""
+    found = [p.grad for p in run.model.parameters() if p.grad is not None]
+    for gradient in found:
+        gradient.clamp_(-0.01, 0.01)
+    return 0.0
+
+
+@ENGINES
+@pytest.mark.parametrize("look", [clipped, cut, cut_by_hand])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_clipping_is_that_of_one_process_where_a_rank_uses_a_part(job, engine, look, passes):
+    seen = {}
+
+    def loop(run):
+        for step in range(6):
+            run.optimizer.zero_grad(set_to_none=step != 3)
+            for number in range(passes):
+                run.backward(2 * step + number)
+            norm = look(run)
+            run.optimizer.step()
+            unused = [p.grad is None for p in run.model.parameters()]
+            seen.setdefault(type(run), []).append((norm, unused))
+
+    def optimizer_of(parameters, lr):
+        return torch.optim.SGD(parameters, lr, momentum=0.5, weight_decay=0.1)
+
+    assert not both(job, loop, Experts, optimizer_of, engine=engine)
+    for (norm, unused), (its_norm, its_unused) in zip(seen[Ours], seen[Plain], strict=True):
+        assert norm == pytest.approx(its_norm, rel=1e-12)
+        assert unused == its_unused
+
+
+def test_torchs_scaler_is_that_of_one_process_where_a_rank_uses_a_part(job):
+    def loop(run):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            run.optimizer.zero_grad()
+            loss = run.model(run.batch(step)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(run.optimizer)
+            clipped(run)
+            scaler.step(run.optimizer)
+            scaler.update()
+
+    assert not both(job, loop, Experts)
+
+
+@ENGINES
+def test_a_rank_without_items_clips_as_the_others_do(job, engine):
+    def loop(run):
+        for step in range(4):
+            run.optimizer.zero_grad()
+            data = [samples(rank, step, 4 * (rank != 1)) for rank in range(job.world.size)]
+            if isinstance(run, Ours):
+                mine = data[job.world.rank]
+                weight = run.averager.weight(len(mine))
+                if len(mine):
+                    (weight * run.model(mine).square().mean()).backward()
+            else:
+                run.model(torch.cat(data)).square().mean().backward()
+            clipped(run)
+            run.optimizer.step()
+
+    assert not both(job, loop, engine=engine)
