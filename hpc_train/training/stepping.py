@@ -80,7 +80,6 @@ class Stepping(Delivery):
 
     def _check_scaled(self, scaler: LossScaler) -> None:
         """Refuse float16 gradients of a loss that was not scaled."""
-        # A rank without samples leaves its backward pass out: it has no gradients to refuse.
         # With memory.zero the optimizer has parts of parameters, which get theirs later.
         trained = [p for one in self.optimizer.param_groups for p in one["params"]]
         trained += self.checkpoints.state.model.parameters()
@@ -164,4 +163,6 @@ class Stepping(Delivery):
                 "loop.weight was called, but loop.backward knows what each micro-batch weighs",
                 "leave it out; the option `counted` says what a loss is a mean over",
             )
+        if not items:  # a rank that leaves its backward pass out has no loss to scale
+            self._is_scaled = True
         return self.averager.weight(items)

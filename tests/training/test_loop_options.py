@@ -662,6 +662,20 @@ def test_with_a_precision_steps_are_the_loops(tmp_path):
         pass  # another one may be made
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_without_items_takes_the_step_that_the_others_scale(job, together):
+    with (made := Job(job, together, precision="float16", clip_norm=0.05)).loop as loop:
+        before = made.state()
+        count = 0 if job.world.rank == 1 else 3
+        inputs, targets = data()[:count]
+        weight = loop.weight(count)
+        if count:
+            loop.backward(weight * cross_entropy(made.model(inputs), targets))
+        assert loop.step()
+        moved = [not torch.equal(old, new) for old, new in zip(before, made.state(), strict=True)]
+        assert all(moved)
+
+
 def test_clip_tells_the_norm_without_the_scale(tmp_path):
     norms = []
     for options in ({}, {"precision": "float16"}):
