@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 EXIT_FAILURE = 1
@@ -150,8 +151,11 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print a line on a stream, standard output by default, at once and by one write.
 
     `print` writes the end of a line by itself, and what another rank prints may come before it.
+    A stream that cannot be written, such as a file on a full disk, ends no job. What finds no room
+    comes with a later line, as far as the stream's buffer keeps it.
     """
-    print(f"{text}\n", end="", file=stream, flush=True)
+    with suppress(OSError):
+        print(f"{text}\n", end="", file=stream, flush=True)
 
 
 def print_error(error: HpcTrainError | str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import UserError, plural, print_error
+from hpc_train.errors import UserError, plural, print_error, print_line
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,11 @@ def test_an_error_is_one_write(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     print_error(UserError("a cause", "a remedy"))
     assert [text for text in writes if text] == ["hpc-train: error: a cause: a remedy\n"]
+
+
+def test_a_stream_that_cannot_be_written_ends_no_job():
+    with Path("/dev/full").open("w") as full:
+        print_line("a line", full)
+        with pytest.raises(OSError, match="No space left"):  # it keeps the line for the next try
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
