@@ -248,3 +248,15 @@ def test_local_steps_of_parameters_that_some_ranks_do_not_use(group, kind, dtype
         assert torch.allclose(state[1]["exp_avg_sq"], torch.full_like(once, square))
     ends = repr((scalar.detach(), [sorted(some.items()) for some in state]))
     assert len({*group.gathered(ends)}) == 1
+
+
+def test_a_rank_alone_clips_sparse_gradients(job):
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    averager = average_gradients(model, optimizer, Group(), AveragingOptions(engine="mpi"))
+    model(torch.tensor([1, 1, 2])).sum().backward()  # row 1 has 2, 2, row 2 has 1, 1
+    assert averager.norm().item() == pytest.approx(10**0.5)
+    averager.scale_(0.5)
+    assert averager.norm().item() == pytest.approx(2.5**0.5)
+    averager.step()
+    averager.close()
