@@ -260,3 +260,10 @@ def test_a_rank_alone_clips_sparse_gradients(job):
     assert averager.norm().item() == pytest.approx(2.5**0.5)
     averager.step()
     averager.close()
+
+
+def test_a_parameter_made_by_expand_is_refused_before_training(job):
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.ones(1, 3).expand(2, 3))
+    with pytest.raises(UserError, match=r"weight was made by expand\(\)"):
+        average_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), job.world)
