@@ -22,6 +22,7 @@ from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives
+from hpc_train.collectives.overwrite import overwrite
 from hpc_train.errors import CheckpointMismatch
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
@@ -325,7 +326,7 @@ class Content:
         restore.load_tensors(reader, contiguous, self.group, *self._grid())
         for name, part in held.items():
             if contiguous[name].tensor is not part.tensor:
-                part.tensor.copy_(contiguous[name].tensor)
+                overwrite(part.tensor, contiguous[name].tensor)
         with agreed(self.group):
             state.put_module_extras(trained.model, saved.get("extra_state", {}), path)
         self.more.take(saved.get("more", {}))

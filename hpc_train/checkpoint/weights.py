@@ -30,6 +30,7 @@ from hpc_train.checkpoint.fileformat import (
 from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.state import MODEL
 from hpc_train.collectives import connect
+from hpc_train.collectives.overwrite import overwrite
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
 from hpc_train.models.lora import is_adapter
 from hpc_train.mpi.agreement import agreed, from_first
@@ -124,7 +125,7 @@ def start_from(
 
 def _take(held: LocalTensor, tensor: Tensor) -> None:
     """Copy this rank's part of a whole tensor."""
-    held.tensor.copy_(_part(tensor, held.spec))
+    overwrite(held.tensor, _part(tensor, held.spec))
 
 
 def _part(tensor: Tensor, spec: SliceSpec) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hpc_train.collectives.overwrite import overwrite
 from hpc_train.collectives.protocol import WIDENED, Pending
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
@@ -196,5 +197,5 @@ def _moved(result: Tensor, dim: int) -> Tensor:
 
 def _replaced(tensor: Tensor, near: Tensor) -> Tensor:
     if near.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(near)
+        overwrite(tensor, near)
     return tensor

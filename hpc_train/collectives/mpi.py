@@ -14,6 +14,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpc_train.collectives.overwrite import overwrite
 from hpc_train.collectives.protocol import WIDENED, Done, Pending
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.traffic import Operation
@@ -321,7 +322,7 @@ def _columns(count: int, nbytes: int) -> list[slice]:
 
 def _bring_back(tensor: Tensor, near: Tensor) -> None:
     if near.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(near)
+        overwrite(tensor, near)
 
 
 def _joined(pieces: Tensor, dim: int) -> Tensor:

@@ -12,9 +12,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.collectives import Collectives, connect
+from hpc_train.collectives.overwrite import is_expanded
 from hpc_train.errors import UserError
 from hpc_train.gradients.options import AveragingOptions
-from hpc_train.gradients.ownership import is_wrapped, parameters_of, take_over
+from hpc_train.gradients.ownership import is_wrapped, parameters_of, take_over, trained
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.state import broadcast_state
 from hpc_train.host.allocator import keep_freed_memory
@@ -168,6 +169,8 @@ def average_gradients(
     collectives = connect(group)
     parameters = [*model.parameters(), *parameters_of(optimizer)] if options.values is None else []
     tensors = [*parameters, *model.buffers()]
+    with agreed(group):
+        _check_writable(model, optimizer)
     for tensor in {id(tensor): tensor for tensor in tensors}.values():  # tied ones only once
         collectives.broadcast_(tensor.data)
     broadcast_state(optimizer, collectives)
@@ -248,6 +251,22 @@ def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object
     same(group, "the optimizer (its parameters)", repr(stepped), "build the same")
     remedy = "give all ranks the same options"
     same(group, "an option of gradient averaging", repr(options), remedy)
+
+
+def _check_writable(model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that an optimizer can write to each parameter that is trained.
+
+    Raises:
+        UserError: several elements of a parameter lie at one place in memory.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    for parameter in trained(model, optimizer):
+        if is_expanded(parameter):
+            raise UserError(
+                f"parameter {names.get(id(parameter), 'of the optimizer')} was made by expand(): "
+                "several of its elements are one number in memory, which no optimizer can update",
+                "make it from tensor.contiguous(), or expand a smaller parameter where it is used",
+            )
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -17,7 +17,7 @@ from hpc_train.gradients import added
 from hpc_train.gradients.mpi import BucketAverager, MakeBuckets
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
-from hpc_train.gradients.state import moments
+from hpc_train.gradients.state import moments, unite_state
 from hpc_train.gradients.sums import CollectiveSums
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
@@ -77,6 +77,7 @@ class LocalSteps(BucketAverager):
             self._replan()
         with torch.no_grad():
             self._average({p: p.data for p in self.trained})
+            unite_state(self.optimizer, self.group)  # else ranks would average different moments
             for slot in moments(self.optimizer).values():
                 self._average(slot)
 
@@ -101,5 +102,6 @@ class LocalSteps(BucketAverager):
             for number in range(len(self._shared)):
                 self._mean_progress.start(sums.begin(number))
             self._mean_progress.finish()
-        for parameter, tensor in tensors.items():
-            tensor.copy_(views[parameter])
+        for parameter, view in views.items():
+            if parameter in tensors:
+                tensors[parameter].copy_(view)

@@ -347,7 +347,9 @@ class BucketAverager:
 
     def norm(self) -> Tensor:
         """The 2-norm of all averaged gradients, a float64 scalar. Collective."""
-        return get_total_norm(self._own()).double()
+        # A rank alone keeps sparse gradients, of which torch has no norm.
+        own = [g.coalesce().values() if g.is_sparse else g for g in self._own()]
+        return get_total_norm(own).double()
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:
         """The averaged gradients that this rank counts. Across `shards`, each is counted once."""

@@ -1,8 +1,9 @@
-"""Broadcasts the optimizer's state from rank 0, or averages it over the ranks."""
+"""Broadcasts the optimizer's state from rank 0, or makes what the ranks have one by their mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives import Collectives
 from hpc_train.mpi.agreement import same
+from hpc_train.mpi.group import Group
 
 
 class Blank(NamedTuple):
@@ -27,6 +29,11 @@ class Blank(NamedTuple):
     dtype: torch.dtype
     beside: bool
 
+    @classmethod
+    def of(cls, value: Tensor, parameter: Parameter) -> Blank:
+        """Describe a tensor of a parameter's state."""
+        return cls(tuple(value.shape), value.dtype, value.device == parameter.device)
+
     def filled(self, parameter: Parameter) -> Tensor:
         """A tensor of zeros for it, with its parameter's strides if it has its shape.
 
@@ -36,6 +43,18 @@ class Blank(NamedTuple):
         if self.shape == tuple(parameter.shape):
             return torch.zeros_like(parameter.detach(), dtype=self.dtype, device=device)
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+class Counted(NamedTuple):
+    """Describes a tensor of the state that is one number of the optimizer's own.
+
+    Args:
+        blank: describes the tensor.
+        number: its value.
+    """
+
+    blank: Blank
+    number: Any
 
 
 def broadcast_state(optimizer: Optimizer, collectives: Collectives) -> None:
@@ -62,30 +81,83 @@ def broadcast_state(optimizer: Optimizer, collectives: Collectives) -> None:
             _receive(optimizer, parameter, name, value, collectives)
 
 
-def average_state(optimizer: Optimizer, collectives: Collectives) -> None:
-    """Replace the optimizer's moments (see `moments`) by their mean over the ranks. Collective.
+def unite_state(optimizer: Optimizer, group: Group) -> None:
+    """Give all ranks that have trained by themselves the same entries of state. Collective.
 
-    All ranks must have moments for the same parameters.
+    A rank whose samples have not used a parameter has no state of it, or has taken fewer steps.
+    Moments (see `moments`) that it lacks become zeros, and are to be averaged over all ranks: a
+    rank that does not use a parameter has the gradient 0 there, as it counts when gradients are
+    averaged. So Adam's `exp_avg` and SGD's momentum, which are linear in the gradients, become
+    those of the mean gradient, and `exp_avg_sq` the mean of all ranks' squares. SGD itself goes on
+    from a momentum of zeros as from none. Numbers such as `step` become those of the rank that has
+    taken most steps: fewer would make Adam's corrections, and so the next update, too large.
     """
+    parameters = [*_parameters(optimizer)]
+    mine = [_numbered(optimizer, parameter) for parameter in parameters]
+    if group.same(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest()):
+        return
+    everyone = group.gathered(mine)
+    for parameter, told in zip(parameters, zip(*everyone, strict=True), strict=True):
+        entries = {name: value for some in told for name, value in some.items()}
+        most: dict[str, Any] = max(told, key=_steps)
+        entries.update(most)
+        state = optimizer.state[parameter] if entries else {}
+        for name, value in entries.items():
+            if isinstance(value, Counted):
+                state[name] = value.blank.filled(parameter).fill_(value.number)
+            elif not isinstance(value, Blank):
+                state[name] = value
+            elif not isinstance(state.get(name), Tensor):
+                state[name] = value.filled(parameter)
+
+
+def _numbered(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:
+    """A parameter's state by name: moments as `Blank`, and what is one number."""
+    found: dict[str, Any] = {}
+    for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+        if _is_moment(name, value, parameter):
+            found[name] = Blank.of(value, parameter)
+        elif isinstance(value, Tensor) and not value.dim():
+            found[name] = Counted(Blank.of(value, parameter), value.item())
+        elif isinstance(value, int | float):
+            found[name] = value
+    return found
+
+
+def _steps(entries: Mapping[str, Any]) -> float:
+    """How many steps a state has seen; negative if there is none."""
+    step = entries.get("step", 0 if entries else -1)
+    return float(step.number if isinstance(step, Counted) else step)
+
+
+def average_state(optimizer: Optimizer, collectives: Collectives) -> None:
+    """Make the optimizer's states of all ranks one: see `unite_state`. Collective."""
+    unite_state(optimizer, collectives.group)
     for slot in moments(optimizer).values():
         for moment in slot.values():
-            collectives.sum_(moment)
+            collectives.sum_(torch.view_as_real(moment) if moment.is_complex() else moment)
             moment.div_(collectives.group.size)
 
 
 def moments(optimizer: Optimizer) -> dict[str, dict[Parameter, Tensor]]:
-    """The moments: tensors of the state that have their parameter's shape, in floating point.
+    """The moments: tensors of the state that have their parameter's shape, of any kind of float.
 
     Returns:
-        For each name in the state, the moment of each parameter; in the same order on all ranks.
+        For each name in the state, the moment of each parameter; after `unite_state` these are in
+        the same order on all ranks.
     """
     found: dict[str, dict[Parameter, Tensor]] = {}
     for parameter in _parameters(optimizer):
-        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
-            alike = isinstance(value, Tensor) and value.shape == parameter.shape
-            if alike and value.is_floating_point():
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if _is_moment(name, value, parameter):
                 found.setdefault(name, {})[parameter] = value
-    return found
+    return {name: found[name] for name in sorted(found)}
+
+
+def _is_moment(name: str, value: Any, parameter: Parameter) -> bool:
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
+        return False
+    return value.is_floating_point() or value.is_complex()
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Parameter]:
@@ -104,9 +176,7 @@ def _outline(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The state of each parameter by name, with a `Blank` in place of each tensor."""
     return [
         {
-            name: Blank(tuple(value.shape), value.dtype, value.device == parameter.device)
-            if isinstance(value, Tensor)
-            else value
+            name: Blank.of(value, parameter) if isinstance(value, Tensor) else value
             for name, value in optimizer.state.get(parameter, {}).items()
         }
         for parameter in _parameters(optimizer)

@@ -49,7 +49,7 @@ from hpc_train.training.finetuning import choose_trained
 from hpc_train.training.flops import sample_flops
 from hpc_train.training.learning_rate import last_step
 from hpc_train.training.optimizer_steps import OptimizerSteps, is_unwaited
-from hpc_train.training.optimizers import build_optimizer
+from hpc_train.training.optimizers import build_optimizer, set_precision
 from hpc_train.training.patience import Patience
 from hpc_train.training.saving import check_best, policy_of
 from hpc_train.training.substituted import SubstitutedSamples
@@ -174,7 +174,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     shared = sharing.decide(config, grid, engine, device, model, private=task.private_parameters)
 
     # The model: rank 0's weights, cut to this rank's part, on its device.
-    model.to(getattr(torch, config.precision.parameters))
+    set_precision(model, getattr(torch, config.precision.parameters))
     state_bytes = sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())
     if config.run.compile:
         with agreed(group):

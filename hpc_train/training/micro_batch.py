@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from hpc_train.collectives.overwrite import overwrite
 from hpc_train.errors import UserError
 from hpc_train.host.allocator import return_freed_memory
 from hpc_train.host.memory import PeakMemory
@@ -143,7 +144,7 @@ def same_buffers_after(model: nn.Module) -> Iterator[None]:
     ]
     yield
     for module, name, buffer, before in buffers:  # a forward pass may have replaced them
-        buffer.copy_(before)
+        overwrite(buffer, before)
         module._buffers[name] = buffer
 
 

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from hpc_train.config import OptimizerSection
+from hpc_train.gradients.buckets import is_dense
 
 ADAM_BETAS = (0.9, 0.95)
 SGD_MOMENTUM = 0.9
@@ -21,7 +22,13 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
     Weight decay applies to matrices only, not to biases, norms and other vectors. A module whose
     vectors are stacked, such as those of an ensemble's members, has their names in an attribute
     `stacked_vectors`. The part of a model that a rank has may have no such parameter.
+
+    Layers whose gradients are sparse make dense ones from now on, because these optimizers need
+    them. On several ranks gradients are dense anyway.
     """
+    for module in model.modules():
+        if getattr(module, "sparse", False) is True:
+            module.sparse = False  # type: ignore[assignment]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stacked = {
         id(getattr(module, name))
@@ -37,9 +44,26 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
         {"params": [p for p in trained if not decays(p)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
+    # torch's fused kinds ignore strides, and so gaps in memory, and take no complex numbers.
+    fused = all(is_dense(p) and not p.is_complex() for p in trained)
     if section.name == "sgd":
-        return _lean(SGD)(groups, lr=section.lr, momentum=SGD_MOMENTUM, fused=True)
-    return _lean(AdamW)(groups, lr=section.lr, betas=ADAM_BETAS, fused=True)
+        return _lean(SGD)(groups, lr=section.lr, momentum=SGD_MOMENTUM, fused=fused)
+    return _lean(AdamW)(groups, lr=section.lr, betas=ADAM_BETAS, fused=fused)
+
+
+def set_precision(model: nn.Module, real: torch.dtype) -> None:
+    """Give a model's floating-point numbers a dtype, and its complex ones the matching dtype.
+
+    `model.to(dtype)` would drop the imaginary parts.
+    """
+    beside = real.to_complex()
+
+    def converted(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(beside)
+        return tensor.to(real) if tensor.is_floating_point() else tensor
+
+    model._apply(converted)
 
 
 def _lean(kind: type[Optimizer]) -> Callable[..., Optimizer]:

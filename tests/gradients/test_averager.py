@@ -207,3 +207,63 @@ def test_parameters_of_a_job_that_has_ended_are_taken_over(job):
     mean = (job.world.size - 1) / 2
     assert model.weight.grad.tolist() == [[mean, mean]] * 2
     averager.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_local_steps_of_parameters_that_some_ranks_do_not_use(group, kind, dtype):
+    """What a rank lacks counts as zeros, and numbers of steps are the largest."""
+    used, once, scalar, unused = (
+        nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((2, 3), (4,), (), (5,))
+    )
+    model = nn.ParameterList([used, once, scalar, unused])
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+        if kind == "adamw"
+        else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+    averager = average_gradients(
+        model, optimizer, group, AveragingOptions(engine="mpi", average_every=4)
+    )
+    for step in range(2):
+        averager.zero_grad()
+        loss = used.abs().sum()
+        if group.rank == 1:  # other ranks have no state of it
+            loss = loss + 2 * once.abs().sum()
+        if step or group.rank == 0:  # other ranks have taken fewer steps with it
+            loss = loss + scalar.abs()
+        loss.backward()
+        averager.step()
+    averager.settle()
+    slot = "exp_avg" if kind == "adamw" else "momentum_buffer"
+    state = [{**optimizer.state.get(p, {})} for p in (used, once, scalar, unused)]
+    averager.close()
+    assert not state[3]
+    gradient, after_two = 2 / group.size, 0.19 if kind == "adamw" else 1.9
+    assert torch.allclose(state[1][slot], torch.full_like(once, after_two * gradient))
+    if kind == "adamw":
+        assert [float(some["step"]) for some in state[:3]] == [2, 2, 2]
+        square = (1 - 0.999**2) * 4 / group.size
+        assert torch.allclose(state[1]["exp_avg_sq"], torch.full_like(once, square))
+    ends = repr((scalar.detach(), [sorted(some.items()) for some in state]))
+    assert len({*group.gathered(ends)}) == 1
+
+
+def test_a_rank_alone_clips_sparse_gradients(job):
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    averager = average_gradients(model, optimizer, Group(), AveragingOptions(engine="mpi"))
+    model(torch.tensor([1, 1, 2])).sum().backward()  # row 1 has 2, 2, row 2 has 1, 1
+    assert averager.norm().item() == pytest.approx(10**0.5)
+    averager.scale_(0.5)
+    assert averager.norm().item() == pytest.approx(2.5**0.5)
+    averager.step()
+    averager.close()
+
+
+def test_a_parameter_made_by_expand_is_refused_before_training(job):
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.ones(1, 3).expand(2, 3))
+    with pytest.raises(UserError, match=r"weight was made by expand\(\)"):
+        average_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), job.world)

@@ -272,3 +272,22 @@ def test_keep_best_needs_a_validation_before_each_checkpoint(tmp_path, options, 
         return
     with pytest.raises(ConfigError, match=r"keep_best is 2, but no checkpoint before.*set data\."):
         make(settings, alone())
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_buffer_made_by_expand_is_sent_saved_and_restored(group, together):
+    def end(steps: int) -> torch.nn.Module:
+        model = torch.nn.Linear(4, 1)
+        mask = torch.full((1, 4), float(steps + group.rank))  # the first run's, of rank 0
+        model.register_buffer("mask", mask.expand(8, 4))
+        task = TrainingTask(
+            model, TensorDataset(torch.ones(8, 4)), lambda m, batch: m(batch[0] * m.mask[0]).mean()
+        )
+        options = ["--run.dir", f"{together}", "--run.steps", f"{steps}", "--data.batch", "4"]
+        settings = load(None, [*options, "--run.preflight", "false"])
+        with Trainer(settings, task, Runtime(group, group)) as trainer:
+            trainer.train()
+        return trainer.model
+
+    end(2)
+    assert torch.equal(end(4).mask, torch.full((8, 4), 2.0))
