@@ -27,8 +27,8 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
     them. On several ranks gradients are dense anyway.
     """
     for module in model.modules():
-        if getattr(module, "sparse", False) is True:
-            module.sparse = False  # type: ignore[assignment]
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stacked = {
         id(getattr(module, name))
