@@ -122,6 +122,15 @@ class RankError(HpcTrainError):
     """An unexpected exception on one rank; its traceback is in that rank's log."""
 
 
+def unwritable(directory: str | os.PathLike[str], error: OSError) -> ConfigError:
+    """The error for a run directory in which something cannot be written."""
+    named = "" if error.filename is None else f": {error.filename}"
+    return ConfigError(
+        f"{directory} cannot be written ({error.strerror}{named})",
+        "give a folder that you may write to, or free space",
+    )
+
+
 class Stopped(Exception):
     """The run stopped early, on a signal or before its time limit, with a checkpoint.
 
