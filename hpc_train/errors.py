@@ -136,7 +136,7 @@ class Stopped(Exception):
 
     Args:
         step: the last finished step, which the checkpoint has; 0 before the first step.
-        reason: name of the cause of the stop, such as "SIGTERM".
+        reason: name of the cause of the stop, such as "SIGTERM" or "the file DIRECTORY/STOP".
         saved: whether a checkpoint of that step was written.
     """
 
@@ -153,6 +153,11 @@ class Stopped(Exception):
             return f"stopped by {self.reason} before the first step"
         written = ", checkpoint written" if self.saved else ""
         return f"stopped by {self.reason} after step {self.step}{written}"
+
+    def remedy(self, again: str) -> str:
+        """How the run goes on: by `again`, once what keeps it from that is gone."""
+        first = "remove the file, and " if self.reason.startswith("the file ") else ""
+        return f"{first}{again} resumes from there"
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:

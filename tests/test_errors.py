@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpc_train.errors import UserError, plural, print_error
+from hpc_train.errors import Stopped, UserError, plural, print_error
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,12 @@ def test_an_error_is_one_write(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     print_error(UserError("a cause", "a remedy"))
     assert [text for text in writes if text] == ["hpc-train: error: a cause: a remedy\n"]
+
+
+def test_a_run_that_a_file_has_stopped_needs_it_removed():
+    assert Stopped(3, "SIGTERM").remedy("the same command") == (
+        "the same command resumes from there"
+    )
+    assert Stopped(3, "the file runs/a/STOP").remedy("the same command") == (
+        "remove the file, and the same command resumes from there"
+    )

@@ -68,7 +68,7 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
         runtime.end(failed=False)
         failed = False
     except Stopped as stopped:
-        logger.info("%s; the same command resumes from there", stopped)
+        logger.info("%s; %s", stopped, stopped.remedy("the same command"))
         code = stopped.exit_code
     except HpcTrainError as error:
         code = error.exit_code
