@@ -193,8 +193,9 @@ class Content:
         Raises:
             UserError: it cannot.
         """
+        cut = self.alike.group.size < self.group.size
         with agreed(self.group):
-            checks.check_savable(self.trained)
+            checks.check_savable(self.trained, cut=cut)
 
     def unify(self) -> None:
         """Bring all replicas to one state: running statistics in their buffers differ."""
