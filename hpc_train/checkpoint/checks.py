@@ -14,6 +14,7 @@ Trained parameters must be finite.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -54,6 +55,21 @@ def check_savable(trained: TrainingState, *, cut: bool = False) -> None:
     _check_model(trained, cut=cut)
     for name, value in _slots(trained.optimizer):
         _check_slot(name, value)
+
+
+def in_json(what: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as a checkpoint gives them back: a tuple becomes a list.
+
+    Raises:
+        UserError: JSON cannot hold one of them.
+    """
+    try:
+        return {key: json.loads(json.dumps(one, sort_keys=True)) for key, one in values.items()}
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"the {what} of a checkpoint cannot be saved ({error})",
+            "keep strings, numbers, lists and dicts there",
+        ) from None
 
 
 def is_plain(value: Any) -> bool:
